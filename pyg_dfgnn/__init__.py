@@ -1,0 +1,31 @@
+"""Fast fused graph-attention kernels as drop-ins for PyTorch Geometric.
+
+Swap the import (``from pyg_dfgnn.nn import GATConv``) or call ``pyg_dfgnn.accelerate(model)``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pyg_dfgnn.settings import settings
+
+if TYPE_CHECKING:
+    from pyg_dfgnn.graph import Graph
+    from pyg_dfgnn.nn import accelerate, describe_plan
+
+__version__ = "0.1.0"
+__all__ = ["Graph", "__version__", "accelerate", "describe_plan", "settings"]
+
+# Resolved on first use, so that `import pyg_dfgnn` does not pay for PyTorch Geometric.
+_LAZY = {"Graph": "pyg_dfgnn.graph", "accelerate": "pyg_dfgnn.nn", "describe_plan": "pyg_dfgnn.nn"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

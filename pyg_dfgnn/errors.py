@@ -1,0 +1,117 @@
+"""One wording for every refused argument: the name, what it needs, what was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class UnsupportedError(RuntimeError):
+    """What was asked for by name cannot run here; `reasons` says why, all at once.
+
+    Args:
+        reasons: One sentence per obstacle.
+        what: What was asked for.
+    """
+
+    def __init__(self, reasons: Iterable[str], what: str = "the fused kernel") -> None:
+        self.reasons = list(reasons)
+        self.what = what
+        super().__init__(f"{what} cannot run here: {'; '.join(self.reasons)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reasons, self.what)
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}" if value is not None else "None"
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Check that an argument is a tensor.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"'{name}' needs a torch.Tensor (got {_given(value)})")
+
+
+def check_shape(name: str, tensor: Tensor, expected: Sequence[int | str], spec: str) -> None:
+    """Check the shape of a tensor.
+
+    Args:
+        name: The user's name of the argument.
+        tensor: The tensor, any shape.
+        expected: One entry per dimension; an int must match, a str (such as `"E"`) stands for any size.
+        spec: The expected shape as the message shows it, such as `"[E, edge_dim=4]"`.
+
+    Raises:
+        TypeError: `tensor` is not a tensor.
+        ValueError: The shape differs.
+    """
+    check_tensor(name, tensor)
+    shape = tensor.shape
+    if len(shape) != len(expected) or any(
+        not isinstance(want, str) and want != have for want, have in zip(expected, shape)
+    ):
+        raise ValueError(f"'{name}' needs shape {spec} (got {list(shape)})")
+
+
+def check_dtype(name: str, tensor: Tensor, dtypes: torch.dtype | Sequence[torch.dtype]) -> None:
+    """Check that a tensor has one of the given dtypes.
+
+    Raises:
+        TypeError: `tensor` is not a tensor or has another dtype.
+    """
+    check_tensor(name, tensor)
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"'{name}' needs dtype {' or '.join(map(str, dtypes))} (got {tensor.dtype})")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Check that a tensor lives on the given device.
+
+    Raises:
+        TypeError: `tensor` is not a tensor.
+        ValueError: It lives elsewhere.
+    """
+    check_tensor(name, tensor)
+    if tensor.device != device:
+        raise ValueError(f"'{name}' needs device {device} (got {tensor.device})")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Check that a value is one of a few.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in choices:
+        raise ValueError(f"'{name}' needs one of {', '.join(map(repr, choices))} (got {value!r})")
+
+
+def check_range(name: str, value: Any, low: float | None = None, high: float | None = None) -> None:
+    """Check `low <= value <= high`; a bound that is None is open.
+
+    Raises:
+        TypeError: The value is not a number.
+        ValueError: It is out of range.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"'{name}' needs a number (got {_given(value)})")
+    if (low is None or value >= low) and (high is None or value <= high):
+        return
+    if low is None:
+        need = f"<= {high}"
+    elif high is None:
+        need = f">= {low}"
+    else:
+        need = f"in [{low}, {high}]"
+    raise ValueError(f"'{name}' needs a value {need} (got {value})")

@@ -1,0 +1,94 @@
+"""What a user may decide for all kernels at once: schedule, determinism, and how a fallback is reported."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pyg_dfgnn.errors import check_choice
+
+SCHEDULES = ("auto", "rows")
+FALLBACKS = ("log", "error", "silent")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in force; read them with :func:`current`.
+
+    Args:
+        schedule: `"auto"` lets dispatch choose; any other name asks for that schedule.
+        deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
+            `torch.are_deterministic_algorithms_enabled()`.
+        fallback: What happens where no fused kernel can run: `"log"` reports each reason once per class, `"error"`
+            raises `UnsupportedError`, `"silent"` says nothing.
+    """
+
+    schedule: str = "auto"
+    deterministic: bool | None = None
+    fallback: str = "log"
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("deterministic", self.deterministic, (None, True, False))
+        check_choice("fallback", self.fallback, FALLBACKS)
+
+
+_lock = threading.Lock()
+_global = Settings()
+
+
+class _Override(threading.local):
+    # A class attribute: every new thread starts without an override. Unlike a ContextVar, torch.compile can trace it.
+    settings: Settings | None = None
+
+
+_override = _Override()
+
+
+def current() -> Settings:
+    """The settings in force in this thread."""
+    return _override.settings or _global
+
+
+class settings:
+    """Change settings: for the whole process when called, for one thread and one block in a `with` statement.
+
+    What is not named keeps its value. A function compiled by `torch.compile` keeps the block's settings it was traced
+    under; changes for the whole process recompile it.
+
+    Args:
+        schedule: See :class:`Settings`.
+        deterministic: See :class:`Settings`.
+        fallback: See :class:`Settings`.
+
+    Raises:
+        ValueError: A value is not among the choices.
+
+    Example:
+        >>> settings(fallback="error")
+        >>> with settings(schedule="rows"):
+        ...     out = model(x, edge_index)
+    """
+
+    def __init__(self, **changes: Any) -> None:
+        global _global
+        for name in changes:
+            check_choice("settings", name, [field.name for field in fields(Settings)])
+        self._changes = changes
+        with _lock:
+            self._before = _global
+            _global = self._after = replace(_global, **changes)
+
+    def __enter__(self) -> Settings:
+        global _global
+        # Entering takes the process-wide change back, unless someone else has set something since.
+        with _lock:
+            if _global is self._after:
+                _global = self._before
+        self._outer = _override.settings
+        _override.settings = replace(current(), **self._changes)
+        return _override.settings
+
+    def __exit__(self, *exc: object) -> None:
+        _override.settings = self._outer
