@@ -1,0 +1,1 @@
+"""Plain torch versions of every op, for any dtype and device: the oracle of the tests and a baseline of the bench."""
