@@ -1,0 +1,505 @@
+// CUDA C on a CPU, for tests: the kernel text is compiled unchanged after this header. Every CUDA thread of a block is
+// a fiber that runs until it waits at a barrier or a warp collective; blocks run one after another. What a GPU would
+// hide is an error here: divergent barriers, lanes missing from a collective, shuffles from outside the mask,
+// misaligned and out-of-bounds accesses (guard pages, set up by the loader), uninitialised shared memory (NaN), races
+// (thread orders). A barrier needs all threads of the block, also those that have returned.
+// Not covered: PTX, tensor cores, cp.async, cooperative groups, memory-model races between blocks, spinning on a flag.
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <type_traits>
+#include <utility>
+
+#define PYG_DFGNN_EMULATOR 1
+#define __global__
+#define __device__ static
+#define __host__
+#define __constant__ static
+#define __shared__ static __attribute__((section("emu_shared")))
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+#define EMU_VECTOR(scalar, name, bytes)                                                                        \
+    struct alignas(2 * bytes) name##2 { scalar x, y; };                                                        \
+    struct name##3 { scalar x, y, z; };                                                                        \
+    struct alignas(4 * bytes > 16 ? 16 : 4 * bytes) name##4 { scalar x, y, z, w; };                            \
+    static inline name##2 make_##name##2(scalar x, scalar y) { return {x, y}; }                                \
+    static inline name##3 make_##name##3(scalar x, scalar y, scalar z) { return {x, y, z}; }                   \
+    static inline name##4 make_##name##4(scalar x, scalar y, scalar z, scalar w) { return {x, y, z, w}; }
+EMU_VECTOR(float, float, 4)
+EMU_VECTOR(double, double, 8)
+EMU_VECTOR(int, int, 4)
+EMU_VECTOR(unsigned, uint, 4)
+EMU_VECTOR(short, short, 2)
+EMU_VECTOR(unsigned short, ushort, 2)
+
+static uint3 threadIdx, blockIdx, blockDim, gridDim;
+static const int warpSize = 32;
+extern char __start_emu_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_emu_shared[] __attribute__((weak, visibility("hidden")));
+
+namespace emu {
+typedef unsigned long long u64;
+
+// What the loader hands in and reads back; tests/emu/loader.py holds the same structure.
+struct Launch {
+    unsigned grid[3], block[3];
+    void** args;
+    u64 shared_bytes, seed;
+    int order;
+    char* shared;
+    void *fault_address, *fault_code;
+    int fault_signal, fault_write;
+    char message[1024];
+};
+enum Order { FORWARD, REVERSE, RANDOM };
+enum Result { DONE, FAILED, FAULT };
+
+// ---- fibers ----
+constexpr size_t STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096;
+#if defined(__x86_64__)
+typedef void* Context;
+extern "C" __attribute__((visibility("hidden"))) void emu_switch(Context* from, Context* to);
+asm(R"(
+    .text
+    .local emu_switch
+    .type emu_switch, @function
+emu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq (%rsi), %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+static void make_context(Context& context, char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
+    memset(top - 8, 0, 8 * sizeof(void*));
+    top[-2] = reinterpret_cast<void*>(entry);
+    context = top - 8;
+}
+static void switch_context(Context& from, Context& to) { emu_switch(&from, &to); }
+#else
+typedef ucontext_t Context;
+static void make_context(Context& context, char* stack, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+}
+static void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
+#endif
+
+// ---- threads of a block ----
+enum State { RUNNABLE, AT_BARRIER, AT_COLLECTIVE, EXITED };
+struct Site {
+    const char *name, *file;
+    int line;
+    bool operator==(const Site& o) const { return line == o.line && !strcmp(name, o.name) && !strcmp(file, o.file); }
+};
+struct Thread {
+    Context context;
+    uint3 index;
+    State state;
+    Site site;
+    unsigned mask;
+    int source;
+    u64 value, result;
+};
+static Launch* launch;
+static void (*call)(void**);
+static Thread* threads;
+static unsigned num_threads, current, num_at_barrier;
+static Context scheduler;
+static sigjmp_buf escape;
+
+__attribute__((noreturn, format(printf, 1, 2))) static void fail(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(launch->message, sizeof(launch->message), format, list);
+    va_end(list);
+    siglongjmp(escape, FAILED);
+}
+
+static void wait() { switch_context(threads[current].context, scheduler); }
+
+// Waits for all threads of the block at the same place; returns for how many of them `value` is not zero.
+static int barrier(const Site& site, bool value) {
+    Thread& self = threads[current];
+    for (unsigned t = 0; t < num_threads; ++t) {
+        const Thread& other = threads[t];
+        if (other.state == AT_BARRIER && !(other.site == site)) {
+            fail("divergent barriers: thread %u waits at %s (%s:%d) and thread %u at %s (%s:%d)", t, other.site.name,
+                 other.site.file, other.site.line, current, site.name, site.file, site.line);
+        }
+    }
+    self.site = site;
+    self.value = value;
+    self.state = AT_BARRIER;
+    if (++num_at_barrier == num_threads) {
+        int count = 0;
+        for (unsigned t = 0; t < num_threads; ++t) count += threads[t].value != 0;
+        for (unsigned t = 0; t < num_threads; ++t) threads[t].result = count, threads[t].state = RUNNABLE;
+        num_at_barrier = 0;
+    }
+    wait();
+    return (int)self.result;
+}
+
+// Waits for the lanes of `mask`; returns the value of lane `source`, or with source < 0 the ballot of the values.
+static u64 meet(const Site& site, unsigned mask, u64 value, int source) {
+    Thread& self = threads[current];
+    Thread* warp = threads + current / 32 * 32;
+    const unsigned lane = current % 32, lanes = num_threads - current / 32 * 32;
+    if (!(mask >> lane & 1)) {
+        fail("%s (%s:%d): lane %u is not in its own mask 0x%08x", site.name, site.file, site.line, lane, mask);
+    }
+    if (source >= 0 && !(mask >> source & 1)) {
+        fail("%s (%s:%d): lane %u reads lane %d, which is not in the mask 0x%08x", site.name, site.file, site.line,
+             lane, source, mask);
+    }
+    self.site = site, self.mask = mask, self.value = value, self.source = source;
+    self.state = AT_COLLECTIVE;
+    bool complete = true;
+    for (unsigned l = 0; l < 32; ++l) {
+        if (!(mask >> l & 1)) continue;
+        if (l >= lanes || warp[l].state == EXITED) {
+            fail("%s (%s:%d): lane %u is in the mask 0x%08x but has exited", site.name, site.file, site.line, l, mask);
+        }
+        const Thread& other = warp[l];
+        if (other.state != AT_COLLECTIVE) {
+            complete = false;
+        } else if (other.mask != mask || !(other.site == site)) {
+            complete = false;
+            if (other.mask >> lane & 1) {
+                fail("different collectives meet: lane %u in %s (%s:%d) with mask 0x%08x, "
+                     "lane %u in %s (%s:%d) with mask 0x%08x",
+                     lane, site.name, site.file, site.line, mask, l, other.site.name, other.site.file,
+                     other.site.line, other.mask);
+            }
+        }
+    }
+    if (complete) {
+        unsigned ballot = 0;
+        for (unsigned l = 0; l < 32; ++l) ballot |= mask >> l & 1 && warp[l].value ? 1u << l : 0u;
+        for (unsigned l = 0; l < 32; ++l) {
+            if (!(mask >> l & 1)) continue;
+            warp[l].result = warp[l].source >= 0 ? warp[warp[l].source].value : ballot;
+            warp[l].state = RUNNABLE;
+        }
+    }
+    wait();
+    return self.result;
+}
+
+static void leave() {
+    Thread* warp = threads + current / 32 * 32;
+    threads[current].state = EXITED;
+    for (unsigned l = 0; l < 32 && warp + l < threads + num_threads; ++l) {
+        const Thread& other = warp[l];
+        if (other.state == AT_COLLECTIVE && other.mask >> (current % 32) & 1) {
+            fail("%s (%s:%d): lane %u is in the mask 0x%08x but has exited", other.site.name, other.site.file,
+                 other.site.line, current % 32, other.mask);
+        }
+    }
+}
+
+static void thread_main() {
+    call(launch->args);
+    leave();
+    wait();
+}
+
+__attribute__((noreturn)) static void report_deadlock() {
+    char text[900] = "";
+    size_t used = 0;
+    unsigned exited = 0;
+    for (unsigned t = 0; t < num_threads; ++t) {
+        const Thread& first = threads[t];
+        if (first.state == EXITED) {
+            ++exited;
+            continue;
+        }
+        unsigned before = 0, together = 0;
+        for (unsigned s = 0; s < num_threads; ++s) {
+            const bool same = threads[s].state == first.state && threads[s].site == first.site;
+            before += same && s < t;
+            together += same;
+        }
+        if (before != 0 || used + 200 > sizeof(text)) continue;
+        used += snprintf(text + used, sizeof(text) - used, "%u at %s (%s:%d), first thread %u; ", together,
+                         first.site.name, first.site.file, first.site.line, t);
+    }
+    fail("deadlock in block (%u, %u, %u): %s%u of %u threads have exited", blockIdx.x, blockIdx.y, blockIdx.z, text,
+         exited, num_threads);
+}
+
+static u64 random_state;
+static void arrange(unsigned* items, unsigned count) {
+    for (unsigned i = 0; i < count; ++i) items[i] = launch->order == REVERSE ? count - 1 - i : i;
+    for (unsigned i = count; launch->order == RANDOM && i > 1; --i) {
+        random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+        std::swap(items[i - 1], items[(random_state >> 33) % i]);
+    }
+}
+
+static void run_block(unsigned* order, char* stacks) {
+    memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
+    memset(launch->shared, 0xff, launch->shared_bytes);
+    for (unsigned t = 0; t < num_threads; ++t) {
+        threads[t].state = RUNNABLE;
+        threads[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+        make_context(threads[t].context, stacks + t * (STACK_BYTES + PAGE_BYTES) + PAGE_BYTES, thread_main);
+    }
+    num_at_barrier = 0;
+    for (unsigned exited = 0; exited < num_threads;) {
+        bool progress = false;
+        arrange(order, num_threads);
+        for (unsigned i = 0; i < num_threads; ++i) {
+            current = order[i];
+            if (threads[current].state != RUNNABLE) continue;
+            progress = true;
+            threadIdx = threads[current].index;
+            switch_context(scheduler, threads[current].context);
+            exited += threads[current].state == EXITED;
+        }
+        if (!progress) report_deadlock();
+    }
+}
+
+static void on_fault(int signal, siginfo_t* info, void* raw) {
+    launch->fault_signal = signal;
+    launch->fault_address = info->si_addr;
+#if defined(__x86_64__)
+    const greg_t* registers = static_cast<ucontext_t*>(raw)->uc_mcontext.gregs;
+    launch->fault_code = reinterpret_cast<void*>(registers[REG_RIP]);
+    launch->fault_write = registers[REG_ERR] >> 1 & 1;
+#endif
+    siglongjmp(escape, FAULT);
+}
+
+// Runs a grid. Faults of the kernel are caught on a stack of their own and end the launch.
+static int run(Launch* description, void (*entry)(void**)) {
+    launch = description;
+    call = entry;
+    blockDim = {launch->block[0], launch->block[1], launch->block[2]};
+    gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
+    num_threads = blockDim.x * blockDim.y * blockDim.z;
+    random_state = launch->seed;
+    const unsigned num_blocks = gridDim.x * gridDim.y * gridDim.z;
+    const size_t stack_total = num_threads * (STACK_BYTES + PAGE_BYTES);
+    char* const stacks = static_cast<char*>(
+        mmap(nullptr, stack_total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    for (unsigned t = 0; t < num_threads; ++t) mprotect(stacks + t * (STACK_BYTES + PAGE_BYTES), PAGE_BYTES, PROT_NONE);
+    threads = static_cast<Thread*>(calloc(num_threads, sizeof(Thread)));
+    unsigned* const order = static_cast<unsigned*>(calloc(num_blocks + num_threads, sizeof(unsigned)));
+
+    static char fault_stack[64 * 1024];
+    const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    struct sigaction action = {}, before[4];
+    stack_t alternate = {}, alternate_before;
+    alternate.ss_sp = fault_stack;
+    alternate.ss_size = sizeof(fault_stack);
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaltstack(&alternate, &alternate_before);
+    for (int s = 0; s < 4; ++s) sigaction(signals[s], &action, &before[s]);
+
+    const int result = sigsetjmp(escape, 1);
+    if (result == DONE) {
+        arrange(order, num_blocks);
+        for (unsigned b = 0; b < num_blocks; ++b) {
+            blockIdx = {order[b] % gridDim.x, order[b] / gridDim.x % gridDim.y, order[b] / (gridDim.x * gridDim.y)};
+            run_block(order + num_blocks, stacks);
+        }
+    }
+    for (int s = 0; s < 4; ++s) sigaction(signals[s], &before[s], nullptr);
+    sigaltstack(&alternate_before, nullptr);
+    free(order);
+    free(threads);
+    munmap(stacks, stack_total);
+    return result;
+}
+
+// ---- entry points: arguments arrive as an array of pointers, as in cuLaunchKernel ----
+template <class T> static void describe(char*& text) {
+    static_assert(std::is_pointer<T>::value || std::is_same<T, long long>::value || std::is_same<T, double>::value,
+                  "kernel arguments are pointers, long long or double");
+    if constexpr (!std::is_pointer<T>::value) {
+        text += sprintf(text, std::is_same<T, double>::value ? "double " : "int ");
+    } else {
+        typedef typename std::remove_pointer<T>::type Item;
+        const char* access = std::is_const<Item>::value ? "read" : "write";
+        if constexpr (std::is_void<Item>::value) {
+            text += sprintf(text, "%s:any ", access);
+        } else {
+            const char kind = std::is_floating_point<Item>::value ? 'f' : 'i';
+            text += sprintf(text, "%s:%c%d ", access, kind, (int)sizeof(Item));
+        }
+    }
+}
+template <class... A> static const char* signature(void (*)(A...)) {
+    static char text[16 * sizeof...(A) + 1];
+    char* end = text;
+    (describe<A>(end), ...);
+    return text;
+}
+template <class... A, size_t... I> static void apply(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+    kernel(*static_cast<typename std::remove_const<A>::type*>(args[I])...);
+}
+template <class... A> static void apply(void (*kernel)(A...), void** args) {
+    apply(kernel, args, std::index_sequence_for<A...>());
+}
+#define EMU_EXPORT extern "C" __attribute__((visibility("default")))
+#define EMU_ENTRY(name)                                                                                       \
+    EMU_EXPORT const char* emu_signature_##name() { return emu::signature(emu_text::name); }                  \
+    EMU_EXPORT int emu_launch_##name(emu::Launch* launch) {                                                   \
+        return emu::run(launch, [](void** args) { emu::apply(emu_text::name, args); });                       \
+    }
+
+template <class T> static T shuffle(const Site& site, unsigned mask, T value, int source) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 4 or 8 bytes");
+    u64 bits = 0;
+    memcpy(&bits, &value, sizeof(T));
+    bits = meet(site, mask, bits, source);
+    memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+// The lane at `target`, or the caller itself where that leaves its group of `width` lanes on the wrong side.
+static int lane_at(int target, bool inside) { return inside ? target : (int)(current % 32); }
+static int group_first(int width) { return (int)(current % 32) & ~(width - 1); }
+template <class To, class From> static To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+}  // namespace emu
+
+// GCC calls this (-fsanitize=alignment) before an access that is not aligned to its type.
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(void* data, void* address) {
+    const struct Location { const char* file; int line; }* where = static_cast<Location*>(data);
+    emu::fail("misaligned access at %s:%d (address ends in 0x%x)", where->file, where->line,
+              (unsigned)((size_t)address & 31));
+}
+
+// ---- the device functions that kernels use ----
+#define EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+static inline void __syncthreads(EMU_HERE) { emu::barrier({"__syncthreads", file, line}, false); }
+static inline int __syncthreads_count(int value, EMU_HERE) {
+    return emu::barrier({"__syncthreads_count", file, line}, value);
+}
+static inline int __syncthreads_or(int value, EMU_HERE) {
+    return emu::barrier({"__syncthreads_or", file, line}, value) != 0;
+}
+static inline int __syncthreads_and(int value, EMU_HERE) {
+    return emu::barrier({"__syncthreads_and", file, line}, !value) == 0;
+}
+static inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) {
+    emu::meet({"__syncwarp", file, line}, mask, 0, -1);
+}
+static inline unsigned __ballot_sync(unsigned mask, int value, EMU_HERE) {
+    return (unsigned)emu::meet({"__ballot_sync", file, line}, mask, value != 0, -1);
+}
+static inline int __any_sync(unsigned mask, int value, EMU_HERE) {
+    return emu::meet({"__any_sync", file, line}, mask, value != 0, -1) != 0;
+}
+static inline int __all_sync(unsigned mask, int value, EMU_HERE) {
+    return emu::meet({"__all_sync", file, line}, mask, value == 0, -1) == 0;
+}
+static inline unsigned __activemask() {
+    unsigned mask = 0;
+    for (unsigned l = 0, t = emu::current / 32 * 32; l < 32 && t + l < emu::num_threads; ++l) {
+        mask |= emu::threads[t + l].state != emu::EXITED ? 1u << l : 0u;
+    }
+    return mask;
+}
+template <class T> static inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMU_HERE) {
+    return emu::shuffle({"__shfl_sync", file, line}, mask, value, emu::group_first(width) + (source & (width - 1)));
+}
+template <class T> static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_HERE) {
+    const int target = (int)(emu::current % 32) - (int)delta;
+    return emu::shuffle({"__shfl_up_sync", file, line}, mask, value,
+                        emu::lane_at(target, target >= emu::group_first(width)));
+}
+template <class T> static inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMU_HERE) {
+    const int target = (int)(emu::current % 32 + delta);
+    return emu::shuffle({"__shfl_down_sync", file, line}, mask, value,
+                        emu::lane_at(target, target < emu::group_first(width) + width));
+}
+template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, EMU_HERE) {
+    const int target = (int)(emu::current % 32) ^ lanes;
+    return emu::shuffle({"__shfl_xor_sync", file, line}, mask, value,
+                        emu::lane_at(target, target < emu::group_first(width) + width));
+}
+
+template <class T> static inline T __ldg(const T* address) { return *address; }
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+template <class T> static inline T emu_exchange(T* address, T value) {
+    const T before = *address;
+    *address = value;
+    return before;
+}
+#define EMU_ATOMICS(T)                                                                                        \
+    static inline T atomicAdd(T* a, T value) { return emu_exchange(a, (T)(*a + value)); }                     \
+    static inline T atomicExch(T* a, T value) { return emu_exchange(a, value); }                              \
+    static inline T atomicMax(T* a, T value) { return emu_exchange(a, *a > value ? *a : value); }             \
+    static inline T atomicMin(T* a, T value) { return emu_exchange(a, *a < value ? *a : value); }             \
+    static inline T atomicCAS(T* a, T compare, T value) { return emu_exchange(a, *a == compare ? value : *a); }
+EMU_ATOMICS(int)
+EMU_ATOMICS(unsigned)
+EMU_ATOMICS(unsigned long long)
+static inline float atomicAdd(float* a, float value) { return emu_exchange(a, *a + value); }
+
+static inline unsigned __float_as_uint(float x) { return emu::bit_cast<unsigned>(x); }
+static inline int __float_as_int(float x) { return emu::bit_cast<int>(x); }
+static inline float __uint_as_float(unsigned x) { return emu::bit_cast<float>(x); }
+static inline float __int_as_float(int x) { return emu::bit_cast<float>(x); }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
+static inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline int max(int a, int b) { return a > b ? a : b; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline long long max(long long a, long long b) { return a > b ? a : b; }
+static inline long long min(long long a, long long b) { return a < b ? a : b; }
+static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+static inline float max(float a, float b) { return fmaxf(a, b); }
+static inline float min(float a, float b) { return fminf(a, b); }
+
+static inline float emu_half_to_float(unsigned short half) {
+    const unsigned sign = (unsigned)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+    if (exponent == 0) return __uint_as_float(sign | __float_as_uint((float)fraction * 0x1p-24f));
+    return __uint_as_float(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+}
+// Round to nearest even, as cvt.rn; the NaN is the GPU's canonical one.
+static inline unsigned short emu_float_to_half(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    const float magnitude = __uint_as_float(rest);
+    if (value != value) return 0x7fff;
+    if (magnitude >= 65520.0f) return (unsigned short)(sign | 0x7c00);
+    if (magnitude < 0x1p-14f) return (unsigned short)(sign | (unsigned)nearbyintf(magnitude * 0x1p24f));
+    return (unsigned short)(sign | ((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112 << 10));
+}

@@ -1,0 +1,263 @@
+"""Builds kernel texts with the host compiler and launches them on numpy arrays behind guard pages."""
+
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+ORDERS = ("forward", "reverse", "random")
+SHIM = Path(__file__).with_name("emulator.h")
+DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
+ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+DONE, FAILED, FAULT = range(3)
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what is an error on a GPU, whether or not the GPU would report it."""
+
+
+class Launch(ctypes.Structure):
+    """The structure of the same name in emulator.h."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("args", ctypes.POINTER(ctypes.c_void_p)),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("order", ctypes.c_int),
+        ("shared", ctypes.c_void_p),
+        ("fault_address", ctypes.c_void_p),
+        ("fault_code", ctypes.c_void_p),
+        ("fault_signal", ctypes.c_int),
+        ("fault_write", ctypes.c_int),
+        ("message", ctypes.c_char * 1024),
+    ]
+
+
+class GuardedMemory:
+    """A copy of some bytes that touches a protected page on one side, and poison (0xff) up to the other.
+
+    At the end of its pages the copy starts at a multiple of the largest power of two in its size, so rows that are
+    loaded as vectors keep their alignment.
+    """
+
+    def __init__(self, data: bytes, at_end: bool, name: str) -> None:
+        self.name, self.size = name, len(data)
+        page = mmap.PAGESIZE
+        pages = -(-self.size // page) * page
+        self.map = mmap.mmap(-1, pages + 2 * page)
+        self.first = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + page
+        self.pages = pages
+        self.offset = pages - self.size if at_end else 0
+        self.address = self.first + self.offset
+        self.map[page : page + pages] = b"\xff" * self.offset + data + b"\xff" * (pages - self.offset - self.size)
+        self.protect(self.first - page, page, 0)
+        self.protect(self.first + pages, page, 0)
+
+    @staticmethod
+    def protect(address: int, size: int, flags: int) -> None:
+        if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), flags):
+            raise OSError(ctypes.get_errno(), "mprotect failed")
+
+    def make_read_only(self) -> None:
+        self.protect(self.first, self.pages, mmap.PROT_READ)
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.address, self.size)
+
+    def check_poison(self) -> None:
+        before = ctypes.string_at(self.first, self.offset)
+        after = ctypes.string_at(self.address + self.size, self.pages - self.offset - self.size)
+        for side, poison in (("before", before), ("after", after)):
+            if poison.strip(b"\xff"):
+                raise EmulationError(f"out-of-bounds write {side} {self.name}")
+
+    def near(self, address: int) -> str | None:
+        """Where an address lies relative to the data, if it lies on these pages or their guards."""
+        if not self.first - mmap.PAGESIZE <= address < self.first + self.pages + mmap.PAGESIZE:
+            return None
+        if address < self.address:
+            return f"{self.address - address} bytes before {self.name}"
+        if address >= self.address + self.size:
+            return f"{address - self.address - self.size} bytes past the end of {self.name}"
+        return f"{address - self.address} bytes into {self.name}, which is read-only"
+
+
+@functools.cache
+def compiler() -> tuple[str, ...] | None:
+    """The host compiler with its flags, or None where there is none."""
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        return None
+    version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    flags = ["-std=c++17", "-O1", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
+    flags += ["-fvisibility=hidden", "-fsanitize=alignment", "-U_FORTIFY_SOURCE"]
+    if int(version.split(".")[0]) >= 12:
+        flags.append("-ftrivial-auto-var-init=pattern")
+    return (path, *flags)
+
+
+def build(source: str) -> Path:
+    """Compiles a kernel text into a shared library, cached by the hash of all that goes into it."""
+    command = compiler()
+    if command is None:
+        raise EmulationError("no host compiler: install g++ or set CXX")
+    body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
+    entries = "\n".join(f"EMU_ENTRY({name})" for name in ENTRY.findall(source))
+    text = f'#include "{SHIM.name}"\nnamespace emu_text {{\n#line 1 "kernel.cu"\n{body}\n}}\n{entries}\n'
+    key = hashlib.sha256("\0".join([text, SHIM.read_text(), *command]).encode()).hexdigest()[:24]
+    default = Path(tempfile.gettempdir()) / f"pyg-dfgnn-emulator-{os.getuid()}"
+    folder = Path(os.environ.get("PYG_DFGNN_EMULATOR_CACHE", default))
+    library = folder / f"{key}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        code, objects, shared = (f"{scratch}/kernel.{suffix}" for suffix in ("cpp", "o", "so"))
+        Path(code).write_text(text)
+        # Linked in a step of its own: -fsanitize would bring in a runtime, of which the shim replaces the one function.
+        compile_step = [
+            *command,
+            f"-I{SHIM.parent}",
+            f"-fdebug-prefix-map={scratch}=/emulator",
+            "-c",
+            code,
+            "-o",
+            objects,
+        ]
+        for step in (compile_step, [command[0], "-shared", objects, "-o", shared]):
+            done = subprocess.run(step, check=False, capture_output=True, text=True, cwd=scratch)
+            if done.returncode:
+                raise EmulationError(f"the host compiler refuses the kernel:\n{done.stderr}")
+        os.replace(shared, library)
+    return library
+
+
+class Kernel:
+    """An entry of a kernel text, ready to be launched on numpy arrays.
+
+    Args:
+        source: The complete text, as it goes to NVRTC.
+        entry: Name of an `extern "C" __global__` function in it.
+
+    Raises:
+        EmulationError: The text does not compile or has no such entry.
+    """
+
+    def __init__(self, source: str, entry: str) -> None:
+        self.entry = entry
+        self.path = build(source)
+        library = ctypes.CDLL(str(self.path))
+        if not hasattr(library, f"emu_launch_{entry}"):
+            raise EmulationError(f"no entry {entry!r} (the text has {', '.join(ENTRY.findall(source)) or 'none'})")
+        self.run = getattr(library, f"emu_launch_{entry}")
+        describe = getattr(library, f"emu_signature_{entry}")
+        describe.restype = ctypes.c_char_p
+        self.signature: list[str] = describe().decode().split()
+
+    def launch(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[np.ndarray | float | None],
+        shared_bytes: int = 0,
+        order: str = "forward",
+        seed: int = 0,
+    ) -> None:
+        """Runs a grid; arrays behind non-const pointers are changed in place.
+
+        Args:
+            grid: Blocks per axis, 1 to 3 numbers.
+            block: Threads per axis, 1 to 3 numbers.
+            args: One per parameter: an array or None (null) for a pointer, an int for long long, a float for double.
+            shared_bytes: Size of the dynamic shared memory, filled with NaN before each block.
+            order: Which threads and blocks go first: forward, reverse or random (a new order at each switch).
+                In reverse order the arrays touch a protected page in front of them, otherwise behind them.
+            seed: Seed of the random order.
+
+        Raises:
+            EmulationError: The kernel did what is an error on a GPU, or the arguments do not fit its signature.
+        """
+        if len(args) != len(self.signature):
+            raise EmulationError(f"{self.entry} takes {len(self.signature)} arguments (got {len(args)})")
+        regions: dict[tuple[int, int], GuardedMemory] = {}
+        written: dict[tuple[int, int], np.ndarray] = {}
+        slots = []
+        for position, (arg, kind) in enumerate(zip(args, self.signature, strict=True)):
+            name = f"argument {position} of {self.entry}"
+            check_argument(name, arg, kind)
+            if isinstance(arg, np.ndarray):
+                key = (arg.ctypes.data, arg.nbytes)
+                name = f"{name} ({arg.dtype} {list(arg.shape)})"
+                if key not in regions:
+                    regions[key] = GuardedMemory(arg.tobytes(), order != "reverse", name)
+                if kind.startswith("write"):
+                    written[key] = arg
+                slots.append(ctypes.c_void_p(regions[key].address))
+            elif kind == "double":
+                slots.append(ctypes.c_double(arg))
+            else:
+                slots.append(ctypes.c_longlong(arg or 0))
+        for key, region in regions.items():
+            if key not in written:
+                region.make_read_only()
+        shared = GuardedMemory(bytes(-(-shared_bytes // 16) * 16), True, "the dynamic shared memory")
+        pointers = (ctypes.c_void_p * max(len(slots), 1))(*(ctypes.addressof(slot) for slot in slots))
+        state = Launch(
+            args=pointers, shared_bytes=shared.size, shared=shared.address, seed=seed, order=ORDERS.index(order)
+        )
+        state.grid[:] = [*grid, 1, 1][:3]
+        state.block[:] = [*block, 1, 1][:3]
+        result = self.run(ctypes.byref(state))
+        if result == FAILED:
+            raise EmulationError(f"{self.entry}: {state.message.decode()}")
+        if result == FAULT:
+            raise EmulationError(self.describe_fault(state, [*regions.values(), shared]))
+        for region in regions.values():
+            region.check_poison()
+        for key, array in written.items():
+            array[...] = np.frombuffer(regions[key].read(), dtype=array.dtype).reshape(array.shape)
+
+    def describe_fault(self, state: Launch, regions: list[GuardedMemory]) -> str:
+        address, access = state.fault_address or 0, "write" if state.fault_write else "read"
+        place = next(filter(None, (region.near(address) for region in regions)), f"address {address:#x}")
+        message = f"{self.entry}: out-of-bounds {access} at {place}"
+        if state.fault_signal not in (signal.SIGSEGV, signal.SIGBUS):
+            message = f"{self.entry}: {signal.strsignal(state.fault_signal)}"
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        base = next(int(line.split("-")[0], 16) for line in maps if line.endswith(str(self.path)))
+        tool = shutil.which("addr2line")
+        if tool is None:
+            return message
+        command = [tool, "-i", "-e", str(self.path), hex((state.fault_code or base) - base)]
+        where = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+        return f"{message}\n{re.sub('^/emulator/', '', where, flags=re.MULTILINE)}"
+
+
+def check_argument(name: str, arg: np.ndarray | float | None, kind: str) -> None:
+    """Refuses what would be misread on the GPU: wrong kind, wrong element type, an array with gaps."""
+    _, _, item = kind.partition(":")
+    if not item:
+        if not isinstance(arg, float if kind == "double" else int) or isinstance(arg, bool):
+            raise EmulationError(f"{name} needs {kind} (got {type(arg).__name__})")
+        return
+    if arg is None:
+        return
+    if not isinstance(arg, np.ndarray) or not arg.flags.c_contiguous:
+        raise EmulationError(f"{name} needs a contiguous array (got {type(arg).__name__})")
+    given = f"{'f' if arg.dtype.kind == 'f' and arg.itemsize > 2 else 'i'}{arg.itemsize}"
+    if item not in ("any", given):
+        raise EmulationError(f"{name} needs items of type {item} (got {arg.dtype})")
