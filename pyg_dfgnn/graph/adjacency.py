@@ -1,0 +1,241 @@
+"""Compressed adjacency: grouping edges by row, transposing, inserting self-loops, splitting heavy rows.
+
+Every function runs on the device of its input, sorts at most once, has no Python loop and is deterministic. Each
+structure is finished by one host sync (:func:`pull`), its last step: afterwards nothing is in flight, so any stream may
+read it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INT32_MAX = 2**31 - 1
+
+
+class Side(NamedTuple):
+    """The three arrays of a compressed side before its facts are on the host (see :class:`Adjacency`)."""
+
+    ptr: Tensor
+    ends: Tensor
+    edge_id: Tensor
+
+
+class Chunks:
+    """Rows with more than `max_edges` edges (heavy rows), cut into chunks of at most `max_edges`, in row order.
+
+    Attributes:
+        row: Row of each chunk, int32 [num_chunks].
+        begin: First edge of each chunk, a position in `Adjacency.index`, int32 [num_chunks].
+        end: One past the last edge of each chunk, int32 [num_chunks].
+        heavy_row: Heavy rows, ascending, int32 [num_heavy].
+        heavy_ptr: Chunk range of each heavy row, int32 [num_heavy + 1].
+    """
+
+    def __init__(self, row: Tensor, begin: Tensor, end: Tensor, heavy_row: Tensor, heavy_ptr: Tensor) -> None:
+        self.row, self.begin, self.end = row, begin, end
+        self.heavy_row, self.heavy_ptr = heavy_row, heavy_ptr
+        self.num_chunks = row.numel()
+        self.num_heavy = heavy_row.numel()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All arrays."""
+        return self.row, self.begin, self.end, self.heavy_row, self.heavy_ptr
+
+
+class Adjacency:
+    """One compressed side of a graph: CSR when the rows are targets, CSC when they are sources.
+
+    Attributes:
+        ptr: Edge range of each row, int32 [num_rows + 1].
+        index: The other end of each edge, int32 [E].
+        edge_id: Position of each edge in `Graph.edge_index`, int32 [E].
+        num_rows: Number of rows.
+        num_edges: Number of edges E.
+        max_degree: Edges of the longest row.
+    """
+
+    def __init__(self, side: Side, max_degree: int) -> None:
+        self.ptr, self.index, self.edge_id = side
+        self.num_rows = self.ptr.numel() - 1
+        self.num_edges = self.index.numel()
+        self.max_degree = max_degree
+        self._chunks: dict[int, Chunks] = {}
+
+    @property
+    def side(self) -> Side:
+        """The three arrays."""
+        return Side(self.ptr, self.index, self.edge_id)
+
+    @cached_property
+    def row(self) -> Tensor:
+        """Row of each edge, int32 [E]; made on first use."""
+        row = expand(self.ptr, self.num_edges)
+        pull(row[-1:].sum())
+        return row
+
+    def chunks(self, max_edges: int) -> Chunks | None:
+        """Chunk list of the rows longer than `max_edges`; None if there is none. Kept per `max_edges`."""
+        if self.max_degree <= max_edges:
+            return None
+        found = self._chunks.get(max_edges)
+        if found is None:
+            found = self._chunks[max_edges] = split_heavy_rows(self, max_edges)
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All arrays that exist so far, chunk lists included."""
+        found = [self.ptr, self.index, self.edge_id]
+        if "row" in self.__dict__:
+            found.append(self.row)
+        for chunks in list(self._chunks.values()):
+            found.extend(chunks.tensors())
+        return found
+
+
+def pull(*values: Tensor) -> list[int]:
+    """Bring zero-dimensional integer or bool tensors to the host: one sync for all."""
+    return torch.stack([value.reshape(()).to(torch.int64) for value in values]).tolist()
+
+
+def expand(ptr: Tensor, num_edges: int) -> Tensor:
+    """Row of each edge, int32 [num_edges], from row offsets [rows + 1]; balanced whatever the row lengths."""
+    edge = torch.arange(num_edges, dtype=ptr.dtype, device=ptr.device)
+    return torch.bucketize(edge, ptr[1:], right=True, out_int32=True)
+
+
+def offsets(rows: Tensor, num_rows: int) -> Tensor:
+    """Row offsets, int32 [num_rows + 1], from ascending row ids [E]."""
+    return torch.searchsorted(rows, torch.arange(num_rows + 1, dtype=rows.dtype, device=rows.device), out_int32=True)
+
+
+def from_degree(degree: Tensor) -> Tensor:
+    """Row offsets, int32 [rows + 1], from row lengths [rows]."""
+    return torch.cat([degree.new_zeros(1, dtype=torch.int32), degree.cumsum(0, dtype=torch.int32)])
+
+
+def longest(ptr: Tensor) -> Tensor:
+    """Length of the longest row, a zero-dimensional tensor."""
+    return ptr.diff().max() if ptr.numel() > 1 else ptr.sum()
+
+
+def sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Stable sort of row ids in [0, num_rows): the ascending ids and the permutation, int64 [E]."""
+    # Radix sorts pass over the bytes of the key: a narrow key halves the work for batches and samples.
+    return rows.to(torch.int16 if num_rows < 2**15 else torch.int32).sort(stable=True)
+
+
+def group(rows: Tensor, others: Tensor, num_rows: int, order: Tensor | None, is_sorted: bool) -> tuple[Side, Tensor]:
+    """Group edges by row, keeping the input order inside a row.
+
+    Args:
+        rows: Row of each edge, int [E].
+        others: The other end of each edge, int [E].
+        num_rows: Number of rows.
+        order: A permutation [E] known to sort `rows`, if there is one.
+        is_sorted: Whether `rows` are known to be ascending.
+
+    Returns:
+        The side, and a bool tensor [] that tells whether what was known is true.
+    """
+    edge_id = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+    if is_sorted or order is not None:
+        if order is not None:
+            rows, others, edge_id = rows[order], others[order], order.to(torch.int32, copy=True)
+        in_order = (rows[1:] >= rows[:-1]).all()
+        index = others.to(torch.int32, copy=True)
+        return Side(offsets(rows.contiguous(), num_rows), index, edge_id), in_order
+    rows, order = sort_rows(rows, num_rows)
+    side = Side(offsets(rows, num_rows), others.to(torch.int32)[order], order.to(torch.int32))
+    return side, torch.ones((), dtype=torch.bool, device=rows.device)
+
+
+def transpose(side: Side, num_rows: int, input_sorted: bool) -> Side:
+    """The other side of a graph.
+
+    Args:
+        side: One side, whose `ends` become the rows.
+        num_rows: Number of rows of the result.
+        input_sorted: Whether the input order of the edges is already ascending in the new rows: then nothing is sorted.
+
+    Returns:
+        The other side; inside a row the edges ascend in their other end unless `input_sorted`.
+    """
+    row = expand(side.ptr, side.ends.numel())
+    if input_sorted:
+        order = torch.empty_like(side.edge_id, dtype=torch.int64)
+        order[side.edge_id.long()] = torch.arange(order.numel(), device=order.device)
+        keys = side.ends[order]
+    else:
+        keys, order = sort_rows(side.ends, num_rows)
+    return Side(offsets(keys, num_rows), row[order], side.edge_id[order])
+
+
+def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor]:
+    """Drop all self-loops and give each of the first `num_loops` nodes one, by a scan and a scatter, without sorting.
+
+    Edges that stay keep their order and are numbered anew without gaps; the loop of node v is edge `num_kept + v`, as
+    PyG's `remove_self_loops` and `add_self_loops` number them. Inside a row the loop comes last.
+
+    Args:
+        side: One side of the graph, E edges.
+        num_loops: Nodes that get a loop.
+
+    Returns:
+        The side with room for `E + num_loops` edges, of which the first `num_kept + num_loops` are filled; which input
+        edges stay, bool [E]; their number `num_kept`, a tensor [].
+    """
+    ptr, ends, edge_id = side
+    device, num_edges, num_rows = ptr.device, ends.numel(), ptr.numel() - 1
+    row = expand(ptr, num_edges)
+    stays = row != ends
+    kept = torch.empty_like(stays)
+    kept[edge_id.long()] = stays
+
+    before = from_degree(stays)
+    new_ptr = before[ptr.long()] + torch.arange(num_rows + 1, dtype=torch.int32, device=device).clamp(max=num_loops)
+    node = torch.arange(num_loops, dtype=torch.int32, device=device)
+    # Dropped edges all go to one spare slot behind the end, so that no size has to be known here.
+    spare = num_edges + num_loops
+    slot = torch.where(stays, before[:-1] + row.clamp(max=num_loops), spare)
+    slot = torch.cat([slot, new_ptr[1 : num_loops + 1] - 1]).long()
+    new_id = from_degree(kept)
+    num_kept = new_id[-1]
+
+    def place(edges: Tensor, loops: Tensor) -> Tensor:
+        out = torch.empty(spare + 1, dtype=torch.int32, device=device)
+        out[slot] = torch.cat([edges, loops])
+        return out
+
+    return Side(new_ptr, place(ends, node), place(new_id[edge_id.long()], num_kept + node)), kept, num_kept
+
+
+def split_heavy_rows(side: Adjacency, max_edges: int) -> Chunks:
+    """Cut the rows of a side longer than `max_edges` into chunks (see :class:`Chunks`)."""
+    begin, degree = side.ptr[:-1], side.ptr.diff()
+    heavy = degree > max_edges
+    count = torch.where(heavy, (degree - 1) // max_edges + 1, 0)
+    # A heavy row has more than max_edges edges and fewer than 2 * degree / max_edges chunks: room without a sync.
+    heavy_room = side.num_edges // max_edges
+    chunk_room = 2 * side.num_edges // max_edges
+    rank = heavy.cumsum(0)
+    place = torch.where(heavy, rank - 1, heavy_room)
+    heavy_row = torch.zeros(heavy_room + 1, dtype=torch.int32, device=side.ptr.device)
+    heavy_row[place] = torch.arange(side.num_rows, dtype=torch.int32, device=side.ptr.device)
+    heavy_count = torch.zeros_like(heavy_row)
+    heavy_count[place] = count
+    heavy_ptr = from_degree(heavy_count[:heavy_room])
+
+    owner = expand(heavy_ptr, chunk_room).clamp(max=heavy_room - 1).long()
+    row = heavy_row[owner]
+    first = torch.arange(chunk_room, dtype=torch.int32, device=row.device) - heavy_ptr[owner]
+    first = begin[row.long()] + first * max_edges
+    last = first + (side.ptr[1:][row.long()] - first).clamp(max=max_edges)
+
+    num_heavy, num_chunks = pull(rank[-1], count.sum())
+    return Chunks(
+        row[:num_chunks], first[:num_chunks], last[:num_chunks], heavy_row[:num_heavy], heavy_ptr[: num_heavy + 1]
+    )

@@ -1,0 +1,136 @@
+"""Every form in which PyG takes edges, read as one list of source and target ids."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+import torch_geometric.typing
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops
+
+from pyg_dfgnn.errors import check_dtype, check_shape
+from pyg_dfgnn.graph.adjacency import INT32_MAX, expand
+
+INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+class Edges(NamedTuple):
+    """Edges as given, before any check of their values.
+
+    Attributes:
+        source: Source of each edge, int [E].
+        target: Target of each edge, int [E].
+        by_target: A permutation, int64 [E], known to sort the targets.
+        target_sorted: Whether the targets are known to ascend.
+    """
+
+    source: Tensor
+    target: Tensor
+    by_target: Tensor | None = None
+    target_sorted: bool = False
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The number that every in-place edit of a tensor raises; None for inference tensors, which do not count edits."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def check_edge_index(edge_index: Any) -> None:
+    """Check type, dtype, shape and number of edges of an `edge_index` tensor.
+
+    Raises:
+        TypeError: It is not a tensor of int64 or int32.
+        ValueError: Its shape is not [2, E] or E exceeds 2^31 - 1.
+    """
+    check_shape("edge_index", edge_index, (2, "E"), "[2, E]")
+    check_dtype("edge_index", edge_index, INDEX_DTYPES)
+    if edge_index.size(1) > INT32_MAX:
+        raise ValueError(f"'edge_index' needs at most {INT32_MAX} edges (got {edge_index.size(1)})")
+
+
+def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> Edges:
+    """Read a tensor [2, E].
+
+    Args:
+        edge_index: int64 or int32 [2, E], any strides.
+        transposed: Whether row 0 holds the targets (`flow="target_to_source"`).
+        hint: The `EdgeIndex` around the tensor, whose sort order and permutation save a sort.
+    """
+    check_edge_index(edge_index)
+    target = 0 if transposed else 1
+    edges = Edges(edge_index[1 - target], edge_index[target])
+    if hint is None:
+        return edges
+    order = "row" if transposed else "col"
+    if hint.sort_order == order:
+        return edges._replace(target_sorted=True)
+    # Sorted by the sources: PyG may already have computed the permutation to the other order.
+    permutation = hint._T_perm
+    if hint.is_sorted and permutation is not None and permutation.numel() == edge_index.size(1):
+        return edges._replace(by_target=permutation)
+    return edges
+
+
+def is_adjacency(edges: Any) -> bool:
+    """Whether `edges` is a sparse matrix: a torch.sparse tensor or a `torch_sparse.SparseTensor`."""
+    return isinstance(edges, torch_geometric.typing.SparseTensor) or (isinstance(edges, Tensor) and is_sparse(edges))
+
+
+def adjacency_anchor(adj: Any) -> tuple[object, Hashable]:
+    """What tells whether a sparse matrix is still the same: an object to hold weakly, and its indices' versions."""
+    if isinstance(adj, torch_geometric.typing.SparseTensor):
+        rowptr, col, _ = adj.csr()
+        # Setting values makes a new SparseTensor, changing indices makes a new storage.
+        return adj.storage, _versions(rowptr, col)
+    if adj.layout == torch.sparse_coo:
+        return adj, _versions(adj._indices())
+    if adj.layout == torch.sparse_csr:
+        return adj, _versions(adj.crow_indices(), adj.col_indices())
+    return adj, _versions(adj.ccol_indices(), adj.row_indices())
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...] | None:
+    versions = [version_of(tensor) for tensor in tensors]
+    return None if None in versions else tuple(versions)  # type: ignore[arg-type]
+
+
+def read_adjacency(adj: Any, num_src: int, num_dst: int, self_loops: bool) -> Edges:
+    """Read a transposed adjacency matrix `adj_t` [num_dst, num_src], in the order in which PyG lists its entries.
+
+    Args:
+        adj: torch.sparse COO, CSR or CSC tensor, or `torch_sparse.SparseTensor`.
+        num_src: Number of sources, the columns.
+        num_dst: Number of targets, the rows.
+        self_loops: Replace the self-loops, with PyG's own functions: they merge duplicates and sort.
+
+    Raises:
+        TypeError: The matrix has another layout.
+        ValueError: The matrix has another size.
+    """
+    is_torch_sparse = isinstance(adj, torch_geometric.typing.SparseTensor)
+    size = [adj.size(0), adj.size(1)]
+    if size != [num_dst, num_src]:
+        raise ValueError(f"'edge_index' needs shape [num_dst={num_dst}, num_src={num_src}] as a matrix (got {size})")
+    if is_torch_sparse:
+        if self_loops:
+            adj = torch_geometric.typing.torch_sparse.set_diag(adj)
+        row, col, _ = adj.coo()
+        return Edges(col, row, target_sorted=True)
+    if self_loops:
+        adj, _ = add_self_loops(remove_self_loops(adj)[0], num_nodes=min(num_src, num_dst))
+    if adj.layout == torch.sparse_csr:
+        col = adj.col_indices()
+        return Edges(col, expand(adj.crow_indices(), col.numel()), target_sorted=True)
+    if adj.layout == torch.sparse_csc:
+        row = adj.row_indices()
+        return Edges(expand(adj.ccol_indices(), row.numel()), row)
+    if adj.layout == torch.sparse_coo:
+        row, col = adj._indices()
+        # Whether it is coalesced says nothing: PyG marks every matrix that it reads.
+        return Edges(col, row)
+    raise TypeError(
+        f"'edge_index' needs layout torch.sparse_coo, torch.sparse_csr or torch.sparse_csc (got {adj.layout})"
+    )

@@ -1,0 +1,474 @@
+"""One edge set as cached CSR (by target) and CSC (by source)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+from torch_geometric import EdgeIndex
+
+from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.graph import forms
+from pyg_dfgnn.graph.adjacency import (
+    INT32_MAX,
+    Adjacency,
+    Side,
+    expand,
+    group,
+    longest,
+    pull,
+    replace_self_loops,
+    transpose,
+)
+from pyg_dfgnn.graph.cache import GraphCache
+
+FLOWS = ("source_to_target", "target_to_source")
+# Graphs are freed with the tensor they were built from; this bounds what a program holds that keeps them all.
+MAX_CACHED_GRAPHS = 1024
+
+Key = tuple[Tensor, int, int, bool, bool]
+
+_cache = GraphCache(MAX_CACHED_GRAPHS)
+# Graphs by the id of the edge_index they made themselves: found without keeping either alive.
+_by_own_edge_index: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+
+
+class EdgeSet(NamedTuple):
+    """What names a graph without building it: the flat arguments of :meth:`Graph.resolve`.
+
+    Args:
+        edge_index: int64 or int32 [2, E].
+        num_src: Number of sources.
+        num_dst: Number of targets.
+        self_loops: Whether self-loops are replaced as PyG's GATConv does.
+        transposed: Whether row 0 holds the targets.
+    """
+
+    edge_index: Tensor
+    num_src: int
+    num_dst: int
+    self_loops: bool = False
+    transposed: bool = False
+
+    @property
+    def key(self) -> Key:
+        """The five fields as a plain tuple."""
+        return tuple(self)  # type: ignore[return-value]
+
+
+class Graph:
+    """One edge set, compressed by target and, on first use, by source.
+
+    Made by :meth:`of`, :meth:`resolve` or :meth:`of_batch`.
+
+    All arrays are int32 on the device of the edges and never alias the user's. Each step of a build ends with its only
+    host sync, which also checks that all ids are in range.
+
+    Attributes:
+        num_src: Number of sources.
+        num_dst: Number of targets.
+        num_edges: Number of edges E, self-loops included.
+        device: Where the arrays live.
+        self_loops: Whether self-loops were replaced.
+        csr: Rows are targets (the groups of the softmax), `index` holds sources.
+        segments: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
+        max_segment: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
+        plans: Launch plans, memoised by dispatch.
+        pinned: Whether the cache must keep the graph for as long as its tensor lives (see :meth:`pin`).
+    """
+
+    def __init__(
+        self,
+        csr: Adjacency,
+        num_src: int,
+        *,
+        csc: Adjacency | None = None,
+        self_loops: bool = False,
+        transposed: bool = False,
+        source_sorted: bool = False,
+        anchor: Tensor | None = None,
+        kept_mask: Tensor | None = None,
+        base: Graph | None = None,
+        segments: Tensor | None = None,
+        max_segment: int | None = None,
+    ) -> None:
+        self.csr = csr
+        self.num_src = num_src
+        self.num_dst = csr.num_rows
+        self.num_edges = csr.num_edges
+        self.device = csr.ptr.device
+        self.self_loops = self_loops
+        self.segments = segments
+        self.max_segment = max_segment
+        self.plans: dict[Any, Any] = {}
+        self.pinned = False
+        self._csc = csc
+        self._transposed = transposed
+        self._source_sorted = source_sorted
+        self._kept_mask = kept_mask
+        # Weak, so that neither the cache nor autograd keeps the user's tensor, or a graph without loops, alive.
+        self._anchor = None if anchor is None or anchor.is_inference() else TensorWeakRef(anchor)
+        self._version = None if anchor is None else forms.version_of(anchor)
+        self._base = None if base is None else weakref.ref(base)
+        self._own_edge_index: Tensor | None = None
+        self._own_version: int | None = None
+        # Raw handles of the streams that are known to the allocator; None on a CPU.
+        self._streams: set[int] | None = None
+        self._reset_streams()
+
+    def __repr__(self) -> str:
+        loops = ", self_loops=True" if self.self_loops else ""
+        return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges{loops}, {self.device})"
+
+    # Making a graph -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(
+        edge_index: Any,
+        num_src: int,
+        num_dst: int | None = None,
+        *,
+        flow: str = "source_to_target",
+        self_loops: bool = False,
+    ) -> Graph:
+        """The graph of any form of edges that PyG takes; cached for as long as the edges live and stay unchanged.
+
+        Args:
+            edge_index: int64 or int32 [2, E]; `EdgeIndex`, whose order is made use of; or an adjacency matrix `adj_t`
+                [num_dst, num_src] as `torch.sparse` COO, CSR, CSC or `torch_sparse.SparseTensor`.
+            num_src: Number of sources.
+            num_dst: Number of targets; `num_src` if None.
+            flow: Which row holds the targets: 1 for `"source_to_target"`, 0 for `"target_to_source"`.
+            self_loops: Remove all self-loops and append one for each of the first `min(num_src, num_dst)` nodes, as
+                PyG's `GATConv` does.
+
+        Raises:
+            TypeError: Not one of these forms, or ids of another dtype.
+            ValueError: Another shape, an id out of range, more edges or nodes than int32 can count, or a flow that
+                the form does not have.
+        """
+        check_choice("flow", flow, FLOWS)
+        num_dst = num_src if num_dst is None else num_dst
+        is_tensor = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if is_tensor or not forms.is_adjacency(edge_index):
+            return Graph.resolve(edge_index, num_src, num_dst, self_loops, flow == "target_to_source")
+        if flow == "target_to_source":
+            raise ValueError("'flow' needs 'source_to_target' with a sparse matrix: pass the transposed matrix instead")
+        anchor, version = forms.adjacency_anchor(edge_index)
+        key = (id(anchor), num_src, num_dst, self_loops, False)
+        graph = _cache.get(key, anchor, version)
+        if graph is not None:
+            return graph._on_this_stream()
+        check_sizes(num_src, num_dst)
+        with torch.inference_mode(False), torch.no_grad():
+            edges = forms.read_adjacency(edge_index, num_src, num_dst, self_loops)
+            graph = build(edges, num_src, num_dst)
+        graph.self_loops = self_loops
+        if version is not None:
+            _cache.put(key, anchor, version, graph)
+        return graph
+
+    @staticmethod
+    def resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, transposed: bool) -> Graph:
+        """The graph of a flat key, from the cache if it is there: what an op does with the key it was given.
+
+        Args:
+            edge_index: int64 or int32 [2, E].
+            num_src: Number of sources.
+            num_dst: Number of targets.
+            self_loops: Whether self-loops are replaced as PyG's `GATConv` does.
+            transposed: Whether row 0 holds the targets.
+
+        Raises:
+            TypeError: `edge_index` is not an integer tensor.
+            ValueError: As :meth:`of`.
+        """
+        entry = _cache.entries.get((id(edge_index), num_src, num_dst, self_loops, transposed))
+        if entry is not None and entry.ref() is edge_index and entry.version == edge_index._version:
+            graph = entry.graph
+            return graph if graph._streams is None else graph._on_this_stream()
+        return _resolve(edge_index, num_src, num_dst, self_loops, transposed)
+
+    @staticmethod
+    def of_batch(batch: Any, *, self_loops: bool = False) -> Graph:
+        """The graph of a PyG batch, with the node offsets of its members; convs find it by `batch.edge_index`.
+
+        If the members went through :class:`~pyg_dfgnn.graph.SortEdges`, CSR and CSC are built on the batch's device by
+        scans and gathers; otherwise by the sorts of :meth:`of`.
+
+        Args:
+            batch: `Batch` or `Data` with one edge type and a tensor `edge_index`.
+            self_loops: As in :meth:`of`.
+
+        Raises:
+            TypeError: The batch is heterogeneous or its `edge_index` is no integer tensor.
+            ValueError: As :meth:`of`; edges were changed after the transform; an edge crosses graphs.
+        """
+        from pyg_dfgnn.graph.batch import build_batch
+
+        edge_index = batch_edge_index(batch)
+        num_nodes = batch.num_nodes
+        key = (id(edge_index), num_nodes, num_nodes, False, False)
+        graph = _cache.get(key, edge_index, forms.version_of(edge_index))
+        if graph is None or graph.segments is None:
+            check_sizes(num_nodes, num_nodes)
+            with torch.inference_mode(False), torch.no_grad():
+                graph = build_batch(batch, edge_index)
+            _keep(key, edge_index, graph)
+            # A variant with loops made before does not know the segments.
+            _cache.entries.pop((*key[:3], True, False), None)
+        if not self_loops:
+            return graph._on_this_stream()
+        return Graph.resolve(edge_index, num_nodes, num_nodes, True, False) if graph._anchor else add_loops(graph)
+
+    @staticmethod
+    def clear_cache() -> None:
+        """Forget all cached graphs."""
+        _cache.clear()
+
+    # Using a graph --------------------------------------------------------------------------------------------------
+
+    @property
+    def csc(self) -> Adjacency:
+        """Rows are sources, `index` holds targets; built on first use."""
+        if self._csc is None:
+            base = None if self._base is None else self._base()
+            with torch.inference_mode(False), torch.no_grad():
+                if base is not None:
+                    side, _, _ = replace_self_loops(base.csc.side, min(self.num_src, self.num_dst))
+                    side = trim(side, self.num_edges)
+                else:
+                    side = transpose(self.csr.side, self.num_src, self._source_sorted)
+                (max_degree,) = pull(longest(side.ptr))
+            self._csc = Adjacency(side, max_degree)
+            self._reset_streams()
+        return self._csc
+
+    @property
+    def edge_index(self) -> Tensor:
+        """The edges, int64 [2, E]: row 0 sources, row 1 targets, in input order, loops appended.
+
+        The user's own tensor where it says the same and still lives; otherwise made from `csr` and kept.
+        """
+        if self._own_edge_index is None:
+            anchor = self._live_anchor()
+            if anchor is not None and not (self.self_loops or self._transposed) and anchor.dtype == torch.int64:
+                return anchor
+            with torch.inference_mode(False), torch.no_grad():
+                own = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
+                order = self.csr.edge_id.long()
+                own[0, order] = self.csr.index.long()
+                own[1, order] = expand(self.csr.ptr, self.num_edges).long()
+            self._own_edge_index, self._own_version = own, own._version
+            _by_own_edge_index[id(own)] = self
+        return self._own_edge_index
+
+    @property
+    def key(self) -> Key:
+        """The flat key with which :meth:`resolve` finds this graph again."""
+        anchor = self._live_anchor()
+        if anchor is not None:
+            return anchor, self.num_src, self.num_dst, self.self_loops, self._transposed
+        return self.edge_index, self.num_src, self.num_dst, False, False
+
+    @cached_property
+    def kept(self) -> Tensor | None:
+        """With replaced self-loops the input edges that stay, int64 [num_kept] ascending, else None."""
+        mask = self._kept_mask
+        return None if mask is None else mask.nonzero().view(-1)
+
+    def stats(self) -> dict[str, int | float | None]:
+        """Sizes and degrees of both sides, and the batch's segments; builds `csc`."""
+        return {
+            "num_src": self.num_src,
+            "num_dst": self.num_dst,
+            "num_edges": self.num_edges,
+            "mean_in_degree": self.num_edges / max(self.num_dst, 1),
+            "max_in_degree": self.csr.max_degree,
+            "mean_out_degree": self.num_edges / max(self.num_src, 1),
+            "max_out_degree": self.csc.max_degree,
+            "num_segments": None if self.segments is None else self.segments.numel() - 1,
+            "max_segment": self.max_segment,
+        }
+
+    def pin(self) -> Graph:
+        """Keep the graph in the cache for as long as its tensor lives, for captured CUDA graphs that point into it."""
+        self.pinned = True
+        return self
+
+    def _live_anchor(self) -> Tensor | None:
+        anchor = None if self._anchor is None else self._anchor()
+        return anchor if anchor is not None and anchor._version == self._version else None
+
+    def _reset_streams(self) -> None:
+        if self.device.type == "cuda":
+            self._streams = {torch.cuda.current_stream(self.device).cuda_stream}
+
+    def _on_this_stream(self) -> Graph:
+        # A build ends with a sync, so the arrays are ready for every stream; but their memory belongs to the stream
+        # they were made on, and the allocator must learn of each other one before it hands that memory out again.
+        if self._streams is None:
+            return self
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle not in self._streams:
+            if torch.cuda.is_current_stream_capturing():
+                return self.pin()
+            stream = torch.cuda.current_stream(self.device)
+            sides = (self.csr,) if self._csc is None else (self.csr, self._csc)
+            for tensor in (tensor for side in sides for tensor in side.tensors()):
+                tensor.record_stream(stream)
+            self._streams.add(handle)
+        return self
+
+
+def check_sizes(num_src: int, num_dst: int) -> None:
+    """Check both numbers of nodes.
+
+    Raises:
+        ValueError: One is negative or exceeds 2^31 - 1.
+    """
+    check_range("num_src", num_src, 0, INT32_MAX)
+    check_range("num_dst", num_dst, 0, INT32_MAX)
+
+
+def trim(side: Side, num_edges: int) -> Side:
+    """The first `num_edges` edges of a side with room for more."""
+    return Side(side.ptr, side.ends[:num_edges], side.edge_id[:num_edges])
+
+
+def check_ids(source: Tensor, target: Tensor) -> list[Tensor]:
+    """Smallest and largest source and target, to be pulled; read by :func:`refuse_ids`."""
+    if source.numel() == 0:
+        return [torch.zeros((), dtype=torch.int64, device=source.device)] * 4
+    return [*source.aminmax(), *target.aminmax()]
+
+
+def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) -> None:
+    """Raise ValueError if ids are out of range."""
+    if num_edges == 0:
+        return
+    ends = (("source", "num_src", num_src, bounds[0], bounds[1]), ("target", "num_dst", num_dst, bounds[2], bounds[3]))
+    for end, name, size, low, high in ends:
+        if low < 0 or high >= size:
+            raise ValueError(f"'edge_index' needs {end} ids in [0, {name}={size}) (got {low} to {high})")
+
+
+def build(
+    edges: forms.Edges,
+    num_src: int,
+    num_dst: int,
+    *,
+    self_loops: bool = False,
+    transposed: bool = False,
+    anchor: Tensor | None = None,
+) -> Graph:
+    """Build the CSR side of a graph: at most one sort, one host sync.
+
+    Raises:
+        ValueError: An id is out of range, or the order that an `EdgeIndex` claims is false.
+    """
+    source, target = edges.source, edges.target
+    num_edges, num_loops = source.numel(), min(num_src, num_dst)
+    check_edges(num_edges + num_loops * self_loops)
+    side, in_order = group(target, source, num_dst, edges.by_target, edges.target_sorted)
+    kept_mask = None
+    num_kept = in_order
+    if self_loops:
+        side, kept_mask, num_kept = replace_self_loops(side, num_loops)
+    source_sorted = (source[1:] >= source[:-1]).all()
+    *bounds, ordered, sorted_by_source, kept, max_degree = pull(
+        *check_ids(source, target), in_order, source_sorted, num_kept, longest(side.ptr)
+    )
+    refuse_ids(bounds, num_src, num_dst, num_edges)
+    if not ordered:
+        raise ValueError("'edge_index' needs the order it claims: its targets do not ascend")
+    if self_loops:
+        side = trim(side, kept + num_loops)
+    return Graph(
+        Adjacency(side, max_degree),
+        num_src,
+        self_loops=self_loops,
+        transposed=transposed,
+        source_sorted=bool(sorted_by_source) and not self_loops,
+        anchor=anchor,
+        kept_mask=kept_mask,
+    )
+
+
+def add_loops(base: Graph) -> Graph:
+    """The variant of a graph with self-loops replaced: no sort, one host sync."""
+    num_loops = min(base.num_src, base.num_dst)
+    check_edges(base.num_edges + num_loops)
+    with torch.inference_mode(False), torch.no_grad():
+        side, kept_mask, num_kept = replace_self_loops(base.csr.side, num_loops)
+        kept, max_degree = pull(num_kept, longest(side.ptr))
+    return Graph(
+        Adjacency(trim(side, kept + num_loops), max_degree),
+        base.num_src,
+        self_loops=True,
+        transposed=base._transposed,
+        anchor=base._live_anchor(),
+        kept_mask=kept_mask,
+        base=base,
+        segments=base.segments,
+        max_segment=base.max_segment,
+    )
+
+
+def check_edges(num_edges: int) -> None:
+    """Raise ValueError if int32 cannot count the edges."""
+    if num_edges > INT32_MAX:
+        raise ValueError(f"'edge_index' needs at most {INT32_MAX} edges, self-loops included (got {num_edges})")
+
+
+def batch_edge_index(batch: Any) -> Tensor:
+    """The plain `edge_index` tensor of a homogeneous batch, the one that convs will be given.
+
+    Raises:
+        TypeError: There is none.
+    """
+    edge_index = None if hasattr(batch, "edge_types") else getattr(batch, "edge_index", None)
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(f"'batch' needs one edge type with a tensor 'edge_index' (got {type(batch).__name__})")
+    edge_index = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+    forms.check_edge_index(edge_index)
+    return edge_index
+
+
+def _keep(key: tuple[Any, ...], edge_index: Tensor, graph: Graph) -> None:
+    version: Hashable = forms.version_of(edge_index)
+    # Edits of an inference tensor leave no trace, so a graph made from one is never taken for granted.
+    if version is not None:
+        _cache.put(key, edge_index, version, graph)
+
+
+def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, transposed: bool) -> Graph:
+    hint = None
+    if isinstance(edge_index, EdgeIndex):
+        hint, edge_index = edge_index, edge_index.as_tensor()
+    forms.check_edge_index(edge_index)
+    key = (id(edge_index), num_src, num_dst, self_loops, transposed)
+    version = forms.version_of(edge_index)
+    graph = _cache.get(key, edge_index, version)
+    if graph is None and not self_loops and not transposed:
+        own = _by_own_edge_index.get(id(edge_index))
+        if own is not None and own._own_edge_index is edge_index and own._own_version == version:
+            graph = own if (own.num_src, own.num_dst) == (num_src, num_dst) else None
+    if graph is not None:
+        return graph._on_this_stream()
+
+    check_sizes(num_src, num_dst)
+    base = _cache.get((*key[:3], False, transposed), edge_index, version) if self_loops else None
+    if base is not None:
+        graph = add_loops(base._on_this_stream())
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            edges = forms.read_tensor(edge_index, transposed, hint)
+            graph = build(edges, num_src, num_dst, self_loops=self_loops, transposed=transposed, anchor=edge_index)
+    _keep(key, edge_index, graph)
+    return graph
