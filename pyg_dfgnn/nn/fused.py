@@ -1,0 +1,370 @@
+"""The gate in front of every fused forward: what sends a call down PyG's own path, and how that is reported."""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import Adj, SparseTensor, torch_sparse
+from torch_geometric.utils import add_self_loops, is_torch_sparse_tensor, remove_self_loops
+from torch_geometric.utils.loop import compute_loop_attr
+from torch_geometric.utils.sparse import set_sparse_value
+
+from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
+from pyg_dfgnn.errors import UnsupportedError, check_shape
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.settings import current
+
+METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
+HOOKS = tuple(
+    f"_{step}_forward{when}_hooks"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("_pre", "")
+)
+FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor")
+NO_DEVICE = "the tensors are not on a CUDA device"
+
+logger = logging.getLogger("pyg_dfgnn")
+logged: set[tuple[str, str]] = set()
+
+
+class Call(NamedTuple):
+    """One forward call as the gate saw it.
+
+    Attributes:
+        reasons: Why PyG's own path has to take it; empty when the fused one can.
+        problem: The fields of the `AttentionProblem`; empty where the inputs do not even allow the question.
+        edge_index: As the user gave it.
+        form: Its form, see `form_of`.
+        edge_attr: `[num_input_edges, ...]` edge features, also those that a sparse adjacency holds as values.
+        num_src: Number of nodes that send.
+        num_dst: Number of nodes that receive.
+        self_loops: Whether self-loops are replaced by one per node.
+        weights: Whether the caller wants the attention weights.
+    """
+
+    reasons: list[str]
+    problem: tuple[Any, ...]
+    edge_index: Adj
+    form: str
+    edge_attr: Tensor | None = None
+    num_src: int = 0
+    num_dst: int = 0
+    self_loops: bool = False
+    weights: bool = False
+
+
+def methods_of(conv_type: type[MessagePassing]) -> dict[str, Any]:
+    """The message passing functions of PyG's class as they are now, to tell later whether someone replaced one."""
+    return {name: getattr(conv_type, name) for name in METHODS}
+
+
+# Marked constant: torch.compile runs these two while tracing and leaves nothing of them in the graph.
+@torch.compiler.assume_constant_result
+def log_once(conv_name: str, reasons: tuple[str, ...]) -> None:
+    """Log each reason once per conv class."""
+    for reason in reasons:
+        if (conv_name, reason) not in logged:
+            logged.add((conv_name, reason))
+            logger.warning("%s takes PyG's own path: %s", conv_name, reason)
+
+
+@torch.compiler.assume_constant_result
+def kernel_reasons(*problem: Any) -> tuple[str, ...]:
+    """What dispatch has against the problem; a device without kernels is one reason, and then the only one."""
+    asked = AttentionProblem(*problem)
+    return tuple(unsupported_reasons(asked)) if asked.device.type in fused_device_types else (NO_DEVICE,)
+
+
+@torch.compiler.assume_constant_result
+@cache
+def overrides_propagation(conv_type: type[MessagePassing]) -> bool:
+    """Whether a user's subclass has a `propagate` or `edge_updater` of its own (PyG generates one into each class)."""
+    for cls in conv_type.__mro__[: conv_type.__mro__.index(FusedConv)]:
+        for name in ("propagate", "edge_updater"):
+            own = cls.__dict__.get(name)
+            if own is None or own is getattr(MessagePassing, name):
+                continue
+            generated = cls.__dict__.get(f"_jinja_{name}")
+            if generated is not own or cls.__dict__.get(f"_orig_{name}") is own:
+                return True
+    return False
+
+
+def form_of(edge_index: Any) -> str:
+    """`"tensor"`, `"EdgeIndex"`, `"torch.sparse"`, `"SparseTensor"`, or the name of a type that PyG does not take."""
+    if isinstance(edge_index, Tensor):
+        if isinstance(edge_index, EdgeIndex):
+            return "EdgeIndex"
+        return "tensor" if edge_index.layout == torch.strided else "torch.sparse"
+    return "SparseTensor" if isinstance(edge_index, SparseTensor) else type(edge_index).__name__
+
+
+def weights_dtype(features: Tensor, other: Tensor) -> torch.dtype:
+    """The dtype of PyG's attention weights from these factors of a logit: on CUDA, autocast sums in float32."""
+    dtype = torch.promote_types(features.dtype, other.dtype)
+    if features.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def adjacency_features(edge_index: Adj) -> Tensor | None:
+    """The values of a sparse adjacency that PyG takes as edge features: those with channels."""
+    if isinstance(edge_index, SparseTensor):
+        values = edge_index.coo()[2]
+    elif is_torch_sparse_tensor(edge_index):
+        values = edge_index._values() if edge_index.layout == torch.sparse_coo else edge_index.values()
+    else:
+        return None
+    return values if values is not None and values.dim() > 1 else None
+
+
+class FusedConv(MessagePassing):
+    """What the drop-in convs share: the gate, and the edges in the order of the fused ops.
+
+    A drop-in subclasses PyG's conv under the same name, adds no parameter and overrides `forward` only. Its `_call`
+    asks the gate first; with any reason the forward is PyG's own.
+    """
+
+    # Instantiating PyG's class replaces its `propagate` by a generated one that ignores `explain`, and a subclass would
+    # take that for the original. These two lines put the originals in front of it.
+    propagate = MessagePassing.propagate
+    edge_updater = MessagePassing.edge_updater
+
+    _upstream_methods: dict[str, Any]
+    """The functions of PyG's class that the fused path stands for."""
+
+    def _gate(
+        self,
+        score: str,
+        nodes: tuple[Tensor | None, Tensor | None],
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        *,
+        heads: int,
+        channels: int,
+        size: tuple[int, int] | None = None,
+        lin_edge: torch.nn.Module | None = None,
+        dropout: float = 0.0,
+        self_loops: bool = False,
+        weights: bool = False,
+        node_dim: int = 0,
+        reasons: Sequence[str] = (),
+    ) -> Call:
+        """Collect every reason to leave this call to PyG.
+
+        Args:
+            score: The score of the fused op.
+            nodes: Features `[N, F]` of the nodes that row 0 and row 1 of `edge_index` point to.
+            edge_index: Any form that PyG takes.
+            edge_attr: `[E, edge_dim]`.
+            heads: Number of heads H.
+            channels: Channels per head C.
+            size: Declared numbers of nodes, as `nodes`.
+            lin_edge: The transformation of the edge features, None where the conv takes none.
+            dropout: Probability that a weight is dropped in training.
+            self_loops: Whether the conv replaces self-loops.
+            weights: Whether the caller wants the attention weights.
+            node_dim: The node dimension that the conv's own forward assumes.
+            reasons: What the conv itself has found.
+
+        Returns:
+            The call, with its reasons.
+        """
+        form, compiling = form_of(edge_index), torch.compiler.is_compiling()
+        found = [*reasons, *self._module_reasons(node_dim)]
+        x = nodes[0] if nodes[0] is not None else nodes[1]
+        if not all(node is None or (isinstance(node, Tensor) and node.dim() == 2) for node in nodes) or x is None:
+            found.append("x is not a matrix [N, F] per node set")
+            return Call(found, (), edge_index, form)
+        if form not in FORMS:
+            found.append(f"edge_index is a {form}")
+            return Call(found, (), edge_index, form)
+        found += self._edge_index_reasons(edge_index, form, x.device)
+
+        sizes = [None if node is None else node.size(0) for node in nodes]
+        if form == "EdgeIndex":
+            size = (edge_index.num_rows, edge_index.num_cols)
+        elif form != "tensor":
+            size = (edge_index.size(1), edge_index.size(0))
+        if size is not None:
+            for dim in (0, 1):
+                if sizes[dim] is None:
+                    sizes[dim] = size[dim]
+                elif size[dim] is not None and size[dim] != sizes[dim]:
+                    found.append(f"x has {sizes[dim]} nodes on side {dim} and the adjacency {size[dim]}")
+        source, target = (0, 1) if self.flow == "source_to_target" else (1, 0)
+        if source == 1 and score in ("add", "gatv2") and sizes[0] != sizes[1]:
+            # PyG sends from nodes[0] along row 1 then, and sizes the result by nodes[0].
+            found.append("flow='target_to_source' between two node sets")
+        num_src = sizes[source] if sizes[source] is not None else sizes[target]
+        num_dst = sizes[target] if sizes[target] is not None else sizes[source]
+
+        if form in ("torch.sparse", "SparseTensor") and lin_edge is not None:
+            if edge_attr is None:
+                edge_attr = adjacency_features(edge_index)
+            elif self_loops:
+                found.append("edge_attr and self-loops with a sparse adjacency")
+            if edge_attr is not None and self_loops and form == "SparseTensor":
+                found.append("edge features and self-loops with a SparseTensor")
+        if weights and self._may_need_grad(*nodes, edge_attr):
+            found.append("attention weights are asked for while gradients are needed")
+        if compiling and form != "tensor":
+            found.append(f"a {form} while compiling")
+        if compiling and self_loops and (weights or edge_attr is not None):
+            found.append("self-loops with edge features or attention weights while compiling")
+
+        edge = edge_attr is not None and lin_edge is not None
+        dropped = dropout > 0.0 and self.training
+        dtype = self._storage_dtype(x)
+        problem = (score, heads, channels, dtype, x.device, edge, dropped, torch.is_grad_enabled())
+        found += kernel_reasons(*problem)
+        edge_attr = edge_attr if edge else None
+        return Call(found, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
+
+    def _edges(
+        self, call: Call, fill_value: float | Tensor | str | None = None, edge_dim: int | None = None
+    ) -> tuple[Graph | EdgeSet, Tensor | None, Adj]:
+        """The edges of a call for the fused ops.
+
+        Args:
+            call: A call without reasons.
+            fill_value: How the features of self-loops are made, as PyG's convs define it.
+            edge_dim: The width of `call.edge_attr`, None or -1 for any.
+
+        Returns:
+            The graph, the edge features in the order of its `edge_index`, and the adjacency that PyG would return
+            with the attention weights.
+        """
+        edge_index, edge_attr, self_loops = call.edge_index, call.edge_attr, call.self_loops
+        if edge_attr is not None:
+            edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+            width: int | str = "edge_dim" if edge_dim is None or edge_dim < 0 else edge_dim
+            check_shape("edge_attr", edge_attr, (num_edges(edge_index), width), f"[E, edge_dim={width}]")
+
+        if (
+            self_loops
+            and call.form != "tensor"
+            and (call.weights or (edge_attr is not None and call.form != "EdgeIndex"))
+        ):
+            # PyG hands out an adjacency of the same kind with the loops in it, in an order of its own.
+            if call.form == "SparseTensor":
+                edge_index = torch_sparse.set_diag(edge_index)
+            else:
+                given = edge_attr if call.form == "EdgeIndex" else None
+                edge_index, given = remove_self_loops(edge_index, given)
+                # Values that are no edge features make room for the weights: reduce nothing into the loops.
+                fill_value = 1.0 if edge_attr is None else fill_value
+                edge_index, given = add_self_loops(
+                    edge_index, given, fill_value=fill_value, num_nodes=min(call.num_src, call.num_dst)
+                )
+                if edge_attr is not None:
+                    edge_attr = given if call.form == "EdgeIndex" else adjacency_features(edge_index)
+            self_loops = False
+
+        if torch.compiler.is_compiling():
+            transposed = self.flow == "target_to_source"
+            return EdgeSet(edge_index, call.num_src, call.num_dst, self_loops, transposed), edge_attr, edge_index
+
+        graph = Graph.of(edge_index, call.num_src, call.num_dst, flow=self.flow, self_loops=self_loops)
+        if self_loops and edge_attr is not None:
+            assert graph.kept is not None
+            plain = edge_index.as_tensor() if call.form == "EdgeIndex" else edge_index
+            edge_attr = edge_attr.index_select(0, graph.kept)
+            # A reduction sums at row 1, which may have more nodes than there are loops.
+            loop_attr = compute_loop_attr(
+                plain.index_select(1, graph.kept).long(), edge_attr, max(call.num_src, call.num_dst), False, fill_value
+            )
+            edge_attr = torch.cat([edge_attr, loop_attr[: min(call.num_src, call.num_dst)]])
+        if self_loops and call.weights:
+            edge_index = graph.edge_index.flip(0) if self.flow == "target_to_source" else graph.edge_index.clone()
+        return graph, edge_attr, edge_index
+
+    def _report(self, reasons: list[str]) -> None:
+        """Tell the user, as `settings(fallback=...)` asks, why a call is PyG's own. The CPU alone is no news."""
+        told = [reason for reason in reasons if reason != NO_DEVICE]
+        fallback = current().fallback
+        if not told or fallback == "silent":
+            return
+        if fallback == "error":
+            raise UnsupportedError(told, what=f"the fused {type(self).__name__}")
+        log_once(type(self).__name__, tuple(told))
+
+    def _module_reasons(self, node_dim: int) -> list[str]:
+        reasons = []
+        if self.explain:
+            reasons.append("an explainer is attached")
+        if any([getattr(self, name) for name in HOOKS]):
+            reasons.append("message passing hooks are registered")
+        replaced = [
+            name
+            for name, method in self._upstream_methods.items()
+            if getattr(type(self), name) is not method or name in self.__dict__
+        ]
+        if replaced:
+            reasons.append(f"'{', '.join(replaced)}' is overridden")
+        if overrides_propagation(type(self)):
+            reasons.append("'propagate' or 'edge_updater' is overridden")
+        if self.decomposed_layers != 1:
+            reasons.append(f"decomposed_layers is {self.decomposed_layers}")
+        if type(self.aggr_module) is not SumAggregation:
+            reasons.append(f"aggr is {self.aggr!r}, only the sum is fused")
+        if self.node_dim != node_dim:
+            reasons.append(f"node_dim is {self.node_dim}")
+        if torch.jit.is_scripting() or torch.jit.is_tracing():
+            reasons.append("TorchScript")
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            reasons.append("a torch.func transform is active")
+        return reasons
+
+    def _edge_index_reasons(self, edge_index: Any, form: str, device: torch.device) -> list[str]:
+        found = []
+        where = edge_index.device() if form == "SparseTensor" else edge_index.device
+        if where != device:
+            found.append(f"edge_index is on {where} and x on {device}")
+        if form in ("tensor", "EdgeIndex"):
+            if edge_index.dtype not in (torch.int64, torch.int32) or edge_index.dim() != 2 or edge_index.size(0) != 2:
+                found.append(
+                    f"edge_index is not an int64 or int32 [2, E] ({edge_index.dtype}, {list(edge_index.shape)})"
+                )
+            return found
+        if self.flow != "source_to_target":
+            found.append("flow='target_to_source' with a sparse adjacency")
+        if form == "torch.sparse":
+            if edge_index.layout not in (torch.sparse_coo, torch.sparse_csr):
+                found.append(f"the sparse layout {edge_index.layout}")
+            elif edge_index.layout == torch.sparse_coo and not edge_index.is_coalesced():
+                found.append("a COO adjacency that is not coalesced")
+        return found
+
+    def _storage_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the node features behind the linear layers."""
+        if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        return x.dtype
+
+    def _may_need_grad(self, *tensors: Tensor | None) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return any(t is not None and t.requires_grad for t in (*tensors, *self.parameters()))
+
+
+def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
+    """What GATConv and GATv2Conv return when the attention weights are asked for, by the kind of adjacency."""
+    if isinstance(adjacency, SparseTensor):
+        return out, adjacency.set_value(alpha, layout="coo")
+    if is_torch_sparse_tensor(adjacency):
+        return out, (set_sparse_value(adjacency, alpha), alpha)
+    return out, (adjacency, alpha)
+
+
+def num_edges(edge_index: Adj) -> int:
+    """Number of edges of any form of `edge_index`."""
+    if isinstance(edge_index, SparseTensor):
+        return edge_index.nnz()
+    return edge_index._nnz() if is_torch_sparse_tensor(edge_index) else edge_index.size(1)

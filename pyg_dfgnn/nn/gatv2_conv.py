@@ -1,0 +1,97 @@
+"""Drop-in for PyG's GATv2Conv on the fused GATv2 attention."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptTensor, PairTensor
+
+from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype, with_weights
+from pyg_dfgnn.ops.attention import gatv2_attention
+
+
+class GATv2Conv(FusedConv, conv.GATv2Conv):
+    """PyG's `GATv2Conv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    `x'_i = sum_j softmax_j(<a, leaky_relu(W_l x_j + W_r x_i + W_e e_ij)>) W_l x_j`
+
+    PyG's `l` is the source and `r` the target.
+
+    Source: Brody et al., "How Attentive are Graph Attention Networks?", 2022.
+    """
+
+    propagate_type = {"x": PairTensor, "alpha": Tensor}
+    edge_updater_type = {"x": PairTensor, "edge_attr": OptTensor}
+    _upstream_methods = methods_of(conv.GATv2Conv)
+
+    def _call(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Adj,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Call:
+        """The gate's view of a forward call with these arguments."""
+        nodes = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        reasons = []
+        if nodes[0] is None or nodes[1] is None:
+            reasons.append("x is missing on one side")
+        if self.lin_edge is None and (edge_attr is not None or adjacency_features(edge_index) is not None):
+            reasons.append("edge features without edge_dim")
+        return self._gate(
+            "gatv2",
+            nodes,
+            edge_index,
+            edge_attr,
+            heads=self.heads,
+            channels=self.out_channels,
+            lin_edge=self.lin_edge,
+            dropout=self.dropout,
+            self_loops=self.add_self_loops,
+            weights=bool(return_attention_weights),
+            reasons=reasons,
+        )
+
+    def forward(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Adj,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """PyG's forward; see `torch_geometric.nn.GATv2Conv.forward`."""
+        call = self._call(x, edge_index, edge_attr, return_attention_weights)
+        if call.reasons:
+            self._report(call.reasons)
+            return super().forward(x, edge_index, edge_attr, return_attention_weights)
+
+        x_l, x_r = (x, x) if isinstance(x, Tensor) else x
+        res = None if self.res is None else self.res(x_r)
+        h_src = self.lin_l(x_l).view(-1, self.heads, self.out_channels)
+        h_dst = h_src
+        if not (self.share_weights and x_r is x_l):
+            h_dst = self.lin_r(x_r).view(-1, self.heads, self.out_channels)
+
+        edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
+        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        result = gatv2_attention(
+            edges,
+            h_src,
+            h_dst,
+            self.att.view(self.heads, self.out_channels),
+            edge=edge,
+            negative_slope=self.negative_slope,
+            dropout_p=float(self.dropout) if self.training else 0.0,
+            return_weights=call.weights,
+        )
+        out, alpha = result if call.weights else (result, None)
+        dtype = weights_dtype(h_src, self.att)
+        out = out.to(torch.promote_types(out.dtype, dtype))
+
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if res is not None:
+            out = out + res
+        if self.bias is not None:
+            out = out + self.bias
+        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))

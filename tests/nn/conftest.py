@@ -1,0 +1,24 @@
+"""The seam that lets the fused branch of the convs run on the CPU, and helpers to compare it with PyG's own path."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.nn import fused
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fused_on_cpu(monkeypatch):
+    """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
+    monkeypatch.setattr(fused, "fused_device_types", {"cpu", "cuda"})
+    monkeypatch.setattr(fused, "unsupported_reasons", lambda problem: [])
+
+
+@pytest.fixture
+def forget_logged(monkeypatch):
+    """Reasons are logged once per process; start without a memory."""
+    monkeypatch.setattr(fused, "logged", set())

@@ -1,0 +1,454 @@
+"""The fused branch of every drop-in against PyG's own conv with the same parameters: outputs, weights, gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+import torch_geometric.typing
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import SparseTensor
+
+import pyg_dfgnn.nn as ours
+
+pytestmark = pytest.mark.usefixtures("fused_on_cpu")
+
+HEADS, CHANNELS, EDGE_DIM, F_SRC, F_DST = 3, 4, 2, 6, 5
+ATTENTION = {"GATConv": ours.GATConv, "GATv2Conv": ours.GATv2Conv, "TransformerConv": ours.TransformerConv}
+DROP_INS = {**ATTENTION, "AGNNConv": ours.AGNNConv}
+# Duplicates (0 -> 1), self-loops (2 -> 2), a target without edges (4), a source without edges (3).
+EDGES = torch.tensor([[0, 0, 1, 2, 2, 4, 0, 1], [1, 1, 0, 2, 3, 1, 3, 3]])
+NUM_NODES = 5
+# Three sources, five targets.
+BIPARTITE = torch.tensor([[0, 0, 1, 2, 2, 1, 0, 1], [1, 1, 0, 2, 3, 1, 3, 3]])
+
+
+def simple(edges, num_src=NUM_NODES, num_dst=NUM_NODES):
+    """Without duplicates, which a sparse layout would merge, and in the order of the targets."""
+    key = torch.unique(edges[1] * num_src + edges[0])
+    return torch.stack([key % num_src, key // num_src])
+
+
+def adjacency(edges, layout, num_src=NUM_NODES, num_dst=NUM_NODES, values=None):
+    """The transposed adjacency that PyG's convs take, with edges already in the order of the targets."""
+    values = torch.ones(edges.size(1)) if values is None else values
+    adj = torch.sparse_coo_tensor(edges.flip(0), values, (num_dst, num_src, *values.shape[1:]), is_coalesced=True)
+    if layout == "coo":
+        return adj
+    rowptr = torch.zeros(num_dst + 1, dtype=torch.long)
+    rowptr[1:] = edges[1].bincount(minlength=num_dst).cumsum(0)
+    return torch.sparse_csr_tensor(rowptr, edges[0], values, (num_dst, num_src, *values.shape[1:]))
+
+
+FORMS = {
+    "tensor": lambda: EDGES,
+    "int32": lambda: EDGES.int(),
+    "strided": lambda: torch.stack([EDGES[0], EDGES[0], EDGES[1]], 1)[:, ::2].t(),
+    "empty": lambda: torch.empty(2, 0, dtype=torch.long),
+    "edge_index": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)),
+    "edge_index_no_size": lambda: EdgeIndex(EDGES),
+    "edge_index_int32": lambda: EdgeIndex(EDGES.int(), sparse_size=(NUM_NODES, NUM_NODES)),
+    "edge_index_by_row": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)).sort_by("row")[0],
+    "edge_index_by_col": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)).sort_by("col")[0],
+    "coo": lambda: adjacency(simple(EDGES), "coo"),
+    "csr": lambda: adjacency(simple(EDGES), "csr"),
+    "sparse_tensor": lambda: sparse_tensor(simple(EDGES)),
+}
+
+
+def sparse_tensor(edges, num_src=NUM_NODES, num_dst=NUM_NODES, value=None):
+    if not torch_geometric.typing.WITH_TORCH_SPARSE:
+        pytest.skip("torch_sparse is not installed")
+    return SparseTensor(row=edges[1], col=edges[0], value=value, sparse_sizes=(num_dst, num_src))
+
+
+def build(name, *args, dtype=torch.float64, **kwargs):
+    """The drop-in and PyG's conv with the same parameters."""
+    ours_conv = DROP_INS[name](*args, **kwargs).to(dtype)
+    pyg_conv = getattr(pyg, name)(*args, **kwargs).to(dtype)
+    for parameter in ours_conv.parameters():
+        parameter.data.normal_()
+    pyg_conv.load_state_dict(ours_conv.state_dict())
+    return ours_conv, pyg_conv
+
+
+def leaves(value):
+    """Copies of the inputs that collect gradients of their own."""
+    if isinstance(value, tuple):
+        return tuple(leaves(v) for v in value)
+    return value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def widened(edge_index):
+    """In int64: the backward of `scatter` in torch 2.13 reads an int32 index wrongly on the CPU."""
+    return edge_index.long() if getattr(edge_index, "dtype", None) == torch.int32 else edge_index
+
+
+def flat(value):
+    return [t for v in value for t in flat(v)] if isinstance(value, tuple) else [value]
+
+
+def assert_same(actual, expected, name):
+    assert type(actual) is type(expected), name
+    if isinstance(expected, Tensor):
+        assert actual.layout == expected.layout, name
+    if isinstance(expected, SparseTensor):
+        actual, expected = actual.to_dense(), expected.to_dense()
+    if isinstance(expected, EdgeIndex):
+        actual, expected = actual.as_tensor(), expected.as_tensor()
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if actual.dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    torch.testing.assert_close(actual, expected, **tolerance, msg=lambda text: f"{name}: {text}")
+
+
+def assert_parity(name, convs, x, edge_index, *args, **kwargs):
+    """Same output and same gradients of every input and parameter, through the fused branch."""
+    ours_conv, pyg_conv = convs
+    results = []
+    for conv in convs:
+        inputs, rest = leaves(x), leaves(args)
+        if conv is ours_conv:
+            assert conv._call(inputs, edge_index, *rest, **kwargs).reasons == []
+        else:
+            edge_index = widened(edge_index)
+        out = conv(inputs, edge_index, *rest, **kwargs)
+        generator = torch.Generator().manual_seed(1)
+        (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum().backward()
+        grads = {f"grad of input {i}": t.grad for i, t in enumerate(flat((inputs, rest))) if isinstance(t, Tensor)}
+        grads.update({f"grad of {n}": p.grad for n, p in conv.named_parameters()})
+        conv.zero_grad(set_to_none=True)
+        results.append((out.detach(), grads))
+    (out, grads), (expected, expected_grads) = results
+    assert_same(out, expected, "out")
+    assert grads.keys() == expected_grads.keys()
+    for key, grad in expected_grads.items():
+        # PyG leaves None where an empty graph cuts the graph of gradients; zero is the same gradient.
+        actual = grads[key]
+        if grad is None or actual is None:
+            assert all(g is None or not g.any() for g in (grad, actual)), key
+        else:
+            assert_same(actual, grad, key)
+
+
+def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
+    """Same returned adjacency and attention weights, of the same kinds and in the same order."""
+    ours_conv, pyg_conv = convs
+    kwargs["return_attention_weights"] = True
+    with torch.no_grad():
+        assert ours_conv._call(x, edge_index, *args, **kwargs).reasons == []
+        actual, expected = ours_conv(x, edge_index, *args, **kwargs), pyg_conv(x, edge_index, *args, **kwargs)
+    assert len(actual) == len(expected) == 2
+    for i, (a, b) in enumerate(zip(flat(actual), flat(expected))):
+        assert_same(a, b, f"result {i}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("name", DROP_INS)
+def test_every_form_of_edge_index(name, form, loops, dtype):
+    if name == "TransformerConv":
+        if loops:
+            pytest.skip("adds no self-loops")
+        convs = build(name, F_SRC, CHANNELS, heads=HEADS, dtype=dtype)
+    elif name == "AGNNConv":
+        convs = build(name, add_self_loops=loops, dtype=dtype)
+    else:
+        convs = build(name, F_SRC, CHANNELS, heads=HEADS, add_self_loops=loops, dtype=dtype)
+    x, edge_index = torch.randn(NUM_NODES, F_SRC, dtype=dtype), FORMS[form]()
+    assert_parity(name, convs, x, edge_index)
+    if name != "AGNNConv":
+        assert_weights_parity(convs, x, edge_index)
+
+
+OPTIONS = {
+    "GATConv": {
+        "mean_heads": {"concat": False},
+        "no_bias": {"bias": False},
+        "slope": {"negative_slope": 0.7},
+        "residual": {"residual": True},
+        "residual_mean": {"residual": True, "concat": False},
+        "one_head": {"heads": 1},
+        "target_to_source": {"flow": "target_to_source"},
+        "target_to_source_no_loops": {"flow": "target_to_source", "add_self_loops": False},
+    },
+    "GATv2Conv": {
+        "mean_heads": {"concat": False},
+        "no_bias": {"bias": False},
+        "slope": {"negative_slope": 0.7},
+        "residual": {"residual": True},
+        "residual_mean": {"residual": True, "concat": False},
+        "share_weights": {"share_weights": True},
+        "target_to_source": {"flow": "target_to_source"},
+        "target_to_source_no_loops": {"flow": "target_to_source", "add_self_loops": False},
+    },
+    "TransformerConv": {
+        "mean_heads": {"concat": False},
+        "no_bias": {"bias": False},
+        "beta": {"beta": True},
+        "beta_mean": {"beta": True, "concat": False},
+        "no_root": {"root_weight": False},
+        "no_root_beta": {"root_weight": False, "beta": True},
+        "target_to_source": {"flow": "target_to_source"},
+    },
+}
+
+
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("name,option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
+def test_every_option(name, option, edge_dim):
+    convs = build(name, F_SRC, CHANNELS, **{"heads": HEADS, "edge_dim": edge_dim, **OPTIONS[name][option]})
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    args = (torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
+    assert_parity(name, convs, x, EDGES, *args)
+    assert_weights_parity(convs, x, EDGES, *args)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_agnn_options(flow, requires_grad):
+    convs = build("AGNNConv", requires_grad, flow=flow)
+    assert_parity("AGNNConv", convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+
+
+@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_bipartite(name, flow, loops, edge_dim):
+    kwargs = {"heads": HEADS, "edge_dim": edge_dim, "flow": flow}
+    if name != "TransformerConv":
+        # PyG's reductions of edge features are out of bounds where there are more targets than sources.
+        kwargs.update(add_self_loops=loops, fill_value=0.5, residual=True)
+    convs = build(name, (F_SRC, F_DST), CHANNELS, **kwargs)
+    num_src = 3
+    if flow == "target_to_source" and name != "TransformerConv":
+        num_src = 5  # PyG is consistent here for node sets of one size only
+    x = torch.randn(num_src, F_SRC, dtype=torch.float64), torch.randn(5, F_DST, dtype=torch.float64)
+    edges = BIPARTITE.flip(0) if flow == "target_to_source" else BIPARTITE
+    args = (torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
+    assert_parity(name, convs, x, edges, *args)
+    assert_weights_parity(convs, x, edges, *args)
+
+
+@pytest.mark.parametrize("form", ["coo", "csr", "edge_index", "sparse_tensor"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_bipartite_sparse(name, form):
+    convs = build(name, (F_SRC, F_DST), CHANNELS, heads=HEADS)
+    # More sources than targets: PyG's self-loops in a sparse layout are out of bounds the other way round.
+    edges = simple(BIPARTITE.flip(0), 5, 3)
+    if form == "edge_index":
+        edge_index = EdgeIndex(edges, sparse_size=(5, 3))
+    elif form == "sparse_tensor":
+        edge_index = sparse_tensor(edges, 5, 3)
+    else:
+        edge_index = adjacency(edges, form, 5, 3)
+    x = torch.randn(5, F_SRC, dtype=torch.float64), torch.randn(3, F_DST, dtype=torch.float64)
+    assert_parity(name, convs, x, edge_index)
+    assert_weights_parity(convs, x, edge_index)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_gat_without_target_features(loops):
+    convs = build("GATConv", (F_SRC, F_DST), CHANNELS, heads=HEADS, add_self_loops=loops)
+    x = torch.randn(5, F_SRC, dtype=torch.float64)
+    flipped = BIPARTITE.flip(0)
+    for num_dst in (3, 5):
+        assert_parity("GATConv", convs, (x, None), flipped, None, (5, num_dst))
+        assert_weights_parity(convs, (x, None), flipped, size=(5, num_dst))
+    assert_parity("GATConv", convs, (x, None), flipped)
+    assert_parity("GATConv", convs, (x, None), adjacency(simple(flipped, 5, 3), "csr", 5, 3))
+
+
+def test_gat_with_size():
+    convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM)
+    edge_attr = torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    assert_parity("GATConv", convs, x, EDGES, edge_attr, (NUM_NODES, NUM_NODES))
+
+
+def test_gat_shared_transformation_of_a_pair():
+    convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS)
+    x = torch.randn(3, F_SRC, dtype=torch.float64), torch.randn(5, F_SRC, dtype=torch.float64)
+    assert_parity("GATConv", convs, x, BIPARTITE)
+
+
+def test_gat_pair_of_transformations_on_one_node_set():
+    convs = build("GATConv", (F_SRC, F_SRC), CHANNELS, heads=HEADS)
+    assert_parity("GATConv", convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+def test_reduced_features_of_loops_between_two_node_sets(name):
+    """PyG's own reduction is out of bounds with more targets than sources: padding the sources asks the same of it."""
+    convs = build(name, (F_SRC, F_DST), CHANNELS, heads=HEADS, edge_dim=EDGE_DIM)
+    x_src, x_dst = torch.randn(3, F_SRC, dtype=torch.float64), torch.randn(5, F_DST, dtype=torch.float64)
+    edge_attr = torch.randn(BIPARTITE.size(1), EDGE_DIM, dtype=torch.float64)
+    out = convs[0]((x_src, x_dst), BIPARTITE, edge_attr)
+    padded = convs[1]((torch.cat([x_src, torch.zeros(2, F_SRC, dtype=torch.float64)]), x_dst), BIPARTITE, edge_attr)
+    # Targets 3 and 4 get loops from the padding, the others have the same edges in both calls.
+    assert_same(out[:3].detach(), padded[:3].detach(), "out")
+
+
+FILL_VALUES = {
+    "number": 0.5,
+    "int": 2,
+    "vector": torch.tensor([0.3, -1.2]),
+    "row": torch.tensor([[0.3, -1.2]]),
+    **{reduce: reduce for reduce in ("mean", "add", "min", "max", "mul")},
+}
+
+
+@pytest.mark.parametrize("form", ["tensor", "int32", "edge_index", "edge_index_by_col"])
+@pytest.mark.parametrize("fill", FILL_VALUES)
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+def test_fill_value_of_self_loops(name, fill, form):
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM, fill_value=FILL_VALUES[fill])
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    # Distinct values: among ties PyG and we share one scatter, but a test of ties belongs there.
+    edge_attr = torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64)
+    assert_parity(name, convs, x, FORMS[form](), edge_attr)
+    assert_weights_parity(convs, x, FORMS[form](), edge_attr)
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+def test_edge_weights_of_one_dimension(name):
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=1)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    assert_parity(name, convs, x, EDGES, torch.randn(EDGES.size(1), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_edge_features_of_a_sparse_adjacency(name, explicit, layout):
+    """As an argument in the order of the adjacency, or as its values."""
+    kwargs = {} if name == "TransformerConv" else {"add_self_loops": False}
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM, **kwargs)
+    edges = simple(EDGES)
+    features = torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    if explicit:
+        assert_parity(name, convs, x, adjacency(edges, layout), features)
+        assert_weights_parity(convs, x, adjacency(edges, layout), features)
+    else:
+        assert_parity(name, convs, x, adjacency(edges, layout, values=features))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_edge_features_of_a_sparse_tensor(name):
+    kwargs = {} if name == "TransformerConv" else {"add_self_loops": False}
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM, **kwargs)
+    edges = simple(EDGES)
+    features = torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    assert_parity(name, convs, x, sparse_tensor(edges, value=features))
+    assert_weights_parity(convs, x, sparse_tensor(edges, value=features))
+
+
+def test_values_of_one_dimension_are_no_edge_features():
+    convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS, edge_dim=1)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    assert_parity("GATConv", convs, x, adjacency(simple(EDGES), "coo", values=torch.rand(simple(EDGES).size(1))))
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_which_flags_ask_for_weights(value):
+    """GATConv goes by the truth of the flag, TransformerConv by its type."""
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    with torch.no_grad():
+        for name in ATTENTION:
+            convs = build(name, F_SRC, CHANNELS)
+            kinds = [type(conv(x, EDGES, return_attention_weights=value)) for conv in convs]
+            assert kinds[0] is kinds[1]
+
+
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+def test_returned_adjacency_is_the_users(name):
+    """Writing to what the conv returns must not reach the cached graph."""
+    conv, _ = build(name, F_SRC, CHANNELS)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    with torch.no_grad():
+        before, (edge_index, _) = conv(x, EDGES, return_attention_weights=True)
+        edge_index.zero_()
+        torch.testing.assert_close(conv(x, EDGES), before)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_dropout(name):
+    """Dropped weights are zero, the others are scaled; evaluation drops nothing."""
+    conv, pyg_conv = build(name, F_SRC, CHANNELS, heads=64, dropout=0.5)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+    conv.eval(), pyg_conv.eval()
+    assert_same(conv(x, EDGES).detach(), pyg_conv(x, EDGES).detach(), "out")
+    conv.train()
+    outs = [conv(x, EDGES).detach() for _ in range(2)]
+    assert not torch.equal(*outs)
+    torch.manual_seed(3)
+    first = conv(x, EDGES).detach()
+    torch.manual_seed(3)
+    assert torch.equal(first, conv(x, EDGES).detach())
+    if name != "TransformerConv":
+        with torch.no_grad():
+            _, (_, kept) = conv(x, EDGES, return_attention_weights=True)
+            _, (_, full) = conv.eval()(x, EDGES, return_attention_weights=True)
+        dropped = kept == 0
+        assert 0.4 < dropped.double().mean() < 0.6
+        torch.testing.assert_close(kept[~dropped], 2 * full[~dropped])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_dropping_everything(name):
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, dropout=1.0)
+    assert_parity(name, convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+
+
+def test_frozen_parameters_and_constant_inputs():
+    for name in DROP_INS:
+        conv, _ = build(name, *((F_SRC, CHANNELS) if name != "AGNNConv" else ()))
+        conv.requires_grad_(False)
+        assert not conv(torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES).requires_grad
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_no_nodes(name):
+    convs = build(name, *((F_SRC, CHANNELS) if name != "AGNNConv" else ()))
+    x = torch.randn(0, F_SRC, dtype=torch.float64)
+    assert_parity(name, convs, x, torch.empty(2, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_autocast_gives_the_dtype_of_pyg(name):
+    convs = build(name, *((F_SRC, CHANNELS) if name != "AGNNConv" else ()), dtype=torch.float32)
+    x = torch.randn(NUM_NODES, F_SRC)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = convs[0](x, EDGES), convs[1](x, EDGES)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_half_features_with_wider_parameters(name):
+    """A module that the user has left in float32 while its input is bfloat16."""
+    if name != "AGNNConv":
+        pytest.skip("a linear layer refuses mixed dtypes")
+    convs = build(name, dtype=torch.float32)
+    x = torch.randn(NUM_NODES, F_SRC, dtype=torch.bfloat16)
+    assert convs[0](x, EDGES).dtype == convs[1](x, EDGES).dtype
+
+
+def test_hooks_of_the_edge_transformation_are_called():
+    conv, _ = build("GATConv", F_SRC, CHANNELS, edge_dim=EDGE_DIM)
+    x, edge_attr = torch.randn(NUM_NODES, F_SRC).double(), torch.randn(EDGES.size(1), EDGE_DIM).double()
+    plain = conv(x, EDGES, edge_attr)
+    seen = []
+    conv.lin_edge.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    torch.testing.assert_close(conv(x, EDGES, edge_attr), plain)
+    assert len(seen) == 1
+
+
+def test_copies_of_a_conv_agree():
+    for name in ATTENTION:
+        conv, _ = build(name, F_SRC, CHANNELS)
+        x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
+        torch.testing.assert_close(copy.deepcopy(conv)(x, EDGES), conv(x, EDGES))
