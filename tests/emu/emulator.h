@@ -19,9 +19,9 @@
 
 #define PYG_DFGNN_EMULATOR 1
 #define __global__
-#define __device__ static
+#define __device__
 #define __host__
-#define __constant__ static
+#define __constant__
 #define __shared__ static __attribute__((section("emu_shared")))
 #define __forceinline__ inline
 #define __launch_bounds__(...)

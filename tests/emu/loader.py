@@ -117,7 +117,10 @@ def build(source: str) -> Path:
         raise EmulationError("no host compiler: install g++ or set CXX")
     body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
     entries = "\n".join(f"EMU_ENTRY({name})" for name in ENTRY.findall(source))
-    text = f'#include "{SHIM.name}"\nnamespace emu_text {{\n#line 1 "kernel.cu"\n{body}\n}}\n{entries}\n'
+    # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
+    text = (
+        f'#include "{SHIM.name}"\nnamespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
+    )
     key = hashlib.sha256("\0".join([text, SHIM.read_text(), *command]).encode()).hexdigest()[:24]
     default = Path(tempfile.gettempdir()) / f"pyg-dfgnn-emulator-{os.getuid()}"
     folder = Path(os.environ.get("PYG_DFGNN_EMULATOR_CACHE", default))

@@ -175,6 +175,29 @@ def test_uninitialised_memory_is_poisoned():
     assert np.isfinite(a).nonzero()[0].tolist() == [0, 33]
 
 
+def test_shared_memory_of_inline_functions_and_members():
+    source = """
+    template <int SIZE> __device__ __forceinline__ float reversed(float value) {
+        __shared__ float buffer[SIZE];
+        buffer[threadIdx.x] = value;
+        __syncthreads();
+        return buffer[SIZE - 1 - threadIdx.x];
+    }
+    struct Pair {
+        float a, b;
+        __device__ __forceinline__ float sum() const { return a + b; }
+    };
+    extern "C" __global__ void test(float* a) {
+        __shared__ float other[1];
+        if (threadIdx.x == 0) other[0] = 3;
+        const Pair pair = {reversed<32>(a[threadIdx.x]), other[0]};
+        a[threadIdx.x] = pair.sum();
+    }"""
+    a = floats(32)
+    Kernel(source, "test").launch((1,), (32,), [a], order="reverse")
+    np.testing.assert_array_equal(a, floats(32)[::-1] + 3)
+
+
 def test_atomics():
     source = """extern "C" __global__ void test(int* a, long long n) {
         atomicAdd(a, 2);
