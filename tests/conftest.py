@@ -1,0 +1,64 @@
+"""Common to all tests: fixed seeds, default settings, poisoned fresh buffers, a reason for each skipped GPU test."""
+
+import sys
+
+import pytest
+import torch
+
+from pyg_dfgnn.settings import Settings
+from tests.zoo import Case, zoo
+
+
+def pytest_addoption(parser):
+    parser.addoption("--no-poison", action="store_true", help="leave the fresh buffers of pyg_dfgnn.ops as they come")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU (torch.cuda.is_available() is False)")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """Every test draws the same random numbers."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def default_settings(monkeypatch):
+    """What a test sets for the process ends with the test."""
+    module = sys.modules["pyg_dfgnn.settings"]
+    monkeypatch.setattr(module, "_global", Settings())
+
+
+@pytest.fixture(autouse=True)
+def poison(request, monkeypatch):
+    """Fill what pyg_dfgnn.ops allocates with NaN: a kernel that forgets one row cannot pass by luck."""
+    if request.config.getoption("--no-poison"):
+        return
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            fresh = allocate(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return fresh
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("pyg_dfgnn.ops") and fresh.is_floating_point():
+                fresh.fill_(float("nan"))
+            return fresh
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(params=zoo(), ids=str)
+def case(request) -> Case:
+    """Each graph of the zoo."""
+    return request.param
