@@ -1,0 +1,175 @@
+"""Cora, CiteSeer and PubMed with the public split, from local raw files or a download."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.datasets import Planetoid
+from torch_geometric.transforms import NormalizeFeatures
+from torch_geometric.utils import remove_self_loops, to_undirected
+
+from pyg_dfgnn.datasets.task import SPLITS, NodeTask
+from pyg_dfgnn.errors import check_choice
+
+NAMES = ("Cora", "CiteSeer", "PubMed")
+_PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
+
+
+def planetoid(
+    name: str,
+    *,
+    search: Sequence[str | Path] = ("data",),
+    cache: str | Path = "~/.cache/pyg_dfgnn",
+    download: bool = True,
+    normalize_features: bool = True,
+) -> NodeTask:
+    """Classify the papers of a citation graph (Planetoid's public split).
+
+    Looks for the raw files in the cache, then in the search folders as `planetoid/<name>/raw` or `<name>/raw`, then
+    downloads them. Raw files are copied into the cache, so that the source folder stays as it is.
+
+    Args:
+        name: "Cora", "CiteSeer" or "PubMed".
+        search: Folders that may hold the raw files, in this order.
+        cache: Folder for copied, downloaded and processed files.
+        download: Whether a download may be tried.
+        normalize_features: Scale each feature row to sum 1.
+
+    Returns:
+        The task: one graph with a mask per split.
+
+    Raises:
+        ValueError: `name` is unknown.
+        FileNotFoundError: The raw files are nowhere; says where to put which.
+        ModuleNotFoundError: scipy is missing.
+    """
+    check_choice("name", name, NAMES)
+    _need_scipy()
+    root = Path(cache).expanduser() / "planetoid"
+    raw = root / name / "raw"
+    if _missing(raw, name):
+        local = next((folder for folder in _folders(search, name) if not _missing(folder, name)), None)
+        if local is not None:
+            raw.mkdir(parents=True, exist_ok=True)
+            for file in _files(name):
+                shutil.copyfile(local / file, raw / file)
+        elif not download:
+            raise FileNotFoundError(_where(name, search))
+    try:
+        dataset = Planetoid(str(root), name)
+    except OSError as error:
+        raise FileNotFoundError(f"{_where(name, search)}\nThe download failed: {error!r}") from error
+    return _task(name, dataset[0], dataset.num_classes, normalize_features)
+
+
+def pubmed_made_features(
+    *, search: Sequence[str | Path] = ("data",), normalize_features: bool = True, seed: int = 0
+) -> NodeTask:
+    """PubMed's graph, labels and split with made-up features where `ind.pubmed.allx` would be needed.
+
+    The 60 training and 1,000 test papers keep their real features. Each other paper draws, independently of its label,
+    word j with the share of test papers that hold it and a weight from one of those papers. Accuracies on this task
+    are not comparable with PubMed's.
+
+    Args:
+        search: Folders that may hold the raw files (all but allx), as in :func:`planetoid`.
+        normalize_features: Scale each feature row to sum 1.
+        seed: Decides the made-up features.
+
+    Returns:
+        The task: one graph with a mask per split.
+
+    Raises:
+        FileNotFoundError: The raw files are nowhere; says where to put which.
+        ModuleNotFoundError: scipy is missing.
+    """
+    _need_scipy()
+    name, skipped = "PubMed", ("allx",)
+    raw = next((folder for folder in _folders(search, name) if not _missing(folder, name, skipped)), None)
+    if raw is None:
+        raise FileNotFoundError(_where(name, search, skipped))
+    parts = {part: _read(raw / f"ind.pubmed.{part}") for part in ("x", "tx", "ally", "ty", "graph")}
+    test_ids = torch.tensor([int(line) for line in (raw / "ind.pubmed.test.index").read_text().split()])
+
+    y = torch.from_numpy(parts["ally"]).argmax(dim=1)
+    num_nodes = len(y) + len(test_ids)
+    train_ids = torch.arange(parts["x"].shape[0])
+    real_test = torch.from_numpy(parts["tx"].toarray()).float()
+    x = _made_features(real_test, num_nodes, seed)
+    x[train_ids] = torch.from_numpy(parts["x"].toarray()).float()
+    x[test_ids] = real_test
+    y = torch.cat([y, y.new_empty(len(test_ids))])
+    y[test_ids] = torch.from_numpy(parts["ty"]).argmax(dim=1)
+
+    edges = [(source, target) for source, targets in parts["graph"].items() for target in targets]
+    edge_index, _ = remove_self_loops(torch.tensor(edges).t())
+    data = Data(x=x, edge_index=to_undirected(edge_index, num_nodes=num_nodes), y=y)
+    val_ids = torch.arange(len(train_ids), len(train_ids) + 500)
+    for split, ids in zip(SPLITS, (train_ids, val_ids, test_ids)):
+        data[f"{split}_mask"] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
+    return _task("PubMed (features made up)", data, int(y.max()) + 1, normalize_features)
+
+
+def _made_features(real: Tensor, num_rows: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    share = (real > 0).float().mean(dim=0)
+    used = torch.rand(num_rows, real.size(1), generator=generator) < share
+    made = torch.zeros(num_rows, real.size(1))
+    for word in range(real.size(1)):
+        weights = real[real[:, word] > 0, word]
+        rows = used[:, word].nonzero().flatten()
+        if len(rows):
+            made[rows, word] = weights[torch.randint(len(weights), (len(rows),), generator=generator)]
+    return made
+
+
+def _task(name: str, data: Data, num_classes: int, normalize_features: bool) -> NodeTask:
+    if normalize_features:
+        data = NormalizeFeatures()(data)
+    splits = {split: [data] for split in SPLITS}
+    return NodeTask(name, splits, data.num_features, num_classes, balanced=False)
+
+
+def _files(name: str, skipped: Sequence[str] = ()) -> list[str]:
+    return [f"ind.{name.lower()}.{part}" for part in _PARTS if part not in skipped]
+
+
+def _missing(folder: Path, name: str, skipped: Sequence[str] = ()) -> list[str]:
+    return [file for file in _files(name, skipped) if not (folder / file).is_file()]
+
+
+def _folders(search: Sequence[str | Path], name: str) -> list[Path]:
+    roots = dict.fromkeys(Path(folder).expanduser() for folder in search)
+    return [folder for root in roots for folder in (root / "planetoid" / name / "raw", root / name / "raw")]
+
+
+def _where(name: str, search: Sequence[str | Path], skipped: Sequence[str] = ()) -> str:
+    folders = _folders(search, name)
+    lines = [f"the raw files of {name} were not found. Put {', '.join(_files(name, skipped))} into one of"]
+    for folder in folders:
+        missing = _missing(folder, name, skipped)
+        lines.append(f"  {folder.resolve()}" + (f" (lacks {', '.join(missing)})" if folder.is_dir() else ""))
+    lines.append("or name a folder that holds planetoid/<name>/raw in the environment variable PYG_DFGNN_DATA.")
+    if name == "PubMed" and not skipped:
+        lines.append("Without ind.pubmed.allx, data=pubmed_made_features runs on the real graph with made-up features.")
+    return "\n".join(lines)
+
+
+def _need_scipy() -> None:
+    try:
+        import scipy.sparse  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the citation graphs need scipy: pip install 'pyg_dfgnn[data]'") from error
+
+
+def _read(file: Path) -> Any:
+    # Published as pickles of scipy and numpy objects under Python 2.
+    with open(file, "rb") as stream:
+        return pickle.load(stream, encoding="latin1")

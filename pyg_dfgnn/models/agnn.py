@@ -1,0 +1,46 @@
+"""Attention by cosine similarity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class AGNN(nn.Module):
+    """Propagation by cosine attention between two linear layers.
+
+    Args:
+        in_channels: Node features F.
+        out_channels: Classes.
+        convs: Namespace that holds `AGNNConv`.
+        hidden_channels: Width of the propagated features.
+        layers: Number of propagations; the first has a fixed temperature, the others learn theirs.
+        dropout: Before both linear layers.
+
+    Source: Thekumparampil et al., Attention-based Graph Neural Network for Semi-supervised Learning, 2018.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        convs: Any,
+        *,
+        hidden_channels: int = 16,
+        layers: int = 2,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.lin_in = nn.Linear(in_channels, hidden_channels)
+        self.convs = nn.ModuleList(convs.AGNNConv(requires_grad=index > 0) for index in range(layers))
+        self.lin_out = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+        x = self.lin_in(F.dropout(x, self.dropout, self.training)).relu()
+        for conv in self.convs:
+            x = conv(x, edge_index)
+        return self.lin_out(F.dropout(x, self.dropout, self.training))

@@ -1,0 +1,72 @@
+"""Graph attention networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyg_dfgnn.errors import check_range
+
+
+class GAT(nn.Module):
+    """A stack of graph attention layers, dropout before each and ELU between them.
+
+    Args:
+        in_channels: Node features F.
+        out_channels: Classes.
+        convs: Namespace that holds the convolution.
+        hidden_channels: Width of each head.
+        heads: Heads of every layer but the last, concatenated.
+        out_heads: Heads of the last layer, averaged.
+        layers: Number of convolutions.
+        dropout: Of the features and of the attention weights.
+        residual: Add each layer's (projected) input to its output.
+
+    Raises:
+        ValueError: `layers` is below 1.
+
+    Source: Velickovic et al., Graph Attention Networks, ICLR 2018; the defaults are its setting for Cora.
+    """
+
+    conv = "GATConv"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        convs: Any,
+        *,
+        hidden_channels: int = 8,
+        heads: int = 8,
+        out_heads: int = 1,
+        layers: int = 2,
+        dropout: float = 0.6,
+        residual: bool = False,
+    ) -> None:
+        super().__init__()
+        check_range("layers", layers, 1)
+        self.dropout = dropout
+        conv = getattr(convs, self.conv)
+        self.convs = nn.ModuleList()
+        for _ in range(layers - 1):
+            self.convs.append(conv(in_channels, hidden_channels, heads, dropout=dropout, residual=residual))
+            in_channels = hidden_channels * heads
+        self.convs.append(conv(in_channels, out_channels, out_heads, concat=False, dropout=dropout, residual=residual))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+        for index, conv in enumerate(self.convs):
+            x = F.elu(x) if index else x
+            x = conv(F.dropout(x, self.dropout, self.training), edge_index)
+        return x
+
+
+class GATv2(GAT):
+    """:class:`GAT` with the attention that ranks neighbours differently for each target.
+
+    Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022.
+    """
+
+    conv = "GATv2Conv"

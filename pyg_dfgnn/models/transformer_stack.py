@@ -1,0 +1,52 @@
+"""Graph transformer attention and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class TransformerStack(nn.Module):
+    """Only attention layers with their projections, the part of a graph transformer that timings compare.
+
+    Args:
+        in_channels: Node features F.
+        out_channels: Classes.
+        convs: Namespace that holds `TransformerConv`.
+        hidden_channels: Width of each layer, a multiple of `heads`.
+        heads: Attention heads.
+        layers: Number of attention layers.
+
+    Raises:
+        ValueError: `heads` does not divide `hidden_channels`.
+
+    Source: Liu et al., DF-GNN: Dynamic Fusion Framework for Attention Graph Neural Networks on GPUs, LoG 2024.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        convs: Any,
+        *,
+        hidden_channels: int = 128,
+        heads: int = 1,
+        layers: int = 8,
+    ) -> None:
+        super().__init__()
+        if hidden_channels % heads:
+            raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
+        self.lin_in = nn.Linear(in_channels, hidden_channels)
+        self.convs = nn.ModuleList(
+            convs.TransformerConv(hidden_channels, hidden_channels // heads, heads, root_weight=False)
+            for _ in range(layers)
+        )
+        self.lin_out = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+        x = self.lin_in(x)
+        for conv in self.convs:
+            x = conv(x, edge_index)
+        return self.lin_out(x)

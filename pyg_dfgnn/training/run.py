@@ -1,0 +1,120 @@
+"""One training run, from a composed config to its metric."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch_geometric.data import Data
+
+import pyg_dfgnn
+from pyg_dfgnn.datasets import LaplacianEncoding, NodeTask
+from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.graph import Graph, SortEdges
+from pyg_dfgnn.training import checkpoint
+from pyg_dfgnn.training.report import plot_curves, write_metrics
+from pyg_dfgnn.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig) -> float:
+    """Train, test the best epoch, and leave metrics, curves and checkpoints in the run folder.
+
+    Args:
+        cfg: Composed from `configs/train.yaml`.
+
+    Returns:
+        The metric that `cfg.returns` names, the test accuracy unless changed.
+
+    Raises:
+        ValueError: The config asks for something that does not fit; says what.
+        FileNotFoundError: The data set or the checkpoint to resume from is not there.
+    """
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    log.info("%s", OmegaConf.to_yaml(OmegaConf.create(config)))
+    folder = Path(config["paths"]["run"])
+    folder.mkdir(parents=True, exist_ok=True)
+    device = choose_device(config["device"])
+    resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
+    with pyg_dfgnn.settings(**config["backend"]["settings"]):
+        torch.manual_seed(config["seed"])
+        task: NodeTask = instantiate(cfg.data.task)
+        convs = importlib.import_module(config["backend"]["convs"])
+        model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
+        if getattr(model, "pe_size", 0):
+            task = task.map(LaplacianEncoding(model.pe_size))
+        prepare = None
+        if config["backend"]["sort_edges"] and device.type == "cuda" and not task.full_graph:
+            task, prepare = task.map(SortEdges()), _register
+        optimizer = instantiate(cfg.optimizer, _partial_=True)(model.parameters())
+        scheduler = instantiate(cfg.scheduler, _partial_=True)(optimizer) if cfg.get("scheduler") else None
+        trainer = Trainer(
+            model,
+            task,
+            optimizer,
+            scheduler,
+            device,
+            folder,
+            config,
+            seed=config["seed"],
+            prepare=prepare,
+            **config["trainer"],
+        )
+        if resumed is not None:
+            trainer.load_state(resumed)
+        log.info("%s on %s: %d parameters", task.name, device, sum(p.numel() for p in model.parameters()))
+        trainer.fit()
+        best_epoch = trainer.load_best()
+        results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
+    check_choice("returns", config["returns"], tuple(results))
+    summary = {
+        **results,
+        "best_epoch": best_epoch,
+        "epochs": trainer.epoch,
+        "train_time_s": sum(row["time_s"] for row in trainer.history),
+        "task": task.name,
+        "model": type(model).__name__,
+        "convs": config["backend"]["convs"],
+        "seed": config["seed"],
+        "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "balanced_accuracy": task.balanced,
+        "torch": torch.__version__,
+        "torch_geometric": torch_geometric.__version__,
+        "pyg_dfgnn": pyg_dfgnn.__version__,
+    }
+    metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
+    title = f"{type(model).__name__} on {task.name}"
+    curves = plot_curves(folder / "curves.png", title, trainer.history, best_epoch)
+    kind = "mean accuracy per class" if task.balanced else "accuracy"
+    log.info("test %s: %.2f %% (best epoch %d)", kind, 100 * results["test_accuracy"], best_epoch)
+    log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
+    return results[config["returns"]]
+
+
+def _register(batch: Data) -> None:
+    # Built by scans from what SortEdges stored; the convs find it by batch.edge_index.
+    Graph.of_batch(batch)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a config names: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ValueError: The name is no device, or CUDA is asked for and absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"'device' needs auto, cpu, cuda or cuda:<index> (got {name!r})") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"'device' needs a GPU that is there: {torch.cuda.device_count()} found (got {name!r})")
+    return device

@@ -1,0 +1,29 @@
+"""Train a node classification model.
+
+python train.py                                  small PATTERN, generated: no download
+python train.py data=cora model=gat              any data set with any model
+python train.py experiment=gt_pattern            a named setting of configs/experiment
+python train.py -m seed=0,1,2 backend=auto,pyg   a sweep
+python train.py resume=outputs/...               go on with a stopped run
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from pyg_dfgnn import training
+from pyg_dfgnn.paths import configs_dir
+
+
+@hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")
+def main(cfg: DictConfig) -> float:
+    """Train as configured; the metric is what a sweeper optimises."""
+    return training.train(cfg)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
