@@ -64,6 +64,7 @@ class Adjacency:
         self.num_edges = self.index.numel()
         self.max_degree = max_degree
         self._chunks: dict[int, Chunks] = {}
+        self._blocks: dict[tuple[int, int], ColumnBlocks] = {}
 
     @property
     def side(self) -> Side:
@@ -73,8 +74,9 @@ class Adjacency:
     @cached_property
     def row(self) -> Tensor:
         """Row of each edge, int32 [E]; made on first use."""
-        row = expand(self.ptr, self.num_edges)
-        pull(row[-1:].sum())
+        with torch.inference_mode(False):
+            row = expand(self.ptr, self.num_edges)
+            pull(row[-1:].sum())
         return row
 
     def chunks(self, max_edges: int) -> Chunks | None:
@@ -83,7 +85,15 @@ class Adjacency:
             return None
         found = self._chunks.get(max_edges)
         if found is None:
-            found = self._chunks[max_edges] = split_heavy_rows(self, max_edges)
+            with torch.inference_mode(False):
+                found = self._chunks[max_edges] = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges)
+        return found
+
+    def column_blocks(self, count: int, max_edges: int, num_columns: int) -> ColumnBlocks:
+        """The edges of each row grouped by `count` equal ranges of their other end, kept per argument."""
+        found = self._blocks.get((count, max_edges))
+        if found is None:
+            found = self._blocks[count, max_edges] = ColumnBlocks(self, count, max_edges, num_columns)
         return found
 
     def tensors(self) -> list[Tensor]:
@@ -93,7 +103,44 @@ class Adjacency:
             found.append(self.row)
         for chunks in list(self._chunks.values()):
             found.extend(chunks.tensors())
+        for blocks in list(self._blocks.values()):
+            found.extend(blocks.tensors())
         return found
+
+
+class ColumnBlocks:
+    """The edges of each row of a side grouped by blocks of columns, for sweeps that reuse what lies in a cache.
+
+    Attributes:
+        ptr: Edge range of each row and block, int32 [num_rows * count + 1]; block b of row r is entry `r * count + b`.
+        index: As `Adjacency.index`, in this order; the side's own tensor if its rows ascend already.
+        edge_id: As `Adjacency.edge_id`, in this order.
+        count: Number of blocks.
+        chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None.
+    """
+
+    def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int) -> None:
+        self.count = count
+        block = side.index.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
+        key = expand(side.ptr, side.num_edges).long().mul_(count).add_(block)
+        del block
+        self.index, self.edge_id = side.index, side.edge_id
+        (ascends,) = pull((key[1:] >= key[:-1]).all())
+        if not ascends:
+            key, order = key.sort(stable=True)
+            self.index, self.edge_id = side.index[order], side.edge_id[order]
+        self.ptr = offsets(key, side.num_rows * count)
+        del key
+        self.chunks: list[Chunks | None] = []
+        for b in range(count):
+            begin, end = self.ptr[b:-1:count].contiguous(), self.ptr[b + 1 :: count].contiguous()
+            (longest_row,) = pull((end - begin).max() if side.num_rows else begin.sum())
+            heavy = longest_row > max_edges
+            self.chunks.append(split_heavy_rows(begin, end, side.num_edges, max_edges) if heavy else None)
+
+    def tensors(self) -> list[Tensor]:
+        """All arrays."""
+        return [self.ptr, self.index, self.edge_id, *(t for c in self.chunks if c is not None for t in c.tensors())]
 
 
 def pull(*values: Tensor) -> list[int]:
@@ -213,18 +260,25 @@ def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor
     return Side(new_ptr, place(ends, node), place(new_id[edge_id.long()], num_kept + node)), kept, num_kept
 
 
-def split_heavy_rows(side: Adjacency, max_edges: int) -> Chunks:
-    """Cut the rows of a side longer than `max_edges` into chunks (see :class:`Chunks`)."""
-    begin, degree = side.ptr[:-1], side.ptr.diff()
+def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int) -> Chunks:
+    """Cut the rows longer than `max_edges` into chunks (see :class:`Chunks`).
+
+    Args:
+        begin: First edge of each row, int32 [num_rows].
+        end: One past the last edge of each row, int32 [num_rows].
+        num_edges: At least as many as the edges of all rows.
+        max_edges: Edges of a chunk.
+    """
+    degree = end - begin
     heavy = degree > max_edges
     count = torch.where(heavy, (degree - 1) // max_edges + 1, 0)
     # A heavy row has more than max_edges edges and fewer than 2 * degree / max_edges chunks: room without a sync.
-    heavy_room = side.num_edges // max_edges
-    chunk_room = 2 * side.num_edges // max_edges
+    heavy_room = num_edges // max_edges
+    chunk_room = 2 * num_edges // max_edges
     rank = heavy.cumsum(0)
     place = torch.where(heavy, rank - 1, heavy_room)
-    heavy_row = torch.zeros(heavy_room + 1, dtype=torch.int32, device=side.ptr.device)
-    heavy_row[place] = torch.arange(side.num_rows, dtype=torch.int32, device=side.ptr.device)
+    heavy_row = torch.zeros(heavy_room + 1, dtype=torch.int32, device=begin.device)
+    heavy_row[place] = torch.arange(begin.numel(), dtype=torch.int32, device=begin.device)
     heavy_count = torch.zeros_like(heavy_row)
     heavy_count[place] = count
     heavy_ptr = from_degree(heavy_count[:heavy_room])
@@ -233,7 +287,7 @@ def split_heavy_rows(side: Adjacency, max_edges: int) -> Chunks:
     row = heavy_row[owner]
     first = torch.arange(chunk_room, dtype=torch.int32, device=row.device) - heavy_ptr[owner]
     first = begin[row.long()] + first * max_edges
-    last = first + (side.ptr[1:][row.long()] - first).clamp(max=max_edges)
+    last = first + (end[row.long()] - first).clamp(max=max_edges)
 
     num_heavy, num_chunks = pull(rank[-1], count.sum())
     return Chunks(

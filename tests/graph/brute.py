@@ -1,0 +1,44 @@
+"""The obvious version: what a graph must hold, checked edge by edge."""
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from pyg_dfgnn.graph import Adjacency, Graph
+
+
+def with_loops(edge_index: Tensor, num_src: int, num_dst: int) -> Tensor:
+    """Self-loops replaced by PyG's own functions."""
+    return add_self_loops(remove_self_loops(edge_index)[0], num_nodes=min(num_src, num_dst))[0]
+
+
+def check_side(side: Adjacency, rows: Tensor, ends: Tensor, num_rows: int) -> None:
+    """Check one side against rows [E] and their other ends [E] in input order."""
+    assert side.ptr.dtype == side.index.dtype == side.edge_id.dtype == torch.int32
+    assert all(tensor.is_contiguous() for tensor in side.tensors())
+    assert (side.num_rows, side.num_edges) == (num_rows, rows.numel())
+    members: list[list[int]] = [[] for _ in range(num_rows)]
+    for edge, row in enumerate(rows.tolist()):
+        members[row].append(edge)
+    ptr, index, edge_id, end = side.ptr.tolist(), side.index.tolist(), side.edge_id.tolist(), ends.tolist()
+    assert ptr[0] == 0 and len(ptr) == num_rows + 1 and ptr[-1] == len(index) == len(edge_id)
+    for row in range(num_rows):
+        here = edge_id[ptr[row] : ptr[row + 1]]
+        assert sorted(here) == members[row]
+        assert index[ptr[row] : ptr[row + 1]] == [end[edge] for edge in here]
+    assert side.max_degree == max(map(len, members), default=0)
+    assert side.row.tolist() == [row for row in range(num_rows) for _ in members[row]]
+
+
+def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) -> None:
+    """Check all of a graph against its edges [2, E], row 0 sources, row 1 targets."""
+    source, target = edge_index.long()
+    assert (graph.num_src, graph.num_dst, graph.num_edges) == (num_src, num_dst, source.numel())
+    assert torch.equal(graph.edge_index, edge_index.long())
+    check_side(graph.csr, target, source, num_dst)
+    check_side(graph.csc, source, target, num_src)
+    assert Graph.resolve(*graph.key) is graph
+    stats = graph.stats()
+    assert stats["max_in_degree"] == graph.csr.max_degree and stats["max_out_degree"] == graph.csc.max_degree
+    assert stats["mean_in_degree"] == (source.numel() / num_dst if num_dst else 0)
+    assert stats["mean_out_degree"] == (source.numel() / num_src if num_src else 0)

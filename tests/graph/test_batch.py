@@ -1,0 +1,159 @@
+"""Graphs sorted one by one make a batch that needs no sort."""
+
+import pytest
+import torch
+from torch_geometric.data import Batch, Data
+from torch_geometric.loader import DataLoader
+
+from pyg_dfgnn.graph import Graph, SortEdges, adjacency
+from pyg_dfgnn.graph import graph as graph_module
+from tests.graph.brute import check_graph, with_loops
+from tests.zoo import random, zoo
+
+
+def members(num=6):
+    """Graphs of all sizes, empty ones among them, with features that name each edge."""
+    found = [case for case in zoo() if case.num_src == case.num_dst and case.num_src > 0][:9]
+    found += [random(4 + seed, 4 + seed, 5 * seed, seed=seed) for seed in range(num)]
+    return [
+        Data(
+            x=torch.randn(case.num_src, 3),
+            edge_index=case.edge_index,
+            edge_attr=(case.edge_index[0] * 100 + case.edge_index[1]).float().view(-1, 1),
+            y=torch.zeros(1),
+            num_nodes=case.num_src,
+        )
+        for case in found
+    ]
+
+
+@pytest.fixture
+def no_sort(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("sorted")
+
+    def start():
+        monkeypatch.setattr(adjacency, "sort_rows", refuse)
+        monkeypatch.setattr(torch.Tensor, "sort", refuse)
+        monkeypatch.setattr(torch.Tensor, "argsort", refuse)
+
+    yield start
+
+
+def test_transform_sorts_edges_and_their_features():
+    for before in members():
+        after = SortEdges()(before)
+        source, target = after.edge_index
+        assert (target.diff() >= 0).all()
+        assert (source.diff()[target.diff() == 0] >= 0).all()
+        assert torch.equal(after.edge_attr.view(-1), (source * 100 + target).float())
+        assert torch.equal(after.edge_attr.sort(0)[0], before.edge_attr.sort(0)[0])
+        assert torch.equal(after.x, before.x)
+        assert "csr_in_degree" not in before
+
+
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_batch_without_a_sort(self_loops, no_sort):
+    data = [SortEdges()(member) for member in members()]
+    batch = Batch.from_data_list(data)
+    no_sort()
+    graph = Graph.of_batch(batch, self_loops=self_loops)
+    assert graph.csc.num_edges == graph.num_edges
+    want = with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes) if self_loops else batch.edge_index
+    check_graph(graph, want, batch.num_nodes, batch.num_nodes)
+    assert graph.segments.dtype == torch.int32 and torch.equal(graph.segments.long(), batch.ptr)
+    assert graph.max_segment == max(member.num_nodes for member in data)
+    assert graph.stats()["num_segments"] == len(data)
+    # Convs only see batch.edge_index.
+    assert Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops) is graph
+    assert Graph.of_batch(batch, self_loops=self_loops) is graph
+
+
+def test_batch_costs_one_host_sync(monkeypatch):
+    from pyg_dfgnn.graph import batch as batch_module
+
+    pulls = []
+
+    def counted(*values):
+        pulls.append(len(values))
+        return original(*values)
+
+    original = adjacency.pull
+    batch = Batch.from_data_list([SortEdges()(member) for member in members()])
+    monkeypatch.setattr(batch_module, "pull", counted)
+    monkeypatch.setattr(graph_module, "pull", counted)
+    assert Graph.of_batch(batch).csc.max_degree > 0
+    assert len(pulls) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_loader(workers):
+    data = [SortEdges()(member) for member in members()]
+    count = 0
+    for batch in DataLoader(data, batch_size=4, shuffle=True, num_workers=workers):
+        graph = Graph.of_batch(batch)
+        check_graph(graph, batch.edge_index, batch.num_nodes, batch.num_nodes)
+        source, target = batch.edge_index - batch.ptr[batch.batch[batch.edge_index[0]]]
+        assert torch.equal(batch.edge_attr.view(-1), (source * 100 + target).float())
+        count += graph.segments.numel() - 1
+    assert count == len(data)
+
+
+def test_batch_of_unsorted_graphs_has_segments():
+    batch = Batch.from_data_list(members())
+    plain = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
+    assert plain.segments is None
+    graph = Graph.of_batch(batch, self_loops=True)
+    assert torch.equal(graph.segments.long(), batch.ptr)
+    check_graph(graph, with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes), *[batch.num_nodes] * 2)
+
+
+def test_single_graph_is_a_batch_of_one():
+    data = SortEdges()(members()[-1])
+    graph = Graph.of_batch(data)
+    check_graph(graph, data.edge_index, data.num_nodes, data.num_nodes)
+    assert graph.segments.tolist() == [0, data.num_nodes] and graph.max_segment == data.num_nodes
+
+
+@pytest.mark.parametrize("change", ["permute", "replace", "fewer", "degree", "order"])
+def test_edges_changed_after_the_transform(change):
+    batch = Batch.from_data_list([SortEdges()(member) for member in members()])
+    if change == "permute":
+        batch.edge_index = batch.edge_index.flip(1)
+    elif change == "replace":
+        batch.edge_index[0, 5] = (batch.edge_index[0, 5] + 1) % batch.num_nodes
+    elif change == "fewer":
+        batch.edge_index = batch.edge_index[:, :-1]
+    elif change == "degree":
+        batch.csr_in_degree = batch.csr_in_degree[:-1]
+    else:
+        batch.csr_by_source = torch.zeros_like(batch.csr_by_source)
+    with pytest.raises(ValueError, match="the edges that SortEdges saw"):
+        Graph.of_batch(batch)
+
+
+def test_edge_between_graphs():
+    batch = Batch.from_data_list(members())
+    batch.edge_index = torch.cat([batch.edge_index, torch.tensor([[0], [batch.num_nodes - 1]])], dim=1)
+    with pytest.raises(ValueError, match="edge between two graphs"):
+        Graph.of_batch(batch)
+
+
+def test_inference_batch():
+    with torch.inference_mode():
+        batch = Batch.from_data_list([SortEdges()(member) for member in members()])
+        graph = Graph.of_batch(batch, self_loops=True)
+        want = with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes)
+        check_graph(graph, want, batch.num_nodes, batch.num_nodes)
+
+
+def test_sampled_subgraphs():
+    """As a neighbour loader gives them: a new small bipartite edge_index per step, targets first among the sources."""
+    for seed in range(40):
+        case = random(60, 12, 45, seed=seed)
+        for loops in (False, True):
+            graph = Graph.of(case.edge_index, 60, 12, self_loops=loops)
+            want = with_loops(case.edge_index, 60, 12) if loops else case.edge_index
+            check_graph(graph, want, 60, 12)
+        del case, graph
+    assert len(graph_module._cache.entries) == 0
