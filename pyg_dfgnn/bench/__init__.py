@@ -1,0 +1,1 @@
+"""Correctness grid, timings and baselines; nothing in the package imports this room."""

@@ -1,0 +1,6 @@
+import sys
+
+from pyg_dfgnn.bench.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

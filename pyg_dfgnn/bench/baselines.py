@@ -1,0 +1,290 @@
+"""What is timed side by side: the fused op, PyG's convs, the same under torch.compile, and unfused cuSPARSE calls.
+
+All take the same projected tensors, so that no linear layer is timed, and the same edges, without added self-loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_dfgnn.bench.cases.attention import LAYERS, NEGATIVE_SLOPE, AttentionCase, Inputs, fused
+from pyg_dfgnn.bench.graphs import BenchGraph
+from pyg_dfgnn.graph import Graph
+
+Forward = Callable[[], Tensor]
+
+MEMORY_FRACTION = 0.9
+"""Of the device's memory that a baseline may be predicted to need; beyond it, it is listed and not tried."""
+
+
+class Implementation:
+    """One way to compute an ``AttentionCase``.
+
+    Attributes:
+        name: As in the result files.
+        dtypes: What it is timed in.
+        error_bound: Relative error above which its time is not a result; None: the contract of the dtype.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    error_bound: float | None = 2e-3
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        """Number of [E, H, C] tensors alive at the peak."""
+        return 0.0
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        """Number of [E, H] tensors alive at the peak."""
+        return 0.0
+
+    def predicted_bytes(self, case: AttentionCase, graph: BenchGraph, training: bool) -> float:
+        """Memory of the tensors that grow with the edges, float32."""
+        per_edge = self.message_tensors(case, training) * case.channels + self.edge_tensors(case, training)
+        return 4.0 * graph.num_edges * case.heads * per_edge
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        """Why it is not run here, [] when it is."""
+        needed = self.predicted_bytes(case, graph, training)
+        return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        """A forward call on ``inputs``; whatever is done once per graph is done here."""
+        raise NotImplementedError
+
+
+class Fused(Implementation):
+    """This package's op."""
+
+    name = "fused"
+    dtypes = (torch.float32, torch.bfloat16)
+    error_bound = None
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        compressed = Graph.of(graph.edge_index, graph.num_src, graph.num_dst)
+        return lambda: fused(case, compressed, inputs)
+
+
+class PyG(Implementation):
+    """The attention part of PyG's convs: their own ``propagate`` on given projections."""
+
+    name = "pyg"
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        return {"add": 2.0, "dot": 4.0, "cosine": 4.0, "gatv2": 4.0}[case.score] + (2.0 if training else 0.0)
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 6.0
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.score == "cosine" and case.heads > 1:
+            reasons.append("AGNNConv has one head")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        edges, shape = graph.edge_index, (graph.num_src, graph.num_dst)
+        call = _pyg_call(case, edges, shape)
+        return lambda: call(inputs)
+
+
+def _pyg_call(case: AttentionCase, edges: Tensor, size: tuple[int, int]) -> Callable[[Inputs], Tensor]:
+    from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, TransformerConv
+
+    heads, channels = case.heads, case.channels
+    conv: Any
+    if case.score == "dot":
+        conv = TransformerConv(1, channels, heads, root_weight=False).to(edges.device)
+
+        def call(t: Inputs) -> Tensor:
+            out = conv.propagate(edges, query=t["query"], key=t["key"], value=t["value"], edge_attr=None, size=size)
+            return out.view(-1, heads, channels)
+    elif case.score == "add":
+        conv = GATConv(1, channels, heads, add_self_loops=False, negative_slope=NEGATIVE_SLOPE).to(edges.device)
+
+        def call(t: Inputs) -> Tensor:
+            alpha = conv.edge_updater(edges, alpha=(t["alpha_src"], t["alpha_dst"]), edge_attr=None, size=size)
+            value = t["value"]
+            return conv.propagate(edges, x=(value, None), alpha=alpha, size=size).view(-1, heads, channels)
+    elif case.score == "cosine":
+        conv = AGNNConv(requires_grad=False, add_self_loops=False).to(edges.device)
+
+        def call(t: Inputs) -> Tensor:
+            x = t["x_src"].view(-1, channels)
+            conv.beta = t["beta"]
+            return conv.propagate(edges, x=x, x_norm=F.normalize(x, p=2.0, dim=-1)).view(-1, 1, channels)
+    else:
+        conv = GATv2Conv(1, channels, heads, add_self_loops=False, negative_slope=NEGATIVE_SLOPE).to(edges.device)
+        del conv._parameters["att"]
+
+        def call(t: Inputs) -> Tensor:
+            conv.att = t["att"][None]
+            x = t["x_src"], t["x_dst"]
+            alpha = conv.edge_updater(edges, x=x, edge_attr=None, size=size)
+            return conv.propagate(edges, x=x, alpha=alpha, size=size).view(-1, heads, channels)
+
+    return call
+
+
+class CompiledPyG(PyG):
+    """``torch.compile`` of the same call."""
+
+    name = "compile"
+    backward_edges = 20_000_000
+    """Above this many edges the compiled backward gave no result in 160 s on an H200: listed, not tried."""
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.backend = backend
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 0.0
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if training and graph.num_edges > self.backward_edges:
+            reasons.append("no result of the compiled backward within 160 s")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        torch._dynamo.reset()
+        call = _pyg_call(case, graph.edge_index, (graph.num_src, graph.num_dst))
+        compiled = torch.compile(call, backend=self.backend, dynamic=False)
+        return lambda: compiled(inputs)
+
+
+class _Sparse:
+    """The CSR of a graph and of its transpose as index arrays, with the permutation between their edge orders."""
+
+    def __init__(self, graph: BenchGraph) -> None:
+        source, target = graph.edge_index[:, graph.by_target]
+        self.shape = graph.num_dst, graph.num_src
+        self.row, self.col = target, source.int()
+        self.row_ptr = _pointer(graph.in_degree)
+        self.row_offsets = self.row_ptr.long()
+        self.transpose = torch.argsort(source, stable=True)
+        self.transposed_ptr = _pointer(graph.out_degree)
+        self.transposed_offsets = self.transposed_ptr.long()
+        self.transposed_col = target[self.transpose].int()
+        self.source = source
+
+    def matrix(self, values: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(self.row_ptr, self.col, values, self.shape, check_invariants=False)
+
+    def transposed(self, values: Tensor) -> Tensor:
+        """The transposed matrix of ``values`` in row order."""
+        values = values[self.transpose]
+        return torch.sparse_csr_tensor(
+            self.transposed_ptr, self.transposed_col, values, self.shape[::-1], check_invariants=False
+        )
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        """<left_i, right_j> for every edge [E]: the sampled dense-dense product."""
+        pattern = self.matrix(left.new_zeros(self.row.numel()))
+        return torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0).values()
+
+    def row_sum(self, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", offsets=self.row_offsets, unsafe=True, initial=0.0)
+
+    def softmax(self, score: Tensor) -> Tensor:
+        row_max = torch.segment_reduce(score, "max", offsets=self.row_offsets, unsafe=True, initial=float("-inf"))
+        weight = (score - row_max[self.row]).exp()
+        return weight / self.row_sum(weight)[self.row]
+
+    def softmax_backward(self, weight: Tensor, grad: Tensor) -> Tensor:
+        return weight * (grad - self.row_sum(weight * grad)[self.row])
+
+
+def _pointer(degree: Tensor) -> Tensor:
+    return torch.cat([degree.new_zeros(1), degree.cumsum(0)]).int()
+
+
+class _UnfusedHead(torch.autograd.Function):
+    """SDDMM, row softmax, SpMM of one head; the backward is the same three with the transposed CSR."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: _Sparse, score: str, *tensors: Tensor) -> Tensor:
+        if score == "dot":
+            query, key, value = tensors
+            logit = sparse.products(query, key) * query.size(1) ** -0.5
+        elif score == "cosine":
+            value, beta = tensors
+            unit = F.normalize(value, dim=-1)
+            logit = beta * sparse.products(unit, unit)
+        else:
+            value, alpha_src, alpha_dst = tensors
+            logit = F.leaky_relu(alpha_src[sparse.source] + alpha_dst[sparse.row], NEGATIVE_SLOPE)
+        weight = sparse.softmax(logit)
+        ctx.sparse, ctx.score = sparse, score
+        ctx.save_for_backward(*tensors, weight, logit)
+        return sparse.matrix(weight) @ value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *tensors, weight, logit = ctx.saved_tensors
+        sparse: _Sparse = ctx.sparse
+        grad = grad.contiguous()
+        value = tensors[2] if ctx.score == "dot" else tensors[0]
+        grad_value = sparse.transposed(weight) @ grad
+        grad_logit = sparse.softmax_backward(weight, sparse.products(grad, value))
+        if ctx.score == "dot":
+            query, key, _ = tensors
+            grad_logit = grad_logit * query.size(1) ** -0.5
+            return None, None, sparse.matrix(grad_logit) @ key, sparse.transposed(grad_logit) @ query, grad_value
+        if ctx.score == "cosine":
+            beta = tensors[1]
+            unit = F.normalize(value, dim=-1)
+            grad_unit = beta * (sparse.matrix(grad_logit) @ unit + sparse.transposed(grad_logit) @ unit)
+            tangent = grad_unit - unit * (unit * grad_unit).sum(-1, keepdim=True)
+            grad_value += tangent / value.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            return None, None, grad_value, (grad_logit * logit).sum().reshape(1) / beta
+        grad_logit = torch.where(logit > 0, grad_logit, NEGATIVE_SLOPE * grad_logit)
+        by_source = torch.segment_reduce(
+            grad_logit[sparse.transpose], "sum", offsets=sparse.transposed_offsets, unsafe=True, initial=0.0
+        )
+        return None, None, grad_value, by_source, sparse.row_sum(grad_logit)
+
+
+class Unfused(Implementation):
+    """cuSPARSE's SDDMM and SpMM with a row softmax between them, head by head."""
+
+    name = "unfused"
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 8.0 if training else 6.0
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.score == "gatv2":
+            reasons.append(f"the {LAYERS[case.score]} score is no inner product, so no SDDMM forms it")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        sparse = _Sparse(graph)
+        per_head = {
+            "dot": ("query", "key", "value"),
+            "cosine": ("x_src",),
+            "add": ("value", "alpha_src", "alpha_dst"),
+        }[case.score]
+        shared = ("beta",) if case.score == "cosine" else ()
+
+        def forward() -> Tensor:
+            common = [inputs[name] for name in shared]
+            if case.heads == 1:
+                return _UnfusedHead.apply(sparse, case.score, *(inputs[n].squeeze(1) for n in per_head), *common)[
+                    :, None
+                ]
+            heads = zip(*(inputs[name].unbind(1) for name in per_head), strict=True)
+            outs = [_UnfusedHead.apply(sparse, case.score, *(t.contiguous() for t in head), *common) for head in heads]
+            return torch.stack(outs, dim=1)
+
+        return forward
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {
+    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG)
+}  # fmt: skip

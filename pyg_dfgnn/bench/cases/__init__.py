@@ -1,0 +1,1 @@
+"""What is measured, as data: one file per family of ops."""

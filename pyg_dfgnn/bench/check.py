@@ -1,0 +1,352 @@
+"""Checks outputs and every gradient of the fused ops against float64 over a grid of problems and graphs.
+
+``python -m pyg_dfgnn.bench.check`` runs what is not yet in ``results/check/<gpu>.csv`` for this state of the sources,
+then prints one table with the worst error per dtype. Exit code: 0 all within bounds, 1 a breach, 2 stopped early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.bench.cases.attention import (
+    SCORES,
+    AttentionCase,
+    Inputs,
+    forward_backward,
+    fused,
+)
+from pyg_dfgnn.bench.graphs import CHECK_GRAPHS, BenchGraph, check_graph
+from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
+from pyg_dfgnn.bench.prepare import DTYPES, Prepared, collect_specs, problem_of, rounded_problem
+from pyg_dfgnn.bench.results import Table, file_stem, markdown, source_digest
+from pyg_dfgnn.dispatch.attention import unsupported_reasons
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.attention import _draw_seed
+from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.runtime.compiler import precompile
+
+HEADS = (1, 3, 8)
+CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
+DROPOUTS = (0.0, 0.5)
+EDGES = {"no": False, "yes": True}
+FIELDS = (
+    "graph score edge heads channels dropout dtype status worst worst_error bound out_error grad_error hub_error "
+    "sources"
+).split()
+KEY = ("graph", "score", "edge", "heads", "channels", "dropout", "dtype", "sources")
+SEED = 20_240
+MEMORY_PER_EDGE_FEATURE = 32
+"""Bytes per element of an [E, H, C] input at the peak: input, two runs' gradients, float64 gradient, its block."""
+
+Op = Callable[[AttentionCase, Graph, Inputs], Tensor]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fills every torch.empty with NaN, so that a row that no kernel writes cannot pass by luck."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fill = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    switches.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        switches.fill_uninitialized_memory = fill
+
+
+def run_seeded(op: Op, case: AttentionCase, graph: Graph, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(SEED)
+    return forward_backward(op(case, graph, inputs), inputs, grad_out)
+
+
+def keep_factors(case: AttentionCase, graph: BenchGraph) -> Tensor | None:
+    """The dropout factors [E, H] that ``run_seeded`` draws, None without dropout."""
+    if not case.dropout:
+        return None
+    torch.manual_seed(SEED)
+    seed = _draw_seed(graph.device)
+    ids = torch.arange(graph.num_edges, device=graph.device)
+    return dropout_factor(ids, case.heads, case.dropout, seed)
+
+
+def check_dtype(
+    case: AttentionCase,
+    graph: Prepared,
+    inputs: Inputs,
+    grad_out: Tensor,
+    expected: dict[str, Tensor],
+    dtype: torch.dtype,
+    op: Op,
+) -> dict[str, Any]:
+    """The result columns of one case in one dtype: status, worst error and tensor, bound."""
+    reasons = (
+        unsupported_reasons(problem_of(case, dtype, graph.bench.device)) if graph.bench.device.type == "cuda" else []
+    )
+    if reasons:
+        return {"status": "refused: " + "; ".join(reasons)}
+    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    grad_out = grad_out.to(dtype)
+    with poisoned_memory():
+        first = run_seeded(op, case, graph.fused, leaves, grad_out)
+    errors = compare(case, graph.bench, first, expected, grad_out)
+    second = run_seeded(op, case, graph.fused, leaves, grad_out)
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    worst, worst_error = errors.worst
+    bound = BOUNDS[dtype]
+    status = "ok" if worst_error <= bound else "breach"
+    if status == "ok" and different:
+        status = "not deterministic: " + " ".join(different)
+    gradients = [value for name, value in errors.whole.items() if name != "out"]
+    return {
+        "status": status,
+        "worst": worst,
+        "worst_error": f"{worst_error:.2e}",
+        "bound": bound,
+        "out_error": f"{errors.whole['out']:.2e}",
+        "grad_error": f"{max(gradients):.2e}",
+        "hub_error": f"{max(errors.hub.values()):.2e}" if errors.hub else "",
+    }
+
+
+def _memory_reason(case: AttentionCase, graph: BenchGraph) -> str | None:
+    if graph.device.type != "cuda" or not case.edge or case.score == "add":
+        return None
+    needed = graph.num_edges * case.heads * case.channels * MEMORY_PER_EDGE_FEATURE
+    total = torch.cuda.get_device_properties(graph.device).total_memory
+    return f"not run: needs {needed / 1e9:.0f} GB" if needed > 0.95 * total else None
+
+
+def check_point(
+    case: AttentionCase, graph: Prepared, dtypes: Sequence[str], op: Op = fused, keep: Tensor | None = None
+) -> Iterator[dict[str, Any]]:
+    """Checks one case on one graph in several dtypes; 16-bit types share one float64 reference.
+
+    Args:
+        case: Score, heads, channels, edge features, dropout.
+        graph: Where.
+        dtypes: Names from ``DTYPES``.
+        op: What is checked; tests pass a wrong one.
+        keep: Dropout factors of ``keep_factors``.
+
+    Yields:
+        One row of result columns per dtype.
+    """
+    reason = _memory_reason(case, graph.bench)
+    for group in (["float32"], ["bfloat16", "float16"]):
+        names = [name for name in group if name in dtypes]
+        expected: dict[str, Tensor] | None = None
+        for name in names:
+            row = {**_case_columns(case, graph.bench.name), "dtype": name, "sources": source_digest()}
+            if reason is not None:
+                yield {**row, "status": reason}
+                continue
+            try:
+                if expected is None:
+                    types = [DTYPES[other] for other in group]
+                    inputs, grad_out = rounded_problem(case, graph.bench, types)
+                    expected = float64_reference(case, graph.bench, inputs, grad_out, keep)
+                columns = check_dtype(case, graph, inputs, grad_out, expected, DTYPES[name], op)
+            except Exception as error:
+                columns = {"status": "error: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            yield {**row, **columns}
+
+
+def _case_columns(case: AttentionCase, graph: str) -> dict[str, Any]:
+    return {
+        "graph": graph,
+        "score": case.score,
+        "edge": "yes" if case.edge else "no",
+        "heads": case.heads,
+        "channels": case.channels,
+        "dropout": case.dropout,
+    }
+
+
+def grid(options: argparse.Namespace) -> dict[str, list[AttentionCase]]:
+    """The selected cases, grouped so that the kernels of one group compile while another group is checked."""
+    groups: dict[str, list[AttentionCase]] = {}
+    for score, edge in product(options.scores, options.edges):
+        if score == "cosine" and EDGES[edge]:
+            continue
+        points = product(options.heads, options.widths, options.dropouts)
+        groups[f"{score} edge={edge}"] = [AttentionCase(score, h, c, EDGES[edge], p) for h, c, p in points]
+    return groups
+
+
+def _row_key(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in KEY)
+
+
+def summarise(rows: Sequence[dict[str, str]]) -> str:
+    """One Markdown table: per dtype the worst output, gradient and hub-row error, and what went wrong."""
+    lines = []
+    for dtype in DTYPES:
+        mine = [row for row in rows if row["dtype"] == dtype]
+        measured = [row for row in mine if row["worst_error"]]
+        if not mine:
+            continue
+        cells: list[Any] = [dtype, len(mine), BOUNDS[DTYPES[dtype]]]
+        for column in ("out_error", "grad_error", "hub_error"):
+            found = [row for row in measured if row[column]]
+            if not found:
+                cells.append("-")
+                continue
+            worst = max(found, key=lambda row: float("inf") if row[column] == "nan" else float(row[column]))
+            cells.append(f"{worst[column]} ({describe(worst)})")
+        for start in ("breach", "not deterministic", "refused", "error", "not run"):
+            cells.append(sum(row["status"].startswith(start) for row in mine))
+        lines.append(cells)
+    header = ["dtype", "cases", "bound", "worst output", "worst gradient", "worst hub row"]
+    return markdown([*header, "breaches", "not deterministic", "refused", "errors", "not run"], lines)
+
+
+def describe(row: dict[str, str]) -> str:
+    """A readable id of a result row."""
+    case = AttentionCase(
+        row["score"], int(row["heads"]), int(row["channels"]), EDGES[row["edge"]], float(row["dropout"])
+    )
+    return f"{case} on {row['graph']}"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def choice(name: str, values: Sequence[Any], kind: Callable[[str], Any] = str) -> None:
+        parser.add_argument(name, nargs="+", type=kind, default=list(values), metavar=name.strip("-").upper()[:-1])
+
+    choice("--scores", SCORES)
+    choice("--heads", HEADS, int)
+    choice("--widths", CHANNELS, int)
+    choice("--dtypes", list(DTYPES))
+    choice("--edges", list(EDGES))
+    choice("--dropouts", DROPOUTS, float)
+    choice("--graphs", list(CHECK_GRAPHS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile kernels; 0: none")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
+    parser.add_argument("--out", type=Path, default=Path("results/check"))
+    parser.add_argument("--restart", action="store_true", help="forget earlier results")
+    parser.add_argument("--small", action="store_true", help="miniature generated graphs")
+    parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
+    options = parser.parse_args(arguments)
+    for name, allowed in (("scores", SCORES), ("dtypes", DTYPES), ("edges", EDGES), ("graphs", CHECK_GRAPHS)):
+        unknown = [value for value in getattr(options, name) if value not in allowed]
+        if unknown:
+            parser.error(f"--{name} needs some of {', '.join(allowed)} (got {', '.join(unknown)})")
+    return options
+
+
+def _prepare_graphs(options: argparse.Namespace, device: torch.device) -> list[Prepared]:
+    graphs = []
+    for name in options.graphs:
+        try:
+            bench = check_graph(name, device, small=options.small)
+        except (FileNotFoundError, ImportError) as error:
+            print(f"skipped graph {name}: {error}")
+            continue
+        graphs.append(Prepared.of(bench))
+    return graphs
+
+
+def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
+    options = _options(arguments)
+    device = torch.device(options.device)
+    started = time.perf_counter()
+    path = options.out / f"{file_stem(device)}.csv"
+    if options.restart:
+        path.unlink(missing_ok=True)
+    table = Table(path, FIELDS)
+    groups = grid(options)
+    if not options.summary:
+        graphs = _prepare_graphs(options, device)
+        finished = _run(groups, graphs, options, table, started, op)
+    else:
+        finished = True
+    rows = [row for row in table.rows() if row["sources"] == source_digest()]
+    print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
+    print(summarise(rows))
+    bad = [row for row in rows if row["status"] not in ("ok",) and not row["status"].startswith("not run")]
+    for row in bad[:20]:
+        print(f"{row['status'][:120]}: {describe(row)} {row['dtype']}, {row['worst']} {row['worst_error']}")
+    if bad:
+        return 1
+    return 0 if finished else 2
+
+
+def _run(
+    groups: dict[str, list[AttentionCase]],
+    graphs: list[Prepared],
+    options: argparse.Namespace,
+    table: Table,
+    started: float,
+    op: Op,
+) -> bool:
+    """Runs what the table lacks; False when time ran out."""
+    done = {_row_key(row) for row in table.rows()}
+    todo: dict[str, list[tuple[Prepared, AttentionCase, list[str]]]] = {}
+    for group, cases in groups.items():
+        todo[group] = []
+        for graph, case in product(graphs, cases):
+            base = {**_case_columns(case, graph.bench.name), "sources": source_digest()}
+            missing = [name for name in options.dtypes if _row_key({**base, "dtype": name}) not in done]
+            if missing:
+                todo[group].append((graph, case, missing))
+    names = [group for group in todo if todo[group]]
+    compiles = options.workers > 0 and torch.device(options.device).type == "cuda"
+
+    def compile_group(group: str, executor: ThreadPoolExecutor) -> Future[None] | None:
+        if not compiles:
+            return None
+        specs = collect_specs(list(dict.fromkeys(case for _, case, _ in todo[group])), graphs, options.dtypes)
+        print(f"[{time.perf_counter() - started:5.0f} s] {group}: {len(specs)} kernels to compile", flush=True)
+        return executor.submit(precompile, specs, options.workers)
+
+    with ThreadPoolExecutor(1) as executor:
+        pending = compile_group(names[0], executor) if names else None
+        for position, group in enumerate(names):
+            if pending is not None:
+                pending.result()
+            follows = names[position + 1 : position + 2]
+            pending = compile_group(follows[0], executor) if follows else None
+            count = len(todo[group])
+            print(f"[{time.perf_counter() - started:5.0f} s] {group}: {count} points to check", flush=True)
+            keep_of: dict[tuple[str, int, float], Tensor | None] = {}
+            for graph, case, dtypes in todo[group]:
+                if time.perf_counter() - started > options.limit_seconds:
+                    print(f"stopped after {options.limit_seconds:g} s; run again to resume")
+                    return False
+                key = (graph.bench.name, case.heads, case.dropout)
+                if key not in keep_of:
+                    keep_of[key] = keep_factors(case, graph.bench)
+                table.append(check_point(case, graph, dtypes, op, keep_of[key]))
+                _after_case(case, graph.bench)
+    return True
+
+
+def _after_case(case: AttentionCase, graph: BenchGraph) -> None:
+    """Surfaces a dead CUDA context at once, and returns large blocks so that the next shape finds room."""
+    if graph.device.type != "cuda":
+        return
+    torch.cuda.synchronize(graph.device)
+    if graph.num_edges * case.heads * case.channels > 1 << 27:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

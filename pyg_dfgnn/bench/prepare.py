@@ -1,0 +1,78 @@
+"""What checks and timings share: a graph with its compressed form, inputs rounded to a dtype, kernels to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.bench.cases.attention import AttentionCase, Inputs, fused, make_grad_out, make_inputs
+from pyg_dfgnn.bench.graphs import BenchGraph
+from pyg_dfgnn.dispatch.attention import AttentionProblem, plan
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.runtime.compiler import Spec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Prepared:
+    """A graph on the device with the package's Graph of it."""
+
+    bench: BenchGraph
+    fused: Graph
+
+    @staticmethod
+    def of(bench: BenchGraph) -> Prepared:
+        return Prepared(bench, Graph.of(bench.edge_index, bench.num_src, bench.num_dst))
+
+
+def rounded_problem(case: AttentionCase, graph: BenchGraph, dtypes: Sequence[torch.dtype]) -> tuple[Inputs, Tensor]:
+    """Float32 inputs and output gradient that each of ``dtypes`` holds exactly: one reference serves them all."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        for dtype in dtypes:
+            tensor = tensor.to(dtype).float()
+        return tensor
+
+    inputs = make_inputs(case, graph)
+    grad_out = rounded(make_grad_out(case, graph, inputs))
+    return {name: rounded(tensor) for name, tensor in inputs.items()}, grad_out
+
+
+def problem_of(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> AttentionProblem:
+    return AttentionProblem(case.score, case.heads, case.channels, dtype, device, case.edge, case.dropout > 0, True)
+
+
+def collect_specs(cases: Sequence[AttentionCase], graphs: Sequence[Prepared], dtypes: Sequence[str]) -> list[Spec]:
+    """The kernels that the cases launch, found by running the ops with every launch recorded instead of made."""
+    specs: dict[Spec, None] = {}
+
+    def record(spec: Spec, *_: Any) -> None:
+        specs[spec] = None
+
+    planned = set()
+    with launcher.override(record):
+        # Graphs without edges last: they launch little, so another graph must stand for the plan they share with it.
+        for graph, case, name in product(sorted(graphs, key=lambda g: g.bench.num_edges == 0), cases, dtypes):
+            problem = problem_of(case, DTYPES[name], graph.bench.device)
+            chosen = plan(problem, graph.fused)
+            key = (problem, tuple(chosen.by_target.items()), tuple(chosen.by_source.items()))
+            if key in planned:
+                continue
+            planned.add(key)
+            sides = case.sides(graph.bench.num_src != graph.bench.num_dst)
+            inputs = {
+                tensor: torch.empty(
+                    case.shape(tensor, side, graph.bench), dtype=DTYPES[name], device=graph.bench.device
+                ).requires_grad_()
+                for tensor, side in sides.items()
+            }
+            out = fused(case, graph.fused, inputs)
+            torch.autograd.grad(out, list(inputs.values()), torch.empty_like(out))
+    return list(specs)

@@ -1,0 +1,120 @@
+"""Result files: one tidy CSV per kind of measurement and GPU; rows are appended, so a run can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_dfgnn.paths import kernels_dir
+
+PACKAGE = Path(__file__).resolve().parents[1]
+MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph")
+"""Rooms whose text, with that of the kernels, decides what a measurement is about."""
+
+
+@cache
+def source_digest() -> str:
+    """Eight hex digits over the text of the rooms under measurement: rows of other code are never mixed in."""
+    digest = hashlib.sha256()
+    for folder in (kernels_dir(), *(PACKAGE / room for room in MEASURED_ROOMS)):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+@cache
+def commit() -> str:
+    """The short git commit of the checkout, '' outside one."""
+    command = ["git", "-C", str(PACKAGE), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def file_stem(device: torch.device) -> str:
+    """The device's name as a file name."""
+    return device_name(device).lower().replace(" ", "-")
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a measurement was made with and on."""
+    return {
+        "gpu": device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "pyg": _version("torch_geometric", "torch-geometric"),
+        "cupy": _version("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        "commit": commit(),
+        "sources": source_digest(),
+    }
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Table:
+    """A CSV file with fixed columns that grows by rows.
+
+    Raises:
+        ValueError: If the file exists with other columns.
+    """
+
+    def __init__(self, path: Path, fields: Iterable[str]) -> None:
+        self.path, self.fields = path, list(fields)
+        if path.exists():
+            with path.open(newline="") as file:
+                found = next(csv.reader(file), [])
+            if found and found != self.fields:
+                raise ValueError(f"{path} has other columns than this version writes; move it away or use --restart")
+
+    def rows(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self.fields)
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+    def keep(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replaces the content by ``rows``."""
+        self.path.unlink(missing_ok=True)
+        self.append(rows)
+
+
+def markdown(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

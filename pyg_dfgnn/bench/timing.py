@@ -1,0 +1,163 @@
+"""Medians of event times, host times, memory peaks and graph replays; the same code runs on a CPU with a wall clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+WARM_UPS = 3
+MIN_REPETITIONS, MAX_REPETITIONS = 20, 100
+LONG_CALL_MS, LONG_CALL_REPETITIONS = 500.0, 5
+SAMPLING_MS = 250.0
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and interquartile range of ``n`` calls in milliseconds."""
+
+    median_ms: float
+    iqr_ms: float
+    n: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        low, _, high = quantiles(samples, n=4) if len(samples) > 1 else (samples[0],) * 3
+        return Timing(median(samples), high - low, len(samples))
+
+
+class Timer:
+    """Times calls on one device: CUDA events on a GPU, a wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self._flush: torch.Tensor | None = None
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def flush_cache(self) -> None:
+        """Overwrites a buffer larger than the L2 cache."""
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1 << 20, dtype=torch.uint8, device=self.device)
+        self._flush.zero_()
+
+    def _samples(self, call: Call, repetitions: int, before: Call | None) -> list[float]:
+        if not self.on_gpu:
+            samples = []
+            for _ in range(repetitions):
+                if before is not None:
+                    before()
+                started = time.perf_counter()
+                call()
+                samples.append(1e3 * (time.perf_counter() - started))
+            return samples
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
+        ]
+        for start, end in events:
+            if before is not None:
+                before()
+            start.record()
+            call()
+            end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def time(self, call: Call, *, flushed: bool = False, warm_ups: int = WARM_UPS) -> Timing:
+        """Median time of ``call`` over at least 20 repetitions, fewer only when one takes over 500 ms.
+
+        Args:
+            call: What to time.
+            flushed: Empty the L2 cache before each repetition, outside the events.
+            warm_ups: Calls before the first measured one.
+        """
+        for _ in range(warm_ups):
+            call()
+        self.synchronize()
+        once = self._samples(call, 1, None)[0]
+        if once > LONG_CALL_MS:
+            repetitions = LONG_CALL_REPETITIONS
+        else:
+            repetitions = int(min(max(SAMPLING_MS / max(once, 1e-3), MIN_REPETITIONS), MAX_REPETITIONS))
+        return Timing.of(self._samples(call, repetitions, self.flush_cache if flushed else None))
+
+    def host_us(self, call: Call, repetitions: int = MIN_REPETITIONS) -> float:
+        """Median host time of one call in microseconds, without waiting for the device."""
+        for _ in range(WARM_UPS):
+            call()
+        samples = []
+        for _ in range(repetitions):
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            samples.append(1e6 * (time.perf_counter() - started))
+        self.synchronize()
+        return median(samples)
+
+    def wall_ms(self, call: Call) -> float:
+        """Wall time of one call to its end on the device."""
+        self.synchronize()
+        started = time.perf_counter()
+        call()
+        self.synchronize()
+        return 1e3 * (time.perf_counter() - started)
+
+    def peak_mb(self, call: Call) -> float | None:
+        """Memory of the device in MB that ``call`` reaches above what was allocated before; None without a GPU."""
+        if not self.on_gpu:
+            call()
+            return None
+        self.release()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        call()
+        self.synchronize()
+        return (torch.cuda.max_memory_allocated(self.device) - before) / 1e6
+
+    def replay(self, call: Call) -> Call | None:
+        """``call`` captured as a CUDA graph, ready to replay; None without a GPU."""
+        if not self.on_gpu:
+            return None
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        return captured.replay
+
+    def release(self) -> None:
+        """Gives cached memory back, so that one implementation's blocks do not crowd out the next."""
+        gc.collect()
+        if self.on_gpu:
+            self.synchronize()
+            torch.cuda.empty_cache()
+
+    def clocks(self) -> str:
+        """SM and memory clock, power and temperature as the driver reports them; '' without a GPU."""
+        if not self.on_gpu:
+            return ""
+        import subprocess
+
+        query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
+        try:
+            out = subprocess.run(
+                ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=True, timeout=20
+            )
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return out.stdout.strip().splitlines()[self.device.index or 0]
