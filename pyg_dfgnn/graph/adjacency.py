@@ -86,7 +86,9 @@ class Adjacency:
         found = self._chunks.get(max_edges)
         if found is None:
             with torch.inference_mode(False):
-                found = self._chunks[max_edges] = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges)
+                found = self._chunks[max_edges] = split_heavy_rows(
+                    self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges
+                )
         return found
 
     def column_blocks(self, count: int, max_edges: int, num_columns: int) -> ColumnBlocks:

@@ -264,8 +264,10 @@ class Graph:
                 order = self.csr.edge_id.long()
                 own[0, order] = self.csr.index.long()
                 own[1, order] = expand(self.csr.ptr, self.num_edges).long()
+                pull(own[0, -1:].sum())
             self._own_edge_index, self._own_version = own, own._version
             _by_own_edge_index[id(own)] = self
+            self._reset_streams()
         return self._own_edge_index
 
     @property
@@ -279,8 +281,13 @@ class Graph:
     @cached_property
     def kept(self) -> Tensor | None:
         """With replaced self-loops the input edges that stay, int64 [num_kept] ascending, else None."""
-        mask = self._kept_mask
-        return None if mask is None else mask.nonzero().view(-1)
+        if self._kept_mask is None:
+            return None
+        with torch.inference_mode(False):
+            kept = self._kept_mask.nonzero().view(-1)
+            pull(kept[-1:].sum())
+        self._reset_streams()
+        return kept
 
     def stats(self) -> dict[str, int | float | None]:
         """Sizes and degrees of both sides, and the batch's segments; builds `csc`."""
@@ -305,6 +312,11 @@ class Graph:
         anchor = None if self._anchor is None else self._anchor()
         return anchor if anchor is not None and anchor._version == self._version else None
 
+    def _tensors(self) -> list[Tensor]:
+        maybe = (self.segments, self._kept_mask, self._own_edge_index, self.__dict__.get("kept"))
+        found = [tensor for tensor in maybe if tensor is not None]
+        return [*found, *self.csr.tensors(), *(() if self._csc is None else self._csc.tensors())]
+
     def _reset_streams(self) -> None:
         if self.device.type == "cuda":
             self._streams = {torch.cuda.current_stream(self.device).cuda_stream}
@@ -319,8 +331,7 @@ class Graph:
             if torch.cuda.is_current_stream_capturing():
                 return self.pin()
             stream = torch.cuda.current_stream(self.device)
-            sides = (self.csr,) if self._csc is None else (self.csr, self._csc)
-            for tensor in (tensor for side in sides for tensor in side.tensors()):
+            for tensor in self._tensors():
                 tensor.record_stream(stream)
             self._streams.add(handle)
         return self

@@ -1,0 +1,77 @@
+"""One wording for every refused argument."""
+
+import pickle
+
+import pytest
+import torch
+
+from pyg_dfgnn.errors import (
+    UnsupportedError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_range,
+    check_shape,
+)
+
+
+def message(error, function, *args):
+    with pytest.raises(error) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def test_shape():
+    check_shape("edge_attr", torch.zeros(10, 4), ("E", 4), "[E, edge_dim=4]")
+    got = message(ValueError, check_shape, "edge_attr", torch.zeros(10, 3), ("E", 4), "[E, edge_dim=4]")
+    assert got == "'edge_attr' needs shape [E, edge_dim=4] (got [10, 3])"
+    got = message(ValueError, check_shape, "a_src", torch.zeros(5), ("N", "H"), "[N, H]")
+    assert got == "'a_src' needs shape [N, H] (got [5])"
+    assert message(TypeError, check_shape, "x", None, ("N",), "[N]") == "'x' needs a torch.Tensor (got None)"
+
+
+def test_dtype():
+    check_dtype("x", torch.zeros(1), (torch.float32, torch.float16))
+    got = message(TypeError, check_dtype, "x", torch.zeros(1).double(), (torch.float32, torch.float16))
+    assert got == "'x' needs dtype torch.float32 or torch.float16 (got torch.float64)"
+    assert "'x' needs dtype torch.int32 (got" in message(TypeError, check_dtype, "x", torch.zeros(1), torch.int32)
+
+
+def test_device():
+    check_device("x", torch.zeros(1), torch.device("cpu"))
+    got = message(ValueError, check_device, "x", torch.zeros(1, device="meta"), torch.device("cpu"))
+    assert got == "'x' needs device cpu (got meta)"
+
+
+def test_choice():
+    check_choice("fallback", "log", ("log", "error"))
+    got = message(ValueError, check_choice, "fallback", "shout", ("log", "error"))
+    assert got == "'fallback' needs one of 'log', 'error' (got 'shout')"
+
+
+@pytest.mark.parametrize(
+    "value, low, high, want",
+    [
+        (2.0, 0, 1, "'dropout_p' needs a value in [0, 1] (got 2.0)"),
+        (-1, 0, None, "'dropout_p' needs a value >= 0 (got -1)"),
+        (5, None, 4, "'dropout_p' needs a value <= 4 (got 5)"),
+        (float("nan"), 0, 1, "'dropout_p' needs a value in [0, 1] (got nan)"),
+    ],
+)
+def test_range(value, low, high, want):
+    assert message(ValueError, check_range, "dropout_p", value, low, high) == want
+
+
+def test_range_takes_bounds_and_refuses_other_types():
+    check_range("dropout_p", 0, 0, 1)
+    check_range("dropout_p", 1.0, 0, 1)
+    assert message(TypeError, check_range, "p", "0.5", 0, 1) == "'p' needs a number (got str '0.5')"
+    assert message(TypeError, check_range, "p", True, 0, 1) == "'p' needs a number (got bool True)"
+
+
+def test_unsupported_keeps_its_reasons():
+    error = UnsupportedError(["'x' is on the CPU", "double backward"], "schedule 'rows'")
+    assert error.reasons == ["'x' is on the CPU", "double backward"]
+    assert str(error) == "schedule 'rows' cannot run here: 'x' is on the CPU; double backward"
+    again = pickle.loads(pickle.dumps(error))
+    assert again.reasons == error.reasons and str(again) == str(error)

@@ -1,0 +1,58 @@
+"""The fixtures do what they promise."""
+
+import types
+
+import pytest
+import torch
+
+from tests.tolerances import TOLERANCES, assert_all_close, assert_close, relative_error
+
+
+def allocate(module: str) -> list[torch.Tensor]:
+    """Fresh buffers made by a function that lives in `module`."""
+    code = (
+        "def fresh(torch, like):\n"
+        "    return [torch.empty(3), torch.empty_like(like), like.new_empty(2, 2), torch.empty(3, dtype=torch.int32)]"
+    )
+    namespace = types.ModuleType(module).__dict__
+    exec(code, namespace)
+    return namespace["fresh"](torch, torch.zeros(4))
+
+
+def test_fresh_buffers_of_ops_are_nan():
+    *floats, integers = allocate("pyg_dfgnn.ops.attention")
+    assert all(tensor.isnan().all() for tensor in floats)
+    assert integers.dtype == torch.int32
+
+
+def test_others_keep_their_buffers(monkeypatch):
+    filled = []
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: filled.append(value))
+    allocate("pyg_dfgnn.graph.graph")
+    assert filled == []
+    allocate("pyg_dfgnn.ops")
+    assert len(filled) == 3
+
+
+def test_compiled_code_may_allocate():
+    compiled = torch.compile(lambda x: torch.empty_like(x).copy_(x), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+def test_relative_error():
+    want = torch.tensor([3.0, 4.0])
+    assert relative_error(want, want) == 0
+    assert relative_error(want + torch.tensor([0.0, 0.5]), want) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, float("nan")]), want) == float("inf")
+    assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+    assert relative_error(torch.full((4,), 0.5), torch.zeros(4)) == 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_bounds_are_tight(dtype):
+    bound, reason = TOLERANCES[dtype]
+    want = torch.ones(100, dtype=torch.float64)
+    assert_close("out", want * (1 + 0.9 * bound), want, dtype)
+    with pytest.raises(AssertionError, match="worst is 'grad_x'"):
+        assert_all_close({"out": (want, want), "grad_x": (want * (1 + 1.1 * bound), want)}, dtype)
+    assert reason
