@@ -11,6 +11,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_dfgnn.graph import EdgeSet, Graph, adjacency
 from pyg_dfgnn.graph import graph as graph_module
+from pyg_dfgnn.graph.cache import GraphCache
 from tests.graph.brute import check_graph, with_loops
 from tests.zoo import random
 
@@ -151,7 +152,11 @@ def test_own_edge_index_is_not_trusted_after_an_edit():
     assert Graph.resolve(own, 20, 20, False, False) is not graph
 
 
-def test_reused_addresses_give_fresh_graphs():
+@pytest.mark.parametrize("dead_entries", ["removed", "left"])
+def test_reused_addresses_give_fresh_graphs(dead_entries, monkeypatch):
+    if dead_entries == "left":
+        # The weak reference dies with its tensor, its callback may come later.
+        monkeypatch.setattr(GraphCache, "_drop", lambda self, key, ref: None)
     seen = set()
     for seed in range(300):
         edge_index = random(20, 20, 90, seed=seed).edge_index
@@ -162,6 +167,20 @@ def test_reused_addresses_give_fresh_graphs():
         del edge_index, graph
     # The test means something only if an address did come back.
     assert len(seen) < 300
+
+
+@pytest.mark.parametrize("dead_entries", ["removed", "left"])
+def test_reused_address_of_a_matrix(dead_entries, monkeypatch):
+    if dead_entries == "left":
+        monkeypatch.setattr(GraphCache, "_drop", lambda self, key, ref: None)
+    seen = set()
+    for seed in range(50):
+        edge_index = random(20, 20, 90, seed=seed).edge_index
+        adj_t = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones(90), (20, 20))
+        seen.add(id(adj_t))
+        assert torch.equal(Graph.of(adj_t, 20).edge_index, edge_index)
+        del adj_t
+    assert len(seen) < 50
 
 
 def test_tensor_kept_by_autograd_only():
