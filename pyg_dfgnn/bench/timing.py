@@ -142,8 +142,8 @@ class Timer:
 
     def release(self) -> None:
         """Gives cached memory back, so that one implementation's blocks do not crowd out the next."""
-        gc.collect()
         if self.on_gpu:
+            gc.collect()
             self.synchronize()
             torch.cuda.empty_cache()
 
