@@ -1,0 +1,51 @@
+// What both backward kernels share. With P_ij = exp2(S2_ij - L2_i), dropout factor D_ij and delta_i = <dO_i, O_i>:
+//
+//   dP_ij = <dO_i, v_ij>,  dS_ij = P_ij (D_ij dP_ij - delta_i),  dv_ij = P_ij D_ij dO_i
+//
+// There are no atomics and no per-edge buffer: weights are recomputed from the log-sum-exp.
+#define COUNT (UNROLL * LANE_HEADS)
+
+// Products of one step, reduced over the lanes of a head: first the score's, then <dO, v>.
+struct Products {
+    float score[UNROLL][LANE_HEADS], value[UNROLL][LANE_HEADS];
+};
+
+__device__ __forceinline__ void reduce_products(Products& p) {
+#if SCORE == SCORE_ADD
+    head_sum<COUNT, HEAD_LANES / 2>(&p.value[0][0]);
+#else
+    float all[2 * COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        all[i] = p.score[i / LANE_HEADS][i % LANE_HEADS];
+        all[COUNT + i] = p.value[i / LANE_HEADS][i % LANE_HEADS];
+    }
+    head_sum<2 * COUNT, HEAD_LANES / 2>(all);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        p.score[i / LANE_HEADS][i % LANE_HEADS] = all[i];
+        p.value[i / LANE_HEADS][i % LANE_HEADS] = all[COUNT + i];
+    }
+#endif
+}
+
+__device__ __forceinline__ float part_dot(const Part& a, const Part& b, int h) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < LANE_ELEMS; ++c) sum = fmaf(a.x[h][c], b.x[h][c], sum);
+    return sum;
+}
+
+// Removes the radial part: x^ (x) -> g - x^ <x^, g>. Below the clamp of the norm the projection drops out.
+__device__ __forceinline__ HeadValues project(Part& g, const Part& x, const HeadValues& inverse_norm) {
+    HeadValues along = head_dot(x, g);
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        const float n = inverse_norm.x[h];
+        along.x[h] *= n;
+        const float radial = n < 1e12f ? along.x[h] * n : 0.0f;
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) g.x[h][c] = n * (g.x[h][c] - radial * x.x[h][c]);
+    }
+    return along;
+}

@@ -1,0 +1,279 @@
+// Attention backward over the rows of the CSR (targets): delta, target gradients, edge and parameter gradients. Gathers
+// what the forward gathers. Heavy rows write partial sums per chunk; the merge kernel adds them in chunk order.
+#include "include/storage.cuh"
+#include "include/reduce.cuh"
+#include "include/philox.cuh"
+#include "attention/rows.cuh"
+#include "attention/score.cuh"
+#include "attention/gather.cuh"
+#include "attention/backward.cuh"
+
+#define TARGET_SCALARS_ONLY (SCORE == SCORE_ADD)
+
+// What a target sums over its edges: a vector, or for the add score one number per head.
+struct TargetSums {
+    Part vector;
+    HeadValues scalar;
+};
+
+__device__ __forceinline__ TargetSums zero_target_sums() { return {zero_part(), zero_heads()}; }
+
+__device__ __forceinline__ void sum_slots(TargetSums& sums) {
+#if TARGET_SCALARS_ONLY
+    slot_sum(sums.scalar);
+#else
+    slot_sum<false>(sums.vector);
+#endif
+}
+
+__device__ __forceinline__ void store_sums(float* buffer, i64 i, const Lanes& l, const TargetSums& sums) {
+#if TARGET_SCALARS_ONLY
+    store_heads(buffer, i, l, sums.scalar);
+#else
+    store_part_fp32(buffer, i, l, sums.vector);
+#endif
+}
+
+__device__ __forceinline__ TargetSums load_sums(const float* buffer, i64 i, const Lanes& l) {
+#if TARGET_SCALARS_ONLY
+    return {zero_part(), load_heads(buffer, i, l)};
+#else
+    return {load_part_fp32(buffer, i, l), zero_heads()};
+#endif
+}
+
+// For a gradient that is a sum of dS over a row (add, gatv2), where the terms cancel, delta must not carry the rounding
+// of a 16-bit output: there `out` is the fp32 copy that the forward pass left.
+__device__ __forceinline__ Part load_out(const void* out, int row, const Lanes& l) {
+#if STORAGE != 0 && (SCORE == SCORE_ADD || SCORE == SCORE_GATV2)
+    return load_part_fp32(static_cast<const float*>(out), row, l);
+#else
+    return load_part(static_cast<const storage_t*>(out), row, l);
+#endif
+}
+
+// Turns the sum over the edges of target `row` into its gradient and stores it.
+__device__ __forceinline__ void store_target(const ScoreInputs& in, int row, const Lanes& l, TargetSums& sums,
+                                             void* grad_target, float* grad_beta, bool store) {
+#if SCORE == SCORE_ADD
+    if (store) store_heads(static_cast<float*>(grad_target), row, l, sums.scalar);
+#else
+    Part& acc = sums.vector;
+#if SCORE == SCORE_COSINE
+    const Part own = load_part(in.target, row, l);
+    const HeadValues norms = load_scalars(in.target_scalars, row, l);
+    const HeadValues cosine_sum = project(acc, own, norms);
+    const Part factor = zero_part();
+    const float beta = in.parameter[0];
+#else
+    const Part factor = load_parameter(in, l);
+#endif
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) {
+#if SCORE == SCORE_DOT
+            acc.x[h][c] *= in.scale;
+#elif SCORE == SCORE_COSINE
+            acc.x[h][c] *= beta;
+#else
+            acc.x[h][c] *= factor.x[h][c];
+#endif
+        }
+    }
+    if (!store) return;
+    store_part(static_cast<storage_t*>(grad_target), row, l, acc);
+#if SCORE == SCORE_COSINE
+    store_heads(grad_beta, row, l, cosine_sum);
+#endif
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_backward_targets(const int* ptr, const int* index, const int* edge_id, const int* chunk_row,
+                           const int* chunk_begin, const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
+                           const storage_t* target, const storage_t* key, const storage_t* value,
+                           const float* target_scalars, const float* source_scalars, const float* parameter,
+                           const void* edge, const u64* seed, double scale, double slope, double dropout,
+                           const void* out, const float* lse, const storage_t* grad_out, float* delta,
+                           void* grad_target, float* grad_beta, void* grad_edge, float* parameter_sums, float* partial,
+                           float* carry) {
+    const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
+                         num_rows, num_chunks, max_edges, block, num_blocks};
+    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
+                            edge,      seed, (float)scale, (float)slope, (float)dropout};
+    const Lanes l = lane_layout();
+    const Item item = work_item(a, l);
+    const int steps = num_steps(item);
+
+    const Part grad = load_part(grad_out, item.row, l);
+    HeadValues own_delta;
+    if (block == 0) {
+        own_delta = head_dot(grad, load_out(out, item.row, l));
+        if (item.first && l.edge_slot == 0) store_heads(delta, item.row, l, own_delta);
+    } else {
+        own_delta = load_heads(delta, item.row, l);
+    }
+    const HeadValues own_lse = load_heads(lse, item.row, l);
+    Part own = zero_part();
+    if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+    const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
+    const HeadValues factor = logit_factor(in, own_scalars);
+    const Part weights = load_parameter(in, l);
+    const u64 key64 = DROPOUT ? *in.seed : 0;
+
+    TargetSums sums = zero_target_sums();
+    if (block > 0 && item.active && item.chunk < 0 && l.edge_slot == 0) sums = load_sums(carry, item.row, l);
+    Part parameter_acc = zero_part();
+    Step next;
+    if (steps > 0) next = load_step(a, item, l, 0);
+    for (int step = 0; step < steps; ++step) {
+        const Step now = next;
+        const Neighbours neighbours = load_neighbours(in, now, l);
+        next = load_step(a, item, l, step + 1);
+
+        Products products;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Part other = neighbours.scored(u), content = neighbours.content(u);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                products.score[u][h] = SCORE == SCORE_ADD ? 0.0f : score_product(own, other, weights, in.slope, h);
+                products.value[u][h] = part_dot(grad, content, h);
+            }
+        }
+        reduce_products(products);
+        float dropout_factors[UNROLL][LANE_HEADS];
+        load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
+
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Part other = neighbours.scored(u);
+#if HAS_EDGE_VECTOR
+            Part grad_e;
+#elif HAS_EDGE_SCALARS
+            HeadValues grad_e;
+#endif
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                const float logit = score_logit(products.score[u][h], own_scalars.x[h], neighbours.scalar(u, h),
+                                                neighbours.edge_scalar(u, h), factor.x[h], in.slope);
+                const float p = is_valid(item, l, step, u) ? fast_exp2(logit - own_lse.x[h]) : 0.0f;
+                const float kept = p * dropout_factors[u][h];
+                const float ds = kept * products.value[u][h] - p * own_delta.x[h];
+#if SCORE == SCORE_ADD
+                const float z = pre_activation(own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h));
+                const float m = ds * leaky_slope(z, in.slope);
+                sums.scalar.x[h] += m;
+#if HAS_EDGE_SCALARS
+                grad_e.x[h] = m;
+#endif
+#else
+#pragma unroll
+                for (int c = 0; c < LANE_ELEMS; ++c) {
+#if SCORE == SCORE_GATV2
+                    const float z = own.x[h][c] + other.x[h][c];
+                    const float m = ds * leaky_slope(z, in.slope);
+                    sums.vector.x[h][c] += m;
+                    parameter_acc.x[h][c] = fmaf(m, z, parameter_acc.x[h][c]);
+#if HAS_EDGE_VECTOR
+                    grad_e.x[h][c] = m * weights.x[h][c];
+#endif
+#elif SCORE == SCORE_DOT
+                    sums.vector.x[h][c] = fmaf(ds, other.x[h][c], sums.vector.x[h][c]);
+#if HAS_EDGE_VECTOR
+                    grad_e.x[h][c] = fmaf(ds * in.scale, own.x[h][c], kept * grad.x[h][c]);
+#endif
+#else
+                    sums.vector.x[h][c] = fmaf(ds * neighbours.scalar(u, h), other.x[h][c], sums.vector.x[h][c]);
+#endif
+                }
+#endif
+            }
+#if EDGE
+            if (grad_edge != nullptr && is_valid(item, l, step, u)) {
+#if HAS_EDGE_SCALARS
+                store_heads(static_cast<float*>(grad_edge), now.edge[u], l, grad_e);
+#else
+                store_part(static_cast<storage_t*>(grad_edge), now.edge[u], l, grad_e);
+#endif
+            }
+#endif
+        }
+    }
+
+    if (WARP_ROWS > 1 && item.begin == item.end) {
+        sums = zero_target_sums();
+        parameter_acc = zero_part();
+    }
+    sum_slots(sums);
+    // The lanes of a head read the same carried numbers; one of them overwrites these.
+    __syncwarp();
+    const bool writes = item.active && l.edge_slot == 0;
+    const bool finishes = writes && item.chunk < 0 && block + 1 == num_blocks;
+    if (writes && !finishes) {
+        store_sums(item.chunk < 0 ? carry : partial, item.chunk < 0 ? item.row : item.chunk, l, sums);
+    }
+    if (block + 1 == num_blocks) store_target(in, item.row, l, sums, grad_target, grad_beta, finishes);
+
+#if SCORE == SCORE_GATV2
+    // The parameter's gradient: one partial sum per thread block [num_blocks * gridDim.x, HEADS, CHANNELS].
+    __shared__ float shared[WARPS][GROUP_LANES][LANE_HEADS * LANE_ELEMS];
+    slot_sum<true>(parameter_acc);
+    const int lane = threadIdx.x & 31;
+    if (lane < GROUP_LANES) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                shared[threadIdx.x / 32][lane][h * LANE_ELEMS + c] = parameter_acc.x[h][c];
+            }
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < GROUP_LANES) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                float sum = 0.0f;
+                for (int w = 0; w < WARPS; ++w) sum += shared[w][threadIdx.x][h * LANE_ELEMS + c];
+                parameter_acc.x[h][c] = sum;
+            }
+        }
+        store_part_fp32(parameter_sums, block * gridDim.x + blockIdx.x, l, parameter_acc);
+    }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_backward_targets_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks,
+                                 i64 num_rows, i64 block, i64 num_blocks, const float* partial,
+                                 const storage_t* target, const float* target_scalars, const float* parameter,
+                                 double scale, void* grad_target, float* grad_beta, float* carry) {
+    ScoreInputs in = {};
+    in.target = target;
+    in.target_scalars = target_scalars;
+    in.parameter = parameter;
+    in.scale = (float)scale;
+    const Lanes l = lane_layout();
+    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+    const bool active = w < num_heavy, writes = active && l.edge_slot == 0;
+    const int begin = active ? heavy_ptr[w] : 0, end = active ? heavy_ptr[w + 1] : 0;
+    const int row = active ? heavy_row[w] : 0;
+    TargetSums sums = zero_target_sums();
+    if (block > 0 && writes) sums = load_sums(carry, row, l);
+    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
+        const TargetSums other = load_sums(partial, c, l);
+        add_to(sums.vector, other.vector);
+        add_to(sums.scalar, other.scalar);
+    }
+    sum_slots(sums);
+    // The lanes of a head read the same carried numbers; one of them overwrites these.
+    __syncwarp();
+    if (block + 1 < num_blocks) {
+        if (writes) store_sums(carry, row, l, sums);
+    } else {
+        store_target(in, row, l, sums, grad_target, grad_beta, writes);
+    }
+}

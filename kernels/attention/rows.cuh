@@ -1,0 +1,104 @@
+// The row schedule: who works on which edges.
+//
+// A work item is one row of a compressed adjacency, or one chunk of a heavy row (a row with more than max_edges edges).
+// Chunks come first. A warp holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each
+// with UNROLL edges in flight. All lanes of a warp take the same number of steps, so warp collectives use the full mask.
+//
+// A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so that
+// the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts from
+// what block b - 1 left, the last one finishes the row. Sweeps take WARP_ROWS == 1.
+struct Adjacency {
+    const int* ptr;
+    const int* index;
+    const int* edge_id;
+    const int* chunk_row;
+    const int* chunk_begin;
+    const int* chunk_end;
+    i64 num_rows, num_chunks, max_edges, block, num_blocks;
+
+    __device__ __forceinline__ int begin(i64 row) const { return ptr[row * num_blocks + block]; }
+    __device__ __forceinline__ int end(i64 row) const { return ptr[row * num_blocks + block + 1]; }
+};
+
+struct Item {
+    int row, begin, end;
+    i64 chunk;
+    bool active, first;
+};
+
+__device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
+    const i64 warp = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    const i64 w = warp * WARP_ROWS + l.row_slot;
+    Item item = {0, 0, 0, -1, false, false};
+    if (w < a.num_chunks) {
+        item = {a.chunk_row[w], a.chunk_begin[w], a.chunk_end[w], w, true, false};
+        item.first = item.begin == a.begin(item.row);
+    } else if (w - a.num_chunks < a.num_rows) {
+        const int row = (int)(w - a.num_chunks);
+        const int begin = a.begin(row), end = a.end(row);
+        if (end - begin <= a.max_edges) item = {row, begin, end, -1, true, true};
+    }
+    return item;
+}
+
+__device__ __forceinline__ int num_steps(const Item& item) {
+    return warp_max((item.end - item.begin + UNROLL * EDGE_SLOTS - 1) / (UNROLL * EDGE_SLOTS));
+}
+
+// The edges a lane works on in one step. Positions past the end repeat the last edge, so that loads need no predicate;
+// they are not valid and get weight 0. A row without edges reads an edge of another row: its result is set to 0 at the
+// end. To be called only when some item of the warp has edges.
+struct Step {
+    int node[UNROLL], edge[UNROLL];
+};
+
+__device__ __forceinline__ int edge_position(const Item& item, const Lanes& l, int step, int u) {
+    return item.begin + (step * UNROLL + u) * EDGE_SLOTS + l.edge_slot;
+}
+
+__device__ __forceinline__ bool is_valid(const Item& item, const Lanes& l, int step, int u) {
+    return edge_position(item, l, step, u) < item.end;
+}
+
+__device__ __forceinline__ Step load_step(const Adjacency& a, const Item& item, const Lanes& l, int step) {
+    Step s;
+    const int last = item.end > 0 ? item.end - 1 : 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int position = edge_position(item, l, step, u);
+        const int clamped = position < last ? position : last;
+        s.node[u] = __ldg(a.index + clamped);
+        s.edge[u] = EDGE ? __ldg(a.edge_id + clamped) : 0;
+    }
+    return s;
+}
+
+// Dropout factors of a step. The lanes of a head share the draws: lane i computes number i, a shuffle hands it on.
+__device__ __forceinline__ void load_dropout(const Adjacency& a, const Item& item, const Lanes& l, int step, u64 seed,
+                                             float p, float (&factor)[UNROLL][LANE_HEADS]) {
+#if DROPOUT
+    constexpr int COUNT = UNROLL * LANE_HEADS;
+    const int first_lane = (threadIdx.x & 31) - l.head_lane;
+#pragma unroll
+    for (int base = 0; base < COUNT; base += HEAD_LANES) {
+        const int number = base + l.head_lane;
+        const int position = edge_position(item, l, step, number / LANE_HEADS);
+        float mine = 0.0f;
+        if (number < COUNT && position < item.end) {
+            mine = dropout_factor(seed, (u32)a.edge_id[position], (u32)head_of(l, number % LANE_HEADS), p);
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_LANES; ++i) {
+            if (base + i < COUNT) {
+                factor[(base + i) / LANE_HEADS][(base + i) % LANE_HEADS] = __shfl_sync(FULL_MASK, mine, first_lane + i);
+            }
+        }
+    }
+#else
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) factor[u][h] = 1.0f;
+    }
+#endif
+}

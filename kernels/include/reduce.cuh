@@ -1,0 +1,92 @@
+// Warp reductions over the lane layout of storage.cuh. Every lane of the warp takes part; the order is fixed.
+
+// Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2. While several values are left, each exchange halves
+// them (a lane keeps one half and sends the other), which needs COUNT + log2(HEAD_LANES) shuffles instead of
+// COUNT * log2(HEAD_LANES). The tree of additions of each value does not depend on COUNT.
+template <int COUNT, int MASK>
+__device__ __forceinline__ void head_sum(float* v) {
+    if constexpr (MASK > 0) {
+        if constexpr (COUNT == 1) {
+            v[0] += __shfl_xor_sync(FULL_MASK, v[0], MASK);
+            head_sum<1, MASK / 2>(v);
+        } else {
+            constexpr int HALF = COUNT / 2;
+            const bool upper = (threadIdx.x & MASK) != 0;
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                const float kept = upper ? v[HALF + i] : v[i];
+                const float sent = upper ? v[i] : v[HALF + i];
+                v[i] = kept + __shfl_xor_sync(FULL_MASK, sent, MASK);
+            }
+            head_sum<HALF, MASK / 2>(v);
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                const float other = __shfl_xor_sync(FULL_MASK, v[i], MASK);
+                v[HALF + i] = upper ? v[i] : other;
+                v[i] = upper ? other : v[i];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ HeadValues head_dot(const Part& a, const Part& b) {
+    HeadValues sums;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        sums.x[h] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) sums.x[h] = fmaf(a.x[h][c], b.x[h][c], sums.x[h]);
+    }
+    head_sum<LANE_HEADS, HEAD_LANES / 2>(sums.x);
+    return sums;
+}
+
+// Sums over the edge slots of a row (and, with ROWS, over the rows of the warp too).
+template <bool ROWS>
+__device__ __forceinline__ float slot_sum(float value) {
+#pragma unroll
+    for (int mask = GROUP_LANES; mask < (ROWS ? 32 : GROUP_LANES * EDGE_SLOTS); mask *= 2) {
+        value += __shfl_xor_sync(FULL_MASK, value, mask);
+    }
+    return value;
+}
+
+template <bool ROWS>
+__device__ __forceinline__ void slot_sum(Part& part) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] = slot_sum<ROWS>(part.x[h][c]);
+    }
+}
+
+__device__ __forceinline__ void slot_sum(HeadValues& values) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = slot_sum<false>(values.x[h]);
+}
+
+__device__ __forceinline__ int warp_max(int value) {
+#pragma unroll
+    for (int mask = GROUP_LANES * EDGE_SLOTS; mask < 32; mask *= 2) {
+        const int other = __shfl_xor_sync(FULL_MASK, value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+__device__ __forceinline__ Part zero_part() {
+    Part part;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] = 0.0f;
+    }
+    return part;
+}
+
+__device__ __forceinline__ HeadValues zero_heads() {
+    HeadValues values;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = 0.0f;
+    return values;
+}

@@ -1,0 +1,277 @@
+// Storage types, 16-byte loads and the lane layout of a feature row [HEADS, CHANNELS].
+//
+// Constants of the prologue: STORAGE (0 fp32, 1 fp16, 2 bf16), HEADS, CHANNELS, VEC (elements of one load), HEAD_LANES
+// (lanes that share a head), LANE_VECS (loads per lane and head), HEAD_SLOTS (heads side by side in a warp), LANE_HEADS
+// (heads a lane walks through), EDGE_SLOTS (edges of one row side by side), WARP_ROWS (rows side by side), UNROLL (edges
+// a slot keeps in flight), WARPS (per block). HEAD_LANES * HEAD_SLOTS * EDGE_SLOTS * WARP_ROWS == 32.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define FULL_MASK 0xffffffffu
+#define ROW_STRIDE (HEADS * CHANNELS)
+#define GROUP_LANES (HEAD_LANES * HEAD_SLOTS)
+#define GROUP_HEADS (HEAD_SLOTS * LANE_HEADS)
+#define LANE_ELEMS (LANE_VECS * VEC)
+#if STORAGE == 0
+#define STORAGE_BYTES 4
+typedef float storage_t;
+#else
+#define STORAGE_BYTES 2
+typedef u16 storage_t;
+#endif
+#define PACK_BYTES (VEC * STORAGE_BYTES)
+#define PACK_WORDS ((PACK_BYTES + 3) / 4)
+
+__device__ __forceinline__ float fast_exp2(float x) {
+#ifdef PYG_DFGNN_EMULATOR
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
+
+__device__ __forceinline__ float half_to_float(u16 bits) {
+#ifdef PYG_DFGNN_EMULATOR
+    return emu_half_to_float(bits);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ u16 float_to_half(float value) {
+#ifdef PYG_DFGNN_EMULATOR
+    return emu_float_to_half(value);
+#else
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#endif
+}
+
+// Round to nearest even; a NaN stays a NaN.
+__device__ __forceinline__ u16 float_to_bf16(float value) {
+    u32 bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)((bits >> 16) | 0x40u);
+    return (u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+__device__ __forceinline__ u16 to_bits16(float value) {
+#if STORAGE == 1
+    return float_to_half(value);
+#else
+    return float_to_bf16(value);
+#endif
+}
+
+__device__ __forceinline__ float from_bits16(u32 bits) {
+#if STORAGE == 1
+    return half_to_float((u16)bits);
+#else
+    return __uint_as_float(bits << 16);
+#endif
+}
+
+__device__ __forceinline__ void load_pack(const storage_t* address, u32 (&words)[PACK_WORDS]) {
+#if PACK_BYTES == 16
+    const uint4 r = __ldg(reinterpret_cast<const uint4*>(address));
+    words[0] = r.x;
+    words[1] = r.y;
+    words[2] = r.z;
+    words[3] = r.w;
+#elif PACK_BYTES == 8
+    const uint2 r = __ldg(reinterpret_cast<const uint2*>(address));
+    words[0] = r.x;
+    words[1] = r.y;
+#elif PACK_BYTES == 4
+    words[0] = __ldg(reinterpret_cast<const u32*>(address));
+#else
+    words[0] = __ldg(reinterpret_cast<const u16*>(address));
+#endif
+}
+
+__device__ __forceinline__ void store_pack(storage_t* address, const u32 (&words)[PACK_WORDS]) {
+#if PACK_BYTES == 16
+    *reinterpret_cast<uint4*>(address) = make_uint4(words[0], words[1], words[2], words[3]);
+#elif PACK_BYTES == 8
+    *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
+#elif PACK_BYTES == 4
+    *reinterpret_cast<u32*>(address) = words[0];
+#else
+    *reinterpret_cast<u16*>(address) = (u16)words[0];
+#endif
+}
+
+__device__ __forceinline__ void unpack(const u32 (&words)[PACK_WORDS], float* x) {
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+#if STORAGE == 0
+        x[v] = __uint_as_float(words[v]);
+#else
+        x[v] = from_bits16((words[v / 2] >> (16 * (v % 2))) & 0xffffu);
+#endif
+    }
+}
+
+__device__ __forceinline__ void pack(const float* x, u32 (&words)[PACK_WORDS]) {
+#pragma unroll
+    for (int w = 0; w < PACK_WORDS; ++w) {
+#if STORAGE == 0
+        words[w] = __float_as_uint(x[w]);
+#else
+        words[w] = to_bits16(x[2 * w]);
+        if (2 * w + 1 < VEC) words[w] |= (u32)to_bits16(x[2 * w + 1]) << 16;
+#endif
+    }
+}
+
+// Where a lane sits: its row, its edge of that row, its head and its part of the head.
+struct Lanes {
+    int head_lane, edge_slot, row_slot, first_head, offset;
+};
+
+__device__ __forceinline__ Lanes lane_layout() {
+    const int lane = threadIdx.x & 31;
+    Lanes l;
+    l.head_lane = lane % HEAD_LANES;
+    l.edge_slot = lane / GROUP_LANES % EDGE_SLOTS;
+    l.row_slot = lane / (GROUP_LANES * EDGE_SLOTS);
+    l.first_head = (int)blockIdx.y * GROUP_HEADS + lane / HEAD_LANES % HEAD_SLOTS;
+    l.offset = l.first_head * CHANNELS + l.head_lane * VEC;
+    return l;
+}
+
+__device__ __forceinline__ int head_of(const Lanes& l, int h) { return l.first_head + h * HEAD_SLOTS; }
+
+__device__ __forceinline__ bool has_head(const Lanes& l, int h) {
+    return HEADS % GROUP_HEADS == 0 || head_of(l, h) < HEADS;
+}
+
+__device__ __forceinline__ bool has_vec(const Lanes& l, int h, int k) {
+    return has_head(l, h) && (CHANNELS == HEAD_LANES * LANE_ELEMS || (k * HEAD_LANES + l.head_lane) * VEC < CHANNELS);
+}
+
+__device__ __forceinline__ int vec_offset(int h, int k) { return h * HEAD_SLOTS * CHANNELS + k * HEAD_LANES * VEC; }
+
+// A lane's share of one row, as stored and as fp32.
+struct Packed {
+    u32 words[LANE_HEADS][LANE_VECS][PACK_WORDS];
+};
+struct Part {
+    float x[LANE_HEADS][LANE_ELEMS];
+};
+
+// Tensors [rows, HEADS, CHANNELS] are addressed from a lane's own offset, so that a row costs one multiply-add.
+__device__ __forceinline__ const storage_t* at_lane(const storage_t* base, const Lanes& l) { return base + l.offset; }
+
+__device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int row, const Lanes& l) {
+    Packed p;
+    const storage_t* address = lane_base + (u64)(u32)row * ROW_STRIDE;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (has_vec(l, h, k)) {
+                load_pack(address + vec_offset(h, k), p.words[h][k]);
+            } else {
+#pragma unroll
+                for (int w = 0; w < PACK_WORDS; ++w) p.words[h][k][w] = 0u;
+            }
+        }
+    }
+    return p;
+}
+
+__device__ __forceinline__ Part widen(const Packed& p) {
+    Part part;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) unpack(p.words[h][k], &part.x[h][k * VEC]);
+    }
+    return part;
+}
+
+__device__ __forceinline__ Part load_part(const storage_t* base, int row, const Lanes& l) {
+    return widen(load_packed(at_lane(base, l), row, l));
+}
+
+__device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes& l, const Part& part) {
+    storage_t* address = base + (i64)row * ROW_STRIDE + l.offset;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (has_vec(l, h, k)) {
+                u32 words[PACK_WORDS];
+                pack(&part.x[h][k * VEC], words);
+                store_pack(address + vec_offset(h, k), words);
+            }
+        }
+    }
+}
+
+// The same for fp32 buffers whatever the storage type: parameters, partial sums of chunks.
+__device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const Lanes& l) {
+    Part part;
+    const float* address = base + row * ROW_STRIDE + l.offset;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                part.x[h][k * VEC + v] = has_vec(l, h, k) ? address[vec_offset(h, k) + v] : 0.0f;
+            }
+        }
+    }
+    return part;
+}
+
+__device__ __forceinline__ void store_part_fp32(float* base, i64 row, const Lanes& l, const Part& part) {
+    float* address = base + row * ROW_STRIDE + l.offset;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (has_vec(l, h, k)) {
+#pragma unroll
+                for (int v = 0; v < VEC; ++v) address[vec_offset(h, k) + v] = part.x[h][k * VEC + v];
+            }
+        }
+    }
+}
+
+// One number per head of a row [rows, HEADS] in fp32.
+struct HeadValues {
+    float x[LANE_HEADS];
+};
+
+__device__ __forceinline__ const float* at_head(const float* base, const Lanes& l) { return base + l.first_head; }
+
+__device__ __forceinline__ HeadValues load_heads_at(const float* head_base, i64 row, const Lanes& l) {
+    HeadValues values;
+    const float* address = head_base + (u64)row * HEADS;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = has_head(l, h) ? __ldg(address + h * HEAD_SLOTS) : 0.0f;
+    return values;
+}
+
+__device__ __forceinline__ HeadValues load_heads(const float* base, i64 row, const Lanes& l) {
+    return load_heads_at(at_head(base, l), row, l);
+}
+
+__device__ __forceinline__ void store_heads(float* base, i64 row, const Lanes& l, const HeadValues& values) {
+    if (l.head_lane != 0) return;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        if (has_head(l, h)) base[row * HEADS + head_of(l, h)] = values.x[h];
+    }
+}

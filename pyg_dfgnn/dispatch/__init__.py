@@ -1,0 +1,1 @@
+"""Rules: from a problem to the kernels that run, each with its reasons. Imports neither CuPy nor kernels."""

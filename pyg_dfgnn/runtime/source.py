@@ -1,0 +1,43 @@
+"""Assembly of kernel source: constants as a prologue, includes inlined, original line numbers kept."""
+
+import re
+from functools import cache
+
+from pyg_dfgnn.paths import kernels_dir
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+
+Constants = tuple[tuple[str, int], ...]
+
+
+@cache
+def _read(path: str) -> str:
+    return (kernels_dir() / path).read_text(encoding="utf-8")
+
+
+def _inline(path: str, seen: set[str]) -> list[str]:
+    seen.add(path)
+    lines = [f'#line 1 "{path}"']
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        match = _INCLUDE.match(line)
+        if match is None:
+            lines.append(line)
+        elif match.group(1) not in seen:
+            lines += [*_inline(match.group(1), seen), f'#line {number + 1} "{path}"']
+    return lines
+
+
+@cache
+def assemble(path: str, constants: Constants | None = None) -> str:
+    """Return the complete CUDA text of one specialised module.
+
+    Args:
+        path: Source file relative to the kernels folder, e.g. ``"attention/forward.cu"``.
+        constants: ``((name, value), ...)``; each becomes a ``#define`` before the text.
+
+    Returns:
+        One header-free translation unit. Included files appear once, where first included, so that a cache keyed by
+        this text sees every change of a header.
+    """
+    prologue = [f"#define {name} {value}" for name, value in constants or ()]
+    return "\n".join([*prologue, *_inline(path, set())]) + "\n"
