@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 from torch_geometric import EdgeIndex
 
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_choice, check_range, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
@@ -154,8 +154,10 @@ class Graph:
         """
         check_choice("flow", flow, FLOWS)
         num_dst = num_src if num_dst is None else num_dst
-        is_tensor = type(edge_index) is Tensor and edge_index.layout is torch.strided
-        if is_tensor or not forms.is_adjacency(edge_index):
+        if isinstance(edge_index, EdgeIndex):
+            return _resolve(edge_index, num_src, num_dst, self_loops, flow == "target_to_source")
+        is_strided = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if is_strided or not forms.is_adjacency(edge_index):
             return Graph.resolve(edge_index, num_src, num_dst, self_loops, flow == "target_to_source")
         if flow == "target_to_source":
             raise ValueError("'flow' needs 'source_to_target' with a sparse matrix: pass the transposed matrix instead")
@@ -462,7 +464,7 @@ def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, t
     hint = None
     if isinstance(edge_index, EdgeIndex):
         hint, edge_index = edge_index, edge_index.as_tensor()
-    forms.check_edge_index(edge_index)
+    check_tensor("edge_index", edge_index)
     key = (id(edge_index), num_src, num_dst, self_loops, transposed)
     version = forms.version_of(edge_index)
     graph = _cache.get(key, edge_index, version)
@@ -473,6 +475,7 @@ def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, t
     if graph is not None:
         return graph._on_this_stream()
 
+    forms.check_edge_index(edge_index)
     check_sizes(num_src, num_dst)
     base = _cache.get((*key[:3], False, transposed), edge_index, version) if self_loops else None
     if base is not None:
