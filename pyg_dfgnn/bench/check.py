@@ -101,10 +101,10 @@ def check_dtype(
         return {"status": "refused: " + "; ".join(reasons)}
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
     grad_out = grad_out.to(dtype)
+    first = run_seeded(op, case, graph.fused, leaves, grad_out)
     with poisoned_memory():
-        first = run_seeded(op, case, graph.fused, leaves, grad_out)
-    errors = compare(case, graph.bench, first, expected, grad_out)
-    second = run_seeded(op, case, graph.fused, leaves, grad_out)
+        second = run_seeded(op, case, graph.fused, leaves, grad_out)
+    errors = compare(case, graph.bench, second, expected, grad_out)
     different = [name for name in first if not torch.equal(first[name], second[name])]
     worst, worst_error = errors.worst
     bound = BOUNDS[dtype]
@@ -237,7 +237,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     choice("--dropouts", DROPOUTS, float)
     choice("--graphs", list(CHECK_GRAPHS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile kernels; 0: none")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
+    )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
     parser.add_argument("--out", type=Path, default=Path("results/check"))
     parser.add_argument("--restart", action="store_true", help="forget earlier results")

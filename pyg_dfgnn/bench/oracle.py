@@ -115,9 +115,10 @@ def compare(
 ) -> Errors:
     """Relative Frobenius errors |actual - expected| / |expected| of the output and every gradient.
 
-    A gradient that vanishes by cancellation (rows of one edge) has no scale of its own and is measured against
-    |grad_out|. Where a node has at least 1000 neighbours its row is also compared alone, against its norm or the RMS
-    norm of the tensor's rows, whichever is larger: a mean of n random rows cancels to 1 / sqrt(n) of its terms.
+    A gradient that vanishes by cancellation (rows of one edge) has no scale of its own and is measured against what
+    cancels, <grad_out, out>: |grad_out| times the RMS norm of the output's rows. Where a node has at least 1000
+    neighbours its row is also compared alone, against its norm or the RMS norm of the tensor's rows, whichever is
+    larger: a mean of n random rows cancels to 1 / sqrt(n) of its terms.
 
     Tensors that ``expected`` lacks are not compared (a forward alone has no gradients).
 
@@ -138,11 +139,13 @@ def compare(
             pairs[f"{name}[hub]"] = actual[name][row], expected[name][row]
     norms = torch.stack([_norms(*pair) for pair in pairs.values()] + [_norms(grad_out, grad_out)]).tolist()
     grad_out_norm = norms.pop()[1]
+    out_rows = max(1, graph.num_dst * case.heads)
+    cancelled = grad_out_norm * norms[0][1] / out_rows**0.5
     relative: dict[str, float] = {}
     scales: dict[str, float] = {}
     for name, (difference, scale) in zip(pairs, norms, strict=True):
         if scale <= VANISHING * grad_out_norm and name != "out":
-            scale = grad_out_norm
+            scale = cancelled
         if name.endswith("[hub]"):
             whole_name = name.removesuffix("[hub]")
             scale = max(scale, scales[whole_name] / expected[whole_name].size(0) ** 0.5)

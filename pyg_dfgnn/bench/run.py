@@ -179,9 +179,11 @@ class Measurement:
         yield {**base, "state": "warm", **_columns(timing), **extra}
         if self.small:
             yield {**base, "state": "flushed", **_columns(self.timer.time(call, flushed=True))}
-        replay = self.timer.replay(call) if self.replays else None
-        if replay is not None:
-            yield {**base, "state": "replay", **_columns(self.timer.time(replay))}
+        if self.replays and self.timer.on_gpu:
+            try:
+                yield {**base, "state": "replay", **_columns(self.timer.time(self.timer.replay(call)))}
+            except RuntimeError as error:
+                yield {**base, "state": "replay", "status": f"failed: {' '.join(str(error).split())[:300]}"}
 
 
 def _columns(timing: Timing) -> Row:
@@ -225,7 +227,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=list(IMPLEMENTATIONS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile kernels; 0: none")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
+    )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
     parser.add_argument("--out", type=Path, default=Path("results/bench"))
     parser.add_argument("--restart", action="store_true", help="forget earlier results")

@@ -125,10 +125,8 @@ class Timer:
         self.synchronize()
         return (torch.cuda.max_memory_allocated(self.device) - before) / 1e6
 
-    def replay(self, call: Call) -> Call | None:
-        """``call`` captured as a CUDA graph, ready to replay; None without a GPU."""
-        if not self.on_gpu:
-            return None
+    def replay(self, call: Call) -> Call:
+        """``call`` captured as a CUDA graph, ready to replay (GPU only)."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
