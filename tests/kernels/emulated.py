@@ -1,0 +1,60 @@
+"""Runs the package's own host code on the CPU: what it launches goes to the emulator."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.attention import fused_device_types
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.runtime.compiler import Spec
+from tests.emu import Kernel
+
+_kernel = cache(Kernel)
+
+
+def _argument(value: Tensor | float | None) -> np.ndarray | float | None:
+    """A numpy array that shares the memory of a tensor; 16-bit floats as their bits."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (value.view(torch.int16) if value.dtype == torch.bfloat16 else value).numpy()
+
+
+@contextmanager
+def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]]:
+    """Lets CPU tensors take the fused path, with each launch emulated.
+
+    Args:
+        order: Order of threads and blocks, see `tests.emu.Kernel.launch`.
+        seed: Seed of the random order.
+
+    Yields:
+        The names of the kernels launched so far.
+    """
+    launched: list[str] = []
+
+    def run(
+        spec: Spec,
+        entry: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Tensor | float | None],
+        shared_bytes: int,
+    ) -> None:
+        launched.append(entry)
+        _kernel(spec.source, entry).launch(grid, block, [*map(_argument, arguments)], shared_bytes, order, seed)
+
+    # Fills what torch.empty returns with NaN, so that an element no kernel writes is seen.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    fused_device_types.add("cpu")
+    try:
+        with launcher.override(run):
+            yield launched
+    finally:
+        fused_device_types.discard("cpu")
+        torch.use_deterministic_algorithms(deterministic)
