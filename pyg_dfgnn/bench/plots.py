@@ -54,13 +54,14 @@ def plot_times(rows: Rows, direction: str, path: Path) -> Path:
                         places.append(place + (index - (len(BARS) - 1) / 2) * width)
                         heights.append(float(row["median_ms"]))
                         spreads.append(float(row["iqr_ms"]) / 2)
-            axis.bar(places, heights, width, yerr=spreads, label=f"{implementation} {dtype}")
+            axis.bar(places, heights, width, yerr=spreads, color=f"C{index}", label=f"{implementation} {dtype}")
         axis.set_yscale("log")
         axis.set_ylabel("ms")
         axis.set_title(f"graph ({graph}), {direction}", fontsize="medium")
         axis.set_xticks(range(len(groups)), [f"{layer}\nH={h} d={c}" for layer, h, c in groups], fontsize="small")
     if graphs:
-        axes[0].legend(fontsize="small", ncols=len(BARS))
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", fontsize="small", ncols=3)
     figure.savefig(path, dpi=130)
     return path
 
