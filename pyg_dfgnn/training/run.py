@@ -54,7 +54,7 @@ def train(cfg: DictConfig) -> float:
         if config["backend"]["sort_edges"] and device.type == "cuda" and not task.full_graph:
             task, prepare = task.map(SortEdges()), _register
         optimizer = instantiate(cfg.optimizer, _partial_=True)(model.parameters())
-        scheduler = instantiate(cfg.scheduler, _partial_=True)(optimizer) if cfg.get("scheduler") else None
+        scheduler = instantiate(cfg.scheduler, _partial_=True)(optimizer)
         trainer = Trainer(
             model,
             task,

@@ -35,7 +35,7 @@ class Trainer:
         model: Called as `model(x, edge_index)`, or with `pe` where the graphs carry it; on `device`.
         task: The graphs.
         optimizer: Of the model's parameters.
-        scheduler: Stepped once per epoch; None for a constant learning rate.
+        scheduler: Stepped once per epoch.
         device: Where to train.
         folder: Checkpoints go to `checkpoints/last.pt` and `checkpoints/best.pt` in it.
         config: Resolved config, stored in the checkpoints.
@@ -59,7 +59,7 @@ class Trainer:
         model: nn.Module,
         task: NodeTask,
         optimizer: Optimizer,
-        scheduler: LRScheduler | ReduceLROnPlateau | None,
+        scheduler: LRScheduler,
         device: torch.device,
         folder: Path,
         config: dict[str, Any],
@@ -150,7 +150,7 @@ class Trainer:
         live = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
         kept = {"epoch": self.epoch, "history": list(self.history), "best": self.best, "config": self.config}
@@ -160,8 +160,7 @@ class Trainer:
         """Go on from a state; the following epochs equal those of a run that was never stopped."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.history, self.best = state["epoch"], list(state["history"]), state["best"]
         checkpoint.set_rng_state(state["rng"])
@@ -181,7 +180,7 @@ class Trainer:
         validated = self.evaluate("val")
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(validated["val_loss"])
-        elif self.scheduler is not None:
+        else:
             self.scheduler.step()
         epoch = self.epoch + 1
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}

@@ -1,0 +1,79 @@
+"""Every config composes, and the groups fit each other."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class, get_method
+from omegaconf import OmegaConf
+
+from pyg_dfgnn.paths import configs_dir
+
+GROUPS = ("optimizer", "scheduler", "trainer", "model", "data", "backend")
+# Only inherited from.
+PARTS = {("data", "citation")}
+
+
+def choices(group):
+    return sorted(path.stem for path in (configs_dir() / group).glob("*.yaml"))
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        cfg = compose("train", [*overrides, "paths.run=run"])
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def check(config):
+    """Targets exist, and one whole graph goes without a loader."""
+    get_class(config["model"]["_target_"])
+    get_class(config["optimizer"]["_target_"])
+    make = get_method(config["data"]["task"]["_target_"])
+    assert (config["trainer"]["loader"] is None) == (make.__name__ not in ("pattern", "cluster"))
+    get_class(config["scheduler"]["_target_"])
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_experiment(experiment):
+    config = composed(f"experiment={experiment}")
+    check(config)
+    # The name says the data set, the config agrees.
+    assert (
+        experiment.split("_")[1]
+        in composed(f"experiment={experiment}")["data"]["task"]
+        .get("name", config["data"]["task"]["_target_"].split(".")[-1])
+        .lower()
+    )
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_choice(group):
+    for choice in choices(group):
+        if (group, choice) not in PARTS:
+            config = composed(f"{group}={choice}")
+            if group != "trainer":
+                check(config)
+
+
+@pytest.mark.parametrize("model", choices("model"))
+@pytest.mark.parametrize("data", ["cora", "pattern_small", "cluster"])
+def test_any_data_with_any_model(data, model):
+    check(composed(f"data={data}", f"model={model}"))
+
+
+def test_original_gat_setting():
+    config = composed("data=cora", "model=gat")
+    assert config["optimizer"] == {"_target_": "torch.optim.Adam", "lr": 0.005, "weight_decay": 0.0005}
+    model = {key: config["model"][key] for key in ("hidden_channels", "heads", "out_heads", "layers", "dropout")}
+    assert model == {"hidden_channels": 8, "heads": 8, "out_heads": 1, "layers": 2, "dropout": 0.6}
+    assert config["trainer"]["patience"] == 100 and config["data"]["task"]["normalize_features"]
+
+
+def test_data_yields_to_the_command_line():
+    config = composed("data=cora", "optimizer=adamw", "trainer.epochs=7")
+    assert config["optimizer"]["_target_"] == "torch.optim.AdamW" and config["trainer"]["epochs"] == 7
+
+
+def test_data_folders_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("PYG_DFGNN_DATA", "/somewhere")
+    monkeypatch.setenv("PYG_DFGNN_CACHE", "/elsewhere")
+    task = composed("data=cora", "model=gat")["data"]["task"]
+    assert task["search"][0] == "/somewhere" and task["cache"] == "/elsewhere"

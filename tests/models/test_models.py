@@ -1,0 +1,101 @@
+"""Models on PyG's convolutions and on ours: same parameters, same numbers."""
+
+import pytest
+import torch
+import torch_geometric.nn
+
+import pyg_dfgnn.nn
+from pyg_dfgnn.models import AGNN, GAT, GATv2, GraphTransformer, TransformerStack
+
+MODELS = {
+    "gat": (GAT, {}),
+    "gat_residual": (GAT, {"layers": 3, "residual": True, "out_heads": 2}),
+    "gatv2": (GATv2, {}),
+    "agnn": (AGNN, {"layers": 3}),
+    "gt": (GraphTransformer, {"hidden_channels": 16, "heads": 4, "layers": 2}),
+    "gt_layer_norm": (
+        GraphTransformer,
+        {"hidden_channels": 16, "heads": 2, "layers": 2, "norm": "layer", "pe_size": 0},
+    ),
+    "stack": (TransformerStack, {"hidden_channels": 16, "heads": 2, "layers": 3}),
+}
+
+
+def build(name, convs, seed=0):
+    model, options = MODELS[name]
+    torch.manual_seed(seed)
+    return model(5, 3, convs, **options)
+
+
+@pytest.fixture
+def inputs():
+    num_nodes, num_edges = 20, 90
+    edge_index = torch.randint(num_nodes - 2, (2, num_edges))
+    return torch.randn(num_nodes, 5), edge_index, torch.randn(num_nodes, 2)
+
+
+def call(model, inputs):
+    x, edge_index, pe = inputs
+    return model(x, edge_index, pe=pe) if getattr(model, "pe_size", 0) else model(x, edge_index)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_backends_interchange(name, inputs):
+    theirs, ours = build(name, torch_geometric.nn).eval(), build(name, pyg_dfgnn.nn).eval()
+    left, right = theirs.state_dict(), ours.state_dict()
+    assert list(left) == list(right)
+    for key in left:
+        assert torch.equal(left[key], right[key]), f"{key}: the same seed needs the same initialisation"
+
+    other = build(name, torch_geometric.nn, seed=1).eval()
+    ours.load_state_dict(other.state_dict(), strict=True)
+    expected = call(other, inputs)
+    assert expected.shape == (20, 3)
+    torch.testing.assert_close(call(ours, inputs), expected)
+    other.load_state_dict(build(name, pyg_dfgnn.nn).state_dict(), strict=True)
+    torch.testing.assert_close(call(other, inputs), call(theirs, inputs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_used_parameter_gets_a_gradient(name, inputs):
+    model = build(name, torch_geometric.nn)
+    call(model, inputs).square().sum().backward()
+    without = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    # PyG's TransformerConv keeps lin_skip also without a root weight.
+    assert all("lin_skip" in key for key in without)
+
+
+def test_gat_follows_the_formula(inputs):
+    x, edge_index, _ = inputs
+    model = build("gat", torch_geometric.nn).eval()
+    hidden = torch.nn.functional.elu(model.convs[0](x, edge_index))
+    assert hidden.shape == (20, 64)
+    torch.testing.assert_close(model(x, edge_index), model.convs[1](hidden, edge_index))
+
+
+def test_sign_of_encodings_is_flipped_only_in_training(inputs):
+    x, edge_index, pe = inputs
+    model = GraphTransformer(5, 3, torch_geometric.nn, hidden_channels=16, layers=1, norm="layer", pe_size=2)
+    model.eval()
+    signs = [torch.tensor([a, b]) for a in (1.0, -1.0) for b in (1.0, -1.0)]
+    allowed = [model(x, edge_index, pe=pe * sign) for sign in signs]
+    assert torch.equal(model(x, edge_index, pe=pe), allowed[0])
+    model.train()
+    drawn = [model(x, edge_index, pe=pe) for _ in range(40)]
+    hits = {next(i for i, each in enumerate(allowed) if torch.allclose(out, each, atol=1e-6)) for out in drawn}
+    assert hits == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("pe", [None, torch.zeros(20, 3)], ids=["missing", "wrong"])
+def test_encoding_is_checked(inputs, pe):
+    x, edge_index, _ = inputs
+    given = "None" if pe is None else r"\[20, 3\]"
+    with pytest.raises(ValueError, match=rf"'pe' needs shape \[N, pe_size=2\] \(got {given}\)"):
+        build("gt", torch_geometric.nn)(x, edge_index, pe=pe)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"'layers' needs a value >= 1 \(got 0\)"):
+        GAT(5, 3, torch_geometric.nn, layers=0)
+    with pytest.raises(ValueError, match=r"'hidden_channels' needs a multiple of heads=3 \(got 16\)"):
+        TransformerStack(5, 3, torch_geometric.nn, hidden_channels=16, heads=3)

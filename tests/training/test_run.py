@@ -1,0 +1,197 @@
+"""Whole runs on tiny data: what they leave behind, stop early at, and go on from."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from pyg_dfgnn import training
+from pyg_dfgnn.training import trainer as trainer_module
+
+MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
+
+
+def history(folder):
+    """Rows of metrics.csv without the times."""
+    with open(folder / "metrics.csv") as stream:
+        return [{key: value for key, value in row.items() if key != "time_s"} for row in csv.DictReader(stream)]
+
+
+def parameters(folder, file="last.pt"):
+    return torch.load(folder / "checkpoints" / file, weights_only=True)["model"]
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("backend", ["pyg", "auto"])
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_trains(run, model, backend):
+    metric, folder = run("run", f"model={model}", f"backend={backend}", "trainer.epochs=2")
+    rows = history(folder)
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(torch.tensor([float(value) for value in row.values()]).isfinite().all() for row in rows)
+    assert 0 <= metric <= 1
+
+
+def test_backends_give_the_same_run(run):
+    (_, pyg), (_, ours) = (run(backend, f"backend={backend}", "trainer.epochs=1") for backend in ("pyg", "auto"))
+    for key, value in history(pyg)[0].items():
+        assert float(history(ours)[0][key]) == pytest.approx(float(value), rel=1e-3), key
+
+
+def test_loss_falls(run):
+    _, folder = run("run", "trainer.epochs=30", "optimizer.lr=0.01")
+    losses = [float(row["train_loss"]) for row in history(folder)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_files_of_a_run(run, caplog):
+    caplog.set_level("INFO")
+    metric, folder = run()
+    summary = json.loads((folder / "metrics.json").read_text())
+    assert summary["test_accuracy"] == metric
+    assert summary["epochs"] == 4 and summary["task"] == "PATTERN (generated)" and summary["seed"] == 0
+    rows = history(folder)
+    assert max(rows, key=lambda row: float(row["val_accuracy"]))["epoch"] == str(summary["best_epoch"])
+    assert float(rows[summary["best_epoch"] - 1]["val_accuracy"]) == pytest.approx(summary["val_accuracy"])
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for part in (
+        f"test mean accuracy per class: {100 * metric:.2f} %",
+        str(folder / "metrics.json"),
+        str(folder / "metrics.csv"),
+        str(folder / "curves.png"),
+        "hidden_channels: 32",
+        "epoch 4/4",
+    ):
+        assert part in caplog.text
+
+
+@pytest.mark.parametrize("returns", ["val_loss", "test_loss"])
+def test_returned_metric(run, returns):
+    metric, folder = run("run", f"returns={returns}")
+    assert metric == json.loads((folder / "metrics.json").read_text())[returns]
+
+
+def test_seed_decides_a_run(run):
+    (_, first), (_, again), (_, other) = (
+        run(folder, f"seed={seed}") for folder, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert history(first) == history(again) != history(other)
+    assert_equal(parameters(first), parameters(again))
+
+
+@pytest.mark.parametrize("scheduler", ["plateau", "cosine", "constant"])
+@pytest.mark.parametrize("model", ["gat", "gt_small"])
+def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, model, scheduler):
+    overrides = [f"model={model}", f"scheduler={scheduler}", "trainer.checkpoint_every=100"]
+    _, whole = run("whole", *overrides)
+
+    node_loss, calls = trainer_module.node_loss, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        # 3 training and 2 validation batches per epoch: in the middle of training in epoch 3.
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return node_loss(*args, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "node_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", *overrides)
+    monkeypatch.undo()
+    stopped = whole.parent / "stopped"
+    assert torch.load(stopped / "checkpoints" / "last.pt", weights_only=True)["epoch"] == 2
+
+    torch.manual_seed(99)
+    _, resumed = run("resumed", *overrides, f"resume={stopped}")
+    assert history(resumed) == history(whole)
+    for file in ("last.pt", "best.pt"):
+        assert_equal(parameters(resumed, file), parameters(whole, file))
+    metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (whole, resumed)]
+    assert metrics[0]["test_loss"] == metrics[1]["test_loss"]
+
+
+def test_resume_trains_longer(run):
+    _, whole = run("whole", "scheduler=constant", "trainer.epochs=5")
+    _, short = run("short", "scheduler=constant", "trainer.epochs=3")
+    _, longer = run("longer", "scheduler=constant", "trainer.epochs=5", f"resume={short / 'checkpoints' / 'last.pt'}")
+    assert history(longer) == history(whole)
+
+
+def test_early_stopping(run):
+    # Without a step nothing gets better after the first epoch.
+    _, folder = run("run", "model=agnn", "optimizer.lr=0", "trainer.epochs=20", "trainer.patience=3")
+    summary = json.loads((folder / "metrics.json").read_text())
+    assert summary["best_epoch"] == 1 and summary["epochs"] == 4
+
+
+def test_best_by_loss(run):
+    _, folder = run("run", "trainer.monitor=val_loss", "optimizer.lr=0.05", "trainer.epochs=6")
+    summary = json.loads((folder / "metrics.json").read_text())
+    assert min(history(folder), key=lambda row: float(row["val_loss"]))["epoch"] == str(summary["best_epoch"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast(run, precision):
+    _, folder = run("run", f"trainer.precision={precision}", "trainer.epochs=2")
+    _, full = run("full", "trainer.epochs=2")
+    loss, expected = (float(history(each)[0]["train_loss"]) for each in (folder, full))
+    assert loss == pytest.approx(expected, rel=0.05) and loss != expected
+
+
+def test_whole_graph(tmp_path):
+    from hydra import compose, initialize_config_dir
+
+    from pyg_dfgnn.paths import configs_dir
+    from tests.datasets.test_planetoid import write_raw
+
+    write_raw(tmp_path / "Cora" / "raw")
+    overrides = ["data=cora", "model=gat", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
+    overrides += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        for folder in ("a", "b"):
+            training.train(compose("train", [*overrides, f"paths.run={tmp_path / folder}"]))
+        # A checkpoint in the middle, gone on from.
+        training.train(compose("train", [*overrides, f"paths.run={tmp_path / 'half'}", "trainer.epochs=3"]))
+        resumed = [f"resume={tmp_path / 'half'}", f"paths.run={tmp_path / 'resumed'}"]
+        training.train(compose("train", [*overrides, *resumed]))
+    assert history(tmp_path / "a") == history(tmp_path / "b") == history(tmp_path / "resumed")
+    summary = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert summary["task"] == "Cora" and not summary["balanced_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["trainer.precision=fp8"], ValueError, r"'precision' needs one of 'fp32', 'bf16', 'fp16' \(got 'fp8'\)"),
+        (["trainer.monitor=loss"], ValueError, r"'monitor' needs one of 'val_accuracy', 'val_loss' \(got 'loss'\)"),
+        (["trainer.epochs=0"], ValueError, r"'epochs' needs a value >= 1 \(got 0\)"),
+        (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),
+        (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
+        (["device=cuda:99"], ValueError, r"'device' needs a GPU that is there: \d+ found \(got 'cuda:99'\)"),
+        (["returns=speed"], ValueError, r"'returns' needs one of 'val_loss'.* \(got 'speed'\)"),
+        (["resume=nowhere"], FileNotFoundError, r"'resume' needs a checkpoint .* \(got nowhere\)"),
+        (["model.heads=5"], ValueError, r"'hidden_channels' needs a multiple of heads=5 \(got 32\)"),
+        (["model.norm=none"], ValueError, r"'norm' needs one of 'batch', 'layer' \(got 'none'\)"),
+        (["backend=auto", "backend.settings.fallback=no"], ValueError, r"'fallback' needs one of 'log', 'error'"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_wrong_configs(run, overrides, error, message):
+    with pytest.raises(Exception, match=message) as caught:
+        run("run", *overrides)
+    # Hydra wraps what a constructor raises.
+    assert isinstance(caught.value, error) or isinstance(caught.value.__cause__, error)
+
+
+def test_resume_needs_the_same_run(run):
+    _, folder = run("run", "trainer.epochs=1", "scheduler=constant")
+    with pytest.raises(
+        ValueError, match=r"'model.heads' needs 4 as in the checkpoint \(got 2\).*'seed' needs 0 .*got 7"
+    ):
+        run("other", "model.heads=2", "seed=7", "scheduler=constant", f"resume={folder}")
