@@ -20,6 +20,7 @@ WARPS = 4
 fused_device_types = {"cuda"}
 """Device types that kernels run on; the tests add "cpu" while the emulator takes the launches."""
 
+_HAS_CUPY = find_spec("cupy") is not None
 _STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -97,11 +98,6 @@ class LaunchPlan:
         return "\n".join(lines)
 
 
-@cache
-def _has_cupy() -> bool:
-    return find_spec("cupy") is not None
-
-
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Return every reason why no fused kernel can run ``problem``; empty when one can."""
     reasons = []
@@ -110,7 +106,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.device.type not in fused_device_types:
         reasons.append(f"tensors are on {problem.device.type}, the kernels run on CUDA devices")
     elif problem.device.type == "cuda":
-        if not _has_cupy():
+        if not _HAS_CUPY:
             reasons.append("CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')")
         if torch.cuda.get_device_capability(problem.device) < (8, 0):
             reasons.append("the kernels need compute capability 8.0 or newer")

@@ -24,8 +24,9 @@ from pyg_dfgnn.dispatch.attention import (
     plan,
     unsupported_reasons,
 )
-from pyg_dfgnn.errors import check_device, check_range, check_shape
+from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import Adjacency, Chunks, EdgeSet, Graph
+from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.runtime.compiler import Spec
@@ -63,7 +64,7 @@ class Operands(NamedTuple):
 
 
 _OPERANDS = (
-    "Tensor edge_index, int num_src, int num_dst, bool self_loops, bool transposed, str score, Tensor? target, "
+    "Tensor edge_index, SymInt num_src, SymInt num_dst, bool self_loops, bool transposed, str score, Tensor? target, "
     "Tensor? key, Tensor value, Tensor? target_scalars, Tensor? source_scalars, Tensor? parameter, Tensor? edge, "
     "Tensor? seed, float scale, float slope, float dropout"
 )
@@ -430,9 +431,37 @@ class _Attention(torch.autograd.Function):
         return (None, *(grads.get(name) for name in Operands._fields))
 
 
-def _check_nodes(name: str, tensor: Tensor, rows: int, value: Tensor, spec: str, dims: int = 3) -> None:
-    check_device(name, tensor, value.device)
-    check_shape(name, tensor, (rows, *value.shape[1:dims]), spec)
+_FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _check_graph(graph: Edges) -> torch.device:
+    """The device of the edges."""
+    if isinstance(graph, Graph):
+        return graph.device
+    if not isinstance(graph, EdgeSet):
+        raise TypeError(f"'graph' needs a Graph or an EdgeSet (got {type(graph).__name__})")
+    check_edge_index(graph.edge_index)
+    return graph.edge_index.device
+
+
+def _check(name: str, tensor: Any, device: torch.device, **sizes: int | None) -> None:
+    """Check dtype, device and shape, given as one letter and size per dimension; None stands for any size."""
+    check_dtype(name, tensor, _FEATURE_DTYPES)
+    check_device(name, tensor, device)
+    fits = len(tensor.shape) == len(sizes) and all(
+        size is None or size == given for size, given in zip(sizes.values(), tensor.shape, strict=True)
+    )
+    if not fits:
+        expected = tuple(letter if size is None else size for letter, size in sizes.items())
+        spec = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
+        check_shape(name, tensor, expected, f"[{spec}]")
+
+
+def _num_edges(graph: Edges) -> int | None:
+    """The number of edges, unknown before tracing ends when self-loops are added."""
+    if isinstance(graph, Graph):
+        return graph.num_edges
+    return None if graph.self_loops else graph.edge_index.shape[1]
 
 
 def _fusable(score: str, value: Tensor, dtype: torch.dtype, edge: bool, dropout_p: float) -> bool:
@@ -454,6 +483,16 @@ def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
 def _draw_seed(device: torch.device) -> Tensor:
     """A key for one call from torch's generator of the device, so that manual_seed and graph capture work as usual."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def _without_repeats(arguments: Operands) -> Operands:
+    """A view for each repetition of a tensor: torch.compile refuses a Function that takes one tensor twice."""
+    distinct: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor) and any(argument is other for other in distinct):
+            argument = argument.view_as(argument)
+        distinct.append(argument)
+    return Operands(*distinct)
 
 
 def _run(
@@ -489,6 +528,8 @@ def _run(
         slope,
         dropout_p,
     )
+    if torch.compiler.is_compiling():
+        arguments = _without_repeats(arguments)
     out, lse = _Attention.apply(same, *arguments)
     if not return_weights:
         return out
@@ -540,17 +581,22 @@ def dot_attention(
         ``graph.edge_index``.
 
     Raises:
+        TypeError: An argument has the wrong type or dtype.
         ValueError: A shape, device or range does not fit.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
-    check_shape("value", value, (graph.num_src, "H", "C"), "[N_src, H, C]")
-    _check_nodes("key", key, graph.num_src, value, "[N_src, H, C]")
-    _check_nodes("query", query, graph.num_dst, value, "[N_dst, H, C]")
-    _check_edge(graph, edge, value)
+    device = _check_graph(graph)
+    _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+    _, heads, channels = value.shape
+    _check("key", key, device, N_src=graph.num_src, H=heads, C=channels)
+    _check("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
+    if edge is not None:
+        _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
     check_range("dropout_p", dropout_p, 0.0, 1.0)
     if scale is None:
-        scale = 1.0 / math.sqrt(max(1, value.shape[2]))
+        scale = 1.0 / math.sqrt(max(1, channels))
+    check_range("scale", scale)
     dtype = _common_dtype(query, key, value, edge)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     edge = None if edge is None else edge.to(dtype)
@@ -597,22 +643,27 @@ def cosine_attention(
         As :func:`dot_attention`.
 
     Raises:
+        TypeError: An argument has the wrong type or dtype.
         ValueError: A shape, device or range does not fit.
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    check_shape("x_src", x_src, (graph.num_src, "H", "C"), "[N_src, H, C]")
-    same = x_dst is None or x_dst is x_src
-    target = x_src if x_dst is None else x_dst
-    _check_nodes("x_src" if x_dst is None else "x_dst", target, graph.num_dst, x_src, "[N_dst, H, C]")
+    device = _check_graph(graph)
+    _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+    _, heads, channels = x_src.shape
+    same = x_dst is x_src or (x_dst is None and graph.num_dst == graph.num_src)
+    target: Any = x_src if same else x_dst
+    _check("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
     check_range("dropout_p", dropout_p, 0.0, 1.0)
     if isinstance(beta, Tensor):
-        check_device("beta", beta, x_src.device)
+        check_dtype("beta", beta, _FEATURE_DTYPES)
+        check_device("beta", beta, device)
         if beta.numel() != 1:
             raise ValueError(f"'beta' needs one element (got shape {list(beta.shape)})")
         beta = beta.reshape(1)
     else:
-        beta = torch.full((1,), float(beta), dtype=torch.float32, device=x_src.device)
+        check_range("beta", beta)
+        beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
     dtype = _common_dtype(x_src, target)
     x_src, target = x_src.to(dtype), target.to(dtype)
     if not _fusable("cosine", x_src, dtype, False, dropout_p):
@@ -666,18 +717,21 @@ def add_attention(
         As :func:`dot_attention`.
 
     Raises:
+        TypeError: An argument has the wrong type or dtype.
         ValueError: A shape, device or range does not fit.
 
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
-    check_shape("value", value, (graph.num_src, "H", "C"), "[N_src, H, C]")
-    _check_nodes("alpha_src", alpha_src, graph.num_src, value, "[N_src, H]", dims=2)
+    device = _check_graph(graph)
+    _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+    heads = value.shape[1]
+    _check("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
     if alpha_dst is not None:
-        _check_nodes("alpha_dst", alpha_dst, graph.num_dst, value, "[N_dst, H]", dims=2)
+        _check("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
     if alpha_edge is not None:
-        check_device("alpha_edge", alpha_edge, value.device)
-        check_shape("alpha_edge", alpha_edge, (_num_edges(graph), value.shape[1]), "[E, H]")
+        _check("alpha_edge", alpha_edge, device, E=_num_edges(graph), H=heads)
     check_range("dropout_p", dropout_p, 0.0, 1.0)
+    check_range("negative_slope", negative_slope)
     if not _fusable("add", value, value.dtype, alpha_edge is not None, dropout_p):
         plain = _as_graph(graph)
         keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
@@ -697,9 +751,7 @@ def add_attention(
         "add",
         value=value,
         source_scalars=alpha_src.float(),
-        target_scalars=alpha_src.new_zeros(graph.num_dst, value.shape[1]).float()
-        if alpha_dst is None
-        else alpha_dst.float(),
+        target_scalars=alpha_src.new_zeros(graph.num_dst, heads).float() if alpha_dst is None else alpha_dst.float(),
         edge=None if alpha_edge is None else alpha_edge.float(),
         slope=negative_slope,
         dropout_p=dropout_p,
@@ -734,16 +786,20 @@ def gatv2_attention(
         As :func:`dot_attention`.
 
     Raises:
+        TypeError: An argument has the wrong type or dtype.
         ValueError: A shape, device or range does not fit.
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?" (arXiv 2105.14491).
     """
-    check_shape("x_src", x_src, (graph.num_src, "H", "C"), "[N_src, H, C]")
-    _check_nodes("x_dst", x_dst, graph.num_dst, x_src, "[N_dst, H, C]")
-    check_device("att", att, x_src.device)
-    check_shape("att", att, tuple(x_src.shape[1:]), "[H, C]")
-    _check_edge(graph, edge, x_src)
+    device = _check_graph(graph)
+    _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+    _, heads, channels = x_src.shape
+    _check("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
+    _check("att", att, device, H=heads, C=channels)
+    if edge is not None:
+        _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
     check_range("dropout_p", dropout_p, 0.0, 1.0)
+    check_range("negative_slope", negative_slope)
     dtype = _common_dtype(x_src, x_dst, edge)
     x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
     edge = None if edge is None else edge.to(dtype)
@@ -772,16 +828,3 @@ def gatv2_attention(
         dropout_p=dropout_p,
         return_weights=return_weights,
     )
-
-
-def _num_edges(graph: Edges) -> int | str:
-    """The number of edges, unknown before tracing ends when self-loops are added."""
-    if isinstance(graph, Graph):
-        return graph.num_edges
-    return "E" if graph.self_loops else graph.edge_index.shape[1]
-
-
-def _check_edge(graph: Edges, edge: Tensor | None, value: Tensor) -> None:
-    if edge is not None:
-        check_device("edge", edge, value.device)
-        check_shape("edge", edge, (_num_edges(graph), *value.shape[1:]), "[E, H, C]")
