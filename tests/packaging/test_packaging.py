@@ -1,0 +1,60 @@
+"""What an installation holds, and that it finds its CUDA text and configs from anywhere."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pyg_dfgnn import paths
+
+ROOT = Path(__file__).parents[2]
+
+
+def relative(folder, *patterns):
+    return {str(path.relative_to(folder)) for pattern in patterns for path in folder.rglob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy, so that the checkout stays clean."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for folder in ("pyg_dfgnn", "kernels", "configs"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True, timeout=300)
+    (file,) = target.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def test_wheel_content(wheel):
+    expected = {f"pyg_dfgnn/{path}" for path in relative(ROOT / "pyg_dfgnn", "*.py")}
+    expected |= {f"pyg_dfgnn/kernels/{path}" for path in relative(paths.kernels_dir(), "*.cu", "*.cuh")}
+    expected |= {f"pyg_dfgnn/configs/{path}" for path in relative(paths.configs_dir(), "*.yaml")}
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == expected
+
+
+def test_wheel_finds_its_files(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    code = "from pyg_dfgnn import paths; print(paths.kernels_dir()); print(paths.configs_dir())"
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "site" / "pyg_dfgnn" / name) for name in ("kernels", "configs")]
+
+
+def test_checkout_finds_its_files():
+    assert (paths.kernels_dir() / "attention").is_dir()
+    assert (paths.configs_dir() / "train.yaml").is_file()
+
+
+def test_incomplete_installation_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "__file__", str(tmp_path / "pyg_dfgnn" / "paths.py"))
+    with pytest.raises(FileNotFoundError, match="'nothing' was found neither in .* nor in .*: reinstall pyg_dfgnn"):
+        paths._find("nothing")
