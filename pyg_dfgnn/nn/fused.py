@@ -64,7 +64,7 @@ def methods_of(conv_type: type[MessagePassing]) -> dict[str, Any]:
     return {name: getattr(conv_type, name) for name in METHODS}
 
 
-# Marked constant: torch.compile runs these two while tracing and leaves nothing of them in the graph.
+# Marked constant: torch.compile runs these functions while tracing and leaves nothing of them in the graph.
 @torch.compiler.assume_constant_result
 def log_once(conv_name: str, reasons: tuple[str, ...]) -> None:
     """Log each reason once per conv class."""
@@ -82,9 +82,14 @@ def kernel_reasons(*problem: Any) -> tuple[str, ...]:
 
 
 @torch.compiler.assume_constant_result
-@cache
 def overrides_propagation(conv_type: type[MessagePassing]) -> bool:
-    """Whether a user's subclass has a `propagate` or `edge_updater` of its own (PyG generates one into each class)."""
+    """Whether a user's subclass has a `propagate` or `edge_updater` of its own."""
+    return _overrides_propagation(conv_type)
+
+
+@cache
+def _overrides_propagation(conv_type: type[MessagePassing]) -> bool:
+    # PyG generates both into a class on its first instance, and keeps what it found there as `_orig_...`.
     for cls in conv_type.__mro__[: conv_type.__mro__.index(FusedConv)]:
         for name in ("propagate", "edge_updater"):
             own = cls.__dict__.get(name)
@@ -329,9 +334,8 @@ class FusedConv(MessagePassing):
             found.append(f"edge_index is on {where} and x on {device}")
         if form in ("tensor", "EdgeIndex"):
             if edge_index.dtype not in (torch.int64, torch.int32) or edge_index.dim() != 2 or edge_index.size(0) != 2:
-                found.append(
-                    f"edge_index is not an int64 or int32 [2, E] ({edge_index.dtype}, {list(edge_index.shape)})"
-                )
+                given = f"{edge_index.dtype}, {list(edge_index.shape)}"
+                found.append(f"edge_index is no int64 or int32 tensor of shape [2, E] ({given})")
             return found
         if self.flow != "source_to_target":
             found.append("flow='target_to_source' with a sparse adjacency")

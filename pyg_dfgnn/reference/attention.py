@@ -176,7 +176,7 @@ def _aggregate(score: Tensor, value: Tensor, dst: Tensor, num_dst: int, keep: Te
     row_sum = weight.new_zeros(num_dst, heads).index_add(0, dst, weight) + 1e-16
     weight = weight / row_sum.index_select(0, dst)
     if keep is not None:
-        weight = weight * keep
+        weight = weight * keep.to(weight.dtype)
     message = weight.unsqueeze(-1) * value
     out = message.new_zeros(num_dst, heads, value.size(2)).index_add(0, dst, message)
     return out, weight

@@ -1,14 +1,8 @@
-"""The seam that lets the fused branch of the convs run on the CPU, and helpers to compare it with PyG's own path."""
+"""The seam that lets the fused branch of the convs run on the CPU."""
 
 import pytest
-import torch
 
 from pyg_dfgnn.nn import fused
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -397,10 +397,11 @@ def test_dropout(name):
         torch.testing.assert_close(kept[~dropped], 2 * full[~dropped])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_dropping_everything(name):
-    convs = build(name, F_SRC, CHANNELS, heads=HEADS, dropout=1.0)
-    assert_parity(name, convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+def test_dropping_everything(name, dtype):
+    convs = build(name, F_SRC, CHANNELS, heads=HEADS, dropout=1.0, dtype=dtype)
+    assert_parity(name, convs, torch.randn(NUM_NODES, F_SRC, dtype=dtype), EDGES)
 
 
 def test_frozen_parameters_and_constant_inputs():

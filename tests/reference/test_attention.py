@@ -19,11 +19,6 @@ def rand(*size):
     return torch.randn(*size, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
