@@ -8,7 +8,7 @@ TORCH = torch==2.13.0
 JOBS = $(shell nproc 2>/dev/null || echo 1)
 ARGS =
 
-PIP = $(PYTHON) -m pip --quiet --disable-pip-version-check
+PIP = $(PYTHON) -m pip --quiet --quiet --disable-pip-version-check
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 GPU = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
