@@ -7,7 +7,11 @@ python train.py -m seed=0,1,2 backend=auto,pyg   a sweep
 python train.py resume=outputs/...               go on with a stopped run
 """
 
+import os
 import sys
+
+# Threads that wait by spinning slow each other down many times over when the cores are shared. Read as torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hydra
 from omegaconf import DictConfig
