@@ -84,7 +84,7 @@ def kernel_reasons(*problem: Any) -> tuple[str, ...]:
 @torch.compiler.assume_constant_result
 def overrides_propagation(conv_type: type[MessagePassing]) -> bool:
     """Whether a user's subclass has a `propagate` or `edge_updater` of its own."""
-    return _overrides_propagation(conv_type)
+    return _overrides_propagation(conv_type)  # type: ignore[arg-type]
 
 
 @cache
@@ -143,6 +143,17 @@ class FusedConv(MessagePassing):
 
     _upstream_methods: dict[str, Any]
     """The functions of PyG's class that the fused path stands for."""
+
+    def __prepare_scriptable__(self) -> MessagePassing:
+        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this conv, same parameters."""
+        if FusedConv not in type(self).__bases__:
+            return self
+        upstream = type(self).__bases__[-1]
+        self._report(["torch.jit.script puts PyG's own class in its place"])
+        twin = object.__new__(upstream)
+        twin.__dict__.update(self.__dict__)
+        MessagePassing._set_jittable_templates(twin)
+        return twin
 
     def _gate(
         self,

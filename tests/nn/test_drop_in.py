@@ -528,6 +528,27 @@ def test_compile_reports_at_trace_time(x, caplog):
     assert len(told) == 1 and "aggr is 'mean'" in told[0]
 
 
+class Scripted(torch.nn.Module):
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["TransformerConv", "AGNNConv"])
+def test_script_takes_pygs_class(name, x, caplog, forget_logged):
+    """The two convs that TorchScript takes upstream."""
+    model = Scripted(make(name))
+    expected = model(x, EDGES)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x, EDGES), expected)
+    assert "torch.jit.script" in caplog.text
+    assert type(model.conv) is getattr(pyg, name)
+
+
 # Importing -----------------------------------------------------------------------------------------------------------
 
 

@@ -117,9 +117,7 @@ def main() -> int:
         "--files", nargs="+", default=list(FILES), help="files below it; those that do not exist are skipped"
     )
     parser.add_argument("--device", help="torch's default device in the tests")
-    parser.add_argument(
-        "--reference", action="store_true", help="run fused branch on the CPU, on the reference ops"
-    )
+    parser.add_argument("--reference", action="store_true", help="run fused branch on the CPU, on the reference ops")
     parser.add_argument("--worker", choices=["pyg", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -130,9 +128,8 @@ def main() -> int:
         expected, actual = run("pyg", options, Path(folder)), run("ours", options, Path(folder))
     passed = [test for test, outcome in expected["outcome"].items() if outcome == "passed"]
     broken = [test for test in passed if actual["outcome"].get(test) != "passed"]
-    print(
-        f"{len(passed)} of {len(expected['outcome'])} tests pass with PyG's classes, {len(broken)} of them not with ours"
-    )
+    tests = len(expected["outcome"])
+    print(f"{len(passed)} of {tests} tests pass with PyG's classes, {len(broken)} of them fail with ours")
     print(f"{actual['fused']} of {actual['calls']} calls were fused")
     if broken:
         print("\n".join(broken), actual["log"], sep="\n")
