@@ -150,7 +150,7 @@ class FusedConv(MessagePassing):
             return self
         upstream = type(self).__bases__[-1]
         self._report(["torch.jit.script puts PyG's own class in its place"])
-        twin = object.__new__(upstream)
+        twin: MessagePassing = object.__new__(upstream)
         twin.__dict__.update(self.__dict__)
         MessagePassing._set_jittable_templates(twin)
         return twin
