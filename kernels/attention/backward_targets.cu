@@ -42,10 +42,10 @@ __device__ __forceinline__ TargetSums load_sums(const float* buffer, i64 i, cons
 #endif
 }
 
-// For a gradient that is a sum of dS over a row (add, gatv2), where the terms cancel, delta must not carry the rounding
-// of a 16-bit output: there `out` is the fp32 copy that the forward pass left.
+// The terms of a row's dS cancel, so delta must not carry the rounding of a 16-bit output: there `out` is the fp32 copy
+// that the forward pass left.
 __device__ __forceinline__ Part load_out(const void* out, int row, const Lanes& l) {
-#if STORAGE != 0 && (SCORE == SCORE_ADD || SCORE == SCORE_GATV2)
+#if STORAGE != 0
     return load_part_fp32(static_cast<const float*>(out), row, l);
 #else
     return load_part(static_cast<const storage_t*>(out), row, l);

@@ -8,41 +8,36 @@ the log-sum-exp of each row. All functions run on CPU tensors and in float64 thr
 """
 
 import math
-from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyg_dfgnn.dispatch.attention import (
-    AttentionProblem,
-    LaunchPlan,
-    Pass,
-    norm_constants,
-    plan,
-    unsupported_reasons,
-)
+from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
-from pyg_dfgnn.graph import Adjacency, Chunks, EdgeSet, Graph
+from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
+from pyg_dfgnn.ops.attention_launch import (
+    Inputs,
+    Kernels,
+    empty_as,
+    inverse_norm,
+    problem_of,
+    run_backward,
+    run_forward,
+    run_weights,
+)
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
-from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.runtime.launcher import Argument, Kernel, addresses, launch
 from pyg_dfgnn.settings import current
 
 Edges = Graph | EdgeSet
 
 
 class Operands(NamedTuple):
-    """Arguments of the registered operators, in schema order.
-
-    ``target`` [N_dst, H, C], ``key`` [N_src, H, C] (dot only) and ``value`` [N_src, H, C] share a dtype; node scalars
-    [N, H], ``parameter`` (beta [1] or the attention vector [H, C]) and scalar ``edge`` [E, H] are float32; a vector
-    ``edge`` is [E, H, C]; ``seed`` is int64 [1] and present when ``dropout`` > 0.
-    """
+    """Arguments of the registered operators, in schema order: the key of the graph, the score, then its inputs."""
 
     edge_index: Tensor
     num_src: int
@@ -62,6 +57,12 @@ class Operands(NamedTuple):
     slope: float
     dropout: float
 
+    def resolve(self) -> tuple[Kernels, Graph, Inputs]:
+        """The prepared kernels, the graph, and the inputs."""
+        graph = Graph.resolve(*self[:5])
+        inputs = Inputs(*self[6:])
+        return Kernels.of(problem_of(self.score, inputs), graph), graph, inputs
+
 
 _OPERANDS = (
     "Tensor edge_index, SymInt num_src, SymInt num_dst, bool self_loops, bool transposed, str score, Tensor? target, "
@@ -78,184 +79,11 @@ _library.define(f"attention_weights({_OPERANDS}, Tensor lse) -> Tensor")
 _library.define("attention_inverse_norm(Tensor x) -> Tensor")
 
 
-class _Walk:
-    """The kernels of one pass over one side of a graph, with the arguments that all its launches share."""
-
-    def __init__(self, source: str, entry: str, chosen: Pass, side: Adjacency, num_columns: int) -> None:
-        self.chosen = chosen
-        self.num_rows = side.num_rows
-        constants = chosen.constants
-        spec = Spec(source, tuple(constants.items()))
-        self.kernel = Kernel(spec, entry)
-        self.merge = Kernel(spec, f"{entry}_merge")
-        self.items_per_block = constants["WARPS"] * constants["WARP_ROWS"]
-        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
-        self.threads = (32 * constants["WARPS"], 1, 1)
-        self.chunks: list[Chunks | None]
-        if chosen.blocks == 1:
-            self.chunks = [side.chunks(chosen.max_edges)]
-            self.arrays = (side.ptr, side.index, side.edge_id)
-        else:
-            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
-            self.chunks = swept.chunks
-            self.arrays = (swept.ptr, swept.index, swept.edge_id)
-        self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
-        self.sweeps = [self._arguments(block, chunks) for block, chunks in enumerate(self.chunks)]
-        # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
-        self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
-
-    def _arguments(self, block: int, chunks: Chunks | None) -> tuple[Argument, ...]:
-        listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
-        count = 0 if chunks is None else chunks.num_chunks
-        sizes = (self.num_rows, count, self.chosen.max_edges, block, self.chosen.blocks)
-        return addresses((*self.arrays, *listed, *sizes))
-
-    def run(
-        self,
-        device: torch.device,
-        elements: int,
-        shared: tuple[Argument, ...],
-        outputs: tuple[Argument, ...],
-        merge_inputs: tuple[Argument, ...],
-        merge_outputs: tuple[Argument, ...],
-    ) -> None:
-        """Sweep all column blocks; heavy rows are merged after each.
-
-        Args:
-            device: Where to run.
-            elements: fp32 numbers of the state of one row or chunk.
-            shared: Inputs of the kernel, after the adjacency.
-            outputs: Its outputs, before the two state buffers.
-            merge_inputs: Inputs of the merge kernel, after the chunks' states.
-            merge_outputs: Its outputs, before the rows' states.
-        """
-        partial = _states(self.max_chunks, elements, device)
-        carry = _states(self.num_rows, elements, device) if self.chosen.blocks > 1 else None
-        for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
-            launch(self.kernel, self.grid, self.threads, (*sweep, *shared, *outputs, partial, carry), device)
-            if chunks is None:
-                continue
-            grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
-            sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, self.chosen.blocks)
-            merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
-            launch(self.merge, grid, self.threads, merge, device)
-
-
-def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
-    return torch.empty(count * elements, dtype=torch.float32, device=device) if count else None
-
-
-class _Prepared:
-    """A launch plan with its kernels and their shared arguments; kept with the graph."""
-
-    def __init__(self, launch_plan: LaunchPlan, graph: Graph) -> None:
-        self.plan = launch_plan
-        csr = (launch_plan.forward, graph.csr, graph.num_src)
-        self.forward = _Walk("attention/forward.cu", "attention_forward", *csr)
-        if launch_plan.forward.blocks == 1:
-            self.weights = _Walk("attention/weights.cu", "attention_weights", *csr)
-        else:
-            whole = replace(launch_plan.forward, blocks=1)
-            self.weights = _Walk("attention/weights.cu", "attention_weights", whole, graph.csr, graph.num_src)
-        if launch_plan.targets is not None and launch_plan.sources is not None:
-            self.targets = _Walk(
-                "attention/backward_targets.cu",
-                "attention_backward_targets",
-                launch_plan.targets,
-                graph.csr,
-                graph.num_src,
-            )
-            self.sources = _Walk(
-                "attention/backward_sources.cu",
-                "attention_backward_sources",
-                launch_plan.sources,
-                graph.csc,
-                graph.num_dst,
-            )
-
-
-class _Call:
-    """One operator call, ready to launch: the graph, its plan and the arguments every kernel takes."""
-
-    def __init__(self, operands: Operands, needs_grad: bool) -> None:
-        self.operands = o = operands
-        self.graph = graph = Graph.resolve(o.edge_index, o.num_src, o.num_dst, o.self_loops, o.transposed)
-        _, self.heads, self.channels = o.value.shape
-        self.device = o.value.device
-        key = (
-            o.score,
-            self.heads,
-            self.channels,
-            o.value.dtype,
-            o.edge is None,
-            o.dropout > 0.0,
-            needs_grad,
-            current(),
-        )
-        found = graph.plans.get(key)
-        if found is None:
-            problem = AttentionProblem(
-                o.score,
-                self.heads,
-                self.channels,
-                o.value.dtype,
-                self.device,
-                o.edge is not None,
-                o.dropout > 0.0,
-                needs_grad,
-            )
-            found = graph.plans[key] = _Prepared(plan(problem, graph), graph)
-        self.prepared: _Prepared = found
-        self.target, self.key, self.value = _aligned(o.target), _aligned(o.key), _aligned(o.value)
-        self.target_scalars, self.source_scalars = _aligned(o.target_scalars), _aligned(o.source_scalars)
-        self.parameter = _aligned(o.parameter)
-        self.shared = (
-            self.target,
-            self.key,
-            self.value,
-            self.target_scalars,
-            self.source_scalars,
-            self.parameter,
-            _aligned(o.edge),
-            o.seed,
-            o.scale,
-            o.slope,
-            o.dropout,
-        )
-
-    def empty(self, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(
-            (rows, self.heads, self.channels), dtype=dtype or self.operands.value.dtype, device=self.device
-        )
-
-    def empty_heads(self, rows: int) -> Tensor:
-        return torch.empty((rows, self.heads), dtype=torch.float32, device=self.device)
-
-
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """A contiguous tensor whose address allows 16-byte loads."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _empty_as(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp, and with ``exact`` the output in float32 (else empty)."""
     *operands, exact = arguments
-    call = _Call(Operands(*operands), needs_grad=False)
-    rows = call.operands.num_dst
-    out, lse = call.empty(rows), call.empty_heads(rows)
-    copy = call.empty(rows if exact else 0, torch.float32)
-    results = (out, lse, copy if exact else None)
-    elements = call.heads * (call.channels + 2)
-    call.prepared.forward.run(call.device, elements, call.shared, results, (), results)
-    return out, lse, copy
+    o = Operands(*operands)
+    kernels, _, inputs = o.resolve()
+    return run_forward(kernels, inputs, o.num_dst, exact)
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,110 +97,46 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (target or its scalars, key, value, source scalars, parameter, edge); empty where there is none."""
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     count = len(Operands._fields)
-    same, edge_grad = arguments[count + 3 :]
-    call = _Call(Operands(*arguments[:count]), needs_grad=True)
-    o, device, heads, channels = call.operands, call.device, call.heads, call.channels
-    out, lse, grad_out = (_aligned(tensor) for tensor in arguments[count : count + 3])
-    nothing = torch.empty(0, dtype=o.value.dtype, device=device)
-
-    targets = call.prepared.targets
-    delta = call.empty_heads(o.num_dst)
-    grad_target = call.empty_heads(o.num_dst) if o.score == "add" else call.empty(o.num_dst)
-    grad_edge = _empty_as(o.edge) if edge_grad else None
-    grad_beta = call.empty_heads(o.num_dst) if o.score == "cosine" else None
-    parameter_sums = None
-    if o.score == "gatv2":
-        parameter_sums = call.empty(targets.grid[0] * targets.chosen.blocks, torch.float32)
-    targets.run(
-        device,
-        heads * (1 if o.score == "add" else channels),
-        call.shared,
-        (out, lse, grad_out, delta, grad_target, grad_beta, grad_edge, parameter_sums),
-        (call.target, call.target_scalars, call.parameter, o.scale),
-        (grad_target, grad_beta),
-    )
-
-    grad_value = call.empty(o.num_src)
-    grad_key = call.empty(o.num_src) if o.score == "dot" else None
-    grad_source = call.empty_heads(o.num_src) if o.score == "add" else None
-    results = (grad_key, grad_value, grad_source, grad_target if same else None)
-    call.prepared.sources.run(
-        device,
-        heads * {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[o.score],
-        call.shared,
-        (lse, grad_out, delta, *results),
-        (call.value, call.source_scalars, call.parameter, o.scale),
-        results,
-    )
-
-    grad_parameter = None
-    if grad_beta is not None:
-        grad_parameter = grad_beta.sum().reshape(1)
-    elif parameter_sums is not None:
-        grad_parameter = parameter_sums.sum(0)
-    found = (None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge)
-    return tuple(nothing if grad is None else grad for grad in found)  # type: ignore[return-value]
+    kernels, graph, inputs = Operands(*arguments[:count]).resolve()
+    grads = run_backward(kernels, graph, inputs, *arguments[count:])
+    return tuple(inputs.value.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     count = len(Operands._fields)
     o = Operands(*arguments[:count])
-    _, _, _, same, edge_grad = arguments[count:]
+    same, edge_grad = arguments[count + 3 :]
     value = o.value
-    _, heads, channels = value.shape
-    nothing = value.new_empty(0)
+    heads, channels = value.shape[1:]
 
-    def scalars(rows: int) -> Tensor:
-        return value.new_empty((rows, heads), dtype=torch.float32)
+    def rows(present: bool, count: int) -> Tensor:
+        return value.new_empty((count, heads, channels)) if present else value.new_empty(0)
 
-    grad_target = scalars(o.num_dst) if o.score == "add" else value.new_empty((o.num_dst, heads, channels))
+    def scalars(count: int) -> Tensor:
+        return value.new_empty((count, heads), dtype=torch.float32)
+
+    add, dot = o.score == "add", o.score == "dot"
     return (
-        nothing if same else grad_target,
-        value.new_empty((o.num_src, heads, channels)) if o.score == "dot" else nothing,
-        value.new_empty((o.num_src, heads, channels)),
-        scalars(o.num_src) if o.score == "add" else nothing,
-        nothing if o.parameter is None else _empty_as(o.parameter),
-        _empty_as(o.edge) if edge_grad else nothing,
+        scalars(o.num_dst) if add else rows(not same, o.num_dst),
+        rows(dot, o.num_src),
+        rows(True, o.num_src),
+        scalars(o.num_src) if add else rows(False, 0),
+        rows(False, 0) if o.parameter is None else empty_as(o.parameter),
+        empty_as(o.edge) if edge_grad and o.edge is not None else rows(False, 0),
     )
 
 
 def _weights(*arguments: Any) -> Tensor:
     *operands, lse = arguments
-    call = _Call(Operands(*operands), needs_grad=False)
-    walk = call.prepared.weights
-    weights = call.empty_heads(call.graph.num_edges)
-    launch(walk.kernel, walk.grid, walk.threads, (*walk.sweeps[0], *call.shared, lse, weights), call.device)
-    return weights
+    return run_weights(*Operands(*operands).resolve(), lse)
 
 
 def _weights_fake(*arguments: Any) -> Tensor:
     o = Operands(*arguments[:-1])
     edges = torch.library.get_ctx().new_dynamic_size() if o.self_loops else o.edge_index.shape[1]
     return o.value.new_empty((edges, o.value.shape[1]), dtype=torch.float32)
-
-
-def _inverse_norm(x: Tensor) -> Tensor:
-    rows, heads, channels = x.shape
-    constants = norm_constants(heads, channels, x.dtype)
-    norms = torch.empty((rows, heads), dtype=torch.float32, device=x.device)
-    grid = (
-        -(-rows // (constants["WARPS"] * constants["WARP_ROWS"])),
-        -(-heads // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"])),
-        1,
-    )
-    threads = (32 * constants["WARPS"], 1, 1)
-    launch(_norm_kernel(heads, channels, x.dtype), grid, threads, (_aligned(x), rows, norms), x.device)
-    return norms
-
-
-@cache
-def _norm_kernel(heads: int, channels: int, dtype: torch.dtype) -> Kernel:
-    return Kernel(
-        Spec("attention/norm.cu", tuple(norm_constants(heads, channels, dtype).items())), "attention_inverse_norm"
-    )
 
 
 def _inverse_norm_fake(x: Tensor) -> Tensor:
@@ -383,23 +147,66 @@ for _name, _implementation, _fake in (
     ("attention_forward", _forward, _forward_fake),
     ("attention_backward", _backward, _backward_fake),
     ("attention_weights", _weights, _weights_fake),
-    ("attention_inverse_norm", _inverse_norm, _inverse_norm_fake),
+    ("attention_inverse_norm", inverse_norm, _inverse_norm_fake),
 ):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pyg_dfgnn::{_name}", _fake, lib=_library)
 
 
+def _needs_exact(ctx: Any, value: Tensor) -> bool:
+    """Whether backward needs a float32 copy of the output: the terms of dS cancel, and 16 bits would show."""
+    return value.dtype.itemsize == 2 and any(ctx.needs_input_grad)
+
+
+def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of the tensors of ``Inputs`` from those of ``run_backward``."""
+    target, key, value, source, parameter, edge = grads
+    add, dot = score == "add", score == "dot"
+    return (
+        None if add or same else target,
+        key if dot else None,
+        value,
+        target if add else None,
+        source if add else None,
+        parameter if score in ("cosine", "gatv2") else None,
+        edge if edge_grad else None,
+        None,
+    )
+
+
 class _Attention(torch.autograd.Function):
-    """Fused attention; ``value`` doubles as target where both are one tensor (``same``)."""
+    """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, tuple[Any, ...]], *tensors: Any) -> tuple[Tensor, Tensor]:
+        kernels, graph, _, numbers = ctx.rest = rest
+        inputs = Inputs(*tensors, *numbers)
+        exact = _needs_exact(ctx, inputs.value)
+        out, lse, copy = run_forward(kernels, inputs, graph.num_dst, exact)
+        ctx.save_for_backward(*tensors, copy if exact else out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+        kernels, graph, same, numbers = ctx.rest
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = Inputs(*tensors, *numbers)
+        edge_grad = ctx.needs_input_grad[7]
+        grads = run_backward(kernels, graph, inputs, out, lse, grad_out, same, edge_grad)
+        return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
+
+
+class _TracedAttention(torch.autograd.Function):
+    """The same through the registered operators, for tracing."""
 
     @staticmethod
     def forward(ctx: Any, same: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
         o = Operands(*arguments)
-        # Where the gradient of a row is a sum of terms that cancel, backward needs more than a 16-bit output.
-        exact = any(ctx.needs_input_grad) and o.score in ("add", "gatv2") and o.value.dtype.itemsize == 2
+        exact = _needs_exact(ctx, o.value)
         out, lse, copy = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact)
-        saved_out = copy if exact else out
-        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), saved_out, lse)
+        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), copy if exact else out, lse)
         ctx.layout = tuple(None if isinstance(a, Tensor) else (a,) for a in arguments)
         ctx.same = same
         ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[1 + Operands._fields.index("edge")]
@@ -412,36 +219,21 @@ class _Attention(torch.autograd.Function):
         *saved, out, lse = ctx.saved_tensors
         tensors = iter(saved)
         arguments = [next(tensors) if entry is None else entry[0] for entry in ctx.layout]
-        o = Operands(*arguments)
-        target, key, value, source, parameter, edge = torch.ops.pyg_dfgnn.attention_backward(
-            *arguments, out, lse, grad_out, ctx.same, ctx.edge_grad
-        )
-        grads: dict[str, Tensor] = {"value": value}
-        if o.score == "add":
-            grads["source_scalars"] = source
-            grads["target_scalars"] = target
-        elif not ctx.same:
-            grads["target"] = target
-        if o.score == "dot":
-            grads["key"] = key
-        if o.parameter is not None:
-            grads["parameter"] = parameter
-        if ctx.edge_grad:
-            grads["edge"] = edge
-        return (None, *(grads.get(name) for name in Operands._fields))
+        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, out, lse, grad_out, ctx.same, ctx.edge_grad)
+        return (*(None,) * 7, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
 
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _check_graph(graph: Edges) -> torch.device:
-    """The device of the edges."""
+def _check_graph(graph: Edges) -> tuple[Edges, torch.device]:
+    """The edges, as a Graph unless torch.compile traces, and their device."""
     if isinstance(graph, Graph):
-        return graph.device
+        return graph, graph.device
     if not isinstance(graph, EdgeSet):
         raise TypeError(f"'graph' needs a Graph or an EdgeSet (got {type(graph).__name__})")
     check_edge_index(graph.edge_index)
-    return graph.edge_index.device
+    return graph if torch.compiler.is_compiling() else Graph.resolve(*graph.key), graph.edge_index.device
 
 
 def _check(name: str, tensor: Any, device: torch.device, **sizes: int | None) -> None:
@@ -455,6 +247,53 @@ def _check(name: str, tensor: Any, device: torch.device, **sizes: int | None) ->
         expected = tuple(letter if size is None else size for letter, size in sizes.items())
         spec = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
         check_shape(name, tensor, expected, f"[{spec}]")
+
+
+def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], scalars: Sequence[Any] = ()) -> Any:
+    """What decides whether arguments are valid and which kernels they take; None for what is not worth remembering.
+
+    Args:
+        score: The score.
+        numbers: Arguments that are numbers.
+        features: Tensors that need a common dtype; None when they have several, since they are cast then.
+        scalars: Further tensors.
+    """
+    found: list[Any] = [score, numbers]
+    dtype = None
+    for tensor in features:
+        if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+            if dtype is None:
+                dtype = tensor.dtype
+            elif tensor.dtype is not dtype:
+                return None
+            found.append((tensor.shape, tensor.device))
+        elif tensor is None:
+            found.append(None)
+        else:
+            return None
+    for tensor in scalars:
+        if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+            found.append((tensor.shape, tensor.dtype, tensor.device))
+        elif tensor is None:
+            found.append(None)
+        else:
+            return None
+    found.append(dtype)
+    return tuple(found)
+
+
+def _recall(graph: Edges, signature: Any) -> Kernels | None:
+    """The kernels for arguments like these, if such have passed all checks on this graph before."""
+    if signature is None or type(graph) is not Graph or torch.compiler.is_compiling():
+        return None
+    try:
+        kernels = graph.plans.get(signature)
+    except TypeError:
+        # A number that is not even hashable: the checks will name it.
+        return None
+    if kernels is None or kernels.settings is not current() or graph.device.type not in fused_device_types:
+        return None
+    return kernels
 
 
 def _num_edges(graph: Edges) -> int | None:
@@ -511,31 +350,45 @@ def _run(
     dropout_p: float = 0.0,
     same: bool = False,
     return_weights: bool = False,
+    signature: Any = None,
+    kernels: Kernels | None = None,
 ) -> Any:
     seed = _draw_seed(value.device) if dropout_p > 0.0 else None
-    arguments = Operands(
-        *graph.key,
-        score,
-        target,
-        key,
-        value,
-        target_scalars,
-        source_scalars,
-        parameter,
-        edge,
-        seed,
-        scale,
-        slope,
-        dropout_p,
-    )
+    nodes = (target, key, value, target_scalars, source_scalars, parameter)
+    inputs = Inputs(*nodes, edge, seed, float(scale), float(slope), float(dropout_p))
+    if _is_eager(graph, value):
+        if kernels is None:
+            kernels = Kernels.of(problem_of(score, inputs), graph)
+            if signature is not None:
+                graph.plans[signature] = kernels
+        out, lse = _Attention.apply((kernels, graph, same, inputs[8:]), *inputs[:8])
+        return (out, run_weights(kernels, graph, _detached(inputs), lse)) if return_weights else out
+    arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    out, lse = _Attention.apply(same, *arguments)
+    out, lse = _TracedAttention.apply(same, *arguments)
     if not return_weights:
         return out
     with torch.no_grad():
-        detached = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-        return out, torch.ops.pyg_dfgnn.attention_weights(*detached, lse)
+        return out, torch.ops.pyg_dfgnn.attention_weights(*_detached(arguments), lse)
+
+
+def _is_eager(graph: Edges, value: Tensor) -> TypeGuard[Graph]:
+    """Whether nothing traces or intercepts operators, so that their dispatch can be skipped."""
+    return (
+        isinstance(graph, Graph)
+        and not torch.compiler.is_compiling()
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _detached(arguments: Any) -> Any:
+    return type(arguments)(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+
+
+def _zeros_like_heads(graph: Edges, alpha_src: Tensor) -> Tensor:
+    return torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
 
 
 def _reference_keep(graph: Edges, heads: int, dropout_p: float, device: torch.device) -> Tensor | None:
@@ -586,27 +439,29 @@ def dot_attention(
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
-    device = _check_graph(graph)
-    _check("value", value, device, N_src=graph.num_src, H=None, C=None)
-    _, heads, channels = value.shape
-    _check("key", key, device, N_src=graph.num_src, H=heads, C=channels)
-    _check("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
-    if edge is not None:
-        _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
-    check_range("dropout_p", dropout_p, 0.0, 1.0)
-    if scale is None:
-        scale = 1.0 / math.sqrt(max(1, channels))
-    check_range("scale", scale)
-    dtype = _common_dtype(query, key, value, edge)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    edge = None if edge is None else edge.to(dtype)
-    if not _fusable("dot", value, dtype, edge is not None, dropout_p):
-        plain = _as_graph(graph)
-        keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
-        result = reference.dot_attention(
-            plain.edge_index, plain.num_dst, query, key, value, edge=edge, scale=scale, keep=keep
-        )
-        return _reference_result(result, return_weights)
+    signature = _signature("dot", (scale, dropout_p), (query, key, value, edge))
+    kernels = _recall(graph, signature)
+    if kernels is None:
+        graph, device = _check_graph(graph)
+        _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+        _, heads, channels = value.shape
+        _check("key", key, device, N_src=graph.num_src, H=heads, C=channels)
+        _check("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
+        if edge is not None:
+            _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
+        check_range("dropout_p", dropout_p, 0.0, 1.0)
+        scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else scale
+        check_range("scale", scale)
+        dtype = _common_dtype(query, key, value, edge)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        edge = None if edge is None else edge.to(dtype)
+        if not _fusable("dot", value, dtype, edge is not None, dropout_p):
+            plain = _as_graph(graph)
+            keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
+            result = reference.dot_attention(
+                plain.edge_index, plain.num_dst, query, key, value, edge=edge, scale=scale, keep=keep
+            )
+            return _reference_result(result, return_weights)
     return _run(
         graph,
         "dot",
@@ -614,9 +469,11 @@ def dot_attention(
         key=key,
         value=value,
         edge=edge,
-        scale=scale,
+        scale=1.0 / math.sqrt(value.shape[2]) if scale is None else scale,
         dropout_p=dropout_p,
         return_weights=return_weights,
+        signature=signature,
+        kernels=kernels,
     )
 
 
@@ -648,7 +505,7 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    device = _check_graph(graph)
+    graph, device = _check_graph(graph)
     _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
     _, heads, channels = x_src.shape
     same = x_dst is x_src or (x_dst is None and graph.num_dst == graph.num_src)
@@ -674,8 +531,9 @@ def cosine_attention(
         )
         return _reference_result(result, return_weights)
     with torch.no_grad():
-        source_norms = torch.ops.pyg_dfgnn.attention_inverse_norm(x_src.detach())
-        target_norms = source_norms if same else torch.ops.pyg_dfgnn.attention_inverse_norm(target.detach())
+        norm = inverse_norm if _is_eager(graph, x_src) else torch.ops.pyg_dfgnn.attention_inverse_norm
+        source_norms = norm(x_src.detach())
+        target_norms = source_norms if same else norm(target.detach())
     return _run(
         graph,
         "cosine",
@@ -722,40 +580,45 @@ def add_attention(
 
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
-    device = _check_graph(graph)
-    _check("value", value, device, N_src=graph.num_src, H=None, C=None)
-    heads = value.shape[1]
-    _check("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
-    if alpha_dst is not None:
-        _check("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
-    if alpha_edge is not None:
-        _check("alpha_edge", alpha_edge, device, E=_num_edges(graph), H=heads)
-    check_range("dropout_p", dropout_p, 0.0, 1.0)
-    check_range("negative_slope", negative_slope)
-    if not _fusable("add", value, value.dtype, alpha_edge is not None, dropout_p):
-        plain = _as_graph(graph)
-        keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
-        result = reference.add_attention(
-            plain.edge_index,
-            plain.num_dst,
-            value,
-            alpha_src,
-            alpha_dst,
-            alpha_edge=alpha_edge,
-            negative_slope=negative_slope,
-            keep=keep,
-        )
-        return _reference_result(result, return_weights)
+    signature = _signature("add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
+    kernels = _recall(graph, signature)
+    if kernels is None:
+        graph, device = _check_graph(graph)
+        _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+        heads = value.shape[1]
+        _check("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
+        if alpha_dst is not None:
+            _check("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
+        if alpha_edge is not None:
+            _check("alpha_edge", alpha_edge, device, E=_num_edges(graph), H=heads)
+        check_range("dropout_p", dropout_p, 0.0, 1.0)
+        check_range("negative_slope", negative_slope)
+        if not _fusable("add", value, value.dtype, alpha_edge is not None, dropout_p):
+            plain = _as_graph(graph)
+            keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
+            result = reference.add_attention(
+                plain.edge_index,
+                plain.num_dst,
+                value,
+                alpha_src,
+                alpha_dst,
+                alpha_edge=alpha_edge,
+                negative_slope=negative_slope,
+                keep=keep,
+            )
+            return _reference_result(result, return_weights)
     return _run(
         graph,
         "add",
         value=value,
         source_scalars=alpha_src.float(),
-        target_scalars=alpha_src.new_zeros(graph.num_dst, heads).float() if alpha_dst is None else alpha_dst.float(),
+        target_scalars=_zeros_like_heads(graph, alpha_src) if alpha_dst is None else alpha_dst.float(),
         edge=None if alpha_edge is None else alpha_edge.float(),
         slope=negative_slope,
         dropout_p=dropout_p,
         return_weights=return_weights,
+        signature=signature,
+        kernels=kernels,
     )
 
 
@@ -791,32 +654,35 @@ def gatv2_attention(
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?" (arXiv 2105.14491).
     """
-    device = _check_graph(graph)
-    _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
-    _, heads, channels = x_src.shape
-    _check("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
-    _check("att", att, device, H=heads, C=channels)
-    if edge is not None:
-        _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
-    check_range("dropout_p", dropout_p, 0.0, 1.0)
-    check_range("negative_slope", negative_slope)
-    dtype = _common_dtype(x_src, x_dst, edge)
-    x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
-    edge = None if edge is None else edge.to(dtype)
-    if not _fusable("gatv2", x_src, dtype, edge is not None, dropout_p):
-        plain = _as_graph(graph)
-        keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
-        result = reference.gatv2_attention(
-            plain.edge_index,
-            plain.num_dst,
-            x_src,
-            x_dst,
-            att.to(dtype),
-            edge=edge,
-            negative_slope=negative_slope,
-            keep=keep,
-        )
-        return _reference_result(result, return_weights)
+    signature = _signature("gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
+    kernels = _recall(graph, signature)
+    if kernels is None:
+        graph, device = _check_graph(graph)
+        _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+        _, heads, channels = x_src.shape
+        _check("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
+        _check("att", att, device, H=heads, C=channels)
+        if edge is not None:
+            _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
+        check_range("dropout_p", dropout_p, 0.0, 1.0)
+        check_range("negative_slope", negative_slope)
+        dtype = _common_dtype(x_src, x_dst, edge)
+        x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
+        edge = None if edge is None else edge.to(dtype)
+        if not _fusable("gatv2", x_src, dtype, edge is not None, dropout_p):
+            plain = _as_graph(graph)
+            keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
+            result = reference.gatv2_attention(
+                plain.edge_index,
+                plain.num_dst,
+                x_src,
+                x_dst,
+                att.to(dtype),
+                edge=edge,
+                negative_slope=negative_slope,
+                keep=keep,
+            )
+            return _reference_result(result, return_weights)
     return _run(
         graph,
         "gatv2",
@@ -827,4 +693,6 @@ def gatv2_attention(
         slope=negative_slope,
         dropout_p=dropout_p,
         return_weights=return_weights,
+        signature=signature,
+        kernels=kernels,
     )

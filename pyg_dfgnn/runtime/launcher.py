@@ -1,12 +1,15 @@
 """Kernel launch on torch's current stream.
 
-Tensors cross as raw addresses: on the per-call path that costs a tenth of a DLPack exchange. The lifetime of every
-buffer stays with torch's allocator, and no CuPy memory is allocated, so a launch can be captured in a CUDA graph.
+Tensors cross as raw addresses and the call goes to the driver through CuPy's low-level binding: on the per-call path
+that costs a small part of a DLPack exchange or of CuPy's own argument handling. The lifetime of every buffer stays with
+torch's allocator, and no CuPy memory is allocated, so a launch can be captured in a CUDA graph.
 """
 
+import ctypes
+import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,61 +22,87 @@ Grid = tuple[int, int, int]
 Launch = Callable[[Spec, str, Grid, Grid, Sequence[Argument], int], None]
 
 _DEFAULT_SHARED_BYTES = 48 * 1024
+_MAX_PARAMETERS = 64
 _override: Launch | None = None
 
 
 class Kernel:
     """One entry point of a specialised module, ready to launch on any device."""
 
-    __slots__ = ("spec", "entry", "_functions")
+    __slots__ = ("spec", "entry", "_functions", "_packer")
 
     def __init__(self, spec: Spec, entry: str) -> None:
         self.spec = spec
         self.entry = entry
-        self._functions: dict[tuple[int, int], Any] = {}
+        self._functions: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._packer: struct.Struct | None = None
 
-    def function(self, device_index: int, shared_bytes: int) -> Any:
-        """The loaded function on a device, with room for that much dynamic shared memory."""
+    def function(self, device_index: int, shared_bytes: int) -> int:
+        """Handle of the loaded function on a device, with room for that much dynamic shared memory."""
         found = self._functions.get((device_index, shared_bytes))
         if found is None:
             kernel = module(self.spec, device_index).get_function(self.entry)
             if shared_bytes > _DEFAULT_SHARED_BYTES:
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
-            found = self._functions[device_index, shared_bytes] = kernel.kernel
-        return found
+            # The module must outlive its handle.
+            found = self._functions[device_index, shared_bytes] = (kernel.kernel.ptr, kernel)
+        return found[0]
+
+    def packer(self, arguments: Sequence[int | float]) -> struct.Struct:
+        """How the arguments lie in memory: 8 bytes each, the kernels' ABI."""
+        if self._packer is None:
+            if len(arguments) > _MAX_PARAMETERS:
+                raise ValueError(f"'arguments' needs at most {_MAX_PARAMETERS} entries (got {len(arguments)})")
+            self._packer = struct.Struct("=" + "".join("d" if isinstance(a, float) else "q" for a in arguments))
+        return self._packer
 
 
-def addresses(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-    """Arguments that many launches share, with CUDA tensors turned into addresses; the caller keeps them alive."""
-    if any(isinstance(a, Tensor) and not a.is_cuda for a in arguments):
-        return tuple(arguments)
-    return tuple(0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+class _ParameterBuffer(threading.local):
+    """Where a thread lays out the arguments of its next launch; the driver copies them before it returns."""
+
+    def __init__(self) -> None:
+        from cupy_backends.cuda.api import driver, runtime
+
+        # Binds the device's primary context to a thread that has not used CUDA yet.
+        runtime.setDevice(torch.cuda.current_device())
+        self.launch = driver.launchKernel
+        self.values = ctypes.create_string_buffer(8 * _MAX_PARAMETERS)
+        first = ctypes.addressof(self.values)
+        self._pointers = (ctypes.c_void_p * _MAX_PARAMETERS)(*(first + 8 * i for i in range(_MAX_PARAMETERS)))
+        self.pointers = ctypes.addressof(self._pointers)
 
 
-class _TorchStream:
-    """A raw stream handle in the form of CUDA's stream protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+_buffer: _ParameterBuffer | None = None
 
 
-@lru_cache(maxsize=1024)
-def _stream(handle: int, device_index: int) -> Any:
-    import cupy
+def _parameters() -> _ParameterBuffer:
+    global _buffer
+    if _buffer is None:
+        _buffer = _ParameterBuffer()
+    return _buffer
 
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_TorchStream(handle))
-    return cupy.cuda.ExternalStream(handle, device_index)
+
+def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
+    """Kernel arguments with CUDA tensors turned into addresses; the caller keeps the tensors alive until the launch.
+
+    CPU tensors, and under :func:`override` None, stay as they are.
+    """
+    raw: list[Any] = []
+    for a in arguments:
+        if a is None:
+            raw.append(0 if _override is None else None)
+        elif isinstance(a, Tensor):
+            raw.append(a.data_ptr() if a.is_cuda else a)
+        else:
+            raw.append(a)
+    return tuple(raw)
 
 
 def launch(
     kernel: Kernel,
     grid: Grid,
     block: Grid,
-    arguments: Sequence[Argument],
+    arguments: Sequence[Any],
     device: torch.device,
     shared_bytes: int = 0,
 ) -> None:
@@ -83,8 +112,8 @@ def launch(
         kernel: What to launch.
         grid: Blocks in x, y, z. Nothing is launched when one of them is 0.
         block: Threads in x, y, z.
-        arguments: In the order of the kernel's parameters; a tensor, an address or None for a pointer, int for
-            ``long long``, float for ``double``. Tensors must be contiguous and live on ``device``.
+        arguments: In the order of the kernel's parameters, from :func:`addresses`: an address for a pointer (0 for
+            null), int for ``long long``, float for ``double``. What is pointed to is contiguous and on ``device``.
         device: Where to run.
         shared_bytes: Dynamic shared memory; above 48 KB the kernel opts in.
 
@@ -98,14 +127,15 @@ def launch(
         return
     current = torch.cuda.current_device()
     index = current if device.index is None else device.index
-    raw = tuple([0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
-    if index == current:
-        stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
-        kernel.function(index, shared_bytes)(grid, block, raw, shared_bytes, stream)
+    if index != current:
+        with torch.cuda.device(index):
+            launch(kernel, grid, block, arguments, device, shared_bytes)
         return
-    with torch.cuda.device(index):
-        stream = _stream(torch._C._cuda_getCurrentRawStream(index), index)
-        kernel.function(index, shared_bytes)(grid, block, raw, shared_bytes, stream)
+    function = kernel.function(index, shared_bytes)
+    parameters = _parameters()
+    kernel.packer(arguments).pack_into(parameters.values, 0, *arguments)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    parameters.launch(function, *grid, *block, shared_bytes, stream, parameters.pointers, 0)
 
 
 @contextmanager
