@@ -20,7 +20,7 @@ environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{
 tag = f"torch-{torch.__version__}-cp{sys.version_info.major}{sys.version_info.minor}"
 wheels = Path(pip("cache", "dir")) / "pyg_dfgnn" / tag
 
-pip("install", "--quiet", "ninja", "scipy", "setuptools", "wheel")
+pip("install", "--quiet", "--quiet", "ninja", "scipy", "setuptools", "wheel")
 for package in PACKAGES:
     name, version = package.split("==")
     found = list(wheels.glob(f"{name}-{version}-*.whl"))
@@ -38,4 +38,4 @@ for package in PACKAGES:
             package,
         )
         found = list(wheels.glob(f"{name}-{version}-*.whl"))
-    pip("install", "--quiet", "--no-deps", "--no-index", str(found[0]))
+    pip("install", "--quiet", "--quiet", "--no-deps", "--no-index", str(found[0]))
