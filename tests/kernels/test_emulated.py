@@ -17,15 +17,15 @@ from tests.kernels.emulated import emulated_device
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
-# Largest error of a tensor, relative to its largest element. float32: rounding of sums of some tens of terms. 16 bit:
-# outputs are rounded once (2^-11, 2^-8), and the gradients also start from the rounded output.
+# Largest error allowed. float32: rounding of sums of some tens of terms. 16 bit: a result is rounded once, by at most
+# 2^-11 (fp16) or 2^-8 (bf16) of its size; some gradients are the sum of two rounded parts.
 TOLERANCE = {
     (torch.float32, "out"): 1e-6,
-    (torch.float32, "grad"): 4e-6,
-    (torch.float16, "out"): 1e-3,
-    (torch.float16, "grad"): 2e-3,
-    (torch.bfloat16, "out"): 8e-3,
-    (torch.bfloat16, "grad"): 16e-3,
+    (torch.float32, "grad"): 2e-6,
+    (torch.float16, "out"): 5e-4,
+    (torch.float16, "grad"): 8e-4,
+    (torch.bfloat16, "out"): 4e-3,
+    (torch.bfloat16, "grad"): 6e-3,
 }
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 CHUNK = 4
@@ -191,9 +191,15 @@ def test_against_float64(row):
         assert "attention_backward_sources" in launched
 
 
+SCORE_AND_DTYPE = [
+    pytest.param(score, dtype, id=f"{score}-{NAMES[dtype]}")
+    for score, dtype in zip(dispatch.SCORES, [*NAMES, torch.float32], strict=True)
+]
+
+
 # Several loads per lane, odd and even, and heads in groups of blocks.
 @pytest.mark.parametrize("shape", [(2, 131), (5, 33), (1, 512), (40, 4)], ids=lambda shape: "H{}-C{}".format(*shape))
-@pytest.mark.parametrize(("score", "dtype"), list(zip(dispatch.SCORES, [*NAMES, torch.float32], strict=True)))
+@pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
 def test_wide_rows(score, dtype, shape):
     graph = build_graph(*heavy_graph())
     check(Problem(score, graph, *shape, dtype, edge=score != "cosine"), graph, dropout_p=0.3)
@@ -298,3 +304,19 @@ def test_dropout_of_everything():
         actual = problem.run(lambda **inputs: ops.dot_attention(graph, **inputs, dropout_p=1.0))
     for name, tensor in actual.items():
         assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
+def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
+    """Each pass takes three launches, and rows are heavy in some of the column blocks only."""
+    monkeypatch.setattr(dispatch, "_blocks", lambda *arguments: 3)
+    edges, num_src, num_dst = heavy_graph()
+    graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
+    problem = Problem(score, graph, 3, 40, dtype, edge=score != "cosine")
+    launched = check(problem, graph, 0.3, order)
+    for name in ("attention_backward_targets", "attention_backward_sources"):
+        assert launched.count(name) == 3, name
+        assert launched.count(f"{name}_merge") >= 2, name
+    # Once with gradients and once for the weights.
+    assert launched.count("attention_forward") == 6

@@ -1,0 +1,61 @@
+"""The specialised modules that stand for all of them."""
+
+from pathlib import Path
+
+import torch
+
+from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem, norm_constants, pass_constants
+from pyg_dfgnn.runtime.compiler import Spec
+from tests.kernels.covering import Row, covering
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
+SHAPES = ((1, 1), (3, 7), (8, 16), (8, 40), (1, 128), (4, 64), (2, 131), (1, 512))
+
+
+# The walk over the graph that a source makes, which its constants depend on.
+WALKS = {"forward": "forward", "weights": "forward", "backward_targets": "targets", "backward_sources": "sources"}
+
+
+def problem(row: Row) -> AttentionProblem:
+    heads, channels = row["shape"]
+    device = torch.device("cuda")
+    return AttentionProblem(
+        row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"], needs_grad=True
+    )
+
+
+def is_supported(row: Row) -> bool:
+    """The cosine score takes no edge features."""
+    return not (row["edge"] and row["score"] == "cosine")
+
+
+def attention_specs() -> list[Spec]:
+    """A covering set of constants for each source of the attention kernels."""
+    axes = {"score": SCORES, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
+    options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
+    # Calls without edge features and dropout are capped at fewer registers.
+    plain = covering({**axes, "edge": [False], "dropout": [False]})
+    return [
+        Spec(f"attention/{stem}.cu", tuple(pass_constants(problem(row), walk, row["wide"]).items()))
+        for stem, walk in WALKS.items()
+        for row in options + plain
+    ]
+
+
+def norm_specs() -> list[Spec]:
+    constants = [norm_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
+    return [Spec("attention/norm.cu", tuple(each.items())) for each in constants]
+
+
+def all_specs() -> list[Spec]:
+    return attention_specs() + norm_specs()
+
+
+def label(spec: Spec) -> str:
+    """Short name of a module: what was asked for, not every constant that follows from it."""
+    c = dict(spec.constants)
+    options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
+    options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
+    options += [name.lower() for name in ("EDGE", "DROPOUT") if c.get(name)]
+    return "-".join([Path(spec.path).stem, *options, f"slots{c['EDGE_SLOTS']}"])
