@@ -13,19 +13,19 @@ _FIXED = ("model", "data", "optimizer", "scheduler", "seed")
 _FREE = ("data.task.search", "data.task.cache")
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of torch's generators."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch's generators on the CPU and on the device in use."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned; without a GPU, the states of GPUs are left out."""
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what :func:`rng_state` returned, as far as it was saved on a device of this kind."""
     torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

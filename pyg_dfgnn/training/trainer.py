@@ -134,8 +134,8 @@ class Trainer:
         score = self._score()
         self.model.eval()
         with torch.no_grad():
-            for batch, mask in self._on_device(split):
-                logits, y = self._forward(batch, mask)
+            for batch, nodes in self._on_device(split):
+                logits, y = self._forward(batch, nodes)
                 score.add(node_loss(logits, y, balanced=self.task.balanced), logits, y)
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.accuracy}
 
@@ -154,7 +154,12 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
         }
         kept = {"epoch": self.epoch, "history": list(self.history), "best": self.best, "config": self.config}
-        return {**copy.deepcopy(live), **kept, "rng": checkpoint.rng_state(), "order": self.order.get_state()}
+        return {
+            **copy.deepcopy(live),
+            **kept,
+            "rng": checkpoint.rng_state(self.device),
+            "order": self.order.get_state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state; the following epochs equal those of a run that was never stopped."""
@@ -163,7 +168,7 @@ class Trainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.history, self.best = state["epoch"], list(state["history"]), state["best"]
-        checkpoint.set_rng_state(state["rng"])
+        checkpoint.set_rng_state(state["rng"], self.device)
         self.order.set_state(state["order"])
         self._state = self.state()
 
@@ -196,9 +201,9 @@ class Trainer:
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
         self.model.train()
-        for batch, mask in self._on_device("train"):
+        for batch, nodes in self._on_device("train"):
             self.optimizer.zero_grad()
-            logits, y = self._forward(batch, mask)
+            logits, y = self._forward(batch, nodes)
             loss = node_loss(logits, y, balanced=self.task.balanced)
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -207,27 +212,28 @@ class Trainer:
             bar.update()
         return {"train_loss": score.loss, "train_accuracy": score.accuracy}
 
-    def _forward(self, batch: Data, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Data, nodes: Tensor | None) -> tuple[Tensor, Tensor]:
         encoding = {"pe": batch.pe} if "pe" in batch else {}
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             logits = self.model(batch.x, batch.edge_index, **encoding)
-        return (logits, batch.y) if mask is None else (logits[mask], batch.y[mask])
+        return (logits, batch.y) if nodes is None else (logits[nodes], batch.y[nodes])
 
     def _on_device(self, split: str) -> Iterator[tuple[Data, Tensor | None]]:
-        for batch, mask in self._batches[split]:
+        for batch, nodes in self._batches[split]:
             batch = batch.to(self.device, non_blocking=True)
             if self.prepare is not None:
                 self.prepare(batch)
-            yield batch, mask
+            yield batch, nodes
 
     def _whole_graph(self) -> dict[str, Any]:
         graphs = self.task.map(lambda graph: graph.to(self.device)).splits
-        return {split: [(graph, graph[f"{split}_mask"])] for split, (graph,) in graphs.items()}
+        # Node ids, because a mask would cost a device synchronisation at each use.
+        return {split: [(graph, graph[f"{split}_mask"].nonzero().flatten())] for split, (graph,) in graphs.items()}
 
     def _loaders(self, options: dict[str, Any]) -> dict[str, Any]:
         pinned = {"pin_memory": self.device.type == "cuda", **options}
         return {
-            split: _Unmasked(DataLoader(graphs, shuffle=split == "train", generator=self.order, **pinned))
+            split: _AllNodes(DataLoader(graphs, shuffle=split == "train", generator=self.order, **pinned))
             for split, graphs in self.task.splits.items()
         }
 
@@ -241,7 +247,7 @@ class Trainer:
         return self.patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self.patience
 
 
-class _Unmasked:
+class _AllNodes:
     """Batches of a loader, each with None for 'all nodes count'."""
 
     def __init__(self, loader: DataLoader) -> None:
