@@ -34,6 +34,8 @@ from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
 
 Edges = Graph | EdgeSet
+# Bounds what a graph remembers when a scale or slope is another number in each call.
+_MAX_PLANS = 256
 
 
 class Operands(NamedTuple):
@@ -61,6 +63,10 @@ class Operands(NamedTuple):
         """The prepared kernels, the graph, and the inputs."""
         graph = Graph.resolve(*self[:5])
         inputs = Inputs(*self[6:])
+        if inputs.edge is not None:
+            # Not known while torch.compile traces self-loops.
+            sizes = graph.num_edges, *inputs.edge.shape[1:]
+            check_shape("edge", inputs.edge, sizes, f"[E={graph.num_edges}, ...]")
         return Kernels.of(problem_of(self.score, inputs), graph), graph, inputs
 
 
@@ -359,7 +365,7 @@ def _run(
     if _is_eager(graph, value):
         if kernels is None:
             kernels = Kernels.of(problem_of(score, inputs), graph)
-            if signature is not None:
+            if signature is not None and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
         out, lse = _Attention.apply((kernels, graph, same, inputs[8:]), *inputs[:8])
         return (out, run_weights(kernels, graph, _detached(inputs), lse)) if return_weights else out

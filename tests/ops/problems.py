@@ -1,0 +1,131 @@
+"""Inputs of one attention call and what it gives: shared by the tests of the operators on the CPU and on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.philox import dropout_factor
+from tests.zoo import Case
+
+SCORES = ("dot", "cosine", "add", "gatv2")
+SCALARS = ("beta", "att", "alpha_src", "alpha_dst", "alpha_edge")
+"""Inputs that stay float32 whatever the storage of the features."""
+
+
+@dataclass
+class Problem:
+    """One score on one graph: named inputs, rounded to `dtype`, and a gradient of the output.
+
+    Args:
+        score: One of `SCORES`.
+        case: The graph.
+        heads: Heads H.
+        channels: Channels C.
+        edge: Whether there are edge features.
+        dtype: Of the features.
+        device: Of everything.
+        dropout_p: Dropout of the weights.
+    """
+
+    score: str
+    case: Case
+    heads: int = 2
+    channels: int = 4
+    edge: bool = False
+    dtype: torch.dtype = torch.float32
+    device: str | torch.device = "cpu"
+    dropout_p: float = 0.0
+    edge_index: Tensor = field(init=False)
+    inputs: dict[str, Tensor] = field(init=False)
+    grad_out: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_src, num_dst, num_edges = self.case.num_src, self.case.num_dst, self.case.edge_index.size(1)
+        sides = {
+            "dot": {"query": num_dst, "key": num_src, "value": num_src},
+            "cosine": {"x_src": num_src, "x_dst": num_dst},
+            "add": {"value": num_src, "alpha_src": num_src, "alpha_dst": num_dst},
+            "gatv2": {"x_src": num_src, "x_dst": num_dst},
+        }[self.score]
+        shapes: dict[str, tuple[int, ...]] = {name: (rows, self.heads, self.channels) for name, rows in sides.items()}
+        if self.edge:
+            shapes["alpha_edge" if self.score == "add" else "edge"] = (num_edges, self.heads, self.channels)
+        shapes |= {"cosine": {"beta": (1,)}, "gatv2": {"att": (self.heads, self.channels)}}.get(self.score, {})
+        # A tensor of its own, so that each problem has its own graph and plan.
+        self.edge_index = self.case.edge_index.clone().to(self.device)
+        self.inputs = {
+            name: self._draw(shape[:2] if name.startswith("alpha") else shape, name in SCALARS)
+            for name, shape in shapes.items()
+        }
+        self.grad_out = self._draw((num_dst, self.heads, self.channels))
+        # Keeps the comparison about the kernels: moderate logits, cosines away from the zero vector, and parameter
+        # gradients whose terms do not cancel.
+        if self.score == "cosine":
+            self.inputs["beta"].fill_(1.25)
+            for name in sides:
+                self.inputs[name] += self.inputs[name].sign() / 4
+            self.grad_out += self.inputs["x_dst"]
+        elif self.score == "gatv2":
+            self.inputs["att"] *= max(self.channels, 1) ** -0.5
+            self.grad_out += 1
+
+    def _draw(self, shape: tuple[int, ...], scalar: bool = False) -> Tensor:
+        wide = self.dtype == torch.float64
+        return torch.randn(shape).to(self.device, torch.float32 if scalar and not wide else self.dtype)
+
+    @property
+    def graph(self) -> Graph:
+        return Graph.of(self.edge_index, self.case.num_src, self.case.num_dst)
+
+    @property
+    def edges(self) -> EdgeSet:
+        return EdgeSet(self.edge_index, self.case.num_src, self.case.num_dst)
+
+    @property
+    def op(self) -> Callable[..., Any]:
+        return getattr(ops, f"{self.score}_attention")
+
+    def call(self, **changes: Any) -> Any:
+        """The op on the inputs, some of them changed."""
+        return self.op(self.graph, **{**self.inputs, "dropout_p": self.dropout_p, **changes})
+
+    def run(self, call: Callable[..., Any] | None = None, **inputs: Tensor) -> dict[str, Tensor]:
+        """Output and the gradient of every input, by name, of `call(**inputs)` (the op by default)."""
+        inputs = {name: tensor.detach().requires_grad_() for name, tensor in {**self.inputs, **inputs}.items()}
+        out = self.call(**inputs) if call is None else call(**inputs)
+        grads = torch.autograd.grad(out, list(inputs.values()), self.grad_out.to(out.dtype))
+        return {"out": out.detach(), **{f"grad {name}": grad for name, grad in zip(inputs, grads, strict=True)}}
+
+    def keep(self, seed: Tensor) -> Tensor:
+        """The dropout factors [E, H] that a call draws from this seed."""
+        edges = torch.arange(self.edge_index.size(1), device=self.device)
+        return dropout_factor(edges, self.heads, self.dropout_p, seed)
+
+    def expected(self, keep: Tensor | None = None) -> dict[str, Tensor]:
+        """What :meth:`run` gives in float64, by the reference; `weights` too."""
+        function = getattr(reference, f"{self.score}_attention")
+        weights = []
+
+        def call(**inputs: Tensor) -> Tensor:
+            out, alpha = function(self.edge_index, self.case.num_dst, **inputs, keep=keep)
+            weights.append(alpha.detach())
+            return out
+
+        results = self.run(call, **{name: tensor.double() for name, tensor in self.inputs.items()})
+        return {**results, "weights": weights[0]}
+
+    def label(self) -> str:
+        options = ["edge"] * self.edge + [f"p{self.dropout_p}"] * (self.dropout_p > 0)
+        name = str(self.dtype).removeprefix("torch.")
+        return "-".join([self.score, str(self.case), f"H{self.heads}", f"C{self.channels}", name, *options])
+
+
+def pairs(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Tensors to compare, by name."""
+    return {name: (tensor, expected[name]) for name, tensor in actual.items()}

@@ -1,0 +1,617 @@
+"""The operators on the CPU: the reference path, and the fused path with its launches emulated."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.settings import settings
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
+from tests.ops.problems import SCORES, Problem, pairs
+from tests.tolerances import assert_all_close
+from tests.zoo import Case, random, zoo
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+PATHS = ["reference", pytest.param("fused", marks=needs_compiler)]
+# Packed rows with duplicates and self-loops, some targets and sources without edges.
+SPARSE = Case("sparse", torch.tensor([[0, 2, 2, 5, 5, 1, 7, 7, 3, 2], [1, 1, 1, 4, 5, 5, 0, 7, 7, 7]]), 8, 8)
+# Rows long enough for lanes to share them.
+DENSE = random(24, 10, 200, seed=4, name="dense")
+
+
+def problem_of(score, case=SPARSE, full=False, **options):
+    """A problem; `full` adds dropout and, where the score takes them, edge features."""
+    if full:
+        options = {"edge": score != "cosine", "dropout_p": 0.5, **options}
+    return Problem(score, case, **options)
+
+
+@pytest.fixture
+def fused():
+    """CPU tensors take the fused path."""
+    if compiler() is None:
+        pytest.skip("needs a host compiler (g++)")
+    with emulated_device() as launched:
+        yield launched
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    """Both ways of an operator; the value lists the launches, None for the reference."""
+    with emulated_device() if request.param == "fused" else nullcontext() as launched:
+        yield launched
+
+
+@pytest.fixture(params=SCORES)
+def score(request):
+    return request.param
+
+
+def assert_equal(actual, expected):
+    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_reference_path_equals_the_reference(score, dtype, full):
+    problem = problem_of(score, full=full, dtype=dtype)
+    torch.manual_seed(3)
+    actual = problem.run()
+    torch.manual_seed(3)
+    out, actual["weights"] = problem.call(return_weights=True)
+    assert torch.equal(out, actual["out"])
+    torch.manual_seed(3)
+    keep = problem.keep(ops._draw_seed(torch.device("cpu"))) if full else None
+    assert {tensor.dtype for tensor in actual.values()} == {dtype}
+    assert_all_close(pairs(actual, problem.expected(keep)))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_gradcheck(score, full):
+    case = Case("small", torch.tensor([[0, 1, 1, 2], [1, 1, 0, 1]]), 3, 2)
+    problem = problem_of(score, case, full=full, dtype=torch.float64)
+
+    def call(*tensors):
+        torch.manual_seed(1)
+        return problem.call(**dict(zip(problem.inputs, tensors, strict=True)))
+
+    tensors = [tensor.requires_grad_() for tensor in problem.inputs.values()]
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+def test_float64_never_takes_the_kernels(score, fused):
+    problem = problem_of(score, dtype=torch.float64)
+    assert_all_close(pairs(problem.run(), problem.expected()))
+    assert fused == []
+
+
+@pytest.mark.parametrize("case", [case for case in zoo() if case.edge_index.size(1) == 0], ids=str)
+def test_without_edges(score, case, path):
+    problem = problem_of(score, case)
+    out, weights = problem.call(return_weights=True)
+    assert out.shape == (case.num_dst, 2, 4) and weights.shape == (0, 2)
+    assert_equal(actual := problem.run(), {name: torch.zeros_like(tensor) for name, tensor in actual.items()})
+
+
+@pytest.mark.parametrize("heads_channels", [(0, 4), (2, 0)], ids=["no-heads", "no-channels"])
+def test_without_features(score, heads_channels, path):
+    """Nothing to compute, nothing to launch, and no error."""
+    heads, channels = heads_channels
+    problem = problem_of(score, heads=heads, channels=channels)
+    assert problem.call().shape == (8, heads, channels)
+
+
+def test_beta_as_a_number(path):
+    problem = problem_of("cosine")
+    assert torch.equal(problem.call(beta=1.25), problem.call())
+
+
+def test_defaults(path):
+    """Arguments left out: no target scalars, targets that are the sources, the usual scale."""
+    add = problem_of("add")
+    assert torch.equal(add.call(alpha_dst=None), add.call(alpha_dst=torch.zeros(8, 2)))
+    cosine = problem_of("cosine")
+    x = cosine.inputs["x_src"]
+    torch.testing.assert_close(cosine.call(x_dst=None), cosine.call(x_dst=x.clone()))
+    torch.testing.assert_close(cosine.call(x_dst=x), cosine.call(x_dst=x.clone()))
+    dot = problem_of("dot")
+    assert torch.equal(dot.call(), dot.call(scale=0.5))
+    assert not torch.equal(dot.call(), dot.call(scale=0.25))
+
+
+def test_target_and_source_in_one_tensor(path):
+    """The gradient of a tensor in both roles is the sum of both."""
+    problem = problem_of("cosine")
+    x, beta = problem.inputs["x_src"], problem.inputs["beta"]
+    leaf = x.clone().requires_grad_()
+    (once,) = torch.autograd.grad(problem.op(problem.graph, leaf, beta=beta), leaf, problem.grad_out)
+    apart = problem.run(x_dst=x.clone())
+    torch.testing.assert_close(once, apart["grad x_src"] + apart["grad x_dst"])
+
+
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
+    """Duplicates and self-loops too; each target's weights sum to 1."""
+    problem = problem_of(score)
+    graph = Graph.of(problem.edge_index, 8, self_loops=self_loops)
+    assert torch.equal(graph.edge_index, problem.edge_index) != self_loops
+    out, weights = problem.op(graph, **problem.inputs, return_weights=True)
+    assert not weights.requires_grad
+    looped = Problem(score, Case("looped", graph.edge_index, 8, 8))
+    looped.inputs = problem.inputs
+    expected = looped.expected()
+    assert_all_close({"out": (out, expected["out"]), "weights": (weights, expected["weights"])}, torch.float32)
+    sums = torch.zeros(8, 2).index_add_(0, graph.edge_index[1], weights)
+    torch.testing.assert_close(sums, (graph.csr.ptr.diff() > 0).float()[:, None].expand(8, 2))
+
+
+# Column blocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_cache(monkeypatch):
+    """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
+    monkeypatch.setattr(dispatch, "cache_bytes", lambda device: 256)
+    monkeypatch.setattr(dispatch, "_MIN_BLOCK_EDGES", 1)
+    monkeypatch.setattr(dispatch, "_max_edges", lambda num_edges: 4)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
+    problem = problem_of(score, DENSE, full=full)
+    torch.manual_seed(3)
+    actual = problem.run()
+    torch.manual_seed(3)
+    out, actual["weights"] = problem.call(return_weights=True)
+    assert torch.equal(out, actual["out"])
+    # Two forward passes, one backward pass.
+    for entry, passes in (("forward", 2), ("backward_targets", 1), ("backward_sources", 1)):
+        assert fused.count(f"attention_{entry}") > passes and f"attention_{entry}_merge" in fused
+    torch.manual_seed(3)
+    keep = problem.keep(ops._draw_seed(torch.device("cpu"))) if full else None
+    assert_all_close(pairs(actual, problem.expected(keep)))
+
+
+# Autograd -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_gradient_alone(score, path):
+    """Whatever subset of the inputs needs a gradient, it is the same."""
+    problem = problem_of(score, full=True)
+    torch.manual_seed(3)
+    everything = problem.run()
+    for name, tensor in problem.inputs.items():
+        leaf = tensor.clone().requires_grad_()
+        torch.manual_seed(3)
+        out = problem.call(**{name: leaf})
+        assert torch.equal(out, everything["out"])
+        (grad,) = torch.autograd.grad(out, leaf, problem.grad_out)
+        assert torch.equal(grad, everything[f"grad {name}"]), name
+
+
+def test_no_gradient_is_asked_for(score, path):
+    problem = problem_of(score)
+    assert not problem.call().requires_grad
+    leaf = next(iter(problem.inputs.values())).clone().requires_grad_()
+    with torch.no_grad():
+        assert not problem.call(**{next(iter(problem.inputs)): leaf}).requires_grad
+
+
+def test_double_backward_is_refused(score, fused):
+    """Loudly: a second derivative would otherwise lack terms."""
+    problem = problem_of(score)
+    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
+    grads = torch.autograd.grad(problem.call(**inputs).square().sum(), list(inputs.values()), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_double_backward_of_the_reference_path(score):
+    problem = problem_of(score, dtype=torch.float64)
+    tensors = [tensor.requires_grad_() for tensor in problem.inputs.values()]
+
+    def call(*tensors):
+        return problem.call(**dict(zip(problem.inputs, tensors, strict=True)))
+
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+def test_repeated_runs_are_equal_bit_by_bit(score, path):
+    problem = problem_of(score, DENSE, full=True)
+    torch.manual_seed(3)
+    first = problem.run()
+    torch.manual_seed(3)
+    assert_equal(problem.run(), first)
+
+
+def test_the_graph_is_built_once(score, fused, monkeypatch):
+    from pyg_dfgnn.graph import graph as graph_module
+
+    builds = []
+    build = graph_module.build
+    monkeypatch.setattr(graph_module, "build", lambda *args, **options: builds.append(1) or build(*args, **options))
+    problem = problem_of(score)
+    for _ in range(2):
+        problem.run()
+    compiled = torch.compile(problem.op, backend="aot_eager", fullgraph=True)
+    problem.run(lambda **inputs: compiled(problem.edges, **inputs))
+    assert len(builds) == 1
+
+
+def test_a_graph_remembers_a_bounded_number_of_calls(fused, monkeypatch):
+    """A scale that changes in each step must not fill the memory."""
+    monkeypatch.setattr(ops, "_MAX_PLANS", 5)
+    problem = problem_of("dot")
+    for step in range(10):
+        problem.call(scale=1.0 + step)
+    assert len(problem.graph.plans) == 5
+    assert_all_close({"out": (problem.call(scale=0.5), problem.expected()["out"])})
+
+
+def test_arguments_are_checked_again_after_a_good_call(score, path):
+    problem = problem_of(score)
+    problem.call()
+    for name, tensor in problem.inputs.items():
+        with pytest.raises(ValueError, match="needs shape"):
+            problem.call(**{name: torch.cat([tensor, tensor])})
+    for p, error in ((True, TypeError), (2.0, ValueError), ("0", TypeError)):
+        with pytest.raises(error, match="'dropout_p' needs"):
+            problem.call(dropout_p=p)
+
+
+def test_settings_and_devices_are_asked_again(fused):
+    """What decides the path may change between two calls on one graph."""
+    problem = problem_of("dot")
+    problem.call()
+    launched = len(fused)
+    with settings(schedule="rows"):
+        problem.call()
+    assert len(fused) == launched + 1
+    dispatch.fused_device_types.discard("cpu")
+    problem.call()
+    assert len(fused) == launched + 1
+
+
+# Layouts and dtypes ---------------------------------------------------------------------------------------------------
+
+
+def strided(tensor):
+    return torch.stack([tensor, torch.full_like(tensor, math.nan)], dim=-1)[..., 0]
+
+
+def misaligned(tensor):
+    return torch.cat([tensor.new_full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def reversed_axes(tensor):
+    return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
+
+
+@pytest.mark.parametrize("layout", [strided, misaligned, reversed_axes], ids=lambda layout: layout.__name__)
+def test_layouts(score, layout, fused):
+    problem = problem_of(score, full=True)
+    torch.manual_seed(3)
+    expected = problem.run()
+    problem.grad_out = layout(problem.grad_out)
+    torch.manual_seed(3)
+    assert_equal(problem.run(**{name: layout(tensor) for name, tensor in problem.inputs.items()}), expected)
+    assert fused
+
+
+def test_expanded_tensors(score, fused):
+    """Stride 0 in inputs and, as `out.sum()` makes it, in the gradient of the output."""
+    problem = problem_of(score, full=True)
+    rows = {name: tensor[:1].expand_as(tensor) for name, tensor in problem.inputs.items()}
+    problem.grad_out = torch.ones(()).expand_as(problem.grad_out)
+    torch.manual_seed(3)
+    actual = problem.run(**rows)
+    problem.grad_out = problem.grad_out.clone()
+    torch.manual_seed(3)
+    assert_equal(actual, problem.run(**{name: tensor.clone() for name, tensor in rows.items()}))
+
+
+def test_inputs_are_not_changed(score, fused):
+    problem = problem_of(score, full=True)
+    before = {name: tensor.clone() for name, tensor in problem.inputs.items()}
+    grad_out = problem.grad_out.clone()
+    problem.run()
+    assert_equal(problem.inputs, before)
+    assert torch.equal(problem.grad_out, grad_out)
+
+
+MIXED = {
+    "dot": ({"query": torch.bfloat16}, torch.float32),
+    "cosine": ({"x_src": torch.bfloat16, "beta": torch.float64}, torch.float32),
+    "add": ({"alpha_src": torch.bfloat16, "alpha_dst": torch.float16}, torch.float32),
+    "gatv2": ({"x_dst": torch.bfloat16, "att": torch.bfloat16}, torch.float32),
+}
+
+
+def test_mixed_dtypes(score, path):
+    """Features are promoted to their common dtype; each gradient has the dtype of its tensor."""
+    dtypes, common = MIXED[score]
+    problem = problem_of(score)
+    for name, dtype in dtypes.items():
+        problem.inputs[name] = problem.inputs[name].to(dtype)
+    actual = problem.run()
+    assert actual["out"].dtype == common
+    for name, tensor in problem.inputs.items():
+        assert actual[f"grad {name}"].dtype == tensor.dtype
+    expected = problem.expected()
+    for dtype in {tensor.dtype for tensor in actual.values()}:
+        some = {name: tensor for name, tensor in actual.items() if tensor.dtype == dtype}
+        # A gradient in float64 has been computed in float32.
+        assert_all_close(pairs(some, expected), torch.float32 if dtype == torch.float64 else dtype)
+
+
+def test_two_half_types_meet_in_float32(fused):
+    problem = problem_of("dot")
+    out = problem.call(query=problem.inputs["query"].half(), key=problem.inputs["key"].bfloat16())
+    assert out.dtype == torch.float32 and fused == ["attention_forward"]
+
+
+def test_autocast_changes_nothing(score, path):
+    """The operators take what they are given; under autocast the layers around them decide the dtypes."""
+    problem = problem_of(score)
+    plain = problem.run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = problem.run()
+    assert {tensor.dtype for tensor in under.values()} == {torch.float32}
+    assert_equal(under, plain)
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_the_mask(score, path):
+    problem = problem_of(score, full=True)
+
+    def weights(seed):
+        torch.manual_seed(seed)
+        return problem.call(return_weights=True)[1]
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1) == 0, weights(2) == 0)
+    torch.manual_seed(1)
+    first, second = (problem.call(return_weights=True)[1] for _ in range(2))
+    assert not torch.equal(first == 0, second == 0)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.6])
+def test_dropout_statistics(p, path):
+    """Each weight is 0 with probability p, independently of its edge and head, else scaled by 1 / (1 - p)."""
+    case = random(40, 20, 500, seed=5)
+    problem = problem_of("add", case, heads=8, dropout_p=p)
+    plain = problem.call(dropout_p=0.0, return_weights=True)[1]
+    masks = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        ratio = problem.call(return_weights=True)[1] / plain
+        torch.testing.assert_close(ratio[ratio > 0], torch.full_like(ratio[ratio > 0], 1 / (1 - p)))
+        masks.append((ratio > 0).float())
+    kept = torch.stack(masks)
+
+    def assert_rate(sample, expected):
+        # Five standard deviations of the mean of independent draws.
+        deviation = math.sqrt(expected * (1 - expected) / sample.numel())
+        assert abs(sample.mean().item() - expected) < 5 * deviation
+
+    assert_rate(kept, 1 - p)
+    for part in (*kept.unbind(0), *kept.unbind(2)):
+        assert_rate(part, 1 - p)
+    both = (1 - p) ** 2
+    assert_rate(kept[1:] * kept[:-1], both)
+    assert_rate(kept[:, 1:] * kept[:, :-1], both)
+    for shift in (1, 4):
+        assert_rate(kept[..., shift:] * kept[..., :-shift], both)
+
+
+def test_dropout_of_everything(score, path):
+    problem = problem_of(score, full=True, dropout_p=1.0)
+    actual = problem.run()
+    actual["weights"] = problem.call(return_weights=True)[1]
+    assert_equal(actual, {name: torch.zeros_like(tensor) for name, tensor in actual.items()})
+
+
+def test_no_random_number_is_drawn_without_dropout(score, path):
+    problem = problem_of(score)
+    state = torch.get_rng_state()
+    problem.run()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Not-a-number ---------------------------------------------------------------------------------------------------------
+
+
+def test_nan_reaches_only_the_rows_that_read_it(score, path):
+    """Rows side by side in a warp, empty ones among them, do not see each other's neighbours."""
+    problem = problem_of(score, full=True, dropout_p=0.0)
+    source, target = problem.edge_index
+    clean = problem.run()
+    for name, tensor in problem.inputs.items():
+        if name in ("beta", "att"):
+            continue
+        for row in range(tensor.size(0)):
+            poisoned = tensor.clone()
+            poisoned[row] = math.nan
+            if "edge" in name:
+                touched = torch.arange(source.numel()) == row
+            else:
+                touched = (target if name in ("query", "x_dst", "alpha_dst") else source) == row
+            rows = torch.zeros(8, dtype=torch.bool).index_fill_(0, target[touched], True)
+            actual = problem.run(**{name: poisoned})
+            assert torch.equal(actual["out"].isnan().flatten(1).any(1), rows), (name, row)
+            assert torch.equal(actual["out"][~rows], clean["out"][~rows]), (name, row)
+            senders = torch.zeros(8, dtype=torch.bool).index_fill_(0, source[rows[target]], True)
+            for grad_name, grad in actual.items():
+                if grad_name in ("out", "grad beta", "grad att"):
+                    continue
+                if "edge" in grad_name:
+                    untouched = ~rows[target]
+                elif grad_name in ("grad query", "grad x_dst", "grad alpha_dst"):
+                    untouched = ~rows
+                else:
+                    untouched = ~senders
+                if grad_name == f"grad {name}":
+                    # The gradient of a cosine at NaN is NaN, whoever reads it.
+                    untouched = untouched & (torch.arange(grad.size(0)) != row)
+                assert torch.equal(grad[untouched], clean[grad_name][untouched]), (name, row, grad_name)
+
+
+def test_nan_in_the_gradient_of_one_row(score, path):
+    problem = problem_of(score, full=True, dropout_p=0.0)
+    source, target = problem.edge_index
+    clean = problem.run()
+    problem.grad_out = problem.grad_out.clone()
+    problem.grad_out[7] = math.nan
+    actual = problem.run()
+    senders = torch.zeros(8, dtype=torch.bool).index_fill_(0, source[target == 7], True)
+    for name, grad in actual.items():
+        if name in ("out", "grad beta", "grad att"):
+            continue
+        if "edge" in name:
+            touched = target == 7
+        elif name in ("grad query", "grad x_dst", "grad alpha_dst"):
+            touched = torch.arange(8) == 7
+        else:
+            touched = senders
+        assert grad[touched].isnan().any(), name
+        assert torch.equal(grad[~touched], clean[name][~touched]), name
+
+
+# torch.library and torch.compile --------------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of every call of an operator of the package."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "pyg_dfgnn":
+            detached = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self.calls[func] = tuple(detached)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_opcheck(score, full, fused):
+    problem = problem_of(score, full=full)
+    with Recorder() as recorder:
+        problem.run()
+        problem.call(return_weights=True)
+    names = {func.name() for func in recorder.calls}
+    expected = {"attention_forward", "attention_backward", "attention_weights"}
+    expected |= {"attention_inverse_norm"} if score == "cosine" else set()
+    assert names == {f"pyg_dfgnn::{name}" for name in expected}
+    for func, args in recorder.calls.items():
+        opcheck(func, args)
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_compile(score, full, fused):
+    problem = problem_of(score, full=full)
+    torch.manual_seed(3)
+    expected = problem.run()
+    call = compiled(problem.op)
+    for _ in range(2):
+        torch.manual_seed(3)
+        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=problem.dropout_p))
+        assert_equal(actual, expected)
+
+
+def test_compile_with_weights(score, fused):
+    problem = problem_of(score)
+    call = compiled(problem.op)
+    actual = call(problem.edges, **problem.inputs, return_weights=True)
+    expected = problem.call(return_weights=True)
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["source-first", "target-first"])
+def test_compile_with_self_loops(score, transposed, fused):
+    problem = problem_of(score)
+    edges = EdgeSet(problem.edge_index, 8, 8, True, transposed)
+    expected = problem.run(lambda **inputs: problem.op(Graph.resolve(*edges.key), **inputs))
+    call = compiled(problem.op)
+    assert_equal(problem.run(lambda **inputs: call(edges, **inputs)), expected)
+    assert_equal(problem.run(lambda **inputs: problem.op(edges, **inputs)), expected)
+
+
+def test_compile_once_for_all_sizes(score, fused):
+    from torch._dynamo.utils import counters
+
+    def op(edge_index, num_src, num_dst, inputs):
+        return problem_op(EdgeSet(edge_index, num_src, num_dst), **inputs)
+
+    problem_op = Problem(score, SPARSE).op
+    counters.clear()
+    call = compiled(op, dynamic=True)
+    for num_src, num_dst in ((8, 9), (14, 11), (21, 30)):
+        problem = problem_of(score, random(num_src, num_dst, 2 * num_dst))
+        actual = problem.run(
+            lambda **inputs: call(problem.edge_index, len(inputs[SOURCES[score]]), len(inputs[TARGETS[score]]), inputs)  # noqa: B023
+        )
+        assert_equal(actual, problem.run())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+SOURCES = {"dot": "key", "cosine": "x_src", "add": "alpha_src", "gatv2": "x_src"}
+TARGETS = {"dot": "query", "cosine": "x_dst", "add": "alpha_dst", "gatv2": "x_dst"}
+
+
+@pytest.mark.parametrize("score", ["dot", "cosine", "gatv2"])
+def test_compile_with_one_tensor_in_several_roles(score, fused):
+    problem = problem_of(score)
+    roles = [name for name in problem.inputs if name not in ("beta", "att")]
+    rest = {name: tensor for name, tensor in problem.inputs.items() if name not in roles}
+    x = problem.inputs[roles[0]].requires_grad_()
+    eager = problem.call(**dict.fromkeys(roles, x))
+    traced = compiled(problem.op)(problem.edges, **dict.fromkeys(roles, x), **rest)
+    assert torch.equal(traced, eager)
+    grads = [torch.autograd.grad(out, x, problem.grad_out)[0] for out in (eager, traced)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-6)
+
+
+def test_double_backward_of_a_compiled_call(fused):
+    problem = problem_of("dot")
+    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
+    out = compiled(problem.op)(problem.edges, **inputs)
+    with pytest.raises(RuntimeError, match="double backward|once_differentiable"):
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()), create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_edge_features_that_do_not_fit_the_loops(fused):
+    """While tracing, the number of edges with self-loops is unknown: the operator itself refuses."""
+    problem = problem_of("dot", edge=True)
+    edges = EdgeSet(problem.edge_index, 8, 8, self_loops=True)
+    with pytest.raises(ValueError, match=r"'edge' needs shape \[E=16"):
+        compiled(problem.op)(edges, **problem.inputs)
+
+
+@pytest.mark.slow
+def test_compile_with_inductor(fused):
+    problem = problem_of("gatv2", full=True)
+    call = torch.compile(problem.op, fullgraph=True)
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=0.0))
+    assert_equal(actual, problem.run(lambda **inputs: problem.op(problem.graph, **inputs)))
