@@ -46,7 +46,17 @@ class Resources:
 
 
 def _numbered(source: str) -> str:
-    return "\n".join(f"{number:5d} | {line}" for number, line in enumerate(source.splitlines(), start=1))
+    """The text with the line numbers that the compiler's log refers to: each ``#line`` starts to count anew."""
+    numbered, number = [], 1
+    for line in source.splitlines():
+        directive = re.match(r"#line (\d+) ", line)
+        if directive is None:
+            numbered.append(f"{number:5d} | {line}")
+            number += 1
+        else:
+            numbered.append(f"      | {line}")
+            number = int(directive.group(1))
+    return "\n".join(numbered)
 
 
 @cache

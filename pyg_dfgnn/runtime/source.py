@@ -24,6 +24,9 @@ def _inline(path: str, seen: set[str]) -> list[str]:
             lines.append(line)
         elif match.group(1) not in seen:
             lines += [*_inline(match.group(1), seen), f'#line {number + 1} "{path}"']
+        else:
+            # Keeps the numbers of the lines that follow.
+            lines.append("")
     return lines
 
 

@@ -1,0 +1,248 @@
+"""Source assembly, compilation errors, launches and the bridge, as far as they need no GPU."""
+
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from pyg_dfgnn.paths import kernels_dir
+from pyg_dfgnn.runtime import bridge, compiler, launcher, source
+from pyg_dfgnn.runtime.compiler import CompileError, Spec, entry_points
+from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
+from pyg_dfgnn.runtime.source import assemble
+from tests.emu.loader import compiler as host_compiler
+from tests.kernels.emulated import emulated_device
+from tests.kernels.nvrtc import compile_cubin, missing
+
+CPU = torch.device("cpu")
+SCALE = Spec("scale.cu", (("FACTOR", 3),))
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A folder of kernels of the test's own: a source with two headers, one of them included twice."""
+    texts = {
+        "scale.cu": '#include "a.cuh"\n#include "b.cuh"\n\n'
+        'extern "C" __global__ void __launch_bounds__(32)\nscale(float* x, long long n) {\n'
+        "    const long long i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "    if (i < n) x[i] = twice(x[i]) * FACTOR;\n}\n",
+        "a.cuh": "#define TWO 2\n",
+        "b.cuh": '#include "a.cuh"\n__device__ float twice(float x) {\n    return TWO * x;\n}\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(source, "kernels_dir", lambda: tmp_path)
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget():
+    source._read.cache_clear()
+    source.assemble.cache_clear()
+    compiler.module.cache_clear()
+
+
+# Source ---------------------------------------------------------------------------------------------------------------
+
+
+def test_constants_come_first_and_headers_once(kernels):
+    text = assemble("scale.cu", (("FACTOR", 3), ("OTHER", -1)))
+    assert text.startswith("#define FACTOR 3\n#define OTHER -1\n")
+    assert text.count("#define TWO 2") == 1 and text.count("float twice") == 1
+    assert "#include" not in text
+    assert text.index("#define TWO 2") < text.index("float twice") < text.index("scale(float* x")
+
+
+def test_line_directives_give_each_line_its_file_and_number(kernels):
+    """What a compiler reports about the assembled text is true of the files."""
+    place, number = "", 0
+    for line in assemble("scale.cu").splitlines():
+        directive = re.fullmatch(r'#line (\d+) "(.+)"', line)
+        if directive:
+            number, place = int(directive.group(1)), directive.group(2)
+            continue
+        original = (kernels / place).read_text().splitlines()[number - 1]
+        # A header that was there before leaves an empty line.
+        assert line == ("" if original.startswith("#include") else original)
+        number += 1
+    assert (place, number) == ("scale.cu", 9)
+
+
+@pytest.mark.parametrize("path", sorted(path.name for path in (kernels_dir() / "attention").glob("*.cu")))
+def test_line_directives_of_the_kernels(path):
+    place, number = "", 0
+    for line in assemble(f"attention/{path}").splitlines():
+        directive = re.fullmatch(r'#line (\d+) "(.+)"', line)
+        if directive:
+            number, place = int(directive.group(1)), directive.group(2)
+        else:
+            assert line == (kernels_dir() / place).read_text().splitlines()[number - 1], (place, number)
+            number += 1
+
+
+def test_text_changes_with_header_and_constants(kernels):
+    """The text is the key of every cache of compiled kernels."""
+    before = SCALE.source
+    assert before == Spec("scale.cu", (("FACTOR", 3),)).source
+    assert before != Spec("scale.cu", (("FACTOR", 4),)).source
+    (kernels / "a.cuh").write_text("#define TWO 2.0f\n")
+    forget()
+    assert SCALE.source != before
+
+
+def test_a_source_that_is_not_there(kernels):
+    with pytest.raises(FileNotFoundError, match="nowhere.cu"):
+        assemble("nowhere.cu")
+    (kernels / "broken.cu").write_text('#include "nowhere.cuh"\n')
+    with pytest.raises(FileNotFoundError, match="nowhere.cuh"):
+        assemble("broken.cu")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("forward", ["attention_forward", "attention_forward_merge"]),
+        ("backward_targets", ["attention_backward_targets", "attention_backward_targets_merge"]),
+        ("backward_sources", ["attention_backward_sources", "attention_backward_sources_merge"]),
+        ("weights", ["attention_weights"]),
+        ("norm", ["attention_inverse_norm"]),
+    ],
+)
+def test_entry_points(path, expected):
+    assert entry_points(assemble(f"attention/{path}.cu")) == expected
+
+
+def test_a_specialised_module_is_named_by_all_its_parameters():
+    spec = Spec("attention/forward.cu", (("HEADS", 8), ("CHANNELS", 16)))
+    assert spec.name == "attention/forward.cu-HEADS8-CHANNELS16"
+    assert hash(spec) == hash(Spec("attention/forward.cu", (("HEADS", 8), ("CHANNELS", 16))))
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_compile_error_shows_the_log_and_the_numbered_source(kernels, monkeypatch):
+    """NVRTC's own log, with the module that needs a GPU replaced by its compilation."""
+    import cupy
+
+    class Module:
+        def __init__(self, code, options, backend):
+            assert backend == "nvrtc" and options == compiler.OPTIONS
+            self.code = code
+
+        def compile(self):
+            try:
+                compile_cubin(self.code, "sm_90")
+            except RuntimeError as error:
+                raise cupy.cuda.compiler.CompileException(str(error), self.code, "kernel.cu", ()) from error
+
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda index: nullcontext())
+    assert isinstance(compiler.module(SCALE, 0), Module)
+
+    (kernels / "b.cuh").write_text("__device__ float twice(float x) {\n    return TWO * y;\n}\n")
+    forget()
+    with pytest.raises(CompileError) as caught:
+        compiler.module(SCALE, 0)
+    message = str(caught.value)
+    assert message.startswith("scale.cu-FACTOR3\n")
+    assert 'b.cuh(2): error: identifier "y" is undefined' in message
+    # The line that the log names, with the number that it has there; the constants are counted by themselves.
+    assert "    2 |     return TWO * y;" in message
+    assert "    1 | #define FACTOR 3" in message
+    assert '      | #line 1 "b.cuh"' in message
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_the_test_kernel_compiles(kernels):
+    assert compile_cubin(SCALE.source, "sm_80").cubin
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_goes_to_the_override():
+    seen = []
+    kernel, arguments = Kernel(SCALE, "scale"), (torch.ones(3), 3, None, 0.5)
+    with override(lambda *launched: seen.append(launched)):
+        launch(kernel, (2, 3, 1), (32, 1, 1), arguments, CPU, shared_bytes=64)
+        launch(kernel, (1, 1, 1), (32, 1, 1), (), CPU)
+    spec, entry, grid, block, given, shared_bytes = seen[0]
+    assert (spec, entry, grid, block, shared_bytes) == (SCALE, "scale", (2, 3, 1), (32, 1, 1), 64)
+    assert all(a is b for a, b in zip(given, arguments, strict=True))
+    assert seen[1][5] == 0
+
+
+@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (4, 2, 0)])
+def test_an_empty_grid_is_not_launched(grid):
+    seen = []
+    with override(lambda *launched: seen.append(launched)):
+        launch(Kernel(SCALE, "scale"), grid, (32, 1, 1), (), CPU)
+    assert seen == []
+
+
+def test_overrides_nest_and_end():
+    seen = []
+    with override(lambda *launched: seen.append("outer")):
+        with override(lambda *launched: seen.append("inner")):
+            launch(Kernel(SCALE, "scale"), (1, 1, 1), (32, 1, 1), (), CPU)
+        launch(Kernel(SCALE, "scale"), (1, 1, 1), (32, 1, 1), (), CPU)
+    assert seen == ["inner", "outer"]
+    with pytest.raises(ZeroDivisionError), override(lambda *launched: 1 / 0):
+        launch(Kernel(SCALE, "scale"), (1, 1, 1), (32, 1, 1), (), CPU)
+    assert launcher._override is None
+
+
+@pytest.mark.skipif(host_compiler() is None, reason="needs a host compiler (g++)")
+def test_a_launch_on_the_emulator(kernels):
+    x = torch.arange(40.0)
+    with emulated_device() as launched:
+        launch(Kernel(SCALE, "scale"), (2, 1, 1), (32, 1, 1), addresses((x, 40)), CPU)
+    assert launched == ["scale"]
+    assert torch.equal(x, 6 * torch.arange(40.0))
+
+
+def test_addresses_leave_cpu_tensors_and_numbers():
+    x = torch.ones(3)
+    with override(lambda *launched: None):
+        given = addresses((x, 7, 0.5, None))
+    assert given[0] is x and given[1:] == (7, 0.5, None)
+
+
+def test_importing_needs_no_cupy():
+    code = (
+        "import sys, pyg_dfgnn.runtime.bridge, pyg_dfgnn.runtime.launcher, pyg_dfgnn.runtime.compiler\n"
+        "sys.exit(any(name.split('.')[0].startswith('cupy') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Bridge ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_tensor_is_refused():
+    pytest.importorskip("cupy")
+    with pytest.raises(ValueError, match=r"'tensor' needs to be on a CUDA device \(got cpu\)"):
+        bridge.to_cupy(torch.ones(3))
+
+
+def test_an_array_comes_back_with_its_bits():
+    """The way back is DLPack alone: a numpy array stands for one of CuPy."""
+    array = np.arange(6, dtype=np.int16)
+    back = bridge.from_cupy(array)
+    assert back.dtype == torch.int16 and back.data_ptr() == array.ctypes.data
+    assert torch.equal(bridge.from_cupy(array, torch.bfloat16), back.view(torch.bfloat16))
+
+
+def test_a_bfloat16_array_comes_back_as_bfloat16():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.array([1.5, -2.0, 3e38], dtype=ml_dtypes.bfloat16)
+    back = bridge.from_cupy(array)
+    assert back.dtype == torch.bfloat16 and back.data_ptr() == array.ctypes.data
+    assert torch.equal(back, torch.tensor([1.5, -2.0, 3e38], dtype=torch.bfloat16))
