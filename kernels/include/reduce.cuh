@@ -5,6 +5,7 @@
 // COUNT * log2(HEAD_LANES). The tree of additions of each value does not depend on COUNT.
 template <int COUNT, int MASK>
 __device__ __forceinline__ void head_sum(float* v) {
+    static_assert((COUNT & (COUNT - 1)) == 0, "halving needs a power of two");
     if constexpr (MASK > 0) {
         if constexpr (COUNT == 1) {
             v[0] += __shfl_xor_sync(FULL_MASK, v[0], MASK);

@@ -174,11 +174,14 @@ def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
 
 
 def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Blocks per multiprocessor that the compiler makes room for: 8 caps registers at 64 where that costs no spill."""
+    """Blocks per multiprocessor that the compiler makes room for: as many as cost no spill; 8 caps registers at 64."""
     if problem.edge or problem.dropout:
         return 1
-    fits = elements == 4 or (elements == 8 and problem.dtype.itemsize == 2 and walk == "forward")
-    return 8 if fits and (problem.score != "gatv2" or walk == "forward") else 1
+    if elements == 4:
+        return 8 if problem.score != "gatv2" or walk == "forward" else 1
+    if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
+        return {"add": 8, "dot": 7, "cosine": 5, "gatv2": 5}[problem.score]
+    return 1
 
 
 def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:

@@ -85,14 +85,16 @@ def _parameters() -> _ParameterBuffer:
 def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
     """Kernel arguments with CUDA tensors turned into addresses; the caller keeps the tensors alive until the launch.
 
-    CPU tensors, and under :func:`override` None, stay as they are.
+    Arguments with a CPU tensor among them stay as they are, for :func:`override`.
     """
     raw: list[Any] = []
     for a in arguments:
         if a is None:
-            raw.append(0 if _override is None else None)
+            raw.append(0)
         elif isinstance(a, Tensor):
-            raw.append(a.data_ptr() if a.is_cuda else a)
+            if not a.is_cuda:
+                return tuple(arguments)
+            raw.append(a.data_ptr())
         else:
             raw.append(a)
     return tuple(raw)

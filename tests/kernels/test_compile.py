@@ -1,0 +1,56 @@
+"""Every kernel source compiles for the oldest and the main architecture without a warning and without spills."""
+
+import pytest
+
+from pyg_dfgnn.paths import kernels_dir
+from tests.kernels.nvrtc import ARCHS, compile_cubin, missing
+from tests.kernels.specs import all_specs, label
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+# ptxas may park one or two registers outside the loops to fit one more block on an SM; more than that is a spill.
+SPILL_LIMIT_BYTES = 16
+
+SPECS = list(dict.fromkeys(all_specs()))
+
+
+def test_every_source_is_compiled():
+    root = kernels_dir()
+    assert {spec.path for spec in SPECS} == {path.relative_to(root).as_posix() for path in root.rglob("*.cu")}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("spec", SPECS, ids=map(label, SPECS))
+def test_compiles_without_warnings_and_spills(spec, arch):
+    compiled = compile_cubin(spec.source, arch)
+    assert compiled.cubin
+    assert not compiled.warnings
+    assert compiled.usage
+    for usage in compiled.usage:
+        assert usage.spill_bytes <= SPILL_LIMIT_BYTES, usage
+        assert usage.stack_bytes <= SPILL_LIMIT_BYTES, usage
+
+
+def test_a_warning_is_seen():
+    source = 'extern "C" __global__ void test(float* a) { int unused; a[0] = 1; }'
+    assert any("unused" in warning for warning in compile_cubin(source, ARCHS[0]).warnings)
+
+
+def test_a_spill_is_seen():
+    source = """
+    extern "C" __global__ void __launch_bounds__(1024) test(float* a) {
+        float v[128];
+        #pragma unroll
+        for (int i = 0; i < 128; ++i) v[i] = a[i * 1024 + threadIdx.x];
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 128; ++i) a[i * 1024 + threadIdx.x] = v[i] * v[127 - i];
+    }"""
+    (usage,) = compile_cubin(source, ARCHS[0]).usage
+    assert usage.entry == "test"
+    assert usage.spill_bytes > SPILL_LIMIT_BYTES
+
+
+def test_an_error_is_raised():
+    with pytest.raises(RuntimeError, match=r'identifier "y" is undefined'):
+        compile_cubin('extern "C" __global__ void test(float* a) { a[0] = y; }', ARCHS[0])
