@@ -10,41 +10,16 @@ import pytest
 import torch
 
 from pyg_dfgnn.paths import kernels_dir
-from pyg_dfgnn.runtime import bridge, compiler, launcher, source
+from pyg_dfgnn.runtime import bridge, compiler, launcher
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, entry_points
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
 from pyg_dfgnn.runtime.source import assemble
 from tests.emu.loader import compiler as host_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import compile_cubin, missing
+from tests.runtime.conftest import SCALE, forget
 
 CPU = torch.device("cpu")
-SCALE = Spec("scale.cu", (("FACTOR", 3),))
-
-
-@pytest.fixture
-def kernels(tmp_path, monkeypatch):
-    """A folder of kernels of the test's own: a source with two headers, one of them included twice."""
-    texts = {
-        "scale.cu": '#include "a.cuh"\n#include "b.cuh"\n\n'
-        'extern "C" __global__ void __launch_bounds__(32)\nscale(float* x, long long n) {\n'
-        "    const long long i = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "    if (i < n) x[i] = twice(x[i]) * FACTOR;\n}\n",
-        "a.cuh": "#define TWO 2\n",
-        "b.cuh": '#include "a.cuh"\n__device__ float twice(float x) {\n    return TWO * x;\n}\n',
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(source, "kernels_dir", lambda: tmp_path)
-    forget()
-    yield tmp_path
-    forget()
-
-
-def forget():
-    source._read.cache_clear()
-    source.assemble.cache_clear()
-    compiler.module.cache_clear()
 
 
 # Source ---------------------------------------------------------------------------------------------------------------
