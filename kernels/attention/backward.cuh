@@ -1,8 +1,10 @@
-// What both backward kernels share. With P_ij = exp2(S2_ij - L2_i), dropout factor D_ij and delta_i = <dO_i, O_i>:
+// What both backward kernels share. With the weights P_ij, dropout factors D_ij and delta_i = <dO_i, O_i>:
 //
 //   dP_ij = <dO_i, v_ij>,  dS_ij = P_ij (D_ij dP_ij - delta_i),  dv_ij = P_ij D_ij dO_i
 //
-// There are no atomics and no per-edge buffer: weights are recomputed from the log-sum-exp.
+// There are no atomics and no per-edge buffer: weights are recomputed from the softmax of the row. The pass over targets
+// leaves (max, inverse, delta, 0) per target and head [num_targets, HEADS, 4] for the pass over sources, which gathers it
+// with one load.
 #define COUNT (UNROLL * LANE_HEADS)
 
 // Products of one step, reduced over the lanes of a head: first the score's, then <dO, v>.

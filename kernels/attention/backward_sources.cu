@@ -1,5 +1,5 @@
 // Attention backward over the rows of the CSC (sources): key, value and source-scalar gradients. Gathers target vectors and
-// output gradients, and reads delta, which the pass over targets wrote.
+// output gradients, and the records that the pass over targets wrote.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -68,7 +68,8 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
 // What a row of the CSC reads of its neighbours in one step: terms of UNROLL targets.
 struct Targets {
     Packed grads[UNROLL];
-    HeadValues lse[UNROLL], delta[UNROLL];
+    RowSoftmax softmax[UNROLL];
+    HeadValues delta[UNROLL];
 #if HAS_TARGET_VECTOR
     Packed queries[UNROLL];
 #endif
@@ -107,13 +108,26 @@ struct Targets {
     }
 };
 
-__device__ __forceinline__ Targets load_targets(const ScoreInputs& in, const float* lse, const storage_t* grad_out,
-                                                const float* delta, const Step& step, const Lanes& l) {
+__device__ __forceinline__ void load_record(const float* records, int row, const Lanes& l, RowSoftmax& softmax,
+                                            HeadValues& delta) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        float4 record = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (has_head(l, h)) {
+            record = __ldg(reinterpret_cast<const float4*>(records) + (u64)(u32)row * HEADS + head_of(l, h));
+        }
+        softmax.max[h] = record.x;
+        softmax.inverse[h] = record.y;
+        delta.x[h] = record.z;
+    }
+}
+
+__device__ __forceinline__ Targets load_targets(const ScoreInputs& in, const float* records,
+                                                const storage_t* grad_out, const Step& step, const Lanes& l) {
     Targets t;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-        t.lse[u] = load_heads(lse, step.node[u], l);
-        t.delta[u] = load_heads(delta, step.node[u], l);
+        load_record(records, step.node[u], l, t.softmax[u], t.delta[u]);
 #if HAS_NODE_SCALARS
         t.scalars[u] = load_heads(in.target_scalars, step.node[u], l);
 #endif
@@ -137,7 +151,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
-                           const float* lse, const storage_t* grad_out, const float* delta, storage_t* grad_key,
+                           const float* records, const storage_t* grad_out, storage_t* grad_key,
                            storage_t* grad_value, float* grad_source, const storage_t* grad_target, float* partial,
                            float* carry) {
     const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
@@ -162,7 +176,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
     if (steps > 0) next = load_step(a, item, l, 0);
     for (int step = 0; step < steps; ++step) {
         const Step now = next;
-        const Targets targets = load_targets(in, lse, grad_out, delta, now, l);
+        const Targets targets = load_targets(in, records, grad_out, now, l);
         next = load_step(a, item, l, step + 1);
 
         Products products;
@@ -197,7 +211,8 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const float logit = score_logit(products.score[u][h], own_scalars.x[h], targets.scalar(u, h),
                                                 targets.edge_scalar(u, h), factor.x[h], in.slope);
-                const float p = is_valid(item, l, step, u) ? fast_exp2(logit - targets.lse[u].x[h]) : 0.0f;
+                const float weight = fast_exp2(logit - targets.softmax[u].max[h]) * targets.softmax[u].inverse[h];
+                const float p = is_valid(item, l, step, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * targets.delta[u].x[h];
 #if SCORE == SCORE_ADD

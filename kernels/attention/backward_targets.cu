@@ -52,6 +52,18 @@ __device__ __forceinline__ Part load_out(const void* out, int row, const Lanes& 
 #endif
 }
 
+__device__ __forceinline__ void store_records(float* records, int row, const Lanes& l, const RowSoftmax& softmax,
+                                              const HeadValues& delta) {
+    if (l.head_lane != 0) return;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        if (has_head(l, h)) {
+            reinterpret_cast<float4*>(records)[(i64)row * HEADS + head_of(l, h)] =
+                make_float4(softmax.max[h], softmax.inverse[h], delta.x[h], 0.0f);
+        }
+    }
+}
+
 // Turns the sum over the edges of target `row` into its gradient and stores it.
 __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, const Lanes& l, TargetSums& sums,
                                              void* grad_target, float* grad_beta, bool store) {
@@ -95,7 +107,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
-                           const void* out, const float* lse, const storage_t* grad_out, float* delta,
+                           const void* out, const float* softmax, const storage_t* grad_out, float* records,
                            void* grad_target, float* grad_beta, void* grad_edge, float* parameter_sums, float* partial,
                            float* carry) {
     const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
@@ -107,14 +119,9 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
     const int steps = num_steps(item);
 
     const Part grad = load_part(grad_out, item.row, l);
-    HeadValues own_delta;
-    if (block == 0) {
-        own_delta = head_dot(grad, load_out(out, item.row, l));
-        if (item.first && l.edge_slot == 0) store_heads(delta, item.row, l, own_delta);
-    } else {
-        own_delta = load_heads(delta, item.row, l);
-    }
-    const HeadValues own_lse = load_heads(lse, item.row, l);
+    const RowSoftmax own_softmax = load_softmax(softmax, item.row, l);
+    const HeadValues own_delta = head_dot(grad, load_out(out, item.row, l));
+    if (block == 0 && item.first && l.edge_slot == 0) store_records(records, item.row, l, own_softmax, own_delta);
     Part own = zero_part();
     if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
     const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
@@ -158,7 +165,8 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const float logit = score_logit(products.score[u][h], own_scalars.x[h], neighbours.scalar(u, h),
                                                 neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                const float p = is_valid(item, l, step, u) ? fast_exp2(logit - own_lse.x[h]) : 0.0f;
+                const float weight = fast_exp2(logit - own_softmax.max[h]) * own_softmax.inverse[h];
+                const float p = is_valid(item, l, step, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * own_delta.x[h];
 #if SCORE == SCORE_ADD

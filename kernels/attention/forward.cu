@@ -1,6 +1,7 @@
 // Attention forward, row schedule: O_i = sum_j softmax_j(S_ij) D_ij v_j in one pass over the edges of a row, with an
-// online softmax (Milakov and Gimelshein, arXiv 1805.02867). Writes O [num_targets, HEADS, CHANNELS] and the base-2
-// log-sum-exp [num_targets, HEADS]; a row without edges gives 0 and -inf. With `exact` not null O is written in fp32 too.
+// online softmax (Milakov and Gimelshein, arXiv 1805.02867). Writes O [num_targets, HEADS, CHANNELS] and the softmax of
+// each row [num_targets, HEADS, 2] (see RowSoftmax); a row without edges gives zeros. With `exact` not null O is written
+// in fp32 too.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -47,20 +48,21 @@ __device__ __forceinline__ void merge_slots(Softmax& s) {
     }
 }
 
-__device__ __forceinline__ void store_row(Softmax& s, int row, const Lanes& l, storage_t* out, float* lse,
+__device__ __forceinline__ void store_row(Softmax& s, int row, const Lanes& l, storage_t* out, float* softmax,
                                           float* exact) {
-    HeadValues values;
+    RowSoftmax values;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
         const bool empty = s.sum.x[h] == 0.0f;
         const float inverse = 1.0f / s.sum.x[h];
-        values.x[h] = s.max.x[h] + log2f(s.sum.x[h]);
+        values.max[h] = finite(s.max.x[h]);
+        values.inverse[h] = empty ? 0.0f : inverse;
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) s.acc.x[h][c] = empty ? 0.0f : s.acc.x[h][c] * inverse;
     }
     store_part(out, row, l, s.acc);
     if (exact != nullptr) store_part_fp32(exact, row, l, s.acc);
-    store_heads(lse, row, l, values);
+    store_softmax(softmax, row, l, values);
 }
 
 // States in a buffer for `count` of them: sums [count, HEADS, CHANNELS], maxima [count, HEADS], weights [count, HEADS].
@@ -83,7 +85,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                   const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target,
                   const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
-                  double slope, double dropout, storage_t* out, float* lse, float* exact, float* partial,
+                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* partial,
                   float* carry) {
     const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
                          num_rows, num_chunks, max_edges, block, num_blocks};
@@ -168,14 +170,14 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
     } else if (block + 1 < num_blocks) {
         store_state(carry, num_rows, item.row, l, state);
     } else {
-        store_row(state, item.row, l, out, lse, exact);
+        store_row(state, item.row, l, out, softmax, exact);
     }
 }
 
 // Merges the chunks of each heavy row in chunk order (chunk c goes to slot c % EDGE_SLOTS).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
-                        i64 block, i64 num_blocks, const float* partial, storage_t* out, float* lse, float* exact,
+                        i64 block, i64 num_blocks, const float* partial, storage_t* out, float* softmax, float* exact,
                         float* carry) {
     const Lanes l = lane_layout();
     const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
@@ -206,6 +208,6 @@ attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heav
     if (block + 1 < num_blocks) {
         store_state(carry, num_rows, row, l, state);
     } else {
-        store_row(state, row, l, out, lse, exact);
+        store_row(state, row, l, out, softmax, exact);
     }
 }

@@ -1,4 +1,4 @@
-// Score functors. Logits are kept in base 2: S2 = S * log2(e), P = exp2(S2 - L2), with L2 the base-2 log-sum-exp.
+// Score functors. Logits are kept in base 2: S2 = S * log2(e), P_ij = exp2(S2_ij - max_i) / sum_i.
 //
 //   dot     S = scale * <q_i, k_j + e_ij>                   target vector q, key vector k
 //   cosine  S = beta * n_i * n_j * <x_i, x_j>               target vector x_i, value vector x_j, inverse norms n

@@ -1,4 +1,4 @@
-// Attention weights after dropout, alpha_ij = exp2(S2_ij - L2_i) D_ij, written as [E, HEADS] in input order of the edges.
+// Attention weights after dropout, alpha_ij = P_ij D_ij, written as [E, HEADS] in input order of the edges.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -11,7 +11,7 @@ attention_weights(const int* ptr, const int* index, const int* edge_id, const in
                   const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target,
                   const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
-                  double slope, double dropout, const float* lse, float* weights_out) {
+                  double slope, double dropout, const float* softmax, float* weights_out) {
     const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
                          num_rows, num_chunks, max_edges, block, num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
@@ -23,7 +23,7 @@ attention_weights(const int* ptr, const int* index, const int* edge_id, const in
     if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
     const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
     const HeadValues factor = logit_factor(in, own_scalars);
-    const HeadValues own_lse = load_heads(lse, item.row, l);
+    const RowSoftmax own_softmax = load_softmax(softmax, item.row, l);
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
 
@@ -49,7 +49,7 @@ attention_weights(const int* ptr, const int* index, const int* edge_id, const in
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
                                             neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                alpha.x[h] = fast_exp2(s - own_lse.x[h]) * dropout_factors[u][h];
+                alpha.x[h] = fast_exp2(s - own_softmax.max[h]) * own_softmax.inverse[h] * dropout_factors[u][h];
             }
             if (is_valid(item, l, step, u)) {
                 store_heads(weights_out, __ldg(edge_id + edge_position(item, l, step, u)), l, alpha);

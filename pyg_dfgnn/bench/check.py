@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -100,7 +101,9 @@ def check_dtype(
     if reasons:
         return {"status": "refused: " + "; ".join(reasons)}
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
-    grad_out = grad_out.to(dtype)
+    factor = representable_factor(expected, dtype)
+    expected = {name: tensor if name == "out" else tensor * factor for name, tensor in expected.items()}
+    grad_out = (grad_out * factor).to(dtype)
     first = run_seeded(op, case, graph.fused, leaves, grad_out)
     with poisoned_memory():
         second = run_seeded(op, case, graph.fused, leaves, grad_out)
@@ -121,6 +124,14 @@ def check_dtype(
         "grad_error": f"{max(gradients):.2e}",
         "hub_error": f"{max(errors.hub.values()):.2e}" if errors.hub else "",
     }
+
+
+def representable_factor(expected: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """A power of two for the output's gradient that keeps all gradients, linear in it, in the range of ``dtype``."""
+    sizes = [float(tensor.abs().max()) for name, tensor in expected.items() if name != "out" and tensor.numel()]
+    largest = max(sizes, default=0.0)
+    limit = torch.finfo(dtype).max / 4
+    return 2.0 ** -math.ceil(math.log2(largest / limit)) if largest > limit else 1.0
 
 
 def _memory_reason(case: AttentionCase, graph: BenchGraph) -> str | None:

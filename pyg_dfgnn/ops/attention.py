@@ -4,7 +4,7 @@ r"""Attention over the edges of a graph: scores, softmax over the in-edges of a 
     O_i = \sum_{j \in N(i)} D_{ij} \, \mathrm{softmax}_j(S_{ij}) \, v_j
 
 Four scores share one set of kernels. Nothing of length E is saved for the backward pass: it recomputes the weights from
-the log-sum-exp of each row. All functions run on CPU tensors and in float64 through the reference implementation.
+the softmax of each row. All functions run on CPU tensors and in float64 through the reference implementation.
 """
 
 import math
@@ -78,10 +78,10 @@ _OPERANDS = (
 _library = torch.library.Library("pyg_dfgnn", "DEF")
 _library.define(f"attention_forward({_OPERANDS}, bool exact) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"attention_backward({_OPERANDS}, Tensor out, Tensor lse, Tensor grad_out, bool same, bool edge_grad) "
+    f"attention_backward({_OPERANDS}, Tensor out, Tensor softmax, Tensor grad_out, bool same, bool edge_grad) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(f"attention_weights({_OPERANDS}, Tensor lse) -> Tensor")
+_library.define(f"attention_weights({_OPERANDS}, Tensor softmax) -> Tensor")
 _library.define("attention_inverse_norm(Tensor x) -> Tensor")
 
 
@@ -98,7 +98,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, heads, channels = o.value.shape
     return (
         o.value.new_empty((o.num_dst, heads, channels)),
-        o.value.new_empty((o.num_dst, heads), dtype=torch.float32),
+        o.value.new_empty((o.num_dst, heads, 2), dtype=torch.float32),
         o.value.new_empty((o.num_dst if exact else 0, heads, channels), dtype=torch.float32),
     )
 
@@ -135,8 +135,8 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _weights(*arguments: Any) -> Tensor:
-    *operands, lse = arguments
-    return run_weights(*Operands(*operands).resolve(), lse)
+    *operands, softmax = arguments
+    return run_weights(*Operands(*operands).resolve(), softmax)
 
 
 def _weights_fake(*arguments: Any) -> Tensor:
@@ -188,19 +188,19 @@ class _Attention(torch.autograd.Function):
         kernels, graph, _, numbers = ctx.rest = rest
         inputs = Inputs(*tensors, *numbers)
         exact = _needs_exact(ctx, inputs.value)
-        out, lse, copy = run_forward(kernels, inputs, graph.num_dst, exact)
-        ctx.save_for_backward(*tensors, copy if exact else out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        out, softmax, copy = run_forward(kernels, inputs, graph.num_dst, exact)
+        ctx.save_for_backward(*tensors, copy if exact else out, softmax)
+        ctx.mark_non_differentiable(softmax)
+        return out, softmax
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
         kernels, graph, same, numbers = ctx.rest
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, softmax = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
         edge_grad = ctx.needs_input_grad[7]
-        grads = run_backward(kernels, graph, inputs, out, lse, grad_out, same, edge_grad)
+        grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad)
         return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
@@ -211,21 +211,21 @@ class _TracedAttention(torch.autograd.Function):
     def forward(ctx: Any, same: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
         o = Operands(*arguments)
         exact = _needs_exact(ctx, o.value)
-        out, lse, copy = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact)
-        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), copy if exact else out, lse)
+        out, softmax, copy = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact)
+        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), copy if exact else out, softmax)
         ctx.layout = tuple(None if isinstance(a, Tensor) else (a,) for a in arguments)
         ctx.same = same
         ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[1 + Operands._fields.index("edge")]
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(softmax)
+        return out, softmax
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *saved, out, lse = ctx.saved_tensors
+        *saved, out, softmax = ctx.saved_tensors
         tensors = iter(saved)
         arguments = [next(tensors) if entry is None else entry[0] for entry in ctx.layout]
-        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, out, lse, grad_out, ctx.same, ctx.edge_grad)
+        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, out, softmax, grad_out, ctx.same, ctx.edge_grad)
         return (*(None,) * 7, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
 
 
@@ -367,16 +367,16 @@ def _run(
             kernels = Kernels.of(problem_of(score, inputs), graph)
             if signature is not None and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
-        out, lse = _Attention.apply((kernels, graph, same, inputs[8:]), *inputs[:8])
-        return (out, run_weights(kernels, graph, _detached(inputs), lse)) if return_weights else out
+        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:]), *inputs[:8])
+        return (out, run_weights(kernels, graph, _detached(inputs), softmax)) if return_weights else out
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    out, lse = _TracedAttention.apply(same, *arguments)
+    out, softmax = _TracedAttention.apply(same, *arguments)
     if not return_weights:
         return out
     with torch.no_grad():
-        return out, torch.ops.pyg_dfgnn.attention_weights(*_detached(arguments), lse)
+        return out, torch.ops.pyg_dfgnn.attention_weights(*_detached(arguments), softmax)
 
 
 def _is_eager(graph: Edges, value: Tensor) -> TypeGuard[Graph]:

@@ -168,15 +168,18 @@ def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
 
 
 def run_forward(kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [N_dst, H, C], base-2 log-sum-exp [N_dst, H], and with ``exact`` the output in float32 (else empty)."""
+    """Output [N_dst, H, C], softmax of the rows [N_dst, H, 2], and with ``exact`` the output in float32 (else empty).
+
+    The softmax holds the maximum of the base-2 logits and the inverse of the sum: ``P = exp2(S2 - max) * inverse``.
+    """
     problem, device = kernels.problem, kernels.problem.device
     heads, channels = problem.heads, problem.channels
     out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
-    lse = torch.empty((num_dst, heads), dtype=torch.float32, device=device)
+    softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
     copy = torch.empty((num_dst if exact else 0, heads, channels), dtype=torch.float32, device=device)
-    results = (out, lse, copy if exact else None)
+    results = (out, softmax, copy if exact else None)
     kernels.forward.run(device, heads * (channels + 2), _aligned_all(inputs), results, (), results)
-    return out, lse, copy
+    return out, softmax, copy
 
 
 def run_backward(
@@ -184,7 +187,7 @@ def run_backward(
     graph: Graph,
     inputs: Inputs,
     out: Tensor,
-    lse: Tensor,
+    softmax: Tensor,
     grad_out: Tensor,
     same: bool,
     edge_grad: bool,
@@ -196,7 +199,7 @@ def run_backward(
         graph: The edges.
         inputs: As in the forward pass.
         out: Its output; in float32 for 16-bit inputs.
-        lse: Its log-sum-exp.
+        softmax: The softmax of its rows.
         grad_out: Gradient of the output.
         same: Whether target and value are one tensor, whose gradient is then returned for the value alone.
         edge_grad: Whether the edge features need a gradient.
@@ -206,7 +209,7 @@ def run_backward(
     targets, sources = kernels.backward(graph)
     ready = _aligned_all(inputs)
     target, _, value, target_scalars, source_scalars, parameter = ready[:6]
-    out, lse, grad_out = aligned(out), aligned(lse), aligned(grad_out)
+    out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
 
     def rows(count: int, dtype: torch.dtype = problem.dtype) -> Tensor:
         return torch.empty((count, heads, channels), dtype=dtype, device=device)
@@ -214,7 +217,7 @@ def run_backward(
     def scalars(count: int) -> Tensor:
         return torch.empty((count, heads), dtype=torch.float32, device=device)
 
-    delta = scalars(graph.num_dst)
+    records = torch.empty((graph.num_dst, heads, 4), dtype=torch.float32, device=device)
     grad_target = scalars(graph.num_dst) if score == "add" else rows(graph.num_dst)
     grad_edge = empty_as(inputs.edge) if edge_grad and inputs.edge is not None else None
     grad_beta = scalars(graph.num_dst) if score == "cosine" else None
@@ -223,7 +226,7 @@ def run_backward(
         device,
         heads * (1 if score == "add" else channels),
         ready,
-        (out, lse, grad_out, delta, grad_target, grad_beta, grad_edge, parameter_sums),
+        (out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums),
         (target, target_scalars, parameter, inputs.scale),
         (grad_target, grad_beta),
     )
@@ -236,7 +239,7 @@ def run_backward(
         device,
         heads * {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[score],
         ready,
-        (lse, grad_out, delta, *results),
+        (records, grad_out, *results),
         (value, source_scalars, parameter, inputs.scale),
         results,
     )
@@ -249,13 +252,13 @@ def run_backward(
     return None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge
 
 
-def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, lse: Tensor) -> Tensor:
+def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
     walk = kernels.weights(graph)
     device = kernels.problem.device
     weights = torch.empty((graph.num_edges, kernels.problem.heads), dtype=torch.float32, device=device)
     ready = _aligned_all(inputs)
-    launch(walk.kernel, walk.grid, walk.threads, walk.sweeps[0] + addresses((*ready, lse, weights)), device)
+    launch(walk.kernel, walk.grid, walk.threads, walk.sweeps[0] + addresses((*ready, softmax, weights)), device)
     return weights
 
 

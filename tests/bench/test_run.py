@@ -165,7 +165,7 @@ def test_timing_statistics():
 
 def test_long_calls_are_repeated_less(monkeypatch):
     timer = Timer(CPU)
-    monkeypatch.setattr(timer, "_samples", lambda call, repetitions, before: [900.0] * repetitions)
+    monkeypatch.setattr(timer, "_samples", lambda call, repetitions, before, head_start=False: [900.0] * repetitions)
     assert timer.time(lambda: None).n == 5
 
 
