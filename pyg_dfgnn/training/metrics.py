@@ -69,7 +69,7 @@ class Score:
     @property
     def accuracy(self) -> float:
         """Between 0 and 1."""
-        right, total = self.confusion.diagonal(), self.confusion.sum(dim=1)
+        right, total = self.confusion.diagonal().double(), self.confusion.sum(dim=1)
         if self.balanced:
             return float((right / total.clamp(min=1)).mean())
         return float(right.sum() / total.sum())
