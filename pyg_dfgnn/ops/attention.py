@@ -76,12 +76,14 @@ _OPERANDS = (
     "Tensor? seed, float scale, float slope, float dropout"
 )
 _library = torch.library.Library("pyg_dfgnn", "DEF")
-_library.define(f"attention_forward({_OPERANDS}, bool exact) -> (Tensor, Tensor, Tensor)")
-_library.define(
+for _schema in (
+    f"attention_forward({_OPERANDS}, bool exact) -> (Tensor, Tensor, Tensor)",
     f"attention_backward({_OPERANDS}, Tensor out, Tensor softmax, Tensor grad_out, bool same, bool edge_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(f"attention_weights({_OPERANDS}, Tensor softmax) -> Tensor")
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"attention_weights({_OPERANDS}, Tensor softmax) -> Tensor",
+):
+    # Inductor's CUDA graphs copy edge_index into a buffer of theirs: a replay would launch on the recorded graph.
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _library.define("attention_inverse_norm(Tensor x) -> Tensor")
 
 

@@ -6,16 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
-from tests.zoo import Case
+from tests.zoo import Case, random
 
 SCORES = ("dot", "cosine", "add", "gatv2")
 SCALARS = ("beta", "att", "alpha_src", "alpha_dst", "alpha_edge")
 """Inputs that stay float32 whatever the storage of the features."""
+
+# Packed rows with duplicates and self-loops, some targets and sources without edges.
+SPARSE = Case("sparse", torch.tensor([[0, 2, 2, 5, 5, 1, 7, 7, 3, 2], [1, 1, 1, 4, 5, 5, 0, 7, 7, 7]]), 8, 8)
+# Rows long enough for lanes to share them.
+DENSE = random(24, 10, 200, seed=4, name="dense")
 
 
 @dataclass
@@ -129,3 +135,24 @@ class Problem:
 def pairs(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Tensors to compare, by name."""
     return {name: (tensor, expected[name]) for name, tensor in actual.items()}
+
+
+def problem_of(score: str, case: Case = SPARSE, full: bool = False, **options: Any) -> Problem:
+    """A problem; `full` adds dropout and, where the score takes them, edge features."""
+    if full:
+        options = {"edge": score != "cosine", "dropout_p": 0.5, **options}
+    return Problem(score, case, **options)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the arguments of every call of an operator of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "pyg_dfgnn":
+            detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+            self.calls[func] = tuple(detached)
+        return func(*args, **(kwargs or {}))
