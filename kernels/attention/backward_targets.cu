@@ -171,10 +171,9 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
                 const float ds = kept * products.value[u][h] - p * own_delta.x[h];
 #if SCORE == SCORE_ADD
                 const float z = pre_activation(own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h));
-                const float m = ds * leaky_slope(z, in.slope);
-                sums.scalar.x[h] += m;
+                sums.scalar.x[h] = fmaf(ds, centered_slope(z, in.slope), sums.scalar.x[h]);
 #if HAS_EDGE_SCALARS
-                grad_e.x[h] = m;
+                grad_e.x[h] = ds * leaky_slope(z, in.slope);
 #endif
 #else
 #pragma unroll
@@ -182,7 +181,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
 #if SCORE == SCORE_GATV2
                     const float z = own.x[h][c] + other.x[h][c];
                     const float m = ds * leaky_slope(z, in.slope);
-                    sums.vector.x[h][c] += m;
+                    sums.vector.x[h][c] = fmaf(ds, centered_slope(z, in.slope), sums.vector.x[h][c]);
                     parameter_acc.x[h][c] = fmaf(m, z, parameter_acc.x[h][c]);
 #if HAS_EDGE_VECTOR
                     grad_e.x[h][c] = m * weights.x[h][c];

@@ -33,6 +33,12 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 __device__ __forceinline__ float leaky_slope(float z, float slope) { return z > 0.0f ? 1.0f : slope; }
 
+// The slope less the mean of its two values. As dS sums to 0 over a row, sum dS slope = sum dS centered_slope, but rounding
+// errors that all dS of a row share (of delta above all) cancel in the second form.
+__device__ __forceinline__ float centered_slope(float z, float slope) {
+    return z > 0.0f ? 0.5f - 0.5f * slope : 0.5f * slope - 0.5f;
+}
+
 __device__ __forceinline__ float leaky(float z, float slope) { return z > 0.0f ? z : slope * z; }
 
 // One lane's part of the product of head h; the sum over the lanes of the head is the score's reduction.

@@ -91,7 +91,7 @@ def test_a_build_syncs_once_and_a_hit_never(self_loops, syncs_are_errors, monkey
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("form", ["coo", "csr", "edge_index"])
 def test_other_forms(form):
-    edge_index = random(40, 40, 200).edge_index.unique(dim=1).cuda()
+    edge_index = random(40, 40, 200).edge_index.unique(dim=1).contiguous().cuda()
     if form == "edge_index":
         given = EdgeIndex(edge_index, sparse_size=(40, 40), sort_order="row")
         want = edge_index

@@ -46,8 +46,8 @@ def build(key, dtype=torch.float32):
     return conv, other
 
 
-def relative(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)).item()
+def relative(actual, expected, floor=1e-12):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=floor)).item()
 
 
 @pytest.mark.parametrize("key", CONVS)
@@ -65,8 +65,10 @@ def test_outputs_and_gradients(key, graph):
         (out * torch.randn(out.shape, device="cuda").to(dtype)).sum().backward()
         grads = {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)}
         results.append({"out": out.detach(), **grads, **{n: p.grad for n, p in module.named_parameters()}})
+    # Softmax does not see the key's bias: its gradient is 0, so an error counts against the size of the others.
+    floor = 1e-2 * max(expected.norm().item() for expected in results[1].values())
     for name, expected in results[1].items():
-        assert relative(results[0][name], expected) < 1e-5, name
+        assert relative(results[0][name], expected, floor) < 1e-5, name
 
 
 @pytest.mark.parametrize("key", [key for key in CONVS if key != "agnn"])
