@@ -45,7 +45,8 @@ def train(cfg: DictConfig) -> float:
     resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
     with pyg_dfgnn.settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
-        task: NodeTask = instantiate(cfg.data.task)
+        # As partials, because hydra would wrap an error of the call and escape its line breaks.
+        task: NodeTask = instantiate(cfg.data.task, _partial_=True)()
         convs = importlib.import_module(config["backend"]["convs"])
         model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
         if getattr(model, "pe_size", 0):
