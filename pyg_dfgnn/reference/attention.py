@@ -77,7 +77,7 @@ def cosine_attention(
     Returns:
         The output `[N_dst, H, C]` and the weights `[E, H]` after dropout.
 
-    Source: Thekumparampil et al., "Attention-based Graph Neural Network for Semi-Supervised Learning", 2018, equation 4.
+    Source: Thekumparampil et al., "Attention-based Graph Neural Network for Semi-Supervised Learning", 2018, eq. 4.
     """
     src, dst = edge_index[0], edge_index[1]
     unit_src = F.normalize(x_src, p=2.0, dim=-1)
