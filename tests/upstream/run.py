@@ -45,11 +45,12 @@ def swap_classes() -> None:
 
     from pyg_dfgnn.nn.accelerate import DROP_INS
 
-    for module in list(sys.modules.values()):
-        if not module.__name__.startswith("torch_geometric"):
+    # By the key: some packages put objects without a name into sys.modules.
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("torch_geometric"):
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value in DROP_INS and value.__module__ != module.__name__:
+            if isinstance(value, type) and value in DROP_INS and value.__module__ != module_name:
                 setattr(module, name, DROP_INS[value])
 
 
