@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 INT32_MAX = 2**31 - 1
+# Positions past the end of a row, which kernels compute and then discard, must fit int32 too.
+MAX_EDGES = INT32_MAX - 4096
 
 
 class Side(NamedTuple):
@@ -95,7 +97,8 @@ class Adjacency:
         """The edges of each row grouped by `count` equal ranges of their other end, kept per argument."""
         found = self._blocks.get((count, max_edges))
         if found is None:
-            found = self._blocks[count, max_edges] = ColumnBlocks(self, count, max_edges, num_columns)
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._blocks[count, max_edges] = ColumnBlocks(self, count, max_edges, num_columns)
         return found
 
     def tensors(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops
 
 from pyg_dfgnn.errors import check_dtype, check_shape
-from pyg_dfgnn.graph.adjacency import INT32_MAX, expand
+from pyg_dfgnn.graph.adjacency import MAX_EDGES, expand
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -47,8 +47,8 @@ def check_edge_index(edge_index: Any) -> None:
     """
     check_shape("edge_index", edge_index, (2, "E"), "[2, E]")
     check_dtype("edge_index", edge_index, INDEX_DTYPES)
-    if edge_index.size(1) > INT32_MAX:
-        raise ValueError(f"'edge_index' needs at most {INT32_MAX} edges (got {edge_index.size(1)})")
+    if edge_index.size(1) > MAX_EDGES:
+        raise ValueError(f"'edge_index' needs at most {MAX_EDGES} edges (got {edge_index.size(1)})")
 
 
 def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> Edges:

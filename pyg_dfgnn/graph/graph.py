@@ -16,6 +16,7 @@ from pyg_dfgnn.errors import check_choice, check_range, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
+    MAX_EDGES,
     Adjacency,
     Side,
     expand,
@@ -119,7 +120,7 @@ class Graph:
         self._own_version: int | None = None
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
-        self._reset_streams()
+        self.reset_streams()
 
     def __repr__(self) -> str:
         loops = ", self_loops=True" if self.self_loops else ""
@@ -165,7 +166,7 @@ class Graph:
         key = (id(anchor), num_src, num_dst, self_loops, False)
         graph = _cache.get(key, anchor, version)
         if graph is not None:
-            return graph._on_this_stream()
+            return graph.on_this_stream()
         check_sizes(num_src, num_dst)
         with torch.inference_mode(False), torch.no_grad():
             edges = forms.read_adjacency(edge_index, num_src, num_dst, self_loops)
@@ -193,7 +194,7 @@ class Graph:
         entry = _cache.entries.get((id(edge_index), num_src, num_dst, self_loops, transposed))
         if entry is not None and entry.ref() is edge_index and entry.version == edge_index._version:
             graph = entry.graph
-            return graph if graph._streams is None else graph._on_this_stream()
+            return graph if graph._streams is None else graph.on_this_stream()
         return _resolve(edge_index, num_src, num_dst, self_loops, transposed)
 
     @staticmethod
@@ -225,7 +226,7 @@ class Graph:
             # A variant with loops made before does not know the segments.
             _cache.entries.pop((*key[:3], True, False), None)
         if not self_loops:
-            return graph._on_this_stream()
+            return graph.on_this_stream()
         return Graph.resolve(edge_index, num_nodes, num_nodes, True, False) if graph._anchor else add_loops(graph)
 
     @staticmethod
@@ -248,7 +249,7 @@ class Graph:
                     side = transpose(self.csr.side, self.num_src, self._source_sorted)
                 (max_degree,) = pull(longest(side.ptr))
             self._csc = Adjacency(side, max_degree)
-            self._reset_streams()
+            self.reset_streams()
         return self._csc
 
     @property
@@ -269,7 +270,7 @@ class Graph:
                 pull(own[0, -1:].sum())
             self._own_edge_index, self._own_version = own, own._version
             _by_own_edge_index[id(own)] = self
-            self._reset_streams()
+            self.reset_streams()
         return self._own_edge_index
 
     @property
@@ -288,7 +289,7 @@ class Graph:
         with torch.inference_mode(False):
             kept = self._kept_mask.nonzero().view(-1)
             pull(kept[-1:].sum())
-        self._reset_streams()
+        self.reset_streams()
         return kept
 
     def stats(self) -> dict[str, int | float | None]:
@@ -319,19 +320,21 @@ class Graph:
         found = [tensor for tensor in maybe if tensor is not None]
         return [*found, *self.csr.tensors(), *(() if self._csc is None else self._csc.tensors())]
 
-    def _reset_streams(self) -> None:
+    def reset_streams(self) -> None:
+        """Forget which streams the allocator knows to read the arrays; to be called when arrays have been added."""
         if self.device.type == "cuda":
             self._streams = {torch.cuda.current_stream(self.device).cuda_stream}
 
-    def _on_this_stream(self) -> Graph:
+    def on_this_stream(self) -> Graph:
+        """The graph, once the allocator knows that the current stream reads its arrays; pinned during capture."""
         # A build ends with a sync, so the arrays are ready for every stream; but their memory belongs to the stream
         # they were made on, and the allocator must learn of each other one before it hands that memory out again.
         if self._streams is None:
             return self
+        if torch.cuda.is_current_stream_capturing():
+            return self.pin()
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle not in self._streams:
-            if torch.cuda.is_current_stream_capturing():
-                return self.pin()
             stream = torch.cuda.current_stream(self.device)
             for tensor in self._tensors():
                 tensor.record_stream(stream)
@@ -435,8 +438,8 @@ def add_loops(base: Graph) -> Graph:
 
 def check_edges(num_edges: int) -> None:
     """Raise ValueError if int32 cannot count the edges."""
-    if num_edges > INT32_MAX:
-        raise ValueError(f"'edge_index' needs at most {INT32_MAX} edges, self-loops included (got {num_edges})")
+    if num_edges > MAX_EDGES:
+        raise ValueError(f"'edge_index' needs at most {MAX_EDGES} edges, self-loops included (got {num_edges})")
 
 
 def batch_edge_index(batch: Any) -> Tensor:
@@ -473,13 +476,13 @@ def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, t
         if own is not None and own._own_edge_index is edge_index and own._own_version == version:
             graph = own if (own.num_src, own.num_dst) == (num_src, num_dst) else None
     if graph is not None:
-        return graph._on_this_stream()
+        return graph.on_this_stream()
 
     forms.check_edge_index(edge_index)
     check_sizes(num_src, num_dst)
     base = _cache.get((*key[:3], False, transposed), edge_index, version) if self_loops else None
     if base is not None:
-        graph = add_loops(base._on_this_stream())
+        graph = add_loops(base.on_this_stream())
     else:
         with torch.inference_mode(False), torch.no_grad():
             edges = forms.read_tensor(edge_index, transposed, hint)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, methods_of, weights_dtype
+from pyg_dfgnn.nn.fused import Call, FusedConv, editable, methods_of, weights_dtype
 from pyg_dfgnn.ops.attention import cosine_attention
 
 
@@ -40,5 +40,6 @@ class AGNNConv(FusedConv, conv.AGNNConv):
             return super().forward(x, edge_index)
 
         edges, _, _ = self._edges(call)
-        out = cosine_attention(edges, x.unsqueeze(1), beta=self.beta).squeeze(1)
-        return out.to(torch.promote_types(out.dtype, weights_dtype(x, self.beta)))
+        attended = cosine_attention(edges, x.unsqueeze(1), beta=self.beta).squeeze(1)
+        out = attended.to(torch.promote_types(attended.dtype, weights_dtype(x, self.beta)))
+        return editable(out, attended)

@@ -369,6 +369,13 @@ class FusedConv(MessagePassing):
         return any(t is not None and t.requires_grad for t in (*tensors, *self.parameters()))
 
 
+def editable(out: Tensor, attended: Tensor) -> Tensor:
+    """`out`, or a copy if it is the memory of `attended`, which backward has saved: it may be edited, as PyG's."""
+    if torch.compiler.is_compiling() or not out.requires_grad or out.data_ptr() != attended.data_ptr():
+        return out
+    return out.clone()
+
+
 def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
     """What GATConv and GATv2Conv return when the attention weights are asked for, by the kind of adjacency."""
     if isinstance(adjacency, SparseTensor):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
+from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, editable, methods_of, weights_dtype
 from pyg_dfgnn.ops.attention import dot_attention
 
 
@@ -82,9 +82,9 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
         )
-        out, alpha = result if call.weights else (result, None)
+        attended, alpha = result if call.weights else (result, None)
         dtype = weights_dtype(query, key)
-        out = out.to(torch.promote_types(out.dtype, dtype))
+        out = attended.to(torch.promote_types(attended.dtype, dtype))
 
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.root_weight:
@@ -94,6 +94,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
                 out = beta * x_r + (1 - beta) * out
             else:
                 out = out + x_r
+        out = editable(out, attended)
         if alpha is None:
             return out
         if isinstance(adjacency, SparseTensor):

@@ -161,9 +161,11 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"pyg_dfgnn::{_name}", _fake, lib=_library)
 
 
-def _needs_exact(ctx: Any, value: Tensor) -> bool:
+def _needs_exact(inputs: Inputs) -> bool:
     """Whether backward needs a float32 copy of the output: the terms of dS cancel, and 16 bits would show."""
-    return value.dtype.itemsize == 2 and any(ctx.needs_input_grad)
+    if inputs.value.dtype.itemsize != 2 or not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in inputs[:8])
 
 
 def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -186,19 +188,20 @@ class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, tuple[Any, ...]], *tensors: Any) -> tuple[Tensor, Tensor]:
-        kernels, graph, _, numbers = ctx.rest = rest
-        inputs = Inputs(*tensors, *numbers)
-        exact = _needs_exact(ctx, inputs.value)
-        out, softmax, copy = run_forward(kernels, inputs, graph.num_dst, exact)
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, bool], *tensors: Any) -> tuple[Tensor, Tensor]:
+        kernels, graph, _, numbers, exact = ctx.rest = rest
+        out, softmax, copy = run_forward(kernels, Inputs(*tensors, *numbers), graph.num_dst, exact)
         ctx.save_for_backward(*tensors, copy if exact else out, softmax)
         ctx.mark_non_differentiable(softmax)
+        ctx.set_materialize_grads(False)
         return out, softmax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-        kernels, graph, same, numbers = ctx.rest
+    def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Any, ...]:
+        if grad_out is None:
+            return (None,) * 9
+        kernels, graph, same, numbers, _ = ctx.rest
         *tensors, out, softmax = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
         edge_grad = ctx.needs_input_grad[7]
@@ -210,14 +213,13 @@ class _TracedAttention(torch.autograd.Function):
     """The same through the registered operators, for tracing."""
 
     @staticmethod
-    def forward(ctx: Any, same: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, same: bool, exact: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
         o = Operands(*arguments)
-        exact = _needs_exact(ctx, o.value)
         out, softmax, copy = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact)
         ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), copy if exact else out, softmax)
         ctx.layout = tuple(None if isinstance(a, Tensor) else (a,) for a in arguments)
         ctx.same = same
-        ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[1 + Operands._fields.index("edge")]
+        ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[2 + Operands._fields.index("edge")]
         ctx.mark_non_differentiable(softmax)
         return out, softmax
 
@@ -228,7 +230,7 @@ class _TracedAttention(torch.autograd.Function):
         tensors = iter(saved)
         arguments = [next(tensors) if entry is None else entry[0] for entry in ctx.layout]
         grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, out, softmax, grad_out, ctx.same, ctx.edge_grad)
-        return (*(None,) * 7, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
+        return (*(None,) * 8, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
 
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -237,7 +239,7 @@ _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def _check_graph(graph: Edges) -> tuple[Edges, torch.device]:
     """The edges, as a Graph unless torch.compile traces, and their device."""
     if isinstance(graph, Graph):
-        return graph, graph.device
+        return graph.on_this_stream(), graph.device
     if not isinstance(graph, EdgeSet):
         raise TypeError(f"'graph' needs a Graph or an EdgeSet (got {type(graph).__name__})")
     check_edge_index(graph.edge_index)
@@ -301,6 +303,7 @@ def _recall(graph: Edges, signature: Any) -> Kernels | None:
         return None
     if kernels is None or kernels.settings is not current() or graph.device.type not in fused_device_types:
         return None
+    graph.on_this_stream()
     return kernels
 
 
@@ -364,17 +367,18 @@ def _run(
     seed = _draw_seed(value.device) if dropout_p > 0.0 else None
     nodes = (target, key, value, target_scalars, source_scalars, parameter)
     inputs = Inputs(*nodes, edge, seed, float(scale), float(slope), float(dropout_p))
+    exact = _needs_exact(inputs)
     if _is_eager(graph, value):
         if kernels is None:
             kernels = Kernels.of(problem_of(score, inputs), graph)
             if signature is not None and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
-        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:]), *inputs[:8])
+        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact), *inputs[:8])
         return (out, run_weights(kernels, graph, _detached(inputs), softmax)) if return_weights else out
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    out, softmax = _TracedAttention.apply(same, *arguments)
+    out, softmax = _TracedAttention.apply(same, exact, *arguments)
     if not return_weights:
         return out
     with torch.no_grad():

@@ -56,6 +56,11 @@ def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
     return torch.empty(count * elements, dtype=torch.float32, device=device) if count else None
 
 
+@cache
+def _kernel(spec: Spec, entry: str) -> Kernel:
+    return Kernel(spec, entry)
+
+
 class Walk:
     """The kernels of one pass over one side of a graph, with the arguments that all its launches share."""
 
@@ -64,8 +69,8 @@ class Walk:
         self.num_rows = side.num_rows
         constants = chosen.constants
         spec = Spec(f"attention/{entry.removeprefix('attention_')}.cu", tuple(constants.items()))
-        self.kernel = Kernel(spec, entry)
-        self.merge = Kernel(spec, f"{entry}_merge")
+        self.kernel = _kernel(spec, entry)
+        self.merge = _kernel(spec, f"{entry}_merge")
         self.items_per_block = constants["WARPS"] * constants["WARP_ROWS"]
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
@@ -138,6 +143,7 @@ class Kernels:
         found = graph.plans.get(key)
         if found is None:
             found = graph.plans[key] = Kernels(problem, graph, settings)
+            graph.reset_streams()
         return found
 
     def backward(self, graph: Graph) -> tuple[Walk, Walk]:
@@ -149,6 +155,7 @@ class Kernels:
                 Walk("attention_backward_targets", chosen.targets, graph.csr, graph.num_src),
                 Walk("attention_backward_sources", chosen.sources, graph.csc, graph.num_dst),
             )
+            graph.reset_streams()
         return self._backward
 
     def weights(self, graph: Graph) -> Walk:
@@ -156,6 +163,7 @@ class Kernels:
         if self._weights is None:
             chosen = replace(self.forward.chosen, blocks=1)
             self._weights = Walk("attention_weights", chosen, graph.csr, graph.num_src)
+            graph.reset_streams()
         return self._weights
 
 
@@ -265,7 +273,7 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
 @cache
 def _norm_kernel(heads: int, channels: int, dtype: torch.dtype) -> tuple[Kernel, dict[str, int]]:
     constants = dict(norm_constants(heads, channels, dtype))
-    return Kernel(Spec("attention/norm.cu", tuple(constants.items())), "attention_inverse_norm"), constants
+    return _kernel(Spec("attention/norm.cu", tuple(constants.items())), "attention_inverse_norm"), constants
 
 
 def inverse_norm(x: Tensor) -> Tensor:

@@ -1,0 +1,29 @@
+"""What users do to a conv's output in place must not touch what backward has saved."""
+
+import pytest
+import torch
+
+import pyg_dfgnn.nn as ours
+from tests.kernels.emulated import emulated_device
+
+CONVS = {
+    "agnn": lambda: ours.AGNNConv(),
+    "gat": lambda: ours.GATConv(8, 4, heads=2, bias=False),
+    "gatv2": lambda: ours.GATv2Conv(8, 4, heads=2, bias=False),
+    "transformer": lambda: ours.TransformerConv(8, 4, heads=2, root_weight=False),
+}
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_output_may_be_edited_in_place(name):
+    conv = CONVS[name]()
+    edge_index = torch.randint(10, (2, 40))
+    x = torch.randn(10, 8)
+    gradients = []
+    for edit in (torch.Tensor.relu_, torch.relu):
+        leaf = x.clone().requires_grad_()
+        with emulated_device() as launched:
+            edit(conv(leaf, edge_index)).square().sum().backward()
+        assert "attention_forward" in launched
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
