@@ -228,8 +228,8 @@ class FusedConv(MessagePassing):
                 found.append("edge_attr and self-loops with a sparse adjacency")
             if edge_attr is not None and self_loops and form == "SparseTensor":
                 found.append("edge features and self-loops with a SparseTensor")
-        if weights and self._may_need_grad(*nodes, edge_attr):
-            found.append("attention weights are asked for while gradients are needed")
+        if compiling and weights and self._may_need_grad(*nodes, edge_attr):
+            found.append("attention weights with gradients while compiling")
         if compiling and form != "tensor":
             found.append(f"a {form} while compiling")
         if compiling and self_loops and (weights or edge_attr is not None):

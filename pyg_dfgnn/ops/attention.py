@@ -233,6 +233,56 @@ class _TracedAttention(torch.autograd.Function):
         return (*(None,) * 8, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
 
 
+class _Weights(torch.autograd.Function):
+    """Attention weights by kernel; a gradient through them, rarely asked for, takes the reference's composite path."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, Tensor], *tensors: Any) -> Tensor:
+        kernels, graph, same, numbers, softmax = rest
+        ctx.save_for_backward(*tensors)
+        ctx.rest = (kernels.problem, graph, same, numbers)
+        return run_weights(kernels, graph, Inputs(*tensors, *numbers), softmax)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        problem, graph, same, numbers = ctx.rest
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            leaves = [
+                None if tensor is None else tensor.detach().requires_grad_(need)
+                for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            wide = [leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves]
+            weights = _reference_weights(problem.score, graph, Inputs(*wide, *numbers), same)
+        wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
+        grads = iter(torch.autograd.grad(weights, wanted, grad, allow_unused=True))
+        return None, *(next(grads) if need else None for need in needed)
+
+
+def _reference_weights(score: str, graph: Graph, inputs: Inputs, same: bool) -> Tensor:
+    """The weights [E, H] of the inputs, in plain torch."""
+    given: dict[str, Any] = inputs._asdict()
+    value, edge, slope = given["value"], given["edge"], given["slope"]
+    keep = None
+    if inputs.seed is not None:
+        edge_ids = torch.arange(graph.num_edges, device=value.device)
+        keep = dropout_factor(edge_ids, value.shape[1], inputs.dropout, inputs.seed).float()
+    edges = graph.edge_index, graph.num_dst
+    if score == "dot":
+        query, key, scale = given["target"], given["key"], given["scale"]
+        return reference.dot_attention(*edges, query, key, value, edge=edge, scale=scale, keep=keep)[1]
+    if score == "cosine":
+        x_dst = None if same else given["target"]
+        return reference.cosine_attention(*edges, value, x_dst, beta=given["parameter"], keep=keep)[1]
+    if score == "add":
+        terms = given["source_scalars"], given["target_scalars"]
+        nothing = value[..., :0]
+        return reference.add_attention(*edges, nothing, *terms, alpha_edge=edge, negative_slope=slope, keep=keep)[1]
+    nodes = value, given["target"], given["parameter"]
+    return reference.gatv2_attention(*edges, *nodes, edge=edge, negative_slope=slope, keep=keep)[1]
+
+
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -374,7 +424,9 @@ def _run(
             if signature is not None and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
         out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact), *inputs[:8])
-        return (out, run_weights(kernels, graph, _detached(inputs), softmax)) if return_weights else out
+        if not return_weights:
+            return out
+        return out, _Weights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
@@ -415,7 +467,7 @@ def _as_graph(graph: Edges) -> Graph:
 
 
 def _reference_result(result: tuple[Tensor, Tensor], return_weights: bool) -> Any:
-    return (result[0], result[1].detach()) if return_weights else result[0]
+    return result if return_weights else result[0]
 
 
 def dot_attention(
@@ -442,8 +494,8 @@ def dot_attention(
         return_weights: Also return the weights.
 
     Returns:
-        Shape [N_dst, H, C]; with ``return_weights`` also the weights after dropout [E, H], detached, in the order of
-        ``graph.edge_index``.
+        Shape [N_dst, H, C]; with ``return_weights`` also the weights after dropout [E, H] in the order of
+        ``graph.edge_index``; differentiable, except while torch.compile traces.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -125,6 +126,30 @@ def test_target_and_source_in_one_tensor(path):
     (once,) = torch.autograd.grad(problem.op(problem.graph, leaf, beta=beta), leaf, problem.grad_out)
     apart = problem.run(x_dst=x.clone())
     torch.testing.assert_close(once, apart["grad x_src"] + apart["grad x_dst"])
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_gradient_through_the_weights(score, full, path):
+    """A loss on output and weights together; asking for weights changes no bit of the output."""
+    problem = problem_of(score, full=full)
+    factor = torch.randn(problem.edge_index.size(1), problem.heads)
+
+    def both(result):
+        out, weights = result
+        return torch.cat([out.flatten(), (weights * factor.to(weights.dtype)).flatten()])
+
+    problem.grad_out = torch.cat([problem.grad_out.flatten(), torch.ones(factor.numel())])
+    torch.manual_seed(3)
+    actual = problem.run(lambda **inputs: both(problem.call(**inputs, return_weights=True)))
+    torch.manual_seed(3)
+    assert torch.equal(problem.call().flatten(), actual["out"][: -factor.numel()])
+    torch.manual_seed(3)
+    keep = problem.keep(ops._draw_seed("cpu")) if full else None
+    function = getattr(reference, f"{score}_attention")
+    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
+    nodes = problem.edge_index, problem.case.num_dst
+    expected = problem.run(lambda **inputs: both(function(*nodes, **inputs, keep=keep)), **inputs)
+    assert_all_close(pairs(actual, expected), torch.float32)
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
