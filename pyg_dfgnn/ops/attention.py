@@ -249,11 +249,13 @@ class _Weights(torch.autograd.Function):
         problem, graph, same, numbers = ctx.rest
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            leaves = [
+            leaves: list[Any] = [
                 None if tensor is None else tensor.detach().requires_grad_(need)
                 for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
             ]
-            wide = [leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves]
+            wide: list[Any] = [
+                leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves
+            ]
             weights = _reference_weights(problem.score, graph, Inputs(*wide, *numbers), same)
         wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
         grads = iter(torch.autograd.grad(weights, wanted, grad, allow_unused=True))
