@@ -178,7 +178,9 @@ def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
     if problem.edge or problem.dropout:
         return 1
     if elements == 4:
-        return 8 if problem.score != "gatv2" or walk == "forward" else 1
+        if walk == "forward":
+            return 8
+        return {"add": 8, "cosine": 8, "dot": 7, "gatv2": 1}[problem.score]
     if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
         return {"add": 8, "dot": 7, "cosine": 5, "gatv2": 5}[problem.score]
     return 1
