@@ -164,7 +164,7 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool) -> Mapp
 
 
 def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Edges a slot keeps in flight, from timings of 1 to 8 on an H200: more hides latency until registers run out."""
+    """Edges a slot keeps in flight, from timings of 2, 4, 8 on an H200: more hides latency until registers run out."""
     wide_storage = problem.dtype.itemsize == 4
     if walk == "forward":
         return 4 if elements <= 4 or (elements == 8 and not wide_storage) else 2 if elements * wide_storage <= 8 else 1
