@@ -1,76 +1,96 @@
-"""Which attention kernels run, with which constants, and every reason why none can."""
+"""Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
-from pyg_dfgnn.graph import Adjacency, Graph
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.dispatch.attention_problem import SCORES, STORAGE, WALKS, AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.settings import Settings, current
 
-SCORES = ("dot", "cosine", "add", "gatv2")
+__all__ = [
+    "BACKWARD",
+    "CANDIDATES",
+    "FORWARD",
+    "SCORES",
+    "WALKS",
+    "AttentionProblem",
+    "Candidate",
+    "Choice",
+    "LaunchPlan",
+    "Pass",
+    "choose",
+    "plan",
+    "unsupported_reasons",
+]
+
 MAX_CHANNELS = 512
 MAX_HEADS = 65535
-WARPS = 4
-"""Warps of a block."""
+FORWARD = ("forward",)
+BACKWARD = ("targets", "sources")
 
 fused_device_types = {"cuda"}
 """Device types that kernels run on; the tests add "cpu" while the emulator takes the launches."""
 
 _HAS_CUPY = find_spec("cupy") is not None
-_STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class Pass(Protocol):
+    """What runs in one walk: a frozen dataclass of its schedule, that `str` describes."""
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule."""
+
+
+class Candidate(Protocol):
+    """A schedule as dispatch sees it: a module, or an object, with these names.
+
+    `walk` is one of ``WALKS``; all passes of all schedules agree on what they save for each other.
+    """
+
+    hands_over: bool
+    """Whether its pass over targets hands more than that to its pass over sources, so that they run together."""
+
+    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+        """Every reason why it cannot run a pass; empty when it can."""
+
+    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> Any:
+        """How it runs a pass that nothing speaks against: its own kind of :class:`Pass`."""
+
+    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: Any, gpu: Gpu) -> Cost:
+        """Estimated time of a pass it has planned."""
+
+
+CANDIDATES: Mapping[str, Candidate] = MappingProxyType({"rows": attention_rows})
+"""The schedules by name. `rows` runs everything, so it is what the others fall back to."""
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
-    """What decides the kernels of one attention call.
+class Choice:
+    """What one walk of a call runs.
 
     Attributes:
-        score: One of ``SCORES``.
-        heads: Number of heads H.
-        channels: Features per head C.
-        dtype: Common dtype of the feature tensors.
-        device: Where they live.
-        edge: Whether the score takes edge features.
-        dropout: Whether attention weights are dropped.
-        needs_grad: Whether a backward pass may follow.
+        walk: One of ``WALKS``.
+        chosen: The pass.
+        reason: Why its schedule was chosen.
     """
 
-    score: str
-    heads: int
-    channels: int
-    dtype: torch.dtype
-    device: torch.device
-    edge: bool
-    dropout: bool
-    needs_grad: bool
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One walk over a compressed side of the graph.
-
-    Attributes:
-        constants: What the kernel is specialised by.
-        max_edges: Rows with more edges are split in chunks of at most this many.
-        blocks: Number of launches, each over the edges of one block of columns.
-    """
-
-    constants: Mapping[str, int] = field(hash=False)
-    max_edges: int
-    blocks: int
+    walk: str
+    chosen: Pass
+    reason: str
 
     def __str__(self) -> str:
-        c = self.constants
-        sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
-        return (
-            f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
-            f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp, "
-            f"chunks of {self.max_edges} edges{sweep}"
-        )
+        return f"{_LABELS[self.walk]}: {self.chosen.schedule} ({self.reason}), {self.chosen}"
+
+
+_LABELS = {"forward": "forward", "targets": "backward over targets", "sources": "backward over sources"}
 
 
 @dataclass(frozen=True)
@@ -78,24 +98,19 @@ class LaunchPlan:
     """The kernels of one attention call on one graph.
 
     Attributes:
-        schedule: Name of the schedule.
-        reason: Why it was chosen.
         forward: The forward pass, over the CSR.
         targets: The backward pass over the CSR, if gradients are needed.
         sources: The backward pass over the CSC, if gradients are needed.
     """
 
-    schedule: str
-    reason: str
-    forward: Pass
-    targets: Pass | None = None
-    sources: Pass | None = None
+    forward: Choice
+    targets: Choice | None = None
+    sources: Choice | None = None
 
     def __str__(self) -> str:
-        lines = [f"schedule {self.schedule} ({self.reason})", f"  forward: {self.forward}"]
-        if self.targets is not None:
-            lines += [f"  backward over targets: {self.targets}", f"  backward over sources: {self.sources}"]
-        return "\n".join(lines)
+        choices = (self.forward, self.targets, self.sources)
+        schedules = dict.fromkeys(c.chosen.schedule for c in choices if c is not None)
+        return "\n  ".join([f"schedule {', '.join(schedules)}", *(str(c) for c in choices if c is not None)])
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -110,7 +125,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             reasons.append("CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')")
         if torch.cuda.get_device_capability(problem.device) < (8, 0):
             reasons.append("the kernels need compute capability 8.0 or newer")
-    if problem.dtype not in _STORAGE:
+    if problem.dtype not in STORAGE:
         reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
     if not 1 <= problem.channels <= MAX_CHANNELS:
         reasons.append(f"{problem.channels} channels per head, the kernels take 1 to {MAX_CHANNELS}")
@@ -121,151 +136,14 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+def choose(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> tuple[Choice, ...]:
+    """Choose what runs in ``walks`` (``FORWARD`` or ``BACKWARD``) of ``problem`` on ``graph``."""
+    reason = "asked for" if settings.schedule == "rows" else "the general schedule"
+    return tuple(Choice(walk, attention_rows.plan_pass(problem, walk, graph), reason) for walk in walks)
 
 
-# Registers decide how many elements of a row a lane may hold.
-_LANE_ELEMENTS = 16
-
-
-@cache
-def lane_constants(heads: int, channels: int, itemsize: int, wide: bool) -> MappingProxyType[str, int]:
-    """Map a feature row [H, C] to the lanes of a warp.
-
-    A head takes as many lanes as it has 16-byte loads (a power of two, at most 32); heads sit side by side while lanes
-    are left, then a lane walks through several heads while its registers allow; the rest are groups of heads in other
-    blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
-    """
-    vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
-    vecs = channels // vec
-    head_lanes = min(32, _power_of_two(vecs))
-    lane_vecs = -(-vecs // head_lanes)
-    head_slots = min(_power_of_two(heads), 32 // head_lanes)
-    lane_heads = 1
-    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
-        lane_heads *= 2
-    spare = 32 // (head_lanes * head_slots)
-    return MappingProxyType(
-        {
-            "HEADS": heads,
-            "CHANNELS": channels,
-            "VEC": vec,
-            "HEAD_LANES": head_lanes,
-            "LANE_VECS": lane_vecs,
-            "HEAD_SLOTS": head_slots,
-            "LANE_HEADS": lane_heads,
-            "EDGE_SLOTS": spare if wide else 1,
-            "WARP_ROWS": 1 if wide else spare,
-            "WARPS": WARPS,
-        }
-    )
-
-
-def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Edges a slot keeps in flight, from timings of 2, 4, 8 on an H200: more hides latency until registers run out."""
-    wide_storage = problem.dtype.itemsize == 4
-    if walk == "forward":
-        return 4 if elements <= 4 or (elements == 8 and not wide_storage) else 2 if elements * wide_storage <= 8 else 1
-    if walk == "targets" and elements <= 4:
-        return 4 if problem.score in ("dot", "add") else 2
-    return 2 if elements <= 4 or (elements == 8 and not wide_storage) else 1
-
-
-def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Blocks per multiprocessor that the compiler makes room for: as many as cost no spill; 8 caps registers at 64."""
-    if problem.edge or problem.dropout:
-        return 1
-    if elements == 4:
-        if walk == "forward":
-            return 8
-        return {"add": 8, "cosine": 8, "dot": 7, "gatv2": 1}[problem.score]
-    if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
-        return {"add": 8, "dot": 7, "cosine": 5, "gatv2": 5}[problem.score]
-    return 1
-
-
-def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
-    """Constants of the kernel of one pass.
-
-    Args:
-        problem: What is computed.
-        walk: "forward", "targets" or "sources".
-        wide: Whether lanes to spare go to edges of the same row rather than to further rows.
-    """
-    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
-    elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
-    return {
-        "SCORE": SCORES.index(problem.score),
-        "STORAGE": _STORAGE[problem.dtype],
-        "EDGE": int(problem.edge),
-        "DROPOUT": int(problem.dropout),
-        **lanes,
-        "UNROLL": _unroll(walk, problem, elements),
-        "MIN_BLOCKS": _min_blocks(walk, problem, elements),
-    }
-
-
-@cache
-def cache_bytes(device: torch.device) -> int:
-    """Size of the last-level cache that gathers of one sweep should fit in."""
-    if device.type != "cuda":
-        return 32 << 20
-    return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-# Feature rows gathered per edge in each pass.
-_GATHERS = {
-    "forward": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
-    "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
-    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
-}
-_CACHE_SHARE = 0.8
-_MIN_BLOCK_EDGES = 32
-
-
-def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int) -> int:
-    """Number of column blocks: as few as make the gathered rows of one sweep fit in the cache.
-
-    Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
-    """
-    row_bytes = problem.heads * problem.channels * problem.dtype.itemsize
-    gathered = num_columns * row_bytes * _GATHERS[walk][problem.score]
-    blocks = -(-gathered // max(1, int(_CACHE_SHARE * cache_bytes(problem.device))))
-    return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
-
-
-def _max_edges(num_edges: int) -> int:
-    """Longest piece of a row that one group of lanes walks: short enough to spread a graph over some 16,000 warps."""
-    return max(256, min(1024, _power_of_two(max(1, num_edges // 16384))))
-
-
-def _plan_pass(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int) -> Pass:
-    constants = pass_constants(problem, walk, wide=False)
-    # Enough edges in the average row to keep several slots busy: sharing them beats packing rows.
-    if rows.num_edges >= 2 * constants["UNROLL"] * rows.num_rows:
-        constants = pass_constants(problem, walk, wide=True)
-    blocks = _blocks(problem, walk, rows, num_columns) if constants["WARP_ROWS"] == 1 else 1
-    return Pass(constants, _max_edges(rows.num_edges), blocks)
-
-
-def plan(problem: AttentionProblem, graph: Graph) -> LaunchPlan:
-    """Choose the schedule for ``problem`` on ``graph``.
-
-    One schedule so far, ``rows``: all heads of a row in one warp, online softmax, light rows packed, heavy rows split
-    in chunks that are merged in order, dense graphs swept by blocks of columns that fit the L2 cache.
-    """
-    reason = "asked for" if current().schedule == "rows" else "the general schedule"
-    forward = _plan_pass(problem, "forward", graph.csr, graph.num_src)
-    if not problem.needs_grad:
-        return LaunchPlan("rows", reason, forward)
-    targets = _plan_pass(problem, "targets", graph.csr, graph.num_src)
-    return LaunchPlan("rows", reason, forward, targets, _plan_pass(problem, "sources", graph.csc, graph.num_dst))
-
-
-@cache
-def norm_constants(heads: int, channels: int, dtype: torch.dtype) -> MappingProxyType[str, int]:
-    """Constants of the row-norm kernel."""
-    lanes = lane_constants(heads, channels, dtype.itemsize, wide=False)
-    return MappingProxyType({"STORAGE": _STORAGE[dtype], **lanes})
+def plan(problem: AttentionProblem, graph: Graph, settings: Settings | None = None) -> LaunchPlan:
+    """Choose the kernels for ``problem`` on ``graph`` under ``settings``, by default those in force."""
+    settings = current() if settings is None else settings
+    walks = FORWARD + BACKWARD if problem.needs_grad else FORWARD
+    return LaunchPlan(*choose(problem, graph, FORWARD, settings), *choose(problem, graph, walks[1:], settings))

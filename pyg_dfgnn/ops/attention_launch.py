@@ -1,17 +1,20 @@
 """The launches behind the attention operators: what runs on one graph, prepared once and kept with it."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention import AttentionProblem, Pass, norm_constants, plan
-from pyg_dfgnn.graph import Adjacency, Chunks, Graph
+from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, choose
+from pyg_dfgnn.dispatch.attention_rows import norm_constants
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.attention_rows import RowsWalk
 from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.runtime.launcher import Argument, Kernel, addresses, launch
+from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
 from pyg_dfgnn.settings import Settings, current
 
 
@@ -52,77 +55,75 @@ def empty_as(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
-    return torch.empty(count * elements, dtype=torch.float32, device=device) if count else None
+class Walk(Protocol):
+    """One pass of a schedule over one graph, ready to launch: made as ``Walk(walk, chosen, graph)``.
 
+    `ready` are the :class:`Inputs`, contiguous and aligned; the other arguments are named and shaped as in
+    :func:`run_forward` and :func:`run_backward`, and all results are written whole, rows without edges as zeros.
+    """
 
-@cache
-def _kernel(spec: Spec, entry: str) -> Kernel:
-    return Kernel(spec, entry)
+    parameter_blocks: int
+    """Rows that the pass over targets writes of `parameter_sums`."""
 
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
+        """Write the output, the softmax of its rows and, if given, the output in float32."""
 
-class Walk:
-    """The kernels of one pass over one side of a graph, with the arguments that all its launches share."""
-
-    def __init__(self, entry: str, chosen: Pass, side: Adjacency, num_columns: int) -> None:
-        self.chosen = chosen
-        self.num_rows = side.num_rows
-        constants = chosen.constants
-        spec = Spec(f"attention/{entry.removeprefix('attention_')}.cu", tuple(constants.items()))
-        self.kernel = _kernel(spec, entry)
-        self.merge = _kernel(spec, f"{entry}_merge")
-        self.items_per_block = constants["WARPS"] * constants["WARP_ROWS"]
-        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
-        self.threads = (32 * constants["WARPS"], 1, 1)
-        self.chunks: Sequence[Chunks | None]
-        if chosen.blocks == 1:
-            self.chunks = [side.chunks(chosen.max_edges)]
-            self.arrays = (side.ptr, side.index, side.edge_id)
-        else:
-            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
-            self.chunks = swept.chunks
-            self.arrays = (swept.ptr, swept.index, swept.edge_id)
-        self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
-        self.sweeps = [self._arguments(block, chunks) for block, chunks in enumerate(self.chunks)]
-        # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
-        self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
-
-    def _arguments(self, block: int, chunks: Chunks | None) -> tuple[Any, ...]:
-        listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
-        count = 0 if chunks is None else chunks.num_chunks
-        return addresses(
-            (*self.arrays, *listed, self.num_rows, count, self.chosen.max_edges, block, self.chosen.blocks)
-        )
-
-    def run(
+    def targets(
         self,
-        device: torch.device,
-        elements: int,
-        inputs: Sequence[Argument],
-        outputs: Sequence[Argument],
-        merge_inputs: Sequence[Argument],
-        merge_outputs: Sequence[Argument],
-    ) -> None:
-        """Sweep all column blocks; heavy rows are merged after each.
+        ready: Sequence[Any],
+        out: Tensor,
+        softmax: Tensor,
+        grad_out: Tensor,
+        records: Tensor,
+        grad_target: Tensor,
+        grad_beta: Tensor | None,
+        grad_edge: Tensor | None,
+        parameter_sums: Tensor | None,
+    ) -> Tensor | None:
+        """Write the gradients of targets and edges, and the records for the pass over sources.
 
         Args:
-            device: Where to run.
-            elements: fp32 numbers of the state of one row or chunk.
-            inputs: What the kernel reads, after the adjacency.
-            outputs: What it writes, before the two state buffers.
-            merge_inputs: What the merge kernel reads, after the chunks' states.
-            merge_outputs: What it writes, before the rows' states.
+            ready: The inputs.
+            out: Output of the forward pass, in float32 for 16-bit inputs.
+            softmax: The softmax of its rows.
+            grad_out: Gradient of the output.
+            records: [N_dst, H, 4] in float32: maximum, inverse and delta of each row, and 0.
+            grad_target: Gradient of the target, or of its scalars (add).
+            grad_beta: Summands [N_dst, H] of the gradient of beta (cosine).
+            grad_edge: Gradient of the edge features, if wanted.
+            parameter_sums: Summands [parameter_blocks, H, C] of the gradient of the vector (gatv2).
+
+        Returns:
+            What the pass over sources of the same schedule needs beside the records.
         """
-        partial = _states(self.max_chunks, elements, device)
-        carry = _states(self.num_rows, elements, device) if self.chosen.blocks > 1 else None
-        arguments = addresses((*inputs, *outputs, partial, carry))
-        for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
-            launch(self.kernel, self.grid, self.threads, sweep + arguments, device)
-            if chunks is not None:
-                grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
-                sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, self.chosen.blocks)
-                merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
-                launch(self.merge, grid, self.threads, addresses(merge), device)
+
+    def sources(
+        self,
+        ready: Sequence[Any],
+        records: Tensor,
+        grad_out: Tensor,
+        grad_key: Tensor | None,
+        grad_value: Tensor,
+        grad_source: Tensor | None,
+        grad_target: Tensor | None,
+        state: Tensor | None,
+    ) -> None:
+        """Write the gradients of sources.
+
+        Args:
+            ready: The inputs.
+            records: From the pass over targets.
+            grad_out: Gradient of the output.
+            grad_key: Gradient of the key (dot).
+            grad_value: Gradient of the value.
+            grad_source: Gradient of the source scalars (add).
+            grad_target: To add to the gradient of the value, where target and value are one tensor (cosine).
+            state: What the pass over targets returned.
+        """
+
+
+SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType({"rows": RowsWalk})
+"""The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
 
 
 class Kernels:
@@ -131,9 +132,15 @@ class Kernels:
     def __init__(self, problem: AttentionProblem, graph: Graph, settings: Settings) -> None:
         self.problem = problem
         self.settings = settings
-        self.forward = Walk("attention_forward", plan(problem, graph).forward, graph.csr, graph.num_src)
-        self._backward: tuple[Walk, Walk] | None = None
-        self._weights: Walk | None = None
+        (self.forward,) = self._walks(FORWARD, graph)
+        self._backward: tuple[Walk, ...] | None = None
+        self._weights: RowsWalk | None = None
+
+    def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[Walk, ...]:
+        choices = choose(self.problem, graph, walks, self.settings)
+        made = tuple(SCHEDULES[choice.chosen.schedule](choice.walk, choice.chosen, graph) for choice in choices)
+        graph.reset_streams()
+        return made
 
     @staticmethod
     def of(problem: AttentionProblem, graph: Graph) -> "Kernels":
@@ -143,26 +150,19 @@ class Kernels:
         found = graph.plans.get(key)
         if found is None:
             found = graph.plans[key] = Kernels(problem, graph, settings)
-            graph.reset_streams()
         return found
 
-    def backward(self, graph: Graph) -> tuple[Walk, Walk]:
+    def backward(self, graph: Graph) -> tuple[Walk, ...]:
         """The passes over targets and over sources."""
         if self._backward is None:
-            chosen = plan(replace(self.problem, needs_grad=True), graph)
-            assert chosen.targets is not None and chosen.sources is not None
-            self._backward = (
-                Walk("attention_backward_targets", chosen.targets, graph.csr, graph.num_src),
-                Walk("attention_backward_sources", chosen.sources, graph.csc, graph.num_dst),
-            )
-            graph.reset_streams()
+            self._backward = self._walks(BACKWARD, graph)
         return self._backward
 
-    def weights(self, graph: Graph) -> Walk:
-        """The pass that writes the weights of all edges; it gathers once, so it is never swept in blocks."""
+    def weights(self, graph: Graph) -> RowsWalk:
+        """The pass that writes the weights of all edges."""
         if self._weights is None:
-            chosen = replace(self.forward.chosen, blocks=1)
-            self._weights = Walk("attention_weights", chosen, graph.csr, graph.num_src)
+            chosen = attention_rows.plan_pass(self.problem, "weights", graph)
+            self._weights = RowsWalk("weights", chosen, graph)
             graph.reset_streams()
         return self._weights
 
@@ -185,8 +185,7 @@ def run_forward(kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool) -> 
     out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
     softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
     copy = torch.empty((num_dst if exact else 0, heads, channels), dtype=torch.float32, device=device)
-    results = (out, softmax, copy if exact else None)
-    kernels.forward.run(device, heads * (channels + 2), _aligned_all(inputs), results, (), results)
+    kernels.forward.forward(_aligned_all(inputs), out, softmax, copy if exact else None)
     return out, softmax, copy
 
 
@@ -216,7 +215,6 @@ def run_backward(
     score, heads, channels = problem.score, problem.heads, problem.channels
     targets, sources = kernels.backward(graph)
     ready = _aligned_all(inputs)
-    target, _, value, target_scalars, source_scalars, parameter = ready[:6]
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
 
     def rows(count: int, dtype: torch.dtype = problem.dtype) -> Tensor:
@@ -229,28 +227,14 @@ def run_backward(
     grad_target = scalars(graph.num_dst) if score == "add" else rows(graph.num_dst)
     grad_edge = empty_as(inputs.edge) if edge_grad and inputs.edge is not None else None
     grad_beta = scalars(graph.num_dst) if score == "cosine" else None
-    parameter_sums = rows(targets.grid[0] * targets.chosen.blocks, torch.float32) if score == "gatv2" else None
-    targets.run(
-        device,
-        heads * (1 if score == "add" else channels),
-        ready,
-        (out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums),
-        (target, target_scalars, parameter, inputs.scale),
-        (grad_target, grad_beta),
-    )
+    parameter_sums = rows(targets.parameter_blocks, torch.float32) if score == "gatv2" else None
+    state = targets.targets(ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums)
 
     grad_value = rows(graph.num_src)
     grad_key = rows(graph.num_src) if score == "dot" else None
     grad_source = scalars(graph.num_src) if score == "add" else None
-    results = (grad_key, grad_value, grad_source, grad_target if same else None)
-    sources.run(
-        device,
-        heads * {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[score],
-        ready,
-        (records, grad_out, *results),
-        (value, source_scalars, parameter, inputs.scale),
-        results,
-    )
+    added = grad_target if same else None
+    sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, added, state)
 
     grad_parameter = None
     if grad_beta is not None:
@@ -262,18 +246,16 @@ def run_backward(
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
-    walk = kernels.weights(graph)
-    device = kernels.problem.device
-    weights = torch.empty((graph.num_edges, kernels.problem.heads), dtype=torch.float32, device=device)
-    ready = _aligned_all(inputs)
-    launch(walk.kernel, walk.grid, walk.threads, walk.sweeps[0] + addresses((*ready, softmax, weights)), device)
+    problem = kernels.problem
+    weights = torch.empty((graph.num_edges, problem.heads), dtype=torch.float32, device=problem.device)
+    kernels.weights(graph).weights(_aligned_all(inputs), softmax, weights)
     return weights
 
 
 @cache
 def _norm_kernel(heads: int, channels: int, dtype: torch.dtype) -> tuple[Kernel, dict[str, int]]:
     constants = dict(norm_constants(heads, channels, dtype))
-    return _kernel(Spec("attention/norm.cu", tuple(constants.items())), "attention_inverse_norm"), constants
+    return kernel_of(Spec("attention/norm.cu", tuple(constants.items())), "attention_inverse_norm"), constants
 
 
 def inverse_norm(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class Kernel:
                 raise ValueError(f"'arguments' needs at most {_MAX_PARAMETERS} entries (got {len(arguments)})")
             self._packer = struct.Struct("=" + "".join("d" if isinstance(a, float) else "q" for a in arguments))
         return self._packer
+
+
+@cache
+def kernel_of(spec: Spec, entry: str) -> Kernel:
+    """The one :class:`Kernel` of an entry point, so that a module is loaded once per process and device."""
+    return Kernel(spec, entry)
 
 
 class _ParameterBuffer(threading.local):

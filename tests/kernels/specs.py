@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem, norm_constants, pass_constants
+from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
+from pyg_dfgnn.dispatch.attention_rows import norm_constants, pass_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
@@ -144,7 +145,7 @@ def check(problem: Problem, graph: Graph, dropout_p: float, order: str = "forwar
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Rows of more than a few edges count as heavy."""
-    monkeypatch.setattr(dispatch, "_max_edges", lambda num_edges: CHUNK)
+    monkeypatch.setattr(attention_rows, "_max_edges", lambda num_edges: CHUNK)
     torch.manual_seed(0)
 
 
@@ -310,7 +311,7 @@ def test_dropout_of_everything():
 @pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
 def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
     """Each pass takes three launches, and rows are heavy in some of the column blocks only."""
-    monkeypatch.setattr(dispatch, "_blocks", lambda *arguments: 3)
+    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     problem = Problem(score, graph, 3, 40, dtype, edge=score != "cosine")

@@ -2,12 +2,14 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.library import opcheck
 
 from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import attention_rows, gpu
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
@@ -174,9 +176,9 @@ def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
 @pytest.fixture
 def small_cache(monkeypatch):
     """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
-    monkeypatch.setattr(dispatch, "cache_bytes", lambda device: 256)
-    monkeypatch.setattr(dispatch, "_MIN_BLOCK_EDGES", 1)
-    monkeypatch.setattr(dispatch, "_max_edges", lambda num_edges: 4)
+    monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=256))
+    monkeypatch.setattr(attention_rows, "_MIN_BLOCK_EDGES", 1)
+    monkeypatch.setattr(attention_rows, "_max_edges", lambda num_edges: 4)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])

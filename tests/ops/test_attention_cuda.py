@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import attention_rows as dispatch_rows
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.ops import dot_attention
@@ -110,18 +110,18 @@ def test_against_float64(score, setup, case):
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
-    monkeypatch.setattr(dispatch, "_blocks", lambda problem, walk, rows, num_columns: 3)
-    monkeypatch.setattr(dispatch, "_max_edges", lambda num_edges: 8)
+    monkeypatch.setattr(dispatch_rows, "_blocks", lambda problem, walk, rows, num_columns: 3)
+    monkeypatch.setattr(dispatch_rows, "_max_edges", lambda num_edges: 8)
     problem = problem_of(score, random(60, 12, 1000, seed=6), full)
     launches = []
     launch = launcher.launch
-    from pyg_dfgnn.ops import attention_launch
+    from pyg_dfgnn.ops import attention_rows
 
     def counted(kernel, *arguments):
         launches.append(kernel.entry)
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(attention_launch, "launch", counted)
+    monkeypatch.setattr(attention_rows, "launch", counted)
     torch.manual_seed(3)
     actual = problem.run()
     torch.manual_seed(3)

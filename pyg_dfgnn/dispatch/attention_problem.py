@@ -1,0 +1,50 @@
+"""What decides the kernels of one attention call, apart from the graph."""
+
+from dataclasses import dataclass
+
+import torch
+
+SCORES = ("dot", "cosine", "add", "gatv2")
+WALKS = ("forward", "targets", "sources")
+"""The three passes: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
+STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What decides the kernels of one attention call.
+
+    Attributes:
+        score: One of ``SCORES``.
+        heads: Number of heads H.
+        channels: Features per head C.
+        dtype: Common dtype of the feature tensors.
+        device: Where they live.
+        edge: Whether the score takes edge features.
+        dropout: Whether attention weights are dropped.
+        needs_grad: Whether a backward pass may follow.
+    """
+
+    score: str
+    heads: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    edge: bool
+    dropout: bool
+    needs_grad: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the features of one node, [H, C]."""
+        return self.heads * self.channels * self.dtype.itemsize
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What every attention kernel is specialised by."""
+        return {
+            "SCORE": SCORES.index(self.score),
+            "STORAGE": STORAGE[self.dtype],
+            "EDGE": int(self.edge),
+            "DROPOUT": int(self.dropout),
+        }

@@ -1,0 +1,197 @@
+"""The general schedule, `rows`: a warp, or part of one, walks the edges of a row with all heads side by side.
+
+Online softmax, light rows packed, heavy rows split in chunks that are merged in order, dense graphs swept by blocks of
+columns that fit the last-level cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+
+from pyg_dfgnn.dispatch.attention_problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Adjacency, Graph
+
+hands_over = False
+WARPS = 4
+"""Warps of a block."""
+
+
+@dataclass(frozen=True)
+class RowsPass:
+    """One walk over a compressed side of the graph, a warp or part of one per row.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        max_edges: Rows with more edges are split in chunks of at most this many.
+        blocks: Number of launches, each over the edges of one block of columns.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    max_edges: int
+    blocks: int
+    schedule: ClassVar[str] = "rows"
+
+    def __str__(self) -> str:
+        c = self.constants
+        sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
+        return (
+            f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
+            f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp, "
+            f"chunks of {self.max_edges} edges{sweep}"
+        )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+# Registers decide how many elements of a row a lane may hold.
+_LANE_ELEMENTS = 16
+
+
+@cache
+def lane_constants(heads: int, channels: int, itemsize: int, wide: bool) -> MappingProxyType[str, int]:
+    """Map a feature row [H, C] to the lanes of a warp.
+
+    A head takes as many lanes as it has 16-byte loads (a power of two, at most 32); heads sit side by side while lanes
+    are left, then a lane walks through several heads while its registers allow; the rest are groups of heads in other
+    blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
+    """
+    vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
+    vecs = channels // vec
+    head_lanes = min(32, _power_of_two(vecs))
+    lane_vecs = -(-vecs // head_lanes)
+    head_slots = min(_power_of_two(heads), 32 // head_lanes)
+    lane_heads = 1
+    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
+        lane_heads *= 2
+    spare = 32 // (head_lanes * head_slots)
+    return MappingProxyType(
+        {
+            "HEADS": heads,
+            "CHANNELS": channels,
+            "VEC": vec,
+            "HEAD_LANES": head_lanes,
+            "LANE_VECS": lane_vecs,
+            "HEAD_SLOTS": head_slots,
+            "LANE_HEADS": lane_heads,
+            "EDGE_SLOTS": spare if wide else 1,
+            "WARP_ROWS": 1 if wide else spare,
+            "WARPS": WARPS,
+        }
+    )
+
+
+def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
+    """Edges a slot keeps in flight, from timings of 2, 4, 8 on an H200: more hides latency until registers run out."""
+    wide_storage = problem.dtype.itemsize == 4
+    if walk == "forward":
+        return 4 if elements <= 4 or (elements == 8 and not wide_storage) else 2 if elements * wide_storage <= 8 else 1
+    if walk == "targets" and elements <= 4:
+        return 4 if problem.score in ("dot", "add") else 2
+    return 2 if elements <= 4 or (elements == 8 and not wide_storage) else 1
+
+
+def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
+    """Blocks per multiprocessor that the compiler makes room for: as many as cost no spill; 8 caps registers at 64."""
+    if problem.edge or problem.dropout:
+        return 1
+    if elements == 4:
+        if walk == "forward":
+            return 8
+        return {"add": 8, "cosine": 8, "dot": 7, "gatv2": 1}[problem.score]
+    if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
+        return {"add": 8, "dot": 7, "cosine": 5, "gatv2": 5}[problem.score]
+    return 1
+
+
+def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
+    """Constants of the kernel of one pass.
+
+    Args:
+        problem: What is computed.
+        walk: "forward", "targets" or "sources".
+        wide: Whether lanes to spare go to edges of the same row rather than to further rows.
+    """
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
+    elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
+    return {
+        **problem.constants,
+        **lanes,
+        "UNROLL": _unroll(walk, problem, elements),
+        "MIN_BLOCKS": _min_blocks(walk, problem, elements),
+    }
+
+
+# Feature rows gathered per edge in each pass.
+_GATHERS = {
+    "forward": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
+    "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
+    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+}
+_CACHE_SHARE = 0.8
+_MIN_BLOCK_EDGES = 32
+
+
+def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int) -> int:
+    """Number of column blocks: as few as make the gathered rows of one sweep fit in the cache.
+
+    Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
+    """
+    row_bytes = problem.heads * problem.channels * problem.dtype.itemsize
+    gathered = num_columns * row_bytes * _GATHERS[walk][problem.score]
+    blocks = -(-gathered // max(1, int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)))
+    return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
+
+
+def _max_edges(num_edges: int) -> int:
+    """Longest piece of a row that one group of lanes walks: short enough to spread a graph over some 16,000 warps."""
+    return max(256, min(1024, _power_of_two(max(1, num_edges // 16384))))
+
+
+def _side(walk: str, graph: Graph) -> tuple[Adjacency, int]:
+    """The rows that a pass walks and the number of columns it gathers from."""
+    return (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """None: this schedule runs whatever has fused kernels."""
+    return []
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+    """The pass of one walk; "weights", which writes the weights of all edges, gathers once and is never swept."""
+    if walk == "weights":
+        return replace(plan_pass(problem, "forward", graph), blocks=1)
+    rows, num_columns = _side(walk, graph)
+    constants = pass_constants(problem, walk, wide=False)
+    # Enough edges in the average row to keep several slots busy: sharing them beats packing rows.
+    if rows.num_edges >= 2 * constants["UNROLL"] * rows.num_rows:
+        constants = pass_constants(problem, walk, wide=True)
+    blocks = _blocks(problem, walk, rows, num_columns) if constants["WARP_ROWS"] == 1 else 1
+    return RowsPass(constants, _max_edges(rows.num_edges), blocks)
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass: bytes of the gathers and of the node tensors, and the launches."""
+    rows, num_columns = _side(walk, graph)
+    gathers = _GATHERS[walk][problem.score]
+    moved = (rows.num_rows * (gathers + 1) + num_columns * gathers) * problem.row_bytes + 4 * rows.num_edges
+    gathered = rows.num_edges * gathers * problem.row_bytes
+    return Cost(
+        {"memory": moved / gpu.memory_bytes_per_s, "gathers": gathered / gpu.cache_bytes_per_s},
+        {"launch": chosen.blocks * gpu.launch_s},
+    )
+
+
+@cache
+def norm_constants(heads: int, channels: int, dtype: torch.dtype) -> MappingProxyType[str, int]:
+    """Constants of the row-norm kernel."""
+    lanes = lane_constants(heads, channels, dtype.itemsize, wide=False)
+    return MappingProxyType({"STORAGE": STORAGE[dtype], **lanes})

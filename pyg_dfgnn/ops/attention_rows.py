@@ -1,0 +1,146 @@
+"""The launches of the schedule `rows`: one kernel per sweep over the edges, one that merges heavy rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.attention_problem import SCORES
+from pyg_dfgnn.dispatch.attention_rows import RowsPass
+from pyg_dfgnn.graph import Chunks, Graph
+from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
+
+_STEMS = {"forward": "forward", "targets": "backward_targets", "sources": "backward_sources", "weights": "weights"}
+
+
+class RowsWalk:
+    """The kernels of one pass over one side of a graph, with the arguments that all its launches share.
+
+    A :class:`~pyg_dfgnn.ops.attention_launch.Walk`, which says what the arguments are; `walk` may also be "weights".
+    """
+
+    def __init__(self, walk: str, chosen: RowsPass, graph: Graph) -> None:
+        self.chosen = chosen
+        side, num_columns = (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+        self.device = graph.device
+        self.num_rows = side.num_rows
+        constants = chosen.constants
+        stem = _STEMS[walk]
+        spec = Spec(f"attention/{stem}.cu", tuple(constants.items()))
+        self.kernel = kernel_of(spec, f"attention_{stem}")
+        self.merge = kernel_of(spec, f"attention_{stem}_merge")
+        self.state_elements = constants["HEADS"] * _state_channels(walk, constants["CHANNELS"], constants["SCORE"])
+        self.items_per_block = constants["WARPS"] * constants["WARP_ROWS"]
+        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
+        self.threads = (32 * constants["WARPS"], 1, 1)
+        self.chunks: Sequence[Chunks | None]
+        if chosen.blocks == 1:
+            self.chunks = [side.chunks(chosen.max_edges)]
+            self.arrays = (side.ptr, side.index, side.edge_id)
+        else:
+            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
+            self.chunks = swept.chunks
+            self.arrays = (swept.ptr, swept.index, swept.edge_id)
+        self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
+        self.sweeps = [self._arguments(block, chunks) for block, chunks in enumerate(self.chunks)]
+        # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
+        self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
+        self.parameter_blocks = self.grid[0] * chosen.blocks
+
+    def _arguments(self, block: int, chunks: Chunks | None) -> tuple[Any, ...]:
+        listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
+        count = 0 if chunks is None else chunks.num_chunks
+        return addresses(
+            (*self.arrays, *listed, self.num_rows, count, self.chosen.max_edges, block, self.chosen.blocks)
+        )
+
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
+        """Write the results of the forward pass."""
+        results = (out, softmax, exact)
+        self._sweep(ready, results, (), results)
+
+    def targets(
+        self,
+        ready: Sequence[Any],
+        out: Tensor,
+        softmax: Tensor,
+        grad_out: Tensor,
+        records: Tensor,
+        grad_target: Tensor,
+        grad_beta: Tensor | None,
+        grad_edge: Tensor | None,
+        parameter_sums: Tensor | None,
+    ) -> None:
+        """Write the results of the pass over targets; nothing else is kept for the pass over sources."""
+        target, _, _, target_scalars, _, parameter, _, _, scale = ready[:9]
+        self._sweep(
+            ready,
+            (out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums),
+            (target, target_scalars, parameter, scale),
+            (grad_target, grad_beta),
+        )
+
+    def sources(
+        self,
+        ready: Sequence[Any],
+        records: Tensor,
+        grad_out: Tensor,
+        grad_key: Tensor | None,
+        grad_value: Tensor,
+        grad_source: Tensor | None,
+        grad_target: Tensor | None,
+        state: Tensor | None,
+    ) -> None:
+        """Write the results of the pass over sources."""
+        _, _, value, _, source_scalars, parameter, _, _, scale = ready[:9]
+        results = (grad_key, grad_value, grad_source, grad_target)
+        self._sweep(ready, (records, grad_out, *results), (value, source_scalars, parameter, scale), results)
+
+    def weights(self, ready: Sequence[Any], softmax: Tensor, weights: Tensor) -> None:
+        """Write the weights after dropout [E, H]."""
+        launch(
+            self.kernel, self.grid, self.threads, self.sweeps[0] + addresses((*ready, softmax, weights)), self.device
+        )
+
+    def _sweep(
+        self,
+        inputs: Sequence[Argument],
+        outputs: Sequence[Argument],
+        merge_inputs: Sequence[Argument],
+        merge_outputs: Sequence[Argument],
+    ) -> None:
+        """Sweep all column blocks; heavy rows are merged after each.
+
+        Args:
+            inputs: What the kernel reads, after the adjacency.
+            outputs: What it writes, before the two state buffers.
+            merge_inputs: What the merge kernel reads, after the chunks' states.
+            merge_outputs: What it writes, before the rows' states.
+        """
+        device = self.device
+        partial = _states(self.max_chunks, self.state_elements, device)
+        carry = _states(self.num_rows, self.state_elements, device) if self.chosen.blocks > 1 else None
+        arguments = addresses((*inputs, *outputs, partial, carry))
+        for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
+            launch(self.kernel, self.grid, self.threads, sweep + arguments, device)
+            if chunks is not None:
+                grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
+                sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, self.chosen.blocks)
+                merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
+                launch(self.merge, grid, self.threads, addresses(merge), device)
+
+
+def _state_channels(walk: str, channels: int, score: int) -> int:
+    """fp32 numbers per head of the state of one row or chunk."""
+    name = SCORES[score]
+    if walk in ("forward", "weights"):
+        return channels + 2
+    if walk == "targets":
+        return 1 if name == "add" else channels
+    return {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[name]
+
+
+def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
+    return torch.empty(count * elements, dtype=torch.float32, device=device) if count else None

@@ -1,0 +1,204 @@
+"""The schedule `rows`: lane layouts, packing, chunks, column blocks."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from pyg_dfgnn.dispatch import attention_rows as rows
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention_problem import SCORES, WALKS
+from pyg_dfgnn.dispatch.attention_rows import lane_constants, norm_constants, pass_constants, plan_pass
+from tests.dispatch.test_attention import DTYPES, PROBLEM, graph_of
+from tests.zoo import random, zoo
+
+
+def cache_of(monkeypatch, cache_bytes):
+    monkeypatch.setitem(gpu.known, PROBLEM.device, replace(gpu.H200, cache_bytes=cache_bytes))
+
+
+# Lanes ----------------------------------------------------------------------------------------------------------------
+
+
+def covered(c):
+    """Offsets in a row [H, C] that the lanes of all head groups load, in elements, as storage.cuh addresses them."""
+    group_heads = c["HEAD_SLOTS"] * c["LANE_HEADS"]
+    offsets = []
+    for group in range(-(-c["HEADS"] // group_heads)):
+        for lane in range(c["HEAD_LANES"] * c["HEAD_SLOTS"]):
+            head_lane, slot = lane % c["HEAD_LANES"], lane // c["HEAD_LANES"]
+            for h in range(c["LANE_HEADS"]):
+                head = group * group_heads + slot + h * c["HEAD_SLOTS"]
+                if head >= c["HEADS"]:
+                    continue
+                for k in range(c["LANE_VECS"]):
+                    first = (k * c["HEAD_LANES"] + head_lane) * c["VEC"]
+                    if first < c["CHANNELS"]:
+                        offsets += [head * c["CHANNELS"] + first + v for v in range(c["VEC"])]
+    return offsets
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["packed", "wide"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_lanes_of_all_shapes(itemsize, wide):
+    def is_power_of_two(n):
+        return n > 0 and n & (n - 1) == 0
+
+    for heads, channels in product(range(1, 65), range(1, 513)):
+        c = lane_constants(heads, channels, itemsize, wide)
+        shape = (heads, channels)
+        lanes = ("HEAD_LANES", "HEAD_SLOTS", "EDGE_SLOTS", "WARP_ROWS")
+        assert c["HEAD_LANES"] * c["HEAD_SLOTS"] * c["EDGE_SLOTS"] * c["WARP_ROWS"] == 32, shape
+        assert all(is_power_of_two(c[name]) for name in (*lanes, "VEC", "LANE_HEADS")), shape
+        # One load is at most 16 bytes, and every row and head begins at a multiple of it.
+        assert c["VEC"] * itemsize <= 16 and channels % c["VEC"] == 0, shape
+        # All channels of a head, and no load that no lane needs.
+        per_lane = c["VEC"] * c["HEAD_LANES"]
+        assert per_lane * c["LANE_VECS"] >= channels > per_lane * (c["LANE_VECS"] - 1), shape
+        # More lanes would idle, fewer would each hold more.
+        assert c["HEAD_LANES"] == 1 or per_lane * c["LANE_VECS"] < 2 * channels, shape
+        assert c["HEAD_SLOTS"] < 2 * heads and c["LANE_HEADS"] * c["HEAD_SLOTS"] < 2 * heads, shape
+        # A lane walks through several heads only while its registers allow; one head may need more by itself.
+        elements = c["LANE_VECS"] * c["VEC"]
+        assert elements <= 16 and c["LANE_HEADS"] * elements <= 16, shape
+        assert (c["EDGE_SLOTS"] == 1) or (c["WARP_ROWS"] == 1), shape
+        assert (c["WARP_ROWS"] == 1) or not wide, shape
+        assert -(-heads // (c["HEAD_SLOTS"] * c["LANE_HEADS"])) <= 65535, shape
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 33, 64])
+def test_every_element_is_loaded_once(heads, itemsize):
+    for channels in (1, 2, 3, 4, 6, 7, 8, 12, 16, 31, 32, 40, 64, 67, 100, 128, 131, 160, 256, 300, 511, 512):
+        offsets = covered(lane_constants(heads, channels, itemsize, False))
+        assert sorted(offsets) == list(range(heads * channels)), channels
+
+
+@pytest.mark.parametrize(
+    ("heads", "channels", "dtype", "expected"),
+    [
+        # One row of 128 floats takes the warp with one 16-byte load per lane, as one head or as eight.
+        (1, 128, torch.float32, {"VEC": 4, "HEAD_LANES": 32, "HEAD_SLOTS": 1, "LANE_VECS": 1, "LANE_HEADS": 1}),
+        (8, 16, torch.float32, {"VEC": 4, "HEAD_LANES": 4, "HEAD_SLOTS": 8, "LANE_VECS": 1, "LANE_HEADS": 1}),
+        (8, 16, torch.bfloat16, {"VEC": 8, "HEAD_LANES": 2, "HEAD_SLOTS": 8, "LANE_VECS": 1, "LANE_HEADS": 1}),
+        # An odd width has no loads of more than one element.
+        (1, 7, torch.float16, {"VEC": 1, "HEAD_LANES": 8, "HEAD_SLOTS": 1, "LANE_VECS": 1, "LANE_HEADS": 1}),
+        (3, 512, torch.float32, {"VEC": 4, "HEAD_LANES": 32, "HEAD_SLOTS": 1, "LANE_VECS": 4, "LANE_HEADS": 1}),
+    ],
+)
+def test_known_layouts(heads, channels, dtype, expected):
+    constants = lane_constants(heads, channels, dtype.itemsize, True)
+    assert {name: constants[name] for name in expected} == expected
+    norms = norm_constants(heads, channels, dtype)
+    assert {name: norms[name] for name in expected} == expected
+
+
+def test_constants_are_plain_numbers_and_read_only():
+    """They become #define lines and part of a cache key."""
+    for score, walk, wide in product(SCORES, WALKS, (False, True)):
+        constants = pass_constants(replace(PROBLEM, score=score), walk, wide)
+        assert all(type(value) is int for value in constants.values())
+        assert constants["UNROLL"] in (1, 2, 4, 8) and constants["MIN_BLOCKS"] >= 1
+    with pytest.raises(TypeError):
+        lane_constants(1, 1, 4, True)["VEC"] = 2
+
+
+@pytest.mark.parametrize(("edge", "dropout"), list(product((False, True), repeat=2)))
+def test_options_are_part_of_the_specialisation(edge, dropout):
+    for dtype, number in zip(DTYPES, (0, 1, 2), strict=True):
+        constants = pass_constants(replace(PROBLEM, dtype=dtype, edge=edge, dropout=dropout), "forward", False)
+        assert [constants[name] for name in ("EDGE", "DROPOUT", "STORAGE")] == [edge, dropout, number]
+
+
+# Passes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_packed_until_lanes_can_share_them():
+    """Two full steps per row on average make sharing worthwhile; each side of the graph decides for itself."""
+    small = replace(PROBLEM, heads=1, channels=4)
+    step = 2 * pass_constants(small, "forward", False)["UNROLL"]
+    for num_edges, packed in ((10 * step - 1, True), (10 * step, False)):
+        constants = plan_pass(small, "forward", graph_of(random(1000, 10, num_edges))).constants
+        assert (constants["WARP_ROWS"] > 1) == packed
+        assert constants["EDGE_SLOTS"] * constants["WARP_ROWS"] == 32
+    graph = graph_of(random(1000, 10, 10 * step))
+    assert plan_pass(small, "targets", graph).constants["WARP_ROWS"] == 1
+    assert plan_pass(small, "sources", graph).constants["WARP_ROWS"] == 32
+
+
+def test_a_full_warp_has_nothing_to_share():
+    wide = replace(PROBLEM, heads=1, channels=128)
+    for num_edges in (100, 100_000):
+        constants = plan_pass(wide, "forward", graph_of(random(100, 100, num_edges))).constants
+        assert constants["EDGE_SLOTS"] == constants["WARP_ROWS"] == 1
+
+
+@pytest.mark.parametrize(
+    ("num_edges", "expected"), [(0, 256), (1 << 20, 256), (5 << 20, 512), (1 << 24, 1024), (1 << 30, 1024)]
+)
+def test_length_of_chunks(num_edges, expected):
+    assert rows._max_edges(num_edges) == expected
+
+
+class FakeSide:
+    """What the rule for column blocks reads of an adjacency."""
+
+    def __init__(self, num_rows, num_edges):
+        self.num_rows, self.num_edges = num_rows, num_edges
+
+
+@pytest.mark.parametrize(
+    ("l2_bytes", "score", "degree", "expected"),
+    [
+        # 100,000 rows of 512 bytes: one gathered tensor is 51 MB, of a cache 80 % may be used.
+        (50_000_000, "add", 500, 2),
+        (50_000_000, "dot", 500, 3),
+        (1 << 30, "dot", 500, 1),
+        # Where all rows fit exactly there is one block; one byte less makes two.
+        (64_000_000, "add", 500, 1),
+        (63_999_998, "add", 500, 2),
+        # Too few edges of a row in each block: its state would travel more than the rows it saves.
+        (50_000_000, "dot", 95, 1),
+        (50_000_000, "dot", 96, 3),
+        (50_000_000, "add", 64, 2),
+    ],
+)
+def test_number_of_column_blocks(monkeypatch, l2_bytes, score, degree, expected):
+    cache_of(monkeypatch, l2_bytes)
+    problem = replace(PROBLEM, score=score)
+    side = FakeSide(100_000, 100_000 * degree)
+    assert rows._blocks(problem, "forward", side, 100_000) == expected
+
+
+def test_half_storage_halves_the_blocks(monkeypatch):
+    cache_of(monkeypatch, 10_000_000)
+    side = FakeSide(100_000, 100_000_000)
+    single = rows._blocks(PROBLEM, "forward", side, 100_000)
+    half = rows._blocks(replace(PROBLEM, dtype=torch.bfloat16), "forward", side, 100_000)
+    assert (single, half) == (13, 7)
+
+
+def test_sweeps_take_one_row_per_warp(monkeypatch):
+    """Packed rows are never swept: their kernels have no carried state."""
+    cache_of(monkeypatch, 1)
+    monkeypatch.setattr(rows, "_MIN_BLOCK_EDGES", 0)
+    small = replace(PROBLEM, heads=1, channels=4)
+    for case in zoo():
+        for walk in WALKS:
+            found = plan_pass(small, walk, graph_of(case))
+            assert found.blocks == 1 or found.constants["WARP_ROWS"] == 1
+    graph = graph_of(random(50, 10, 400))
+    found = plan_pass(small, "forward", graph)
+    assert found.blocks > 1 and "sweeps over blocks of columns" in str(found)
+    weights = plan_pass(small, "weights", graph)
+    assert weights.blocks == 1 and weights.constants == found.constants
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_passes_of_the_zoo(case, score):
+    """Each graph has its passes, an empty one too."""
+    for walk in WALKS:
+        found = plan_pass(replace(PROBLEM, score=score), walk, graph_of(case))
+        assert found.constants["WARP_ROWS"] * found.constants["EDGE_SLOTS"] >= 1 and found.blocks == 1
+        assert 256 <= found.max_edges <= 1024
