@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyg_dfgnn.bench.cases.attention import LAYERS, NEGATIVE_SLOPE, AttentionCase, Inputs, fused
 from pyg_dfgnn.bench.graphs import BenchGraph
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.bench.prepare import compressed
 
 Forward = Callable[[], Tensor]
 
@@ -66,8 +66,8 @@ class Fused(Implementation):
     error_bound = None
 
     def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
-        compressed = Graph.of(graph.edge_index, graph.num_src, graph.num_dst)
-        return lambda: fused(case, compressed, inputs)
+        edges = compressed(graph)
+        return lambda: fused(case, edges, inputs)
 
 
 class PyG(Implementation):

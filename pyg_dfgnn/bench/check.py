@@ -29,7 +29,8 @@ from pyg_dfgnn.bench.cases.attention import (
     forward_backward,
     fused,
 )
-from pyg_dfgnn.bench.graphs import CHECK_GRAPHS, BenchGraph, check_graph
+from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
+from pyg_dfgnn.bench.graphs import BenchGraph
 from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
 from pyg_dfgnn.bench.prepare import DTYPES, Prepared, collect_specs, problem_of, rounded_problem
 from pyg_dfgnn.bench.results import Table, file_stem, markdown, source_digest

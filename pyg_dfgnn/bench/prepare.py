@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.cases.attention import AttentionCase, Inputs, fused, make_grad_out, make_inputs
 from pyg_dfgnn.bench.graphs import BenchGraph
@@ -29,7 +30,14 @@ class Prepared:
 
     @staticmethod
     def of(bench: BenchGraph) -> Prepared:
-        return Prepared(bench, Graph.of(bench.edge_index, bench.num_src, bench.num_dst))
+        return Prepared(bench, compressed(bench))
+
+
+def compressed(bench: BenchGraph) -> Graph:
+    """The package's Graph of a benchmark graph, from its cache; a batch is announced with its node offsets."""
+    if bench.ptr is None:
+        return Graph.of(bench.edge_index, bench.num_src, bench.num_dst)
+    return Graph.of_batch(Data(edge_index=bench.edge_index, num_nodes=bench.num_src, ptr=bench.ptr))
 
 
 def rounded_problem(case: AttentionCase, graph: BenchGraph, dtypes: Sequence[torch.dtype]) -> tuple[Inputs, Tensor]:

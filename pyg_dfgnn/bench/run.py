@@ -220,7 +220,7 @@ def graph_build_rows(graph: BenchGraph, timer: Timer) -> list[Row]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--graphs", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--graphs", nargs="+", default=list("abcde"), choices=list(RECIPES))
     parser.add_argument("--scores", nargs="+", default=list(SCORES), choices=SCORES)
     parser.add_argument(
         "--sizes", nargs="+", default=[f"{h}x{c}" for h, c in SIZES], help="heads x channels, like 8x16"

@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.bench import check, prepare
 from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase, forward_backward, fused, plain
-from pyg_dfgnn.bench.graphs import check_graph
+from pyg_dfgnn.bench.check_graphs import check_graph
 from pyg_dfgnn.bench.oracle import compare, float64_reference
 from pyg_dfgnn.bench.prepare import Prepared, collect_specs, rounded_problem
 from pyg_dfgnn.dispatch import attention as dispatch

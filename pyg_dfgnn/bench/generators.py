@@ -1,0 +1,199 @@
+"""Seeded generators of edge sets, and batches of small graphs; they run on the device they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch
+
+from pyg_dfgnn.datasets import NodeTask
+
+Device = torch.device | str
+
+
+class Edges(NamedTuple):
+    """Sources and targets [2, E] sorted by (target, source), the number of nodes, and the node offsets of a batch."""
+
+    edge_index: Tensor
+    num_nodes: int
+    ptr: Tensor | None = None
+
+
+def generator_of(seed: int, device: Device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def symmetric(u: Tensor, v: Tensor, num_nodes: int) -> Tensor:
+    """Both directions of the pairs (u, v) without loops and duplicates, sorted by (target, source), as [2, E]."""
+    keep = u != v
+    u, v = u[keep], v[keep]
+    return sorted_edges(torch.cat([u, v]), torch.cat([v, u]), num_nodes)
+
+
+def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> Tensor:
+    """Edges [2, E] sorted by (target, source), duplicates removed."""
+    key = torch.unique(target * num_nodes + source, sorted=True)
+    return torch.stack([key % num_nodes, key // num_nodes])
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def random_graph_batch(
+    num_graphs: int, min_nodes: int, max_nodes: int, probability: float, seed: int, device: Device
+) -> Edges:
+    """A batch of graphs that keep each unordered pair with one probability.
+
+    Sizes are uniform integers in ``min_nodes..max_nodes``; both directions are present, no self-loops.
+    """
+    generator = generator_of(seed, device)
+    size = torch.randint(min_nodes, max_nodes + 1, (num_graphs,), generator=generator, device=device)
+    ptr = _offsets(size)
+    drawn = torch.rand(num_graphs, max_nodes, max_nodes, generator=generator, device=device) < probability
+    inside = torch.arange(max_nodes, device=device) < size[:, None]
+    drawn &= inside[:, :, None] & inside[:, None, :]
+    graph, u, v = drawn.triu_(1).nonzero(as_tuple=True)
+    num_nodes = int(ptr[-1])
+    return Edges(symmetric(ptr[graph] + u, ptr[graph] + v, num_nodes), num_nodes, ptr)
+
+
+def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, device: Device) -> Edges:
+    r"""A power-law graph from node weights.
+
+    Weights are :math:`(i + i_0)^{-1/2}` with :math:`i_0 = N / (4 (\max / \mathrm{mean})^2)`, shuffled; ``N * mean / 2``
+    pairs are drawn with both ends by weight, then made symmetric without loops and duplicates.
+
+    Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
+    """
+    generator = generator_of(seed, device)
+    offset = num_nodes / (4 * (max_degree / mean_degree) ** 2)
+    weight = (torch.arange(num_nodes, device=device, dtype=torch.float64) + offset) ** -0.5
+    weight = weight[torch.randperm(num_nodes, generator=generator, device=device)]
+    return _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+
+
+def log_normal_chung_lu(
+    num_nodes: int, mean_degree: float, max_degree: float, sigma: float, num_hubs: int, seed: int, device: Device
+) -> Edges:
+    """A graph with log-normal expected degrees of the given mean, clipped at ``max_degree``, which a few hubs have.
+
+    Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
+    """
+    generator = generator_of(seed, device)
+    normal = torch.randn(num_nodes, dtype=torch.float64, generator=generator, device=device)
+    weight = (sigma * normal).exp()
+    for _ in range(20):
+        weight = (weight * (mean_degree / weight.mean())).clamp_(max=max_degree)
+    weight[:num_hubs] = max_degree
+    return _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+
+
+def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> Edges:
+    num_nodes = weight.numel()
+    cumulative = torch.cumsum(weight, 0)
+    cumulative = cumulative / cumulative[-1]
+    ends = []
+    for _ in range(2):
+        drawn = torch.rand(num_pairs, dtype=torch.float64, generator=generator, device=weight.device)
+        ends.append(torch.searchsorted(cumulative, drawn).clamp_(max=num_nodes - 1))
+    return Edges(symmetric(ends[0], ends[1], num_nodes), num_nodes)
+
+
+def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
+    """A batch of uniform point sets in the unit square, each point a target of its nearest neighbours."""
+    generator = generator_of(seed, device)
+    point = torch.rand(num_graphs, num_points, 2, generator=generator, device=device)
+    near = _nearest(point, None, num_neighbours).sort(dim=-1).values
+    first = num_points * torch.arange(num_graphs + 1, device=device)
+    source = (first[:-1, None, None] + near).reshape(-1)
+    target = torch.arange(num_graphs * num_points, device=device).repeat_interleave(num_neighbours)
+    return Edges(torch.stack([source, target]), num_graphs * num_points, first)
+
+
+def _nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
+    """Positions [B, n, count] of the nearest other points, of those that are ``inside`` [B, n]."""
+    distance = torch.cdist(point, point)
+    distance.diagonal(dim1=1, dim2=2).fill_(float("inf"))
+    if inside is not None:
+        distance.masked_fill_(~inside[:, None, :], float("inf"))
+    return distance.topk(count, largest=False).indices
+
+
+def superpixel_batch(
+    num_graphs: int, min_nodes: int, max_nodes: int, mean_nodes: float, seed: int, device: Device
+) -> Edges:
+    """A batch like the MNIST and CIFAR10 superpixels: each of the jittered grid's points links to its 8 nearest.
+
+    Out-degrees are 8, in-degrees vary, as in the published sets. Sizes lie in ``min_nodes..max_nodes``: uniform where
+    the mean is the middle, else the published pile-up below the maximum (a geometric deficit).
+
+    Source: Dwivedi et al., Benchmarking Graph Neural Networks, JMLR 2023, appendix A.2 (the graphs imitated).
+    """
+    generator = generator_of(seed, device)
+    drawn = torch.rand(num_graphs, generator=generator, device=device, dtype=torch.float64)
+    deficit = max_nodes - mean_nodes
+    if abs(2 * deficit - (max_nodes - min_nodes)) <= 1:
+        size = min_nodes + (drawn * (max_nodes - min_nodes + 1)).long()
+    else:
+        # floor(log(1 - u) / log(1 - p)) is geometric with mean (1 - p) / p.
+        rate = torch.tensor(deficit / (deficit + 1.0), dtype=torch.float64, device=device)
+        size = max_nodes - (torch.log1p(-drawn) / rate.log()).long()
+    size.clamp_(min_nodes, max_nodes)
+    ptr = _offsets(size)
+    side = int(max_nodes**0.5) + 1
+    cell = torch.rand(num_graphs, side * side, generator=generator, device=device).argsort(1)[:, :max_nodes]
+    jitter = torch.rand(num_graphs, max_nodes, 2, generator=generator, device=device)
+    point = torch.stack([cell // side, cell % side], dim=-1) + jitter
+    inside = torch.arange(max_nodes, device=device) < size[:, None]
+    near = _nearest(point, inside, 8)
+    graph, node = inside.nonzero(as_tuple=True)
+    source = (ptr[graph] + node).repeat_interleave(8)
+    target = ptr[graph].repeat_interleave(8) + near[inside].reshape(-1)
+    num_nodes = int(ptr[-1])
+    return Edges(sorted_edges(source, target, num_nodes), num_nodes, ptr)
+
+
+def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device: Device) -> Edges:
+    """A batch like the region graphs of segmented photographs: a grid of regions, each square cut by one diagonal.
+
+    Rows and columns vary like the shape of photographs around ``mean_nodes`` regions; planar, both directions, a mean
+    degree just below 6 as planar region graphs have.
+
+    Source: Dwivedi et al., Long Range Graph Benchmark, NeurIPS 2022, appendix A (the graphs imitated).
+    """
+    generator = generator_of(seed, device)
+    height = torch.randint(18, 23, (num_graphs,), generator=generator, device=device)
+    wished = mean_nodes / height
+    width = (wished + torch.rand(num_graphs, generator=generator, device=device)).long()
+    ptr = _offsets(height * width)
+    rows, columns = int(height.max()), int(width.max())
+    row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    shape = num_graphs, rows, columns
+    falls = torch.rand(shape, generator=generator, device=device) < 0.5
+    tall, wide = height[:, None, None], width[:, None, None]
+    node = ptr[:-1, None, None] + row * wide + column
+    right = (row < tall) & (column + 1 < wide)
+    down = (row + 1 < tall) & (column < wide)
+    square = (row + 1 < tall) & (column + 1 < wide)
+    ends = [
+        (node[right], (node + 1)[right]),
+        (node[down], (node + wide)[down]),
+        (node[square & falls], (node + wide + 1)[square & falls]),
+        ((node + 1)[square & ~falls], (node + wide)[square & ~falls]),
+    ]
+    u, v = (torch.cat(side) for side in zip(*ends, strict=True))
+    num_nodes = int(ptr[-1])
+    return Edges(symmetric(u, v, num_nodes), num_nodes, ptr)
+
+
+def task_batch(make: Callable[..., NodeTask], num_graphs: int, device: Device, **arguments: int) -> Edges:
+    """The first training graphs of a generated data set, collated as PyG collates them."""
+    task = make(num_train=num_graphs, num_val=1, num_test=1, **arguments)
+    batch = Batch.from_data_list(task.splits["train"])
+    source, target = batch.edge_index.to(device)
+    num_nodes = int(batch.num_nodes)
+    return Edges(sorted_edges(source, target, num_nodes), num_nodes, batch.ptr.to(device))
