@@ -67,6 +67,8 @@ class Adjacency:
         self.max_degree = max_degree
         self._chunks: dict[int, Chunks] = {}
         self._blocks: dict[tuple[int, int], ColumnBlocks] = {}
+        self._block_edges: dict[int, int] = {}
+        self._position: Tensor | None = None
 
     @property
     def side(self) -> Side:
@@ -101,11 +103,32 @@ class Adjacency:
                 found = self._blocks[count, max_edges] = ColumnBlocks(self, count, max_edges, num_columns)
         return found
 
+    def block_edges(self, rows: int) -> int:
+        """Most edges of any block of `rows` consecutive rows; kept per `rows`."""
+        found = self._block_edges.get(rows)
+        if found is None:
+            (found,) = pull(longest(torch.cat([self.ptr[::rows], self.ptr[-1:]])))
+            self._block_edges[rows] = found
+        return found
+
+    def position_in(self, other: Adjacency) -> Tensor:
+        """Where each edge lies in `other`, the graph's other side: int32 [E]; made on first use."""
+        if self._position is None:
+            with torch.inference_mode(False), torch.no_grad():
+                place = torch.empty_like(other.edge_id)
+                place[other.edge_id.long()] = torch.arange(other.num_edges, dtype=place.dtype, device=place.device)
+                position = place[self.edge_id.long()]
+                pull(position[-1:].sum())
+            self._position = position
+        return self._position
+
     def tensors(self) -> list[Tensor]:
         """All arrays that exist so far, chunk lists included."""
         found = [self.ptr, self.index, self.edge_id]
         if "row" in self.__dict__:
             found.append(self.row)
+        if self._position is not None:
+            found.append(self._position)
         for chunks in list(self._chunks.values()):
             found.extend(chunks.tensors())
         for blocks in list(self._blocks.values()):

@@ -8,6 +8,7 @@ from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
 from pyg_dfgnn.dispatch.attention_rows import norm_constants, pass_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
+from tests.kernels.paper_specs import paper_specs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
@@ -50,7 +51,7 @@ def norm_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + norm_specs()
+    return attention_specs() + norm_specs() + paper_specs()
 
 
 def label(spec: Spec) -> str:

@@ -1,0 +1,138 @@
+// Edges and lanes of the schedules of DF-GNN (Yu et al., "DF-GNN: Dynamic fusion framework for attention graph neural
+// networks on GPUs", LoG 2024). A warp works either on features, in the lanes of storage.cuh, or on edges: then lane i takes
+// every EDGE_LANES-th edge, for head i % GROUP_HEADS of the block's group. GROUP_HEADS is at most 32 and WARP_ROWS is 1.
+#define EDGE_LANES (32 / GROUP_HEADS)
+#define STEP_EDGES (UNROLL * EDGE_SLOTS)
+
+// A compressed side of the graph with the row of each edge: CSR and COO in one.
+struct Edges {
+    const int* ptr;
+    const int* row;
+    const int* index;
+    const int* edge_id;
+};
+
+struct Span {
+    int begin, end;
+};
+
+__device__ __forceinline__ Span edges_of_row(const Edges& edges, i64 row) {
+    return {__ldg(edges.ptr + row), __ldg(edges.ptr + row + 1)};
+}
+
+// Part `part` of `parts` equal ones.
+__device__ __forceinline__ Span share_of(const Span& span, int part, int parts) {
+    const int size = (span.end - span.begin + parts - 1) / parts;
+    const int begin = span.begin + part * size;
+    return {begin, min(begin + size, span.end)};
+}
+
+// The share of the calling warp when warps of the whole grid take `warp_edges` edges each.
+__device__ __forceinline__ Span share_of_warp(i64 num_edges, i64 warp_edges) {
+    const i64 begin = min(((i64)blockIdx.x * WARPS + threadIdx.x / 32) * warp_edges, num_edges);
+    return {(int)begin, (int)min(begin + warp_edges, num_edges)};
+}
+
+// A number per edge and head of the block's group: in shared memory, or in global memory, where STRIDE is HEADS.
+template <int STRIDE>
+struct Scores {
+    float* base;
+    int first;
+
+    __device__ __forceinline__ float& at(int edge, int head) const {
+        return base[(u64)(u32)(edge - first) * STRIDE + head];
+    }
+};
+
+__device__ __forceinline__ Scores<HEADS> scores_in_memory(float* base) {
+    return {base + (i64)blockIdx.y * GROUP_HEADS, 0};
+}
+
+// Heads of the group by number; where lanes go over edges and heads, a lane's own one is group_head().
+__device__ __forceinline__ int group_head() { return (int)(threadIdx.x & 31) % GROUP_HEADS; }
+
+__device__ __forceinline__ int edge_lane() { return (int)(threadIdx.x & 31) / GROUP_HEADS; }
+
+__device__ __forceinline__ int first_head() { return (int)blockIdx.y * GROUP_HEADS; }
+
+__device__ __forceinline__ bool has_group_head(int head) {
+    return HEADS % GROUP_HEADS == 0 || first_head() + head < HEADS;
+}
+
+// The number in the group of the h-th head of a lane that works on features.
+__device__ __forceinline__ int number_of(const Lanes& l, int h) { return head_of(l, h) - first_head(); }
+
+// From lanes over heads to lanes over features, and back.
+__device__ __forceinline__ HeadValues to_features(float value, const Lanes& l) {
+    HeadValues values;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = __shfl_sync(FULL_MASK, value, number_of(l, h));
+    return values;
+}
+
+__device__ __forceinline__ float to_heads(const HeadValues& values) {
+    float value = 0.0f;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        const float other = __shfl_sync(FULL_MASK, values.x[h], group_head() % HEAD_SLOTS * HEAD_LANES);
+        if (group_head() / HEAD_SLOTS == h) value = other;
+    }
+    return value;
+}
+
+__device__ __forceinline__ float edge_lanes_sum(float value) {
+#pragma unroll
+    for (int mask = GROUP_HEADS; mask < 32; mask *= 2) value += __shfl_xor_sync(FULL_MASK, value, mask);
+    return value;
+}
+
+__device__ __forceinline__ float edge_lanes_max(float value) {
+#pragma unroll
+    for (int mask = GROUP_HEADS; mask < 32; mask *= 2) value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, mask));
+    return value;
+}
+
+// The edges that a lane over features works on in one step. Positions past the end repeat the last edge.
+struct Step {
+    int row[UNROLL], node[UNROLL], edge[UNROLL];
+};
+
+__device__ __forceinline__ int position_of(int first, const Lanes& l, int u) {
+    return first + u * EDGE_SLOTS + l.edge_slot;
+}
+
+template <bool ROWS_TOO>
+__device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, const Lanes& l, int first) {
+    Step step;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int position = min(position_of(first, l, u), span.end - 1);
+        step.row[u] = ROWS_TOO ? __ldg(edges.row + position) : 0;
+        step.node[u] = __ldg(edges.index + position);
+        step.edge[u] = EDGE ? __ldg(edges.edge_id + position) : 0;
+    }
+    return step;
+}
+
+#include "attention/gather.cuh"
+
+// The terms of the add score of an edge, for one head of the group.
+__device__ __forceinline__ float add_pre_activation(const Edges& edges, const ScoreInputs& in, int row, int position,
+                                                    int head) {
+    const int h = first_head() + head;
+    const float own = __ldg(in.target_scalars + (i64)row * HEADS + h);
+    const float other = __ldg(in.source_scalars + (i64)__ldg(edges.index + position) * HEADS + h);
+    float edge = 0.0f;
+#if HAS_EDGE_SCALARS
+    edge = __ldg(static_cast<const float*>(in.edge) + (i64)__ldg(edges.edge_id + position) * HEADS + h);
+#endif
+    return pre_activation(own, other, edge);
+}
+
+__device__ __forceinline__ float edge_dropout(const Edges& edges, const ScoreInputs& in, int position, int head) {
+#if DROPOUT
+    return dropout_factor(*in.seed, (u32)__ldg(edges.edge_id + position), (u32)(first_head() + head), in.dropout);
+#else
+    return 1.0f;
+#endif
+}

@@ -1,0 +1,234 @@
+// The three steps of DF-GNN's forward pass, each with its own mapping of threads:
+//
+//   scores (SDDMM)   edge parallel: a warp walks over its share of the edges, lanes over features
+//   softmax          a warp owns a row, lanes over its edges and heads; exponentials take the place of the logits
+//   gather (SpMM)    a warp owns a row, lanes over features with 16-byte loads; sums stay in registers
+//
+// BALANCED, EDGE_SOFTMAX and VECTOR_GATHER switch the three on, each alone. Without them the warp of a row does its step
+// feature-parallel: scores and gather one edge at a time with scalar loads, the softmax in every lane over all edges, and
+// its exponentials anew in the gather.
+#include "attention/paper_edges.cuh"
+
+// Logits of a share of the edges.
+template <class Logits>
+__device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
+                                            const Logits& logits) {
+#if SCORE == SCORE_ADD
+    const int head = group_head();
+    for (int e = span.begin + edge_lane(); e < span.end; e += EDGE_LANES) {
+        if (!has_group_head(head)) continue;
+        logits.at(e, head) = LOG2E * leaky(add_pre_activation(edges, in, __ldg(edges.row + e), e, head), in.slope);
+    }
+#else
+    const Part weights = load_parameter(in, l);
+    Step next;
+    if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
+    for (int first = span.begin; first < span.end; first += STEP_EDGES) {
+        const Step now = next;
+        const Neighbours neighbours = load_neighbours(in, now, l);
+        Packed targets[UNROLL];
+        HeadValues scalars[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            targets[u] = load_packed(at_lane(in.target, l), now.row[u], l);
+            scalars[u] = load_scalars(in.target_scalars, now.row[u], l);
+        }
+        next = load_step<true>(edges, span, l, first + STEP_EDGES);
+
+        float product[UNROLL][LANE_HEADS];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Part own = widen(targets[u]), other = neighbours.scored(u);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, weights, in.slope, h);
+        }
+        head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const HeadValues factor = logit_factor(in, scalars[u]);
+            const int position = position_of(first, l, u);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                if (l.head_lane != 0 || position >= span.end || !has_head(l, h)) continue;
+                logits.at(position, number_of(l, h)) =
+                    score_logit(product[u][h], scalars[u].x[h], neighbours.scalar(u, h), 0.0f, factor.x[h], in.slope);
+            }
+        }
+    }
+#endif
+}
+
+#if !BALANCED || !VECTOR_GATHER
+__device__ __forceinline__ float load_scalar(const storage_t* address) {
+#if STORAGE == 0
+    return __ldg(address);
+#else
+    return from_bits16(__ldg(address));
+#endif
+}
+#endif
+
+#if !BALANCED
+// Logits of a row, feature-parallel.
+template <class Logits>
+__device__ __forceinline__ void score_row(const Edges& edges, const ScoreInputs& in, i64 row, const Logits& logits) {
+    const Span span = edges_of_row(edges, row);
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int e = span.begin; e < span.end; ++e) {
+        const i64 node = __ldg(edges.index + e);
+#pragma unroll 1
+        for (int head = 0; head < GROUP_HEADS; ++head) {
+            if (!has_group_head(head)) continue;
+#if SCORE == SCORE_ADD
+            const float logit = LOG2E * leaky(add_pre_activation(edges, in, (int)row, e, head), in.slope);
+#else
+            const int h = first_head() + head;
+            const storage_t* source = (HAS_KEY ? in.key : in.value) + (node * HEADS + h) * CHANNELS;
+            float product = 0.0f;
+#pragma unroll 1
+            for (int c = lane; c < CHANNELS; c += 32) {
+                float other = load_scalar(source + c);
+#if HAS_EDGE_VECTOR
+                const i64 id = __ldg(edges.edge_id + e);
+                other += load_scalar(static_cast<const storage_t*>(in.edge) + (id * HEADS + h) * CHANNELS + c);
+#endif
+                product = fmaf(load_scalar(in.target + (row * HEADS + h) * CHANNELS + c), other, product);
+            }
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) product += __shfl_xor_sync(FULL_MASK, product, mask);
+#if SCORE == SCORE_COSINE
+            const float own = in.target_scalars[row * HEADS + h], other = in.source_scalars[node * HEADS + h];
+            const float logit = in.parameter[0] * LOG2E * own * other * product;
+#else
+            const float logit = in.scale * LOG2E * product;
+#endif
+#endif
+            if (lane == 0) logits.at(e, head) = logit;
+        }
+    }
+}
+#endif
+
+// The softmax of a row in a lane over heads: P = exp2(logit - max) * inverse, 0 and 0 without edges.
+struct HeadSoftmax {
+    float max, inverse;
+};
+
+// With EDGE_SOFTMAX a logit makes way for exp2(logit - max), times the dropout factor.
+template <class Logits>
+__device__ __forceinline__ HeadSoftmax softmax_row(const Edges& edges, const ScoreInputs& in, const Span& span,
+                                                   const Logits& logits) {
+    const int head = group_head(), first = EDGE_SOFTMAX ? edge_lane() : 0, stride = EDGE_SOFTMAX ? EDGE_LANES : 1;
+    const int end = has_group_head(head) ? span.end : span.begin;
+    float max = negative_infinity(), sum = 0.0f;
+    for (int e = span.begin + first; e < end; e += stride) max = fmaxf(max, logits.at(e, head));
+    if (EDGE_SOFTMAX) max = edge_lanes_max(max);
+    // exp2 differences against -inf stay 0 instead of NaN.
+    if (max == negative_infinity()) max = 0.0f;
+    for (int e = span.begin + first; e < end; e += stride) {
+        const float weight = fast_exp2(logits.at(e, head) - max);
+        sum += weight;
+        if (EDGE_SOFTMAX) logits.at(e, head) = weight * edge_dropout(edges, in, e, head);
+    }
+    if (EDGE_SOFTMAX) sum = edge_lanes_sum(sum);
+    // Lanes over features read what lanes over edges wrote.
+    __syncwarp();
+    return {max, sum == 0.0f ? 0.0f : 1.0f / sum};
+}
+
+template <class Logits>
+__device__ __forceinline__ float gather_weight(const Edges& edges, const ScoreInputs& in, const Logits& logits,
+                                               int position, int head, float max) {
+    const float score = logits.at(position, head);
+    return EDGE_SOFTMAX ? score : fast_exp2(score - max) * edge_dropout(edges, in, position, head);
+}
+
+#if VECTOR_GATHER
+// Sum over a row of weights times values, not yet divided by the sum of the weights; every slot ends with the result.
+template <class Logits>
+__device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
+                                           const Logits& logits, const HeadValues& max) {
+    Part acc = zero_part();
+    Step next;
+    if (span.begin < span.end) next = load_step<false>(edges, span, l, span.begin);
+    for (int first = span.begin; first < span.end; first += STEP_EDGES) {
+        const Neighbours neighbours = load_neighbours(in, next, l);
+        next = load_step<false>(edges, span, l, first + STEP_EDGES);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Part content = neighbours.content(u);
+            const int position = position_of(first, l, u);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                float weight = 0.0f;
+                if (position < span.end && has_head(l, h)) {
+                    weight = gather_weight(edges, in, logits, position, number_of(l, h), max.x[h]);
+                }
+#pragma unroll
+                for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] = fmaf(weight, content.x[h][c], acc.x[h][c]);
+            }
+        }
+    }
+    slot_sum<false>(acc);
+    return acc;
+}
+#else
+// The output of a row with scalar loads: the outer loop over features, the inner one over edges.
+template <class Logits>
+__device__ __forceinline__ void gather_row_scalar(const Edges& edges, const ScoreInputs& in, i64 row, const Span& span,
+                                                  const Logits& logits, const HeadSoftmax& own, storage_t* out,
+                                                  float* exact) {
+#pragma unroll 1
+    for (int first = 0; first < GROUP_HEADS * CHANNELS; first += 32) {
+        const int c = first + (threadIdx.x & 31), head = c / CHANNELS;
+        const float max = __shfl_sync(FULL_MASK, own.max, head % 32);
+        const float inverse = __shfl_sync(FULL_MASK, own.inverse, head % 32);
+        if (head >= GROUP_HEADS || !has_group_head(head)) continue;
+        const i64 offset = first_head() * CHANNELS + c;
+        float acc = 0.0f;
+#pragma unroll 1
+        for (int e = span.begin; e < span.end; ++e) {
+            float content = load_scalar(in.value + (i64)__ldg(edges.index + e) * ROW_STRIDE + offset);
+#if HAS_EDGE_VECTOR
+            const i64 id = __ldg(edges.edge_id + e);
+            content += load_scalar(static_cast<const storage_t*>(in.edge) + id * ROW_STRIDE + offset);
+#endif
+            acc = fmaf(gather_weight(edges, in, logits, e, head, max), content, acc);
+        }
+        acc *= inverse;
+#if STORAGE == 0
+        out[row * ROW_STRIDE + offset] = acc;
+#else
+        out[row * ROW_STRIDE + offset] = to_bits16(acc);
+#endif
+        if (exact != nullptr) exact[row * ROW_STRIDE + offset] = acc;
+    }
+}
+#endif
+
+// Softmax and gather of a row, with its results.
+template <class Logits>
+__device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs& in, i64 row, const Lanes& l,
+                                           const Logits& logits, storage_t* out, float* softmax, float* exact) {
+    const Span span = edges_of_row(edges, row);
+    const HeadSoftmax own = softmax_row(edges, in, span, logits);
+    if (edge_lane() == 0 && has_group_head(group_head())) {
+        reinterpret_cast<float2*>(softmax)[row * HEADS + first_head() + group_head()] =
+            make_float2(own.max, own.inverse);
+    }
+#if VECTOR_GATHER
+    const HeadValues max = to_features(own.max, l), inverse = to_features(own.inverse, l);
+    Part acc = gather_row(edges, in, span, l, logits, max);
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] *= inverse.x[h];
+    }
+    if (l.edge_slot != 0) return;
+    store_part(out, (int)row, l, acc);
+    if (exact != nullptr) store_part_fp32(exact, row, l, acc);
+#else
+    gather_row_scalar(edges, in, row, span, logits, own, out, exact);
+#endif
+}

@@ -1,0 +1,97 @@
+// Attention backward over sources from the `state` of the pass over targets (see paper_backward.cuh): dV_j = sum_i P~_ij dO_i
+// and dK_j = sum_i G_ij q_i (cosine: x_i), or dr_j = sum_i G_ij for the add score. A warp owns a row of the CSC, lanes over
+// features; `position` tells where in the CSR, and so in the state, an edge is.
+#include "include/storage.cuh"
+#include "include/reduce.cuh"
+#include "include/philox.cuh"
+#include "attention/score.cuh"
+#include "attention/paper_backward.cuh"
+
+struct SourceStep {
+    int node[UNROLL], position[UNROLL];
+};
+
+__device__ __forceinline__ SourceStep load_source_step(const int* index, const int* position, const Span& span,
+                                                       const Lanes& l, int first) {
+    SourceStep step;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int entry = min(position_of(first, l, u), span.end - 1);
+        step.node[u] = __ldg(index + entry);
+        step.position[u] = __ldg(position + entry);
+    }
+    return step;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_paper_sources(const int* ptr, const int* index, const int* position, i64 num_rows, i64 num_edges,
+                        const storage_t* target, const storage_t* key, const storage_t* value,
+                        const float* target_scalars, const float* source_scalars, const float* parameter,
+                        const void* edge, const u64* seed, double scale, double slope, double dropout,
+                        const float* state, const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
+                        float* grad_source, const storage_t* grad_target) {
+    const Lanes l = lane_layout();
+    const i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= num_rows) return;
+    const Span span = {__ldg(ptr + row), __ldg(ptr + row + 1)};
+    const float* const grad_state = state + num_edges * HEADS;
+
+    Part value_sum = zero_part(), score_sum = zero_part();
+    HeadValues scalar_sum = zero_heads();
+    SourceStep next;
+    if (span.begin < span.end) next = load_source_step(index, position, span, l, span.begin);
+    for (int first = span.begin; first < span.end; first += STEP_EDGES) {
+        const SourceStep now = next;
+        HeadValues weights[UNROLL], grads[UNROLL];
+        Packed outs[UNROLL];
+#if HAS_TARGET_VECTOR
+        Packed targets[UNROLL];
+#endif
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            weights[u] = load_heads(state, now.position[u], l);
+            grads[u] = load_heads(grad_state, now.position[u], l);
+            outs[u] = load_packed(at_lane(grad_out, l), now.node[u], l);
+#if HAS_TARGET_VECTOR
+            targets[u] = load_packed(at_lane(target, l), now.node[u], l);
+#endif
+        }
+        next = load_source_step(index, position, span, l, first + STEP_EDGES);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const bool valid = position_of(first, l, u) < span.end;
+            const Part out = widen(outs[u]);
+#if HAS_TARGET_VECTOR
+            const Part other = widen(targets[u]);
+#endif
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                const float weight = valid ? weights[u].x[h] : 0.0f, grad = valid ? grads[u].x[h] : 0.0f;
+                scalar_sum.x[h] += grad;
+#pragma unroll
+                for (int c = 0; c < LANE_ELEMS; ++c) {
+                    value_sum.x[h][c] = fmaf(weight, out.x[h][c], value_sum.x[h][c]);
+#if HAS_TARGET_VECTOR
+                    score_sum.x[h][c] = fmaf(grad, other.x[h][c], score_sum.x[h][c]);
+#endif
+                }
+            }
+        }
+    }
+    slot_sum<false>(value_sum);
+#if SCORE == SCORE_ADD
+    slot_sum(scalar_sum);
+    if (l.edge_slot == 0) store_heads(grad_source, row, l, scalar_sum);
+#else
+    slot_sum<false>(score_sum);
+#endif
+#if SCORE == SCORE_COSINE
+    project_cosine(score_sum, load_part(value, (int)row, l), load_scalars(source_scalars, (int)row, l), parameter[0]);
+    add_to(value_sum, score_sum);
+    // Target and source are one tensor: the target's part is added in.
+    if (grad_target != nullptr) add_to(value_sum, load_part(grad_target, (int)row, l));
+#endif
+    if (l.edge_slot != 0) return;
+    store_part(grad_value, (int)row, l, value_sum);
+    if (HAS_KEY) store_part(grad_key, (int)row, l, score_sum);
+}

@@ -1,0 +1,33 @@
+// Attention backward over targets in one kernel: the schedule of smmf_forward.cu. Dynamic shared memory: 2 GROUP_HEADS numbers
+// for each edge of the block. Writes what backward_targets.cu writes, and `state` (see paper_backward.cuh).
+#include "include/storage.cuh"
+#include "include/reduce.cuh"
+#include "include/philox.cuh"
+#include "attention/score.cuh"
+#include "attention/paper_backward.cuh"
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_smmf_targets(const int* ptr, const int* row, const int* index, const int* edge_id, i64 num_rows,
+                       i64 num_edges, const storage_t* target, const storage_t* key, const storage_t* value,
+                       const float* target_scalars, const float* source_scalars, const float* parameter,
+                       const void* edge, const u64* seed, double scale, double slope, double dropout, const void* out,
+                       const float* softmax, const storage_t* grad_out, float* records, void* grad_target,
+                       float* grad_beta, void* grad_edge, float* state) {
+    extern __shared__ float shared[];
+    const Edges edges = {ptr, row, index, edge_id};
+    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
+                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const Lanes l = lane_layout();
+    const int warp = threadIdx.x / 32;
+    const i64 first_row = (i64)blockIdx.x * BLOCK_ROWS, end_row = min(first_row + BLOCK_ROWS, num_rows);
+    const Span block = {ptr[first_row], ptr[end_row]};
+    const Scores<GROUP_HEADS> grads = {shared, block.begin};
+    const Scores<GROUP_HEADS> logits = {shared + (block.end - block.begin) * GROUP_HEADS, block.begin};
+    score_edges_backward(edges, in, grad_out, share_of(block, warp, WARPS), l, logits, grads);
+    __syncthreads();
+    for (i64 r = first_row + warp; r < end_row; r += WARPS) {
+        finish_row_backward(edges, in, r, l, logits, grads, scores_in_memory(state),
+                            scores_in_memory(state + num_edges * HEADS), out, softmax, grad_out, records, grad_target,
+                            grad_beta, grad_edge);
+    }
+}

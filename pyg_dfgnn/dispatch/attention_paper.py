@@ -1,0 +1,289 @@
+"""The schedules of DF-GNN, `smmf` and `pmf`, their ablations, and the rule by which the paper chooses.
+
+Both take three steps with a mapping of threads of its own each: edge scores (warps share the edges evenly, lanes over
+features), softmax (a warp per row, lanes over edges), and the sum of the values (a warp per row, lanes over features).
+`smmf`, shared-memory maximisation, fuses all in one kernel whose blocks own :data:`BLOCK_ROWS` rows and keep their
+scores in shared memory. `pmf`, parallelism maximisation, has a kernel of its own for the scores of all edges.
+
+Source: Yu et al., "DF-GNN: Dynamic fusion framework for attention graph neural networks on GPUs", LoG 2024, sections 3
+and 4, appendix B.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from types import MappingProxyType
+
+from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.dispatch.attention_rows import lane_constants
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+
+BLOCK_ROWS = 8
+"""Consecutive rows of a block of `smmf`, and its warps."""
+ROW_WARPS = 4
+"""Warps of a block of the other kernels, each with a row or a share of the edges of its own."""
+SCORE_BYTES = 4
+DOT_SCORES = ("dot", "cosine")
+
+_GROUP_HEADS = 32
+_WARP_EDGES = 128
+# Blocks of `smmf` that should fit on a multiprocessor at once before heads are spread over blocks.
+_RESIDENT_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class PaperPass:
+    """One pass of `smmf`, `pmf` or an ablation.
+
+    Attributes:
+        schedule: Its name.
+        one_kernel: Whether scores stay in shared memory.
+        constants: What the kernels are specialised by.
+        shared_bytes: Dynamic shared memory of a block.
+        warp_edges: Edges of a warp in the kernel that writes scores (`pmf`).
+    """
+
+    schedule: str
+    one_kernel: bool
+    constants: Mapping[str, int] = field(hash=False)
+    shared_bytes: int = 0
+    warp_edges: int = 0
+
+    def __str__(self) -> str:
+        c = self.constants
+        lanes = (
+            f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
+            f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight"
+        )
+        if self.shared_bytes:
+            return f"{lanes}, {c['BLOCK_ROWS']} rows per block, {self.shared_bytes} bytes of shared memory"
+        if self.warp_edges:
+            return f"{lanes}, {self.warp_edges} edges per warp, then a warp per row"
+        return f"{lanes}, a warp per row"
+
+
+def _lanes(problem: AttentionProblem, max_heads: int) -> dict[str, int]:
+    """Lanes of a feature row with at most `max_heads` heads in a block; the lanes that frees take further edges."""
+    lanes = dict(lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=True))
+    while lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"] > max_heads:
+        if lanes["LANE_HEADS"] > 1:
+            lanes["LANE_HEADS"] //= 2
+        else:
+            lanes["HEAD_SLOTS"] //= 2
+            lanes["EDGE_SLOTS"] *= 2
+    return lanes
+
+
+def _constants(problem: AttentionProblem, walk: str, lanes: Mapping[str, int], warps: int) -> dict[str, int]:
+    """Constants of the kernels of one pass."""
+    lane_bytes = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"] * problem.dtype.itemsize
+    return {
+        **problem.constants,
+        **lanes,
+        "WARPS": warps,
+        "UNROLL": 4 if lane_bytes <= 16 else 2 if lane_bytes <= 32 else 1,
+        "MIN_BLOCKS": max(1, _resident_warps(problem, walk, lanes) // warps),
+    }
+
+
+def _resident_warps(problem: AttentionProblem, walk: str, lanes: Mapping[str, int]) -> int:
+    """Warps of a multiprocessor that the compiler makes room for, as many as cost no spill; 0 leaves it to itself."""
+    if problem.edge or problem.dropout or lanes["LANE_HEADS"] * lanes["LANE_VECS"] > 1:
+        return 0
+    if walk == "forward":
+        return 32
+    # Two products of several heads at once are too much for 80 registers.
+    return 20 if walk == "targets" and problem.score == "dot" and lanes["HEAD_SLOTS"] > 1 else 24
+
+
+def _score_planes(problem: AttentionProblem, walk: str) -> int:
+    """Numbers that `smmf` keeps in shared memory per edge and head: logits, and dP in the pass over targets."""
+    return 2 if walk == "targets" and problem.score in DOT_SCORES else 1
+
+
+def _reasons(problem: AttentionProblem) -> list[str]:
+    if problem.score == "gatv2":
+        return ["the schedules of the paper keep one number per edge and head, the gatv2 score takes C in backward"]
+    return []
+
+
+# Feature rows gathered per edge: the scores and the sum read the same rows in turn.
+_GATHERS = {
+    "forward": {"dot": 2, "cosine": 2, "add": 1},
+    "targets": {"dot": 3, "cosine": 2, "add": 1},
+    "sources": {"dot": 2, "cosine": 2, "add": 1},
+}
+# Bytes per second that one warp gathers with a few rows in flight.
+_WARP_BYTES_PER_S = 4e9
+# Warps of a multiprocessor that keep its memory busy.
+_BUSY_WARPS = 24
+
+
+def _cost(problem: AttentionProblem, walk: str, graph: Graph, gpu: Gpu, kernels: int, warps: int, scores: int) -> Cost:
+    """Estimated time of a pass.
+
+    Args:
+        problem: What is computed.
+        walk: Which pass.
+        graph: On which graph.
+        gpu: On which device.
+        kernels: Number of launches.
+        warps: Warps that fit on a multiprocessor at once.
+        scores: Numbers per edge and head that go to memory or come from it.
+    """
+    side, num_columns = (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+    gathers = _GATHERS[walk][problem.score]
+    nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
+    edges = side.num_edges * (8 * kernels + scores * SCORE_BYTES * problem.heads)
+    # Few warps leave memory waiting.
+    idle = max(1.0, _BUSY_WARPS / warps)
+    gathered = side.num_edges * gathers * problem.row_bytes
+    return Cost(
+        {
+            "memory": idle * (nodes + edges) / gpu.memory_bytes_per_s,
+            "gathers": idle * gathered / gpu.cache_bytes_per_s,
+            "longest row": side.max_degree * problem.row_bytes / _WARP_BYTES_PER_S,
+        },
+        {"launches": kernels * gpu.launch_s},
+    )
+
+
+@dataclass(frozen=True)
+class Smmf:
+    """All steps in one kernel, scores in shared memory; an ablation where the forward pass lacks an optimisation.
+
+    Attributes:
+        name: Name of the schedule.
+        balanced_scores: The warps of a block share its edges evenly; else each scores its own row, feature-parallel.
+        edge_softmax: Lanes over edges, each exponential computed once; else every lane computes all.
+        vector_gather: 16-byte loads with several edges in flight; else scalar loads, an edge at a time.
+    """
+
+    name: str = "smmf"
+    balanced_scores: bool = True
+    edge_softmax: bool = True
+    vector_gather: bool = True
+    hands_over = True
+    deterministic = True
+
+    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+        """Every reason why it cannot run a pass: the scores of one head must fit in shared memory."""
+        reasons = _reasons(problem)
+        if walk != "sources":
+            needed = graph.csr.block_edges(BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+            room = gpu_of(problem.device).shared_bytes
+            if needed > room:
+                reasons.append(
+                    f"the scores of {BLOCK_ROWS} rows take up to {needed} bytes of shared memory, the device has {room}"
+                )
+        return reasons
+
+    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
+        """The pass of one walk, with as many heads in a block as leave room for several blocks."""
+        if walk == "sources":
+            return _sources(self.name, problem)
+        head_bytes = graph.csr.block_edges(BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+        comfortable = gpu_of(problem.device).shared_bytes // _RESIDENT_BLOCKS
+        lanes = _lanes(problem, max(1, min(_GROUP_HEADS, comfortable // max(1, head_bytes))))
+        constants = {**_constants(problem, walk, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS}
+        if walk == "forward":
+            constants |= _switches(self.balanced_scores, self.edge_softmax, self.vector_gather)
+        shared_bytes = head_bytes * lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
+        return PaperPass(self.name, True, MappingProxyType(constants), shared_bytes)
+
+    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
+        """Estimated time of the pass; shared memory decides how many warps run at once."""
+        if walk == "sources":
+            return _cost(problem, walk, graph, gpu, 1, 64, 2)
+        blocks = min(64 // BLOCK_ROWS, gpu.shared_bytes // max(1, chosen.shared_bytes))
+        return _cost(problem, walk, graph, gpu, 1, max(1, blocks) * BLOCK_ROWS, 2 if walk == "targets" else 0)
+
+
+@dataclass(frozen=True)
+class Pmf:
+    """Scores of all edges in one kernel, softmax and sum in another: any degree, more memory traffic."""
+
+    name: str = "pmf"
+    hands_over = True
+    deterministic = True
+
+    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+        """Every reason why it cannot run a pass; no graph is too large."""
+        return _reasons(problem)
+
+    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
+        """The pass of one walk."""
+        if walk == "sources":
+            return _sources(self.name, problem)
+        constants = _constants(problem, walk, _lanes(problem, _GROUP_HEADS), ROW_WARPS)
+        step = constants["UNROLL"] * constants["EDGE_SLOTS"]
+        # A share that still fills the device, in whole steps.
+        share = graph.num_edges // (64 * gpu_of(problem.device).multiprocessors)
+        warp_edges = -(-max(step, min(_WARP_EDGES, share)) // step) * step
+        if walk == "forward":
+            constants |= _switches(True, True, True)
+        return PaperPass(self.name, False, MappingProxyType(constants), warp_edges=warp_edges)
+
+    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
+        """Estimated time of the pass: scores are written, replaced and read."""
+        if walk == "sources":
+            return _cost(problem, walk, graph, gpu, 1, 64, 2)
+        return _cost(problem, walk, graph, gpu, 2, 64, 4 * _score_planes(problem, walk))
+
+
+def _sources(schedule: str, problem: AttentionProblem) -> PaperPass:
+    constants = _constants(problem, "sources", _lanes(problem, _GROUP_HEADS), ROW_WARPS)
+    return PaperPass(schedule, False, MappingProxyType(constants))
+
+
+def _switches(balanced_scores: bool, edge_softmax: bool, vector_gather: bool) -> dict[str, int]:
+    return {"BALANCED": int(balanced_scores), "EDGE_SOFTMAX": int(edge_softmax), "VECTOR_GATHER": int(vector_gather)}
+
+
+smmf = Smmf()
+pmf = Pmf()
+
+
+def _ablations() -> dict[str, Smmf]:
+    found = {}
+    for switches in product((False, True), repeat=3):
+        on = [step for step, is_on in zip(("scores", "softmax", "gather"), switches, strict=True) if is_on]
+        if len(on) < 3:
+            name = "+".join(["feature_parallel", *on])
+            found[name] = Smmf(name, *switches)
+    return found
+
+
+ABLATIONS: Mapping[str, Smmf] = MappingProxyType(_ablations())
+"""`smmf` with optimisations of its forward pass off, by name: `feature_parallel` has none of them,
+`feature_parallel+scores+softmax` lacks `gather` only (Figure 11)."""
+
+
+def rule(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str] = ("forward",), capacity_bytes: int | None = None
+) -> tuple[str, str]:
+    """The paper's choice between `smmf` and `pmf`, and why.
+
+    `pmf` if and only if the score is a dot and the largest degree is at least ``capacity / bytes per element``;
+    `smmf` otherwise, but for scores that do not fit in shared memory, which take `pmf` too.
+
+    Args:
+        problem: What is computed.
+        graph: On which graph.
+        walks: The passes that are chosen for.
+        capacity_bytes: Shared memory that a row may fill, of which the paper does not say how much that is; by default
+            what a block may opt in to, divided by its rows.
+
+    Source: section 4.3 of the paper.
+    """
+    if capacity_bytes is None:
+        capacity_bytes = gpu_of(problem.device).shared_bytes // BLOCK_ROWS
+    degree, threshold = graph.csr.max_degree, capacity_bytes // SCORE_BYTES
+    facts = f"largest degree {degree}, super nodes from {threshold} = {capacity_bytes} / {SCORE_BYTES} bytes"
+    if problem.score in DOT_SCORES and degree >= threshold:
+        return pmf.name, f"super nodes and a dot score: {facts}"
+    for walk in walks:
+        for reason in smmf.reasons_against(problem, walk, graph):
+            return pmf.name, f"not smmf: {reason}"
+    return smmf.name, f"no super nodes: {facts}" if degree < threshold else f"super nodes, but no dot score: {facts}"

@@ -1,0 +1,45 @@
+"""The specialised modules of the schedules `smmf` and `pmf` that stand for all of them."""
+
+import torch
+
+from pyg_dfgnn.dispatch.attention_paper import ABLATIONS, PaperPass, pmf, smmf
+from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.attention_paper import source_stem
+from pyg_dfgnn.runtime.compiler import Spec
+from tests.kernels.covering import Row, covering
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((64, 1), (3, 7), (8, 16), (1, 128), (2, 131), (1, 512))
+SOURCES = (("forward", smmf), ("targets", smmf), ("forward", pmf), ("targets", pmf), ("sources", pmf))
+
+
+def problem(row: Row) -> AttentionProblem:
+    heads, channels = row["shape"]
+    device = torch.device("cpu")
+    return AttentionProblem(
+        row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"], needs_grad=True
+    )
+
+
+def is_supported(row: Row) -> bool:
+    """The cosine score takes no edge features."""
+    return not (row["edge"] and row["score"] == "cosine")
+
+
+def spec_of(walk: str, chosen: PaperPass) -> Spec:
+    return Spec(f"attention/{source_stem(walk, chosen)}.cu", tuple(chosen.constants.items()))
+
+
+def paper_specs() -> list[Spec]:
+    """A covering set of constants for each source, and each ablation once."""
+    axes = {"score": ("dot", "cosine", "add"), "dtype": DTYPES, "shape": SHAPES}
+    rows = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
+    # Calls without edge features and dropout are capped at fewer registers.
+    plain = covering({**axes, "edge": [False], "dropout": [False]})
+    # A hub leaves room for one head in a block of smmf.
+    light, heavy = (Graph.of(torch.zeros(2, edges, dtype=torch.long), 1) for edges in (2, 20000))
+    cases = [(*source, row, light) for source in SOURCES for row in rows + plain]
+    cases += [(walk, smmf, row, heavy) for walk in ("forward", "targets") for row in plain]
+    cases += [("forward", candidate, row, light) for candidate, row in zip(ABLATIONS.values(), rows, strict=False)]
+    return [spec_of(walk, candidate.plan_pass(problem(row), walk, graph)) for walk, candidate, row, graph in cases]
