@@ -8,7 +8,15 @@ from typing import Any
 
 from pyg_dfgnn.errors import check_choice
 
-SCHEDULES = ("auto", "rows")
+RULES = ("auto", "autotune", "paper")
+SCHEDULES = (
+    *RULES,
+    *("rows", "tiles", "smmf", "pmf"),
+    # Forward passes of smmf with some or all of its optimisations off.
+    "feature_parallel",
+    *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),
+    *(f"feature_parallel+{on}" for on in ("scores+softmax", "scores+gather", "softmax+gather")),
+)
 FALLBACKS = ("log", "error", "silent")
 
 
@@ -17,11 +25,14 @@ class Settings:
     """The settings in force; read them with :func:`current`.
 
     Args:
-        schedule: `"auto"` lets dispatch choose; any other name asks for that schedule.
+        schedule: What each pass of a layer runs. `"auto"` takes the candidate with the lowest estimated time,
+            `"autotune"` the fastest one in a timing of all candidates that is made once per kind of graph and kept on
+            disk, `"paper"` follows the rule of DF-GNN. Any other name asks for that schedule.
         deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
             `torch.are_deterministic_algorithms_enabled()`.
-        fallback: What happens where no fused kernel can run: `"log"` reports each reason once per class, `"error"`
-            raises `UnsupportedError`, `"silent"` says nothing.
+        fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
+            `"rows"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`, `"silent"`
+            says nothing.
     """
 
     schedule: str = "auto"

@@ -1,16 +1,18 @@
 """Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
-from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.dispatch import attention_rows, autotune
 from pyg_dfgnn.dispatch.attention_problem import SCORES, STORAGE, WALKS, AttentionProblem
-from pyg_dfgnn.dispatch.gpu import Cost, Gpu
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings, current
 
@@ -24,8 +26,10 @@ __all__ = [
     "Candidate",
     "Choice",
     "LaunchPlan",
+    "Option",
     "Pass",
     "choose",
+    "options",
     "plan",
     "unsupported_reasons",
 ]
@@ -39,6 +43,8 @@ fused_device_types = {"cuda"}
 """Device types that kernels run on; the tests add "cpu" while the emulator takes the launches."""
 
 _HAS_CUPY = find_spec("cupy") is not None
+_logger = logging.getLogger("pyg_dfgnn")
+_logged: set[tuple[str, str, tuple[str, ...]]] = set()
 
 
 class Pass(Protocol):
@@ -57,6 +63,8 @@ class Candidate(Protocol):
 
     hands_over: bool
     """Whether its pass over targets hands more than that to its pass over sources, so that they run together."""
+    deterministic: bool
+    """Whether its results are the same in every run."""
 
     def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass; empty when it can."""
@@ -72,6 +80,41 @@ CANDIDATES: Mapping[str, Candidate] = MappingProxyType({"rows": attention_rows})
 """The schedules by name. `rows` runs everything, so it is what the others fall back to."""
 
 
+BY_NAME: Mapping[str, Candidate] = CANDIDATES
+"""The candidates, and those that no rule chooses."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate for one walk.
+
+    Attributes:
+        schedule: Its name.
+        reasons: Why it cannot run; empty when it can.
+        chosen: The pass; None with reasons.
+        cost: Its estimated time; None with reasons.
+        measured_s: Its time on this kind of graph, where there is a timing.
+    """
+
+    schedule: str
+    reasons: tuple[str, ...] = ()
+    chosen: Any = None
+    cost: Cost | None = None
+    measured_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Measured if it was, else estimated."""
+        assert self.cost is not None
+        return self.cost.seconds if self.measured_s is None else self.measured_s
+
+    def __str__(self) -> str:
+        if self.reasons:
+            return f"{self.schedule} cannot run: {'; '.join(self.reasons)}"
+        measured = "" if self.measured_s is None else f"{1e3 * self.measured_s:.3g} ms measured, "
+        return f"{self.schedule}: {measured}{self.cost}"
+
+
 @dataclass(frozen=True)
 class Choice:
     """What one walk of a call runs.
@@ -80,14 +123,22 @@ class Choice:
         walk: One of ``WALKS``.
         chosen: The pass.
         reason: Why its schedule was chosen.
+        final: Whether the same will be chosen next time; False where `autotune` could not take its timing yet.
+        options: The candidates that were looked at.
     """
 
     walk: str
     chosen: Pass
     reason: str
+    final: bool = field(default=True, compare=False)
+    options: tuple[Option, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{_LABELS[self.walk]}: {self.chosen.schedule} ({self.reason}), {self.chosen}"
+        lines = [
+            f"{_LABELS[self.walk]}: {self.chosen.schedule} ({self.reason}), {self.chosen}",
+            *map(str, self.options),
+        ]
+        return "\n    ".join(lines)
 
 
 _LABELS = {"forward": "forward", "targets": "backward over targets", "sources": "backward over sources"}
@@ -95,7 +146,7 @@ _LABELS = {"forward": "forward", "targets": "backward over targets", "sources": 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The kernels of one attention call on one graph.
+    """The kernels of one attention call on one graph; `str` shows each candidate's numbers.
 
     Attributes:
         forward: The forward pass, over the CSR.
@@ -107,10 +158,25 @@ class LaunchPlan:
     targets: Choice | None = None
     sources: Choice | None = None
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Those that are there, in order of execution."""
+        return tuple(choice for choice in (self.forward, self.targets, self.sources) if choice is not None)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of all passes, or of each, joined by commas."""
+        names = [choice.chosen.schedule for choice in self.choices]
+        return names[0] if len(set(names)) == 1 else ", ".join(names)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether results and gradients are the same in every run."""
+        return all(BY_NAME[choice.chosen.schedule].deterministic for choice in self.choices)
+
     def __str__(self) -> str:
-        choices = (self.forward, self.targets, self.sources)
-        schedules = dict.fromkeys(c.chosen.schedule for c in choices if c is not None)
-        return "\n  ".join([f"schedule {', '.join(schedules)}", *(str(c) for c in choices if c is not None)])
+        results = "the same in every run" if self.deterministic else "may differ between runs"
+        return "\n  ".join([f"schedule {self.schedule}", f"results: {results}", *map(str, self.choices)])
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -136,14 +202,132 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def choose(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> tuple[Choice, ...]:
-    """Choose what runs in ``walks`` (``FORWARD`` or ``BACKWARD``) of ``problem`` on ``graph``."""
-    reason = "asked for" if settings.schedule == "rows" else "the general schedule"
-    return tuple(Choice(walk, attention_rows.plan_pass(problem, walk, graph), reason) for walk in walks)
+def options(
+    problem: AttentionProblem,
+    graph: Graph,
+    walks: Sequence[str],
+    settings: Settings,
+    names: Sequence[str] | None = None,
+) -> list[dict[str, Option]]:
+    """What the named candidates, by default all, have to offer for each of ``walks``.
+
+    One that hands over from pass to pass can run all of them or none.
+    """
+    names = tuple(CANDIDATES) if names is None else names
+    strict = settings.deterministic
+    strict = torch.are_deterministic_algorithms_enabled() if strict is None else strict
+    found: list[dict[str, Option]] = []
+    for walk in walks:
+        offers = {}
+        for name in names:
+            candidate = BY_NAME.get(name)
+            if candidate is None:
+                offers[name] = Option(name, ("this version does not have it",))
+                continue
+            reasons = candidate.reasons_against(problem, walk, graph)
+            if strict and not candidate.deterministic:
+                reasons = [*reasons, "its results may differ between runs"]
+            if reasons:
+                offers[name] = Option(name, tuple(reasons))
+                continue
+            chosen = candidate.plan_pass(problem, walk, graph)
+            cost = candidate.cost(problem, walk, graph, chosen, gpu_of(problem.device))
+            offers[name] = Option(name, (), chosen, cost)
+        found.append(offers)
+    for name in names:
+        reasons = list(dict.fromkeys(reason for offers in found for reason in offers[name].reasons))
+        if reasons and name in BY_NAME and BY_NAME[name].hands_over:
+            for offers in found:
+                offers[name] = Option(name, tuple(reasons))
+    return found
+
+
+def _cheapest(found: Sequence[Mapping[str, Option]]) -> list[Option]:
+    """The fastest option of each walk, where schedules that hand over take all walks or none."""
+    able = [[option for option in offers.values() if not option.reasons] for offers in found]
+    rows = [[option for option in each if not BY_NAME[option.schedule].hands_over] for each in able]
+    teams = [[min(each, key=lambda option: option.seconds) for each in rows]]
+    for option in able[0]:
+        if BY_NAME[option.schedule].hands_over:
+            teams.append([offers[option.schedule] for offers in found])
+    return min(teams, key=lambda team: sum(option.seconds for option in team))
+
+
+def _asked_for(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings
+) -> tuple[str | None, str]:
+    """The schedule that the settings name, if they do, and the reason to show."""
+    return (None, "") if settings.schedule in ("auto", "autotune") else (settings.schedule, "asked for")
+
+
+def _report(option: Option, walk: str, fallback: str) -> None:
+    """Tell the user, as `settings(fallback=...)` asks, that a schedule cannot run a pass and `rows` takes its place.
+
+    Raises:
+        UnsupportedError: The settings ask for an error.
+    """
+    what = f"schedule {option.schedule!r} ({_LABELS[walk]})"
+    if fallback == "error":
+        raise UnsupportedError(option.reasons, what)
+    key = (option.schedule, walk, option.reasons)
+    if fallback == "log" and key not in _logged:
+        _logged.add(key)
+        _logger.warning("%s cannot run here, 'rows' takes its place: %s", what, "; ".join(option.reasons))
+
+
+def choose(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings, explain: bool = False
+) -> tuple[Choice, ...]:
+    """Choose what runs in ``walks`` of ``problem`` on ``graph``.
+
+    Args:
+        problem: What is computed.
+        graph: On which graph.
+        walks: ``FORWARD`` or ``BACKWARD``.
+        settings: What the user decided.
+        explain: Look at all candidates also where one is asked for, and refuse nothing: a plan to be read.
+
+    Raises:
+        UnsupportedError: The schedule asked for cannot run, and the settings ask for an error then.
+    """
+    name, reason = _asked_for(problem, graph, walks, settings)
+    if name is None:
+        found = options(problem, graph, walks, settings)
+        final, reason = True, f"the lowest estimate of {len(CANDIDATES)} candidates"
+        if settings.schedule == "autotune":
+            seconds = autotune.recall(autotune.key_of(problem, graph, walks, found))
+            final, reason = seconds is not None, "the fastest of all candidates that can run"
+            if seconds is None:
+                reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
+            else:
+                found = [_with_seconds(offers, seconds[walk]) for offers, walk in zip(found, walks, strict=True)]
+        taken = _cheapest(found)
+        return tuple(
+            Choice(walk, option.chosen, reason, final, tuple(offers.values()))
+            for walk, option, offers in zip(walks, taken, found, strict=True)
+        )
+
+    others = tuple(other for other in CANDIDATES if other != name) if explain else ()
+    found = options(problem, graph, walks, settings, (name, *others))
+    choices = []
+    for walk, offers in zip(walks, found, strict=True):
+        option, why = offers[name], reason
+        if option.reasons:
+            if not explain:
+                _report(option, walk, settings.fallback)
+            why = f"{name} cannot run"
+            (rows,) = options(problem, graph, (walk,), settings, ("rows",))
+            option = rows["rows"]
+        choices.append(Choice(walk, option.chosen, why, True, tuple(offers.values())))
+    return tuple(choices)
+
+
+def _with_seconds(offers: Mapping[str, Option], seconds: Mapping[str, float]) -> dict[str, Option]:
+    return {name: replace(option, measured_s=seconds.get(name)) for name, option in offers.items()}
 
 
 def plan(problem: AttentionProblem, graph: Graph, settings: Settings | None = None) -> LaunchPlan:
-    """Choose the kernels for ``problem`` on ``graph`` under ``settings``, by default those in force."""
+    """Say what would run for ``problem`` on ``graph`` under ``settings``, by default those in force, and why."""
     settings = current() if settings is None else settings
-    walks = FORWARD + BACKWARD if problem.needs_grad else FORWARD
-    return LaunchPlan(*choose(problem, graph, FORWARD, settings), *choose(problem, graph, walks[1:], settings))
+    walks = (FORWARD, BACKWARD) if problem.needs_grad else (FORWARD,)
+    return LaunchPlan(*(choice for each in walks for choice in choose(problem, graph, each, settings, explain=True)))

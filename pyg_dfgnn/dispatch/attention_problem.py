@@ -23,6 +23,7 @@ class AttentionProblem:
         edge: Whether the score takes edge features.
         dropout: Whether attention weights are dropped.
         needs_grad: Whether a backward pass may follow.
+        tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
     """
 
     score: str
@@ -33,6 +34,7 @@ class AttentionProblem:
     edge: bool
     dropout: bool
     needs_grad: bool
+    tf32: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -48,3 +50,8 @@ class AttentionProblem:
             "EDGE": int(self.edge),
             "DROPOUT": int(self.dropout),
         }
+
+
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether torch lets matrix products of a dtype run in TF32: `torch.set_float32_matmul_precision` and its kin."""
+    return dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

@@ -17,6 +17,7 @@ from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
 
 hands_over = False
+deterministic = True
 WARPS = 4
 """Warps of a block."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -49,6 +50,8 @@ H200 = Gpu(
 )
 """Measured: copy, L2 reads of 8 to 48 MB."""
 
+H200_CLOCK_KHZ, H200_MEMORY_CLOCK_KHZ, H200_BUS_BITS = 1_980_000, 3_201_000, 6144
+
 known: dict[torch.device, Gpu] = {}
 """The devices asked for so far; whoever plans for a device that is not there puts it in first."""
 
@@ -62,13 +65,19 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def _scaled(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
+    memory = properties.memory_clock_rate * properties.memory_bus_width / (H200_MEMORY_CLOCK_KHZ * H200_BUS_BITS)
+    cores = properties.multi_processor_count * properties.clock_rate / (H200.multiprocessors * H200_CLOCK_KHZ)
     return replace(
         H200,
         name=properties.name,
         multiprocessors=properties.multi_processor_count,
+        memory_bytes_per_s=H200.memory_bytes_per_s * memory,
+        cache_bytes_per_s=H200.cache_bytes_per_s * cores,
         cache_bytes=properties.L2_cache_size,
-        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        shared_bytes=properties.shared_memory_per_block_optin,
+        instructions_per_s=H200.instructions_per_s * cores,
+        tensor_flops=H200.tensor_flops * cores,
     )
 
 

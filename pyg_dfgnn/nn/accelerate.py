@@ -1,6 +1,6 @@
 """Swap the convs of an existing model, and ask which kernels a conv would run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -8,6 +8,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan
+from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.agnn_conv import AGNNConv
 from pyg_dfgnn.nn.fused import FusedConv
@@ -103,6 +104,8 @@ def describe_plan(conv: torch.nn.Module, x: Any, edge_index: Any, *args: Any, **
         return Description(str(conv), (f"{type(conv).__name__} has no drop-in",))
     call = conv._call(x, edge_index, *args, **kwargs)
     problem = AttentionProblem(*call.problem) if call.problem else None
+    if problem is not None:
+        problem = replace(problem, tf32=tf32_allowed(problem.dtype))
     if call.reasons or problem is None:
         return Description(str(conv), tuple(call.reasons), problem)
     graph, _, _ = conv._edges(call, getattr(conv, "fill_value", None), getattr(conv, "edge_dim", None))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
+from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
@@ -355,6 +356,8 @@ def _recall(graph: Edges, signature: Any) -> Kernels | None:
         return None
     if kernels is None or kernels.settings is not current() or graph.device.type not in fused_device_types:
         return None
+    if kernels.problem.tf32 is not tf32_allowed(kernels.problem.dtype):
+        return None
     graph.on_this_stream()
     return kernels
 
@@ -423,7 +426,7 @@ def _run(
     if _is_eager(graph, value):
         if kernels is None:
             kernels = Kernels.of(problem_of(score, inputs), graph)
-            if signature is not None and len(graph.plans) < _MAX_PLANS:
+            if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
         out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact), *inputs[:8])
         if not return_weights:

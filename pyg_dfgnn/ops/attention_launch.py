@@ -1,5 +1,6 @@
 """The launches behind the attention operators: what runs on one graph, prepared once and kept with it."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -8,14 +9,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch import attention_rows
-from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, choose
+from pyg_dfgnn.dispatch import attention_rows, autotune
+from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, Option, Pass, choose, options
+from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.dispatch.attention_rows import norm_constants
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention_rows import RowsWalk
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
 from pyg_dfgnn.settings import Settings, current
+
+_logger = logging.getLogger("pyg_dfgnn")
 
 
 class Inputs(NamedTuple):
@@ -126,21 +131,29 @@ SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType({"
 """The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
 
 
+def walk_of(walk: str, chosen: Pass, graph: Graph) -> Walk:
+    """The launches of a pass."""
+    return SCHEDULES[chosen.schedule](walk, chosen, graph)
+
+
 class Kernels:
     """The attention kernels for one problem on one graph. Backward passes are prepared when first needed."""
 
     def __init__(self, problem: AttentionProblem, graph: Graph, settings: Settings) -> None:
         self.problem = problem
         self.settings = settings
-        (self.forward,) = self._walks(FORWARD, graph)
+        (self.forward,), self.final = self._walks(FORWARD, graph)
         self._backward: tuple[Walk, ...] | None = None
         self._weights: RowsWalk | None = None
 
-    def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[Walk, ...]:
+    def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[tuple[Walk, ...], bool]:
+        """The passes of ``walks``, and whether the next call would take the same."""
+        if self.settings.schedule == "autotune":
+            tune(self.problem, graph, walks, self.settings)
         choices = choose(self.problem, graph, walks, self.settings)
-        made = tuple(SCHEDULES[choice.chosen.schedule](choice.walk, choice.chosen, graph) for choice in choices)
+        made = tuple(walk_of(choice.walk, choice.chosen, graph) for choice in choices)
         graph.reset_streams()
-        return made
+        return made, all(choice.final for choice in choices)
 
     @staticmethod
     def of(problem: AttentionProblem, graph: Graph) -> "Kernels":
@@ -149,14 +162,19 @@ class Kernels:
         key = (problem, settings)
         found = graph.plans.get(key)
         if found is None:
-            found = graph.plans[key] = Kernels(problem, graph, settings)
+            found = Kernels(problem, graph, settings)
+            if found.final:
+                graph.plans[key] = found
         return found
 
     def backward(self, graph: Graph) -> tuple[Walk, ...]:
         """The passes over targets and over sources."""
-        if self._backward is None:
-            self._backward = self._walks(BACKWARD, graph)
-        return self._backward
+        found = self._backward
+        if found is None:
+            found, final = self._walks(BACKWARD, graph)
+            if final:
+                self._backward = found
+        return found
 
     def weights(self, graph: Graph) -> RowsWalk:
         """The pass that writes the weights of all edges."""
@@ -172,7 +190,8 @@ def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
     value = inputs.value
     _, heads, channels = value.shape
     edge, dropout = inputs.edge is not None, inputs.dropout > 0.0
-    return AttentionProblem(score, heads, channels, value.dtype, value.device, edge, dropout, False)
+    tf32 = tf32_allowed(value.dtype)
+    return AttentionProblem(score, heads, channels, value.dtype, value.device, edge, dropout, False, tf32)
 
 
 def run_forward(kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,6 +261,95 @@ def run_backward(
     elif parameter_sums is not None:
         grad_parameter = parameter_sums.sum(0)
     return None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge
+
+
+def example(problem: AttentionProblem, graph: Graph) -> Inputs:
+    """Random inputs of a problem on a graph, drawn from a generator of their own."""
+    device, score, heads = problem.device, problem.score, problem.heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    def rows(count: int) -> Tensor:
+        return normal(count, heads, problem.channels, dtype=problem.dtype)
+
+    has_scalars = score in ("add", "cosine")
+    parameter = {"cosine": (1,), "gatv2": (heads, problem.channels)}.get(score)
+    edge = normal(graph.num_edges, heads) if score == "add" else rows(graph.num_edges) if problem.edge else None
+    return Inputs(
+        target=None if score == "add" else rows(graph.num_dst),
+        key=rows(graph.num_src) if score == "dot" else None,
+        value=rows(graph.num_src),
+        target_scalars=normal(graph.num_dst, heads) if has_scalars else None,
+        source_scalars=normal(graph.num_src, heads) if has_scalars else None,
+        parameter=None if parameter is None else normal(*parameter),
+        edge=edge if problem.edge else None,
+        seed=torch.zeros(1, dtype=torch.int64, device=device) if problem.dropout else None,
+        scale=problem.channels**-0.5,
+        slope=0.2,
+        dropout=0.5 if problem.dropout else 0.0,
+    )
+
+
+class _Trial:
+    """Stands for :class:`Kernels` where one team of walks is timed."""
+
+    def __init__(self, problem: AttentionProblem, walks: Sequence[Any]) -> None:
+        self.problem = problem
+        self.forward = walks[0]
+        self._walks = walks
+
+    def backward(self, graph: Graph) -> Sequence[Any]:
+        return self._walks
+
+
+def measure(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], found: Sequence[Mapping[str, Option]]
+) -> dict[str, dict[str, float]]:
+    """Seconds of each walk by each schedule that can run it, on random inputs.
+
+    Args:
+        problem: What to compute.
+        graph: On which graph.
+        walks: ``FORWARD`` or ``BACKWARD``.
+        found: The options of each of them.
+    """
+    seconds: dict[str, dict[str, float]] = {walk: {} for walk in walks}
+    inputs = example(problem, graph)
+    shape = (graph.num_dst, problem.heads, problem.channels)
+    same = problem.score == "cosine" and graph.num_src == graph.num_dst
+    for name in dict.fromkeys(name for offers in found for name, option in offers.items() if not option.reasons):
+        team = [offers["rows"] if offers[name].reasons else offers[name] for offers in found]
+        timed = [
+            tuning.Timed(walk_of(walk, option.chosen, graph), problem.device)
+            for walk, option in zip(walks, team, strict=True)
+        ]
+        try:
+            trial: Any = _Trial(problem, timed)
+            if walks == FORWARD:
+                run_forward(trial, inputs, graph.num_dst, False)
+            else:
+                out = torch.zeros(shape, dtype=torch.float32, device=problem.device)
+                softmax = torch.zeros((*shape[:2], 2), dtype=torch.float32, device=problem.device)
+                grad_out = torch.ones(shape, dtype=problem.dtype, device=problem.device)
+                run_backward(trial, graph, inputs, out, softmax, grad_out, same, problem.edge)
+        except torch.OutOfMemoryError as error:
+            _logger.warning("schedule %r is left out of a choice by autotune: %s", name, error)
+        for walk, option, result in zip(walks, team, timed, strict=True):
+            if option.schedule == name:
+                seconds[walk][name] = result.seconds
+    return seconds
+
+
+def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> None:
+    """Time every candidate that can run ``walks``, unless that is remembered or impossible now."""
+    found = options(problem, graph, walks, settings)
+    key = autotune.key_of(problem, graph, walks, found)
+    if key is None or autotune.recall(key) is not None or not tuning.can_time(graph.device):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        autotune.remember(key, measure(problem, graph, walks, found))
 
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:

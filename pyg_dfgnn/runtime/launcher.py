@@ -147,12 +147,20 @@ def launch(
     parameters.launch(function, *grid, *block, shared_bytes, stream, parameters.pointers, 0)
 
 
+def is_overridden() -> bool:
+    """Whether launches go elsewhere than to a GPU, see :func:`override`."""
+    return _override is not None
+
+
 @contextmanager
-def override(run: Launch) -> Iterator[None]:
-    """Send every launch to ``run(spec, entry, grid, block, arguments, shared_bytes)`` instead of a GPU."""
+def override(run: Launch | None) -> Iterator[Launch | None]:
+    """Send every launch to ``run(spec, entry, grid, block, arguments, shared_bytes)`` instead of a GPU.
+
+    Yields what they were sent to before, None for a GPU, so that ``run`` can pass a launch on.
+    """
     global _override
     before, _override = _override, run
     try:
-        yield
+        yield before
     finally:
         _override = before

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch import autotune, gpu
 
 DEVICE = torch.device("cuda", 0)
 
@@ -15,3 +15,12 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(dispatch, "_HAS_CUPY", True)
     monkeypatch.setitem(gpu.known, DEVICE, gpu.H200)
+
+
+@pytest.fixture(autouse=True)
+def no_timings(monkeypatch, tmp_path):
+    """Timings of this test alone, in a folder of its own."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    autotune.forget()
+    yield tmp_path
+    autotune.forget()

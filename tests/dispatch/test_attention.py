@@ -1,17 +1,21 @@
 """The rules that choose attention kernels: what is refused and why, what is chosen, how a plan reads."""
 
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 
 from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch.attention import AttentionProblem, plan, unsupported_reasons
+from pyg_dfgnn.dispatch import autotune
+from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, choose, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.gpu import Cost
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import RULES, SCHEDULES, current, settings
 from tests.zoo import hub, random
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,7 +89,7 @@ def test_plans_of_the_zoo(case, score):
     """Each graph has a plan, an empty one too."""
     found = plan(replace(PROBLEM, score=score), graph_of(case))
     for choice, walk in zip((found.forward, found.targets, found.sources), dispatch.WALKS, strict=True):
-        assert choice.walk == walk and choice.chosen.schedule == "rows" and choice.reason == "the general schedule"
+        assert choice.walk == walk and choice.chosen.schedule in dispatch.CANDIDATES
 
 
 def test_no_backward_pass_without_gradients():
@@ -95,17 +99,177 @@ def test_no_backward_pass_without_gradients():
 
 
 def test_a_plan_reads_as_text():
-    text = str(plan(replace(PROBLEM, heads=2, channels=4), graph_of(random(50, 50, 100))))
-    assert text.splitlines()[0] == "schedule rows"
-    assert "rows (the general schedule)" in text
-    assert [line.split(":")[0].strip() for line in text.splitlines()[1:]] == [
-        "forward",
-        "backward over targets",
-        "backward over sources",
-    ]
-    assert "1 lanes per head, 2 x 1 heads, 4 elements per load" in text and "16 rows per warp" in text
+    with settings(schedule="rows"):
+        lines = str(plan(replace(PROBLEM, heads=2, channels=4), graph_of(random(50, 50, 100)))).splitlines()
+    assert lines[0] == "schedule rows" and lines[1].strip() == "results: the same in every run"
+    walks = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
+    assert [line.split(":")[0] for line in walks] == ["forward", "backward over targets", "backward over sources"]
+    assert all("rows (asked for), 1 lanes per head, 2 x 1 heads, 4 elements per load" in line for line in walks)
+    assert "16 rows per warp" in walks[0]
+    assert sum(line.strip().startswith("rows: ") and " ms = max(" in line for line in lines) == 3
 
 
 def test_the_schedule_that_was_asked_for():
     with settings(schedule="rows"):
         assert plan(PROBLEM, graph_of(hub(300))).forward.reason == "asked for"
+
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+GRAPH = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
+
+
+@dataclass(frozen=True)
+class FakePass:
+    schedule: str
+
+
+class Fake:
+    """A candidate that costs what it is told and has no pass for a walk without a cost."""
+
+    def __init__(self, name, forward=None, targets=None, sources=None, hands_over=False, deterministic=True):
+        self.name, self.hands_over, self.deterministic = name, hands_over, deterministic
+        self.seconds = dict(zip(dispatch.WALKS, (forward, targets, sources), strict=True))
+
+    def reasons_against(self, problem, walk, graph):
+        return [f"{self.name} has no {walk}", "and never had"] if self.seconds[walk] is None else []
+
+    def plan_pass(self, problem, walk, graph):
+        return FakePass(self.name)
+
+    def cost(self, problem, walk, graph, chosen, gpu):
+        return Cost({"work": self.seconds[walk]}, {"launch": 0.5})
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    """Puts candidates in place of the real ones."""
+
+    def put(*fakes):
+        found = {fake.name: fake for fake in fakes}
+        monkeypatch.setattr(dispatch, "CANDIDATES", found)
+        monkeypatch.setattr(dispatch, "BY_NAME", found)
+        dispatch._logged.clear()
+
+    return put
+
+
+def chosen(**changes):
+    """Schedules of the three passes."""
+    with settings(**changes):
+        both = choose(PROBLEM, GRAPH, FORWARD, current()) + choose(PROBLEM, GRAPH, BACKWARD, current())
+    return [choice.chosen.schedule for choice in both]
+
+
+def test_each_walk_takes_the_cheapest(candidates):
+    candidates(Fake("rows", 2, 1, 3), Fake("tiles", 1, 2, 1), Fake("smmf", 3, 3, 2))
+    assert chosen() == ["tiles", "rows", "tiles"]
+    candidates(Fake("rows", 2, 1, 3), Fake("tiles", 1))
+    assert chosen() == ["tiles", "rows", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "sources", "expected"),
+    [
+        # Together 4.9 against 5; forward for itself.
+        (0.9, 4, ["smmf", "smmf", "smmf"]),
+        (1.1, 4, ["smmf", "rows", "tiles"]),
+        # One of the two cannot run, so neither does.
+        (0.1, None, ["smmf", "rows", "tiles"]),
+        (None, 0.1, ["smmf", "rows", "tiles"]),
+    ],
+)
+def test_passes_that_hand_over_run_together(candidates, targets, sources, expected):
+    candidates(Fake("rows", 2, 2, 4), Fake("tiles", 2, 3, 3), Fake("smmf", 1, targets, sources, hands_over=True))
+    assert chosen() == expected
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
+    candidates(Fake("rows", 1, 1, 1), Fake("tiles", 2, 2, None, hands_over=hands_over))
+    expected = ["tiles", "rows" if hands_over else "tiles", "rows"]
+    assert chosen(schedule="tiles", fallback="silent") == expected and not caplog.messages
+    for _ in range(3):
+        assert chosen(schedule="tiles") == expected
+    assert caplog.messages[-1] == (
+        "schedule 'tiles' (backward over sources) cannot run here, 'rows' takes its place: "
+        "tiles has no sources; and never had"
+    )
+    assert len(caplog.messages) == 2 if hands_over else 1
+    with pytest.raises(UnsupportedError, match="schedule 'tiles' .* cannot run here: tiles has no sources; and never"):
+        chosen(schedule="tiles", fallback="error")
+    with settings(schedule="tiles", fallback="error"):
+        text = str(plan(PROBLEM, GRAPH))
+    assert "backward over sources: rows (tiles cannot run)" in text
+    assert "tiles cannot run: tiles has no sources; and never had" in text
+
+
+def test_a_plan_shows_all_candidates(candidates):
+    candidates(Fake("rows", 1e-3, 1e-3, 1e-3), Fake("tiles", 2e-3, None, 2e-3))
+    text = str(plan(replace(PROBLEM, needs_grad=False), GRAPH))
+    assert text.splitlines() == [
+        "schedule rows",
+        "  results: the same in every run",
+        "  forward: rows (the lowest estimate of 2 candidates), FakePass(schedule='rows')",
+        "    rows: 501 ms = work 1 + launch 500",
+        "    tiles: 502 ms = work 2 + launch 500",
+    ]
+    found = plan(PROBLEM, GRAPH)
+    assert found == plan(PROBLEM, GRAPH) and "options" not in repr(found)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_only_deterministic_schedules_on_request(candidates, by_torch):
+    candidates(Fake("rows", 2, 2, 2), Fake("tiles", 1, 1, 1, deterministic=False))
+    assert chosen(deterministic=False) == chosen() == ["tiles"] * 3
+    assert "may differ between runs" in str(plan(PROBLEM, GRAPH))
+    torch.use_deterministic_algorithms(by_torch)
+    try:
+        assert chosen(deterministic=None if by_torch else True) == ["rows"] * 3
+        assert chosen(deterministic=False) == ["tiles"] * 3
+        with settings(deterministic=None if by_torch else True):
+            text = str(plan(PROBLEM, GRAPH))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "the same in every run" in text and "tiles cannot run: its results may differ between runs" in text
+
+
+def test_what_no_version_has():
+    for name in SCHEDULES:
+        if name not in (*RULES, *dispatch.BY_NAME):
+            with pytest.raises(UnsupportedError, match=f"schedule '{re.escape(name)}'"):
+                chosen(schedule=name, fallback="error")
+
+
+# Autotune -------------------------------------------------------------------------------------------------------------
+
+
+def measured(walks, **seconds):
+    """Remember that candidates took so long."""
+    with settings(schedule="autotune"):
+        found = dispatch.options(PROBLEM, GRAPH, walks, current())
+    autotune.remember(autotune.key_of(PROBLEM, GRAPH, walks, found), {walk: dict(seconds) for walk in walks})
+
+
+def test_what_was_timed_decides(candidates):
+    candidates(Fake("rows", 1, 1, 1), Fake("tiles", 2, 2, 2), Fake("smmf", 3, 3, 3))
+    with settings(schedule="autotune"):
+        (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
+    assert choice.chosen.schedule == "rows" and not choice.final and "not timed yet" in choice.reason
+    measured(FORWARD, rows=3e-3, tiles=2e-3, smmf=1e-3)
+    measured(BACKWARD, rows=3e-3, tiles=1e-3, smmf=2e-3)
+    assert chosen(schedule="autotune") == ["smmf", "tiles", "tiles"] and chosen() == ["rows"] * 3
+    autotune.forget()
+    with settings(schedule="autotune"):
+        (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
+        assert "tiles: 2 ms measured, 2.5e+03 ms = work" in str(plan(PROBLEM, GRAPH))
+    assert choice.chosen.schedule == "smmf" and choice.final and "not timed" not in choice.reason
+
+
+def test_what_ran_out_of_memory_is_not_taken(candidates):
+    candidates(Fake("rows", 2, 2, 2), Fake("tiles", 1, 1, 1))
+    measured(FORWARD, rows=5e-3, tiles=float("inf"))
+    assert chosen(schedule="autotune")[0] == "rows"
+    autotune.forget()
+    with settings(schedule="autotune"):
+        assert not choose(PROBLEM, GRAPH, FORWARD, current())[0].final

@@ -1,0 +1,129 @@
+"""`schedule="autotune"`: what is timed, when, and what comes of it; the timer is a fake, launches are emulated."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import autotune
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import attention_launch as launch
+from pyg_dfgnn.ops import tuning
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.settings import current, settings
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
+from tests.ops.problems import DENSE, SCORES, SPARSE, pairs, problem_of
+from tests.tolerances import assert_all_close
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    autotune.forget()
+    with emulated_device() as launched:
+        yield launched
+    autotune.forget()
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """A timer that says what it is told, and counts how often it was asked."""
+
+    class Timer:
+        count = 0
+        seconds = staticmethod(lambda: 1e-3)
+
+        def __call__(self, call, device):
+            call()
+            self.count += 1
+            return self.seconds()
+
+    timer = Timer()
+    monkeypatch.setattr(tuning, "can_time", lambda device: True)
+    monkeypatch.setattr(tuning, "seconds_of", timer)
+    return timer
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@pytest.mark.parametrize("score", SCORES)
+def test_values_and_gradients_stay(score, full, timer):
+    problem = problem_of(score, DENSE, full=full)
+    torch.manual_seed(3)
+    expected = problem.run()
+    with settings(schedule="autotune"):
+        torch.manual_seed(3)
+        actual = problem.run()
+    assert timer.count >= 3
+    assert_all_close(pairs(actual, expected))
+
+
+def test_timed_once(timer):
+    with settings(schedule="autotune"):
+        first = problem_of("dot", DENSE)
+        first.run()
+        count = timer.count
+        first.run()
+        assert timer.count == count > 0
+        # Another graph of the same kind, and another process.
+        problem_of("dot", DENSE).run()
+        autotune.forget()
+        problem_of("dot", DENSE).run()
+        assert timer.count == count
+        problem_of("dot", SPARSE).run()
+        assert timer.count > count
+
+
+def test_the_random_numbers_of_the_user_stay(timer):
+    problem = problem_of("gatv2", DENSE, full=True)
+    state = torch.get_rng_state()
+    graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
+    with settings(schedule="autotune"):
+        launch.tune(
+            dispatch.AttentionProblem("dot", 2, 4, torch.float32, torch.device("cpu"), False, True, False),
+            graph,
+            dispatch.FORWARD,
+            current(),
+        )
+    assert timer.count and torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_is_kept_where_no_timing_is_possible(emulated):
+    """As while launches are recorded or captured: the estimate decides, and the next call asks again."""
+    assert launcher.is_overridden() and not tuning.can_time(torch.device("cpu"))
+    problem = problem_of("add", DENSE)
+    with settings(schedule="autotune"):
+        problem.run()
+        graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
+        assert not [kept for kept in graph.plans.values() if isinstance(kept, launch.Kernels)]
+        asked = dispatch.AttentionProblem("add", 2, 4, torch.float32, torch.device("cpu"), False, False, True)
+        assert "not timed yet" in str(dispatch.plan(asked, graph))
+
+
+def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
+    def fail():
+        raise torch.OutOfMemoryError("too much")
+
+    timer.seconds = fail
+    problem = problem_of("dot", DENSE)
+    with settings(schedule="autotune"):
+        problem.run()
+    assert "schedule 'rows' is left out of a choice by autotune: too much" in caplog.text
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("walks", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda walks: walks[0])
+def test_every_candidate_is_measured(score, walks, timer):
+    """With edge features and dropout too, in every storage."""
+    problem = problem_of(score, DENSE)
+    graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
+    for dtype in (torch.float32, torch.bfloat16):
+        for full in (False, True):
+            edge = full and score != "cosine"
+            asked = dispatch.AttentionProblem(score, 2, 8, dtype, torch.device("cpu"), edge, full, True)
+            found = dispatch.options(asked, graph, walks, current())
+            seconds = launch.measure(asked, graph, walks, found)
+            for walk, offers in zip(walks, found, strict=True):
+                assert seconds[walk].keys() == {name for name, option in offers.items() if not option.reasons}
+                assert set(seconds[walk].values()) == {1e-3}
