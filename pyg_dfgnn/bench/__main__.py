@@ -1,6 +1,32 @@
+"""Measure an experiment.
+
+python -m pyg_dfgnn.bench                                the graphs of the targets with every implementation
+python -m pyg_dfgnn.bench experiment=fig9                a named experiment of configs/bench/experiment
+python -m pyg_dfgnn.bench -m experiment=fig9,fig11       several, one after the other
+python -m pyg_dfgnn.bench graphs=[a,e] scores=[dot]      any value of configs/bench/bench.yaml
+python -m pyg_dfgnn.bench device=cpu small=true          miniature graphs on a CPU
+"""
+
+import os
 import sys
 
-from pyg_dfgnn.bench.run import main
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from pyg_dfgnn.bench.run import run
+from pyg_dfgnn.paths import configs_dir
+
+codes: list[int] = []
+
+
+@hydra.main(version_base="1.3", config_path=str(configs_dir() / "bench"), config_name="bench")
+def main(config: DictConfig) -> None:
+    """Measure as configured."""
+    codes.append(run(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))  # type: ignore[arg-type]
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # An error in one experiment ends the command with its traceback.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    main()
+    sys.exit(max(codes, default=0))

@@ -1,4 +1,4 @@
-"""What is timed side by side: the fused op, PyG's convs, the same under torch.compile, and unfused cuSPARSE calls.
+"""What is timed side by side: the fused op, PyG, the same under torch.compile, unfused cuSPARSE, FlexAttention.
 
 All take the same projected tensors, so that no linear layer is timed, and the same edges, without added self-loops.
 """
@@ -27,12 +27,12 @@ class Implementation:
 
     Attributes:
         name: As in the result files.
-        dtypes: What it is timed in.
+        dtypes: Names of what it can be timed in.
         error_bound: Relative error above which its time is not a result; None: the contract of the dtype.
     """
 
     name: str
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    dtypes: tuple[str, ...] = ("float32",)
     error_bound: float | None = 2e-3
 
     def message_tensors(self, case: AttentionCase, training: bool) -> float:
@@ -62,7 +62,7 @@ class Fused(Implementation):
     """This package's op."""
 
     name = "fused"
-    dtypes = (torch.float32, torch.bfloat16)
+    dtypes = ("float32", "tf32", "bfloat16", "float16")
     error_bound = None
 
     def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
@@ -135,20 +135,12 @@ class CompiledPyG(PyG):
     """``torch.compile`` of the same call."""
 
     name = "compile"
-    backward_edges = 20_000_000
-    """Above this many edges the compiled backward gave no result in 160 s on an H200: listed, not tried."""
 
     def __init__(self, backend: str = "inductor") -> None:
         self.backend = backend
 
     def message_tensors(self, case: AttentionCase, training: bool) -> float:
         return 0.0
-
-    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
-        reasons = super().reasons(case, graph, training, memory_bytes)
-        if training and graph.num_edges > self.backward_edges:
-            reasons.append("no result of the compiled backward within 160 s")
-        return reasons
 
     def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
         torch._dynamo.reset()
@@ -285,6 +277,74 @@ class Unfused(Implementation):
         return forward
 
 
+class Flex(Implementation):
+    """FlexAttention over the nodes as one sequence; blocks of the adjacency without edges are skipped.
+
+    The mask reads a dense adjacency, one per graph of a batch, which has to fit in memory.
+    """
+
+    name = "flex"
+    dtypes = ("float32", "bfloat16")
+    block = 128
+    max_mask_bytes = 4e9
+
+    def __init__(self, compiled: bool = True) -> None:
+        self.compiled = compiled
+
+    @staticmethod
+    def _largest(graph: BenchGraph) -> tuple[int, int]:
+        """Number of graphs in the batch and nodes of the largest."""
+        if graph.ptr is None:
+            return 1, graph.num_src
+        return graph.ptr.numel() - 1, int(graph.ptr.diff().max())
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.score != "dot":
+            reasons.append("FlexAttention's score is a scaled dot product")
+        count, nodes = self._largest(graph)
+        if count * nodes**2 > min(self.max_mask_bytes, MEMORY_FRACTION * memory_bytes):
+            reasons.append(f"its mask needs {count * nodes**2 / 1e9:.0f} GB")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        device, nodes = graph.device, graph.num_src
+        count, largest = self._largest(graph)
+        ptr = torch.tensor([0, nodes], device=device) if graph.ptr is None else graph.ptr
+        member = torch.arange(count, device=device).repeat_interleave(ptr.diff())
+        local = torch.arange(nodes, device=device) - ptr[member]
+        source, target = graph.edge_index
+        linked = torch.zeros(count, largest, largest, dtype=torch.bool, device=device)
+        linked[member[target], local[target], local[source]] = True
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            inside = member[query] == member[key]
+            return inside & linked[member[query], local[query], local[key]]
+
+        blocks = -(-nodes // self.block)
+        used = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+        used[target // self.block, source // self.block] = True
+        order = used.int().argsort(dim=1, descending=True, stable=True).int()
+        block_mask = BlockMask.from_kv_blocks(
+            used.sum(1, dtype=torch.int32)[None, None],
+            order[None, None],
+            BLOCK_SIZE=self.block,
+            mask_mod=mask,
+            seq_lengths=(nodes, nodes),
+        )
+        if self.compiled:
+            torch._dynamo.reset()
+        attention: Any = torch.compile(flex_attention, dynamic=False) if self.compiled else flex_attention
+
+        def forward() -> Tensor:
+            query, key, value = (inputs[name].transpose(0, 1)[None] for name in ("query", "key", "value"))
+            return attention(query, key, value, block_mask=block_mask)[0].transpose(0, 1)
+
+        return forward
+
+
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG)
+    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG, Flex)
 }  # fmt: skip

@@ -32,23 +32,25 @@ from pyg_dfgnn.bench.cases.attention import (
 from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
 from pyg_dfgnn.bench.graphs import BenchGraph
 from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
-from pyg_dfgnn.bench.prepare import DTYPES, Prepared, collect_specs, problem_of, rounded_problem
+from pyg_dfgnn.bench.prepare import DTYPES, Prepared, collect_specs, in_force, problem_of, rounded_problem
 from pyg_dfgnn.bench.results import Table, file_stem, markdown, source_digest
 from pyg_dfgnn.dispatch.attention import unsupported_reasons
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import _draw_seed
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.runtime.compiler import precompile
+from pyg_dfgnn.settings import SCHEDULES
 
 HEADS = (1, 3, 8)
 CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
 DROPOUTS = (0.0, 0.5)
 EDGES = {"no": False, "yes": True}
 FIELDS = (
-    "graph score edge heads channels dropout dtype status worst worst_error bound out_error grad_error hub_error "
-    "sources"
+    "schedule graph score edge heads channels dropout dtype status worst worst_error bound out_error grad_error "
+    "hub_error digest"
 ).split()
-KEY = ("graph", "score", "edge", "heads", "channels", "dropout", "dtype", "sources")
+KEY = ("schedule", "graph", "score", "edge", "heads", "channels", "dropout", "dtype", "digest")
 SEED = 20_240
 MEMORY_PER_EDGE_FEATURE = 32
 """Bytes per element of an [E, H, C] input at the peak: input, two runs' gradients, float64 gradient, its block."""
@@ -92,15 +94,16 @@ def check_dtype(
     inputs: Inputs,
     grad_out: Tensor,
     expected: dict[str, Tensor],
-    dtype: torch.dtype,
+    name: str,
     op: Op,
 ) -> dict[str, Any]:
-    """The result columns of one case in one dtype: status, worst error and tensor, bound."""
+    """The result columns of one case in the dtype of that name: status, worst error and tensor, bound."""
     reasons = (
-        unsupported_reasons(problem_of(case, dtype, graph.bench.device)) if graph.bench.device.type == "cuda" else []
+        unsupported_reasons(problem_of(case, name, graph.bench.device)) if graph.bench.device.type == "cuda" else []
     )
     if reasons:
         return {"status": "refused: " + "; ".join(reasons)}
+    dtype = DTYPES[name]
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
     factor = representable_factor(expected, dtype)
     expected = {name: tensor if name == "out" else tensor * factor for name, tensor in expected.items()}
@@ -111,7 +114,7 @@ def check_dtype(
     errors = compare(case, graph.bench, second, expected, grad_out)
     different = [name for name in first if not torch.equal(first[name], second[name])]
     worst, worst_error = errors.worst
-    bound = BOUNDS[dtype]
+    bound = BOUNDS[name]
     status = "ok" if worst_error <= bound else "breach"
     if status == "ok" and different:
         status = "not deterministic: " + " ".join(different)
@@ -144,26 +147,30 @@ def _memory_reason(case: AttentionCase, graph: BenchGraph) -> str | None:
 
 
 def check_point(
-    case: AttentionCase, graph: Prepared, dtypes: Sequence[str], op: Op = fused, keep: Tensor | None = None
+    case: AttentionCase,
+    graph: Prepared,
+    wanted: Sequence[tuple[str, str]],
+    op: Op = fused,
+    keep: Tensor | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Checks one case on one graph in several dtypes; 16-bit types share one float64 reference.
+    """Checks one case on one graph; what is rounded alike shares one float64 reference.
 
     Args:
         case: Score, heads, channels, edge features, dropout.
         graph: Where.
-        dtypes: Names from ``DTYPES``.
+        wanted: Pairs of a schedule of `settings` and a dtype of ``DTYPES``. A schedule asked for by name that cannot
+            run the case is listed as not run.
         op: What is checked; tests pass a wrong one.
         keep: Dropout factors of ``keep_factors``.
 
     Yields:
-        One row of result columns per dtype.
+        One row of result columns per pair.
     """
     reason = _memory_reason(case, graph.bench)
-    for group in (["float32"], ["bfloat16", "float16"]):
-        names = [name for name in group if name in dtypes]
+    for group in (("float32", "tf32"), ("bfloat16", "float16")):
         expected: dict[str, Tensor] | None = None
-        for name in names:
-            row = {**_case_columns(case, graph.bench.name), "dtype": name, "sources": source_digest()}
+        for schedule, name in (pair for pair in wanted if pair[1] in group):
+            row = {**_columns(schedule, case, graph.bench.name), "dtype": name, "digest": source_digest()}
             if reason is not None:
                 yield {**row, "status": reason}
                 continue
@@ -172,14 +179,18 @@ def check_point(
                     types = [DTYPES[other] for other in group]
                     inputs, grad_out = rounded_problem(case, graph.bench, types)
                     expected = float64_reference(case, graph.bench, inputs, grad_out, keep)
-                columns = check_dtype(case, graph, inputs, grad_out, expected, DTYPES[name], op)
+                with in_force(schedule, name):
+                    columns = check_dtype(case, graph, inputs, grad_out, expected, name, op)
+            except UnsupportedError as error:
+                columns = {"status": "not run: " + "; ".join(error.reasons)}
             except Exception as error:
                 columns = {"status": "error: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]}
             yield {**row, **columns}
 
 
-def _case_columns(case: AttentionCase, graph: str) -> dict[str, Any]:
+def _columns(schedule: str, case: AttentionCase, graph: str) -> dict[str, Any]:
     return {
+        "schedule": schedule,
         "graph": graph,
         "score": case.score,
         "edge": "yes" if case.edge else "no",
@@ -205,14 +216,14 @@ def _row_key(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def summarise(rows: Sequence[dict[str, str]]) -> str:
-    """One Markdown table: per dtype the worst output, gradient and hub-row error, and what went wrong."""
+    """One Markdown table: by schedule and dtype the worst output, gradient and hub-row error, and what went wrong."""
     lines = []
-    for dtype in DTYPES:
-        mine = [row for row in rows if row["dtype"] == dtype]
+    for schedule, dtype in product(dict.fromkeys(row["schedule"] for row in rows), DTYPES):
+        mine = [row for row in rows if (row["schedule"], row["dtype"]) == (schedule, dtype)]
         measured = [row for row in mine if row["worst_error"]]
         if not mine:
             continue
-        cells: list[Any] = [dtype, len(mine), BOUNDS[DTYPES[dtype]]]
+        cells: list[Any] = [schedule, dtype, len(mine), BOUNDS[dtype]]
         for column in ("out_error", "grad_error", "hub_error"):
             found = [row for row in measured if row[column]]
             if not found:
@@ -223,7 +234,7 @@ def summarise(rows: Sequence[dict[str, str]]) -> str:
         for start in ("breach", "not deterministic", "refused", "error", "not run"):
             cells.append(sum(row["status"].startswith(start) for row in mine))
         lines.append(cells)
-    header = ["dtype", "cases", "bound", "worst output", "worst gradient", "worst hub row"]
+    header = ["schedule", "dtype", "cases", "bound", "worst output", "worst gradient", "worst hub row"]
     return markdown([*header, "breaches", "not deterministic", "refused", "errors", "not run"], lines)
 
 
@@ -232,7 +243,7 @@ def describe(row: dict[str, str]) -> str:
     case = AttentionCase(
         row["score"], int(row["heads"]), int(row["channels"]), EDGES[row["edge"]], float(row["dropout"])
     )
-    return f"{case} on {row['graph']}"
+    return f"{case} on {row['graph']}, {row['schedule']}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -244,7 +255,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     choice("--scores", SCORES)
     choice("--heads", HEADS, int)
     choice("--widths", CHANNELS, int)
-    choice("--dtypes", list(DTYPES))
+    choice("--dtypes", ("float32", "bfloat16", "float16"))
+    choice("--schedules", ("auto",))
     choice("--edges", list(EDGES))
     choice("--dropouts", DROPOUTS, float)
     choice("--graphs", list(CHECK_GRAPHS))
@@ -258,7 +270,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="miniature generated graphs")
     parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
     options = parser.parse_args(arguments)
-    for name, allowed in (("scores", SCORES), ("dtypes", DTYPES), ("edges", EDGES), ("graphs", CHECK_GRAPHS)):
+    known = {"scores": SCORES, "dtypes": DTYPES, "edges": EDGES, "graphs": CHECK_GRAPHS, "schedules": SCHEDULES}
+    for name, allowed in known.items():
         unknown = [value for value in getattr(options, name) if value not in allowed]
         if unknown:
             parser.error(f"--{name} needs some of {', '.join(allowed)} (got {', '.join(unknown)})")
@@ -291,7 +304,7 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
         finished = _run(groups, graphs, options, table, started, op)
     else:
         finished = True
-    rows = [row for row in table.rows() if row["sources"] == source_digest()]
+    rows = [row for row in table.rows() if row["digest"] == source_digest()]
     print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
     print(summarise(rows))
     bad = [row for row in rows if row["status"] not in ("ok",) and not row["status"].startswith("not run")]
@@ -312,12 +325,16 @@ def _run(
 ) -> bool:
     """Runs what the table lacks; False when time ran out."""
     done = {_row_key(row) for row in table.rows()}
-    todo: dict[str, list[tuple[Prepared, AttentionCase, list[str]]]] = {}
+    todo: dict[str, list[tuple[Prepared, AttentionCase, list[tuple[str, str]]]]] = {}
     for group, cases in groups.items():
         todo[group] = []
         for graph, case in product(graphs, cases):
-            base = {**_case_columns(case, graph.bench.name), "sources": source_digest()}
-            missing = [name for name in options.dtypes if _row_key({**base, "dtype": name}) not in done]
+            missing = [
+                (schedule, dtype)
+                for schedule, dtype in product(options.schedules, options.dtypes)
+                if _row_key({**_columns(schedule, case, graph.bench.name), "dtype": dtype, "digest": source_digest()})
+                not in done
+            ]
             if missing:
                 todo[group].append((graph, case, missing))
     names = [group for group in todo if todo[group]]
@@ -326,7 +343,9 @@ def _run(
     def compile_group(group: str, executor: ThreadPoolExecutor) -> Future[None] | None:
         if not compiles:
             return None
-        specs = collect_specs(list(dict.fromkeys(case for _, case, _ in todo[group])), graphs, options.dtypes)
+        cases = list(dict.fromkeys(case for _, case, _ in todo[group]))
+        specs = [s for name in options.schedules for s in collect_specs(cases, graphs, options.dtypes, name)]
+        specs = list(dict.fromkeys(specs))
         print(f"[{time.perf_counter() - started:5.0f} s] {group}: {len(specs)} kernels to compile", flush=True)
         return executor.submit(precompile, specs, options.workers)
 
@@ -340,14 +359,14 @@ def _run(
             count = len(todo[group])
             print(f"[{time.perf_counter() - started:5.0f} s] {group}: {count} points to check", flush=True)
             keep_of: dict[tuple[str, int, float], Tensor | None] = {}
-            for graph, case, dtypes in todo[group]:
+            for graph, case, wanted in todo[group]:
                 if time.perf_counter() - started > options.limit_seconds:
                     print(f"stopped after {options.limit_seconds:g} s; run again to resume")
                     return False
                 key = (graph.bench.name, case.heads, case.dropout)
                 if key not in keep_of:
                     keep_of[key] = keep_factors(case, graph.bench)
-                table.append(check_point(case, graph, dtypes, op, keep_of[key]))
+                table.append(check_point(case, graph, wanted, op, keep_of[key]))
                 _after_case(case, graph.bench)
     return True
 

@@ -22,7 +22,7 @@ from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.runtime import launcher
 
 FIELDS = (
-    "layer heads channels what kernels host_us host_us_per_kernel gpu torch cuda pyg cupy commit sources time".split()
+    "layer heads channels what kernels host_us host_us_per_kernel gpu torch cuda pyg cupy commit digest time".split()
 )
 REPETITIONS = 300
 

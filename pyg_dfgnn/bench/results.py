@@ -6,7 +6,7 @@ import csv
 import hashlib
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,9 @@ from pyg_dfgnn.paths import kernels_dir
 PACKAGE = Path(__file__).resolve().parents[1]
 MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph")
 """Rooms whose text, with that of the kernels, decides what a measurement is about."""
+
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 @cache
@@ -70,7 +73,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "pyg": _version("torch_geometric", "torch-geometric"),
         "cupy": _version("cupy-cuda13x", "cupy-cuda12x", "cupy"),
         "commit": commit(),
-        "sources": source_digest(),
+        "digest": source_digest(),
     }
 
 
@@ -91,13 +94,16 @@ class Table:
             with path.open(newline="") as file:
                 found = next(csv.reader(file), [])
             if found and found != self.fields:
-                raise ValueError(f"{path} has other columns than this version writes; move it away or use --restart")
+                raise ValueError(f"{path} has other columns than this version writes; move it away or start over")
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, str]]:
+        """The rows of any CSV file."""
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
 
     def rows(self) -> list[dict[str, str]]:
-        if not self.path.exists():
-            return []
-        with self.path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        return self.read(self.path) if self.path.exists() else []
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         new = not self.path.exists()

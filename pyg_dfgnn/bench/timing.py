@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from pyg_dfgnn.dispatch.attention_problem import WALKS
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.runtime.compiler import Spec
+
 Call = Callable[[], Any]
 
 WARM_UPS = 3
-MIN_REPETITIONS, MAX_REPETITIONS = 20, 100
-LONG_CALL_MS, LONG_CALL_REPETITIONS = 500.0, 5
-SAMPLING_MS = 250.0
+HOST_REPETITIONS = 20
 FLUSH_BYTES = 256 << 20
 # Cycles that the device waits before a series of short calls, so that the host enqueues ahead of it and the events
 # measure the device alone; host time has its own column.
@@ -37,11 +39,37 @@ class Timing:
         return Timing(median(samples), high - low, len(samples))
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How often calls are repeated.
+
+    Attributes:
+        min_repetitions: Fewest calls per median.
+        max_repetitions: Most calls per median.
+        sampling_ms: What the calls of a median should take together.
+        long_call_ms: A call that takes longer is repeated less.
+        long_call_repetitions: How often.
+    """
+
+    min_repetitions: int = 20
+    max_repetitions: int = 100
+    sampling_ms: float = 250.0
+    long_call_ms: float = 500.0
+    long_call_repetitions: int = 5
+
+    def repetitions(self, call_ms: float) -> int:
+        """Number of calls for one that takes ``call_ms``."""
+        if call_ms > self.long_call_ms:
+            return self.long_call_repetitions
+        return int(min(max(self.sampling_ms / max(call_ms, 1e-3), self.min_repetitions), self.max_repetitions))
+
+
 class Timer:
     """Times calls on one device: CUDA events on a GPU, a wall clock elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pace: Pace = Pace()) -> None:  # noqa: B008
         self.device = device
+        self.pace = pace
         self.on_gpu = device.type == "cuda"
         self._flush: torch.Tensor | None = None
 
@@ -80,7 +108,7 @@ class Timer:
         return [start.elapsed_time(end) for start, end in events]
 
     def time(self, call: Call, *, flushed: bool = False, warm_ups: int = WARM_UPS) -> Timing:
-        """Median time of ``call`` over at least 20 repetitions, fewer only when one takes over 500 ms.
+        """Median time of ``call``, repeated as the pace says.
 
         Args:
             call: What to time.
@@ -91,14 +119,11 @@ class Timer:
             call()
         self.synchronize()
         once = self._samples(call, 1, None)[0]
-        if once > LONG_CALL_MS:
-            repetitions = LONG_CALL_REPETITIONS
-        else:
-            repetitions = int(min(max(SAMPLING_MS / max(once, 1e-3), MIN_REPETITIONS), MAX_REPETITIONS))
+        repetitions = self.pace.repetitions(once)
         before = self.flush_cache if flushed else None
         return Timing.of(self._samples(call, repetitions, before, head_start=once < SHORT_CALL_MS))
 
-    def host_us(self, call: Call, repetitions: int = MIN_REPETITIONS) -> float:
+    def host_us(self, call: Call, repetitions: int = HOST_REPETITIONS) -> float:
         """Median host time of one call in microseconds, without waiting for the device."""
         for _ in range(WARM_UPS):
             call()
@@ -110,6 +135,56 @@ class Timer:
             samples.append(1e6 * (time.perf_counter() - started))
         self.synchronize()
         return median(samples)
+
+    def walks(self, call: Call) -> dict[str, Timing]:
+        """Median device time of each pass of one attention call: from the first of its kernels to the end of the last.
+
+        A pass is named as in dispatch: 'forward', 'targets' or 'sources'; what else the call launches is left out.
+
+        Args:
+            call: Launches each pass once.
+        """
+        for _ in range(WARM_UPS):
+            call()
+        once = self._samples(call, 1, None)[0]
+        samples: dict[str, list[float]] = {}
+        repetitions = self.pace.repetitions(once)
+        if self.on_gpu and once < SHORT_CALL_MS:
+            torch.cuda._sleep(HEAD_START_CYCLES)
+        marks = [self._marks(call) for _ in range(repetitions)]
+        self.synchronize()
+        for spans in marks:
+            for walk, start, end in spans:
+                samples.setdefault(walk, []).append(self._elapsed_ms(start, end))
+        return {walk: Timing.of(values) for walk, values in samples.items()}
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed_ms(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
+
+    def _marks(self, call: Call) -> list[tuple[str, Any, Any]]:
+        spans: list[tuple[str, Any, Any]] = []
+
+        def marked(spec: Spec, entry: str, grid: Any, block: Any, arguments: Any, shared_bytes: int) -> None:
+            walk = next((name for name in WALKS if name in spec.path), "")
+            same = bool(spans) and spans[-1][0] == walk
+            start = spans[-1][1] if same else self._now()
+            with launcher.override(before):
+                kernel = launcher.kernel_of(spec, entry)
+                launcher.launch(kernel, grid, block, arguments, self.device, shared_bytes)
+            if same:
+                spans.pop()
+            spans.append((walk, start, self._now()))
+
+        with launcher.override(marked) as before:
+            call()
+        return [span for span in spans if span[0]]
 
     def wall_ms(self, call: Call) -> float:
         """Wall time of one call to its end on the device."""

@@ -44,7 +44,8 @@ class Kernel:
         if found is None:
             kernel = module(self.spec, device_index).get_function(self.entry)
             if shared_bytes > _DEFAULT_SHARED_BYTES:
-                kernel.max_dynamic_shared_size_bytes = shared_bytes
+                # One limit for all handles of the function, so it must not fall.
+                kernel.max_dynamic_shared_size_bytes = max(shared_bytes, kernel.max_dynamic_shared_size_bytes)
             # The module must outlive its handle.
             found = self._functions[device_index, shared_bytes] = (kernel.kernel.ptr, kernel)
         return found[0]

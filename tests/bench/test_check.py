@@ -9,6 +9,9 @@ from pyg_dfgnn.bench.check_graphs import check_graph
 from pyg_dfgnn.bench.oracle import compare, float64_reference
 from pyg_dfgnn.bench.prepare import Prepared, collect_specs, rounded_problem
 from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.settings import Settings, current
+from tests.kernels.emulated import emulated_device
 
 FP32 = [torch.float32]
 
@@ -95,7 +98,7 @@ def raises(case, graph, inputs):
 )
 def test_the_gate(op, status):
     graph = Prepared.of(check_graph("self_loops", "cpu", small=True))
-    (row,) = check.check_point(AttentionCase("dot", 3, 16), graph, ["float32"], op)
+    (row,) = check.check_point(AttentionCase("dot", 3, 16), graph, [("auto", "float32")], op)
     assert row["status"].startswith(status)
 
 
@@ -103,7 +106,7 @@ def test_the_gate_sees_a_wrong_mask():
     graph = Prepared.of(check_graph("block_model", "cpu", small=True))
     case = AttentionCase("add", 3, 16, dropout=0.5)
     keep = check.keep_factors(case, graph.bench)
-    rows = [next(check.check_point(case, graph, ["float32"], keep=mask)) for mask in (keep, keep.flip(0))]
+    rows = [next(check.check_point(case, graph, [("auto", "float32")], keep=mask)) for mask in (keep, keep.flip(0))]
     assert [row["status"] for row in rows] == ["ok", "breach"]
 
 
@@ -144,12 +147,12 @@ def test_command_resumes_and_merges(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "check_point", raises)
     assert run(tmp_path, *graphs) == 0
     assert run(tmp_path, "--summary") == 0
-    assert "| float32 | 70 | 5e-06 |" in capsys.readouterr().out
+    assert "| auto | float32 | 70 | 5e-06 |" in capsys.readouterr().out
 
 
 def test_command_fails_on_a_breach(tmp_path, capsys):
     assert run(tmp_path, "--graphs", "self_loops", "--scores", "dot", op=wrong_forward) == 1
-    assert "breach: dot-H3-C7 on self_loops float32, " in capsys.readouterr().out
+    assert "breach: dot-H3-C7 on self_loops, auto float32, " in capsys.readouterr().out
 
 
 def test_rows_of_other_sources_are_not_mixed_in(tmp_path, monkeypatch):
@@ -173,3 +176,34 @@ def test_specs_are_collected_without_launching(monkeypatch):
     paths = {spec.path for spec in specs}
     assert "attention/forward.cu" in paths and any("backward" in path for path in paths)
     assert len(specs) == len(set(specs)) >= 2 * len(SCORES) * len(prepare.DTYPES)
+
+
+def test_schedules_and_tf32_are_checked_by_name(tmp_path, capsys):
+    with emulated_device() as launched:
+        extra = [
+            "--graphs",
+            "one_node",
+            "--scores",
+            "dot",
+            "--schedules",
+            "auto",
+            "rows",
+            "--dtypes",
+            "float32",
+            "tf32",
+        ]
+        assert run(tmp_path, *extra) == 0
+    assert launched
+    printed = capsys.readouterr().out
+    assert all(f"| {schedule} | tf32 | 4 | 0.002 |" in printed for schedule in ("auto", "rows"))
+
+
+def test_a_schedule_that_cannot_run_is_listed(monkeypatch):
+    def unsupported(case, graph, inputs):
+        assert current().fallback == "error"
+        raise UnsupportedError(["rows are too long"], current().schedule)
+
+    graph = Prepared.of(check_graph("self_loops", "cpu", small=True))
+    rows = list(check.check_point(AttentionCase("dot", 3, 16), graph, [("rows", "float32")], unsupported))
+    assert [row["status"] for row in rows] == ["not run: rows are too long"]
+    assert current() == Settings()
