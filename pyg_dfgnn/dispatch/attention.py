@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from pyg_dfgnn.dispatch import attention_rows, autotune
+from pyg_dfgnn.dispatch import attention_paper, attention_rows, autotune
 from pyg_dfgnn.dispatch.attention_problem import SCORES, STORAGE, WALKS, AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.settings import Settings, current
+from pyg_dfgnn.settings import RULES, Settings, current
 
 __all__ = [
     "BACKWARD",
@@ -76,11 +76,13 @@ class Candidate(Protocol):
         """Estimated time of a pass it has planned."""
 
 
-CANDIDATES: Mapping[str, Candidate] = MappingProxyType({"rows": attention_rows})
+CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
+    {"rows": attention_rows, "smmf": attention_paper.smmf, "pmf": attention_paper.pmf}
+)
 """The schedules by name. `rows` runs everything, so it is what the others fall back to."""
 
 
-BY_NAME: Mapping[str, Candidate] = CANDIDATES
+BY_NAME: Mapping[str, Candidate] = MappingProxyType({**CANDIDATES, **attention_paper.ABLATIONS})
 """The candidates, and those that no rule chooses."""
 
 
@@ -257,7 +259,9 @@ def _asked_for(
     problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings
 ) -> tuple[str | None, str]:
     """The schedule that the settings name, if they do, and the reason to show."""
-    return (None, "") if settings.schedule in ("auto", "autotune") else (settings.schedule, "asked for")
+    if settings.schedule == "paper":
+        return attention_paper.rule(problem, graph, walks)
+    return (None, "") if settings.schedule in RULES else (settings.schedule, "asked for")
 
 
 def _report(option: Option, walk: str, fallback: str) -> None:

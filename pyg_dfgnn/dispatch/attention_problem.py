@@ -52,6 +52,7 @@ class AttentionProblem:
         }
 
 
+@torch.compiler.assume_constant_result
 def tf32_allowed(dtype: torch.dtype) -> bool:
     """Whether torch lets matrix products of a dtype run in TF32: `torch.set_float32_matmul_precision` and its kin."""
     return dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

@@ -73,8 +73,8 @@ def key_of(
 ) -> str | None:
     """What a timing is remembered by, as readable text; None while a new graph is captured.
 
-    Sizes, degrees and the candidates' own estimates count by octaves, so that similar graphs, such as the batches of
-    one data set, share a timing; what a candidate reads from a graph beyond its degrees shows in its estimate.
+    Sizes, degrees and how the candidates' own estimates compare count by octaves, so that similar graphs, such as the
+    batches of one data set, share a timing; what a candidate reads from a graph beyond that shows in its estimate.
 
     Args:
         problem: What is computed.
@@ -86,7 +86,10 @@ def key_of(
     if degrees is None:
         return None
     estimates = [
-        {name: None if option.reasons else _octave(option.cost.seconds) for name, option in offers.items()}
+        {
+            name: None if option.reasons else _octave(option.cost.seconds / offers["rows"].cost.seconds)
+            for name, option in offers.items()
+        }
         for offers in found
     ]
     facts = {

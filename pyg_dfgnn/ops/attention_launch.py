@@ -11,10 +11,12 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch import attention_rows, autotune
 from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, Option, Pass, choose, options
+from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.dispatch.attention_rows import norm_constants
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
+from pyg_dfgnn.ops.attention_paper import PaperWalk
 from pyg_dfgnn.ops.attention_rows import RowsWalk
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
@@ -127,7 +129,9 @@ class Walk(Protocol):
         """
 
 
-SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType({"rows": RowsWalk})
+SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType(
+    {"rows": RowsWalk, **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk)}
+)
 """The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
 
 

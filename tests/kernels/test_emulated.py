@@ -11,6 +11,7 @@ from pyg_dfgnn.dispatch import attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
@@ -143,8 +144,9 @@ def check(problem: Problem, graph: Graph, dropout_p: float, order: str = "forwar
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Rows of more than a few edges count as heavy."""
+def small_chunks(monkeypatch, default_settings):
+    """Rows of more than a few edges count as heavy in the schedule under test."""
+    settings(schedule="rows")
     monkeypatch.setattr(attention_rows, "_max_edges", lambda num_edges: CHUNK)
     torch.manual_seed(0)
 
@@ -185,11 +187,13 @@ def test_against_float64(row):
     graph = build_graph(*GRAPHS[row["graph"]]())
     problem = Problem(row["score"], graph, row["heads"], row["channels"], row["dtype"], row["edge"])
     launched = check(problem, graph, row["dropout"], row["order"])
-    merges = {"attention_forward_merge", "attention_backward_targets_merge", "attention_backward_sources_merge"}
+    passes = {"attention_forward", "attention_backward_targets", "attention_backward_sources"}
     if row["graph"] == "heavy":
-        assert merges < set(launched)
-    else:
-        assert "attention_backward_sources" in launched
+        passes |= {f"{name}_merge" for name in passes}
+    if row["score"] == "add" and not row["edge"]:
+        passes -= {"attention_backward_targets", "attention_backward_targets_merge"}
+        passes.add("attention_backward_nodes")
+    assert set(launched) - {"attention_inverse_norm", "attention_weights"} == passes
 
 
 SCORE_AND_DTYPE = [
@@ -230,6 +234,40 @@ def test_no_edges(score, num_src, num_dst):
         actual = problem.run(lambda **inputs: call(graph, **inputs))
     for name, tensor in actual.items():
         assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
+@pytest.mark.parametrize("negative_slope", [1.0, 0.0, -0.5, 3.0])
+@pytest.mark.parametrize("tangent", [False, True], ids=["edges", "nodes"])
+def test_slopes(tangent, negative_slope, monkeypatch):
+    """The gradient of the target scalars, with the derivative that the forward pass leaves and without."""
+    monkeypatch.setattr(attention_rows, "has_tangent", lambda *arguments: tangent)
+    graph = build_graph(*heavy_graph())
+    problem = Problem("add", graph, 3, 8, torch.float32, edge=False)
+    call, exact = (module.add_attention for module in (ops, reference))
+    with emulated_device() as launched:
+        actual = problem.run(lambda **inputs: call(graph, **inputs, negative_slope=negative_slope))
+        with torch.no_grad():
+            inference = call(graph, **problem.inputs, negative_slope=negative_slope)
+    assert torch.equal(inference, actual["out"])
+    edges = graph.edge_index, graph.num_dst
+    expected = problem.run(lambda **inputs: exact(*edges, **inputs, negative_slope=negative_slope)[0], torch.float64)
+    assert ("attention_backward_nodes" in launched) == tangent
+    for name, error in errors(actual, expected).items():
+        assert error <= TOLERANCE[torch.float32, "grad"], name
+    if negative_slope == 1.0:
+        assert float(actual["grad alpha_dst"].abs().max()) < 1e-6
+
+
+def test_target_scalars_that_do_not_matter():
+    """Where all pre-activations have one sign the softmax does not depend on the target's term."""
+    graph = build_graph(*heavy_graph())
+    problem = Problem("add", graph, 2, 8, torch.float32, edge=False)
+    problem.inputs["alpha_src"].abs_()
+    problem.inputs["alpha_dst"].abs_()
+    problem.inputs["value"] += 10.0
+    with emulated_device():
+        actual = problem.run(lambda **inputs: ops.add_attention(graph, **inputs))
+    assert not actual["grad alpha_dst"].any()
 
 
 def test_a_single_edge():
@@ -321,3 +359,14 @@ def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
         assert launched.count(f"{name}_merge") >= 2, name
     # Once with gradients and once for the weights.
     assert launched.count("attention_forward") == 6
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+def test_sweeps_that_leave_the_tangent(dtype, monkeypatch):
+    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    edges, num_src, num_dst = heavy_graph()
+    graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
+    launched = check(Problem("add", graph, 3, 40, dtype, edge=False), graph, 0.3)
+    assert launched.count("attention_forward") == 6
+    assert launched.count("attention_backward_nodes") == 1
+    assert "attention_backward_targets" not in launched
