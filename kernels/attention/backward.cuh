@@ -5,6 +5,8 @@
 // There are no atomics and no per-edge buffer: weights are recomputed from the softmax of the row. The pass over targets
 // leaves (max, inverse, delta, 0) per target and head [num_targets, HEADS, 4] for the pass over sources, which gathers it
 // with one load.
+#include "attention/records.cuh"
+
 #define COUNT (UNROLL * LANE_HEADS)
 
 // Products of one step, reduced over the lanes of a head: first the score's, then <dO, v>.

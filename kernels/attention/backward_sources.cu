@@ -34,7 +34,7 @@ __device__ __forceinline__ SourceSums load_sums(const float* buffer, i64 count, 
     SourceSums sums = zero_source_sums();
     sums.value = load_part_fp32(buffer, i, l);
     if (SOURCE_PARTS == 2) sums.score = load_part_fp32(buffer + count * ROW_STRIDE, i, l);
-    if (SCORE == SCORE_ADD) sums.scalar = load_heads(buffer + count * ROW_STRIDE, i, l);
+    if (SCORE == SCORE_ADD) sums.scalar = load_state_heads(buffer + count * ROW_STRIDE, i, l);
     return sums;
 }
 

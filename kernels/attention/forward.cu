@@ -2,6 +2,12 @@
 // online softmax (Milakov and Gimelshein, arXiv 1805.02867). Writes O [num_targets, HEADS, CHANNELS] and the softmax of
 // each row [num_targets, HEADS, 2] (see RowSoftmax); a row without edges gives zeros. With `exact` not null O is written
 // in fp32 too.
+//
+// With TANGENT (add score) it also writes the derivative of O_i in l_i, so that the backward pass over targets reads no
+// edge: dl_i = <dO_i, dO_i / dl_i>. With s the slope, and p+ and O+ what edges with a positive pre-activation give to the
+// sum of weights, 1, and to O_i:
+//
+//   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -9,9 +15,12 @@
 #include "attention/score.cuh"
 #include "attention/gather.cuh"
 
+// Sums of weights and of weighted values: part 0 over all edges, with TANGENT part 1 over those with z > 0.
+#define PARTS (TANGENT ? 2 : 1)
+
 struct Softmax {
-    HeadValues max, sum;
-    Part acc;
+    HeadValues max, sum[PARTS];
+    Part acc[PARTS];
 };
 
 // exp2 differences against -inf stay 0 instead of NaN.
@@ -20,12 +29,25 @@ __device__ __forceinline__ float finite(float max) { return max == negative_infi
 __device__ __forceinline__ Softmax empty_softmax() {
     Softmax s;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
-        s.max.x[h] = negative_infinity();
-        s.sum.x[h] = 0.0f;
+    for (int h = 0; h < LANE_HEADS; ++h) s.max.x[h] = negative_infinity();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        s.sum[part] = zero_heads();
+        s.acc[part] = zero_part();
     }
-    s.acc = zero_part();
     return s;
+}
+
+// Raises the maximum of head h and scales its sums to it.
+__device__ __forceinline__ void raise_max(Softmax& s, int h, float max) {
+    const float factor = fast_exp2(s.max.x[h] - finite(max));
+    s.max.x[h] = max;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        s.sum[part].x[h] *= factor;
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) s.acc[part].x[h][c] *= factor;
+    }
 }
 
 // Merges the states of the edge slots of a row; every slot ends with the result.
@@ -34,50 +56,84 @@ __device__ __forceinline__ void merge_slots(Softmax& s) {
     for (int mask = GROUP_LANES; mask < GROUP_LANES * EDGE_SLOTS; mask *= 2) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
-            const float max = fmaxf(s.max.x[h], __shfl_xor_sync(FULL_MASK, s.max.x[h], mask));
-            const float factor = fast_exp2(s.max.x[h] - finite(max));
-            s.max.x[h] = max;
-            s.sum.x[h] *= factor;
-            s.sum.x[h] += __shfl_xor_sync(FULL_MASK, s.sum.x[h], mask);
+            raise_max(s, h, fmaxf(s.max.x[h], __shfl_xor_sync(FULL_MASK, s.max.x[h], mask)));
 #pragma unroll
-            for (int c = 0; c < LANE_ELEMS; ++c) {
-                s.acc.x[h][c] *= factor;
-                s.acc.x[h][c] += __shfl_xor_sync(FULL_MASK, s.acc.x[h][c], mask);
+            for (int part = 0; part < PARTS; ++part) {
+                s.sum[part].x[h] += __shfl_xor_sync(FULL_MASK, s.sum[part].x[h], mask);
+#pragma unroll
+                for (int c = 0; c < LANE_ELEMS; ++c) {
+                    s.acc[part].x[h][c] += __shfl_xor_sync(FULL_MASK, s.acc[part].x[h][c], mask);
+                }
             }
         }
     }
 }
 
-__device__ __forceinline__ void store_row(Softmax& s, int row, const Lanes& l, storage_t* out, float* softmax,
-                                          float* exact) {
-    RowSoftmax values;
+struct Results {
+    storage_t* out;
+    float *softmax, *exact, *tangent;
+    float slope;
+};
+
+__device__ __forceinline__ void store_row(const Softmax& s, int row, const Lanes& l, const Results& results) {
+    RowSoftmax softmax;
+    Part out;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
-        const bool empty = s.sum.x[h] == 0.0f;
-        const float inverse = 1.0f / s.sum.x[h];
-        values.max[h] = finite(s.max.x[h]);
-        values.inverse[h] = empty ? 0.0f : inverse;
+        const bool empty = s.sum[0].x[h] == 0.0f;
+        const float inverse = 1.0f / s.sum[0].x[h];
+        softmax.max[h] = finite(s.max.x[h]);
+        softmax.inverse[h] = empty ? 0.0f : inverse;
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) s.acc.x[h][c] = empty ? 0.0f : s.acc.x[h][c] * inverse;
+        for (int c = 0; c < LANE_ELEMS; ++c) out.x[h][c] = empty ? 0.0f : s.acc[0].x[h][c] * inverse;
     }
-    store_part(out, row, l, s.acc);
-    if (exact != nullptr) store_part_fp32(exact, row, l, s.acc);
-    store_softmax(softmax, row, l, values);
+    store_part(results.out, row, l, out);
+    if (results.exact != nullptr) store_part_fp32(results.exact, row, l, out);
+    store_softmax(results.softmax, row, l, softmax);
+#if TANGENT
+    Part tangent;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        const bool empty = s.sum[0].x[h] == 0.0f;
+        // Divided, as the share of all edges has to be exactly 1.
+        const float share = empty ? 0.0f : s.sum[1].x[h] / s.sum[0].x[h];
+        const float factor = (1.0f - results.slope) * softmax.inverse[h];
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) {
+            tangent.x[h][c] = factor * fmaf(-share, s.acc[0].x[h][c], s.acc[1].x[h][c]);
+        }
+    }
+    store_part_fp32(results.tangent, row, l, tangent);
+#endif
 }
 
-// States in a buffer for `count` of them: sums [count, HEADS, CHANNELS], maxima [count, HEADS], weights [count, HEADS].
+// States in a buffer for `count` of them: sums [PARTS, count, HEADS, CHANNELS], maxima [count, HEADS], weights
+// [PARTS, count, HEADS].
 __device__ __forceinline__ void store_state(float* buffer, i64 count, i64 i, const Lanes& l, const Softmax& s) {
-    store_part_fp32(buffer, i, l, s.acc);
-    store_heads(buffer + count * ROW_STRIDE, i, l, s.max);
-    store_heads(buffer + count * (ROW_STRIDE + HEADS), i, l, s.sum);
+    float* heads = buffer + PARTS * count * ROW_STRIDE;
+    store_heads(heads, i, l, s.max);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        store_part_fp32(buffer, part * count + i, l, s.acc[part]);
+        store_heads(heads, (part + 1) * count + i, l, s.sum[part]);
+    }
 }
 
 __device__ __forceinline__ Softmax load_state(const float* buffer, i64 count, i64 i, const Lanes& l) {
     Softmax s;
-    s.acc = load_part_fp32(buffer, i, l);
-    s.max = load_heads(buffer + count * ROW_STRIDE, i, l);
-    s.sum = load_heads(buffer + count * (ROW_STRIDE + HEADS), i, l);
+    const float* heads = buffer + PARTS * count * ROW_STRIDE;
+    s.max = load_state_heads(heads, i, l);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        s.acc[part] = load_part_fp32(buffer, part * count + i, l);
+        s.sum[part] = load_state_heads(heads, (part + 1) * count + i, l);
+    }
     return s;
+}
+
+// Whether an edge counts to a part.
+__device__ __forceinline__ bool is_in(int part, float own, float other, float edge) {
+    return part == 0 || pre_activation(own, other, edge) > 0.0f;
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
@@ -85,12 +141,13 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                   const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target,
                   const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
-                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* partial,
-                  float* carry) {
+                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
+                  float* partial, float* carry) {
     const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
                          num_rows, num_chunks, max_edges, block, num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
+    const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
     const Item item = work_item(a, l);
     const int steps = num_steps(item);
@@ -135,17 +192,17 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                 logit[u][h] = is_valid(item, l, step, u) ? s : negative_infinity();
                 max = fmaxf(max, logit[u][h]);
             }
-            const float reference = finite(max);
-            const float rescale = fast_exp2(state.max.x[h] - reference);
-            state.max.x[h] = max;
-            state.sum.x[h] *= rescale;
-#pragma unroll
-            for (int c = 0; c < LANE_ELEMS; ++c) state.acc.x[h][c] *= rescale;
+            raise_max(state, h, max);
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                const float p = fast_exp2(logit[u][h] - reference);
-                state.sum.x[h] += p;
+                const float p = fast_exp2(logit[u][h] - finite(max));
                 weight[u][h] = p * dropout_factors[u][h];
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+                        state.sum[part].x[h] += p;
+                    }
+                }
             }
         }
 #pragma unroll
@@ -154,8 +211,13 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-                for (int c = 0; c < LANE_ELEMS; ++c) {
-                    state.acc.x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc.x[h][c]);
+                for (int part = 0; part < PARTS; ++part) {
+                    if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+#pragma unroll
+                        for (int c = 0; c < LANE_ELEMS; ++c) {
+                            state.acc[part].x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc[part].x[h][c]);
+                        }
+                    }
                 }
             }
         }
@@ -170,15 +232,16 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
     } else if (block + 1 < num_blocks) {
         store_state(carry, num_rows, item.row, l, state);
     } else {
-        store_row(state, item.row, l, out, softmax, exact);
+        store_row(state, item.row, l, results);
     }
 }
 
 // Merges the chunks of each heavy row in chunk order (chunk c goes to slot c % EDGE_SLOTS).
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
-                        i64 block, i64 num_blocks, const float* partial, storage_t* out, float* softmax, float* exact,
-                        float* carry) {
+                        i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
+                        float* exact, float* tangent, float* carry) {
+    const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
     const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
     const bool active = w < num_heavy;
@@ -192,12 +255,15 @@ attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heav
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             const float max = fmaxf(state.max.x[h], other.max.x[h]);
-            const float before = fast_exp2(state.max.x[h] - finite(max)), now = fast_exp2(other.max.x[h] - finite(max));
-            state.max.x[h] = max;
-            state.sum.x[h] = state.sum.x[h] * before + other.sum.x[h] * now;
+            const float factor = fast_exp2(other.max.x[h] - finite(max));
+            raise_max(state, h, max);
 #pragma unroll
-            for (int v = 0; v < LANE_ELEMS; ++v) {
-                state.acc.x[h][v] = state.acc.x[h][v] * before + other.acc.x[h][v] * now;
+            for (int part = 0; part < PARTS; ++part) {
+                state.sum[part].x[h] = fmaf(other.sum[part].x[h], factor, state.sum[part].x[h]);
+#pragma unroll
+                for (int v = 0; v < LANE_ELEMS; ++v) {
+                    state.acc[part].x[h][v] = fmaf(other.acc[part].x[h][v], factor, state.acc[part].x[h][v]);
+                }
             }
         }
     }
@@ -208,6 +274,6 @@ attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heav
     if (block + 1 < num_blocks) {
         store_state(carry, num_rows, row, l, state);
     } else {
-        store_row(state, row, l, out, softmax, exact);
+        store_row(state, row, l, results);
     }
 }

@@ -3,7 +3,7 @@
 #include "include/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-attention_inverse_norm(const storage_t* x, i64 num_rows, float* inverse_norm) {
+attention_inverse_norm(i64 num_rows, const storage_t* x, float* inverse_norm) {
     const Lanes l = lane_layout();
     const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
     const bool active = w < num_rows && l.edge_slot == 0;

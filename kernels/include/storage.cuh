@@ -151,7 +151,8 @@ __device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes
     }
 }
 
-// The same for fp32 buffers whatever the storage type: parameters, partial sums of chunks.
+// The same for fp32 buffers whatever the storage type: parameters, outputs, states. Plain loads, as a kernel may write the
+// buffer that it reads.
 __device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const Lanes& l) {
     Part part;
     const float* address = base + row * ROW_STRIDE + l.offset;
@@ -159,10 +160,23 @@ __device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
+            float* x = &part.x[h][k * VEC];
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                part.x[h][k * VEC + v] = has_vec(l, h, k) ? address[vec_offset(h, k) + v] : 0.0f;
+            for (int v = 0; v < VEC; ++v) x[v] = 0.0f;
+            if (!has_vec(l, h, k)) continue;
+#if VEC % 4 == 0
+#pragma unroll
+            for (int v = 0; v < VEC; v += 4) {
+                const float4 r = *reinterpret_cast<const float4*>(address + vec_offset(h, k) + v);
+                x[v] = r.x;
+                x[v + 1] = r.y;
+                x[v + 2] = r.z;
+                x[v + 3] = r.w;
             }
+#else
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) x[v] = address[vec_offset(h, k) + v];
+#endif
         }
     }
     return part;
@@ -174,10 +188,18 @@ __device__ __forceinline__ void store_part_fp32(float* base, i64 row, const Lane
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
-            if (has_vec(l, h, k)) {
+            if (!has_vec(l, h, k)) continue;
+            const float* x = &part.x[h][k * VEC];
+#if VEC % 4 == 0
 #pragma unroll
-                for (int v = 0; v < VEC; ++v) address[vec_offset(h, k) + v] = part.x[h][k * VEC + v];
+            for (int v = 0; v < VEC; v += 4) {
+                *reinterpret_cast<float4*>(address + vec_offset(h, k) + v) =
+                    make_float4(x[v], x[v + 1], x[v + 2], x[v + 3]);
             }
+#else
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) address[vec_offset(h, k) + v] = x[v];
+#endif
         }
     }
 }
@@ -199,6 +221,14 @@ __device__ __forceinline__ HeadValues load_heads_at(const float* head_base, i64 
 
 __device__ __forceinline__ HeadValues load_heads(const float* base, i64 row, const Lanes& l) {
     return load_heads_at(at_head(base, l), row, l);
+}
+
+// The same for a buffer that the kernel may write too.
+__device__ __forceinline__ HeadValues load_state_heads(const float* base, i64 row, const Lanes& l) {
+    HeadValues values;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = has_head(l, h) ? base[row * HEADS + head_of(l, h)] : 0.0f;
+    return values;
 }
 
 __device__ __forceinline__ void store_heads(float* base, i64 row, const Lanes& l, const HeadValues& values) {

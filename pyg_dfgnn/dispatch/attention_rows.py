@@ -104,12 +104,23 @@ def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
     if problem.edge or problem.dropout:
         return 1
     if elements == 4:
-        if walk == "forward":
+        if walk in ("forward", "tangent"):
             return 8
         return {"add": 8, "cosine": 8, "dot": 7, "gatv2": 1}[problem.score]
+    if elements == 8 and problem.dtype.itemsize == 2 and walk == "tangent":
+        return 6
     if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
         return {"add": 8, "dot": 7, "cosine": 5, "gatv2": 5}[problem.score]
     return 1
+
+
+def has_tangent(score: str, edge: bool) -> bool:
+    """Whether the forward pass of a score, with edge features or not, can leave the tangent.
+
+    That is the derivative of the output in the target scalars, [N_dst, H, C] in float32 kept until the backward pass,
+    whose part over targets is then a dot product per node. It gives no gradient of edge scalars.
+    """
+    return score == "add" and not edge
 
 
 def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
@@ -117,15 +128,17 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
 
     Args:
         problem: What is computed.
-        walk: "forward", "targets" or "sources".
+        walk: "forward", "tangent", "targets" or "sources".
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
+    tangent = {"forward": {"TANGENT": 0}, "tangent": {"TANGENT": 1}}.get(walk, {})
     lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
     elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
     return {
         **problem.constants,
+        **tangent,
         **lanes,
-        "UNROLL": _unroll(walk, problem, elements),
+        "UNROLL": _unroll("forward" if walk == "tangent" else walk, problem, elements),
         "MIN_BLOCKS": _min_blocks(walk, problem, elements),
     }
 
@@ -145,6 +158,7 @@ def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: 
 
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
+    walk = "forward" if walk == "tangent" else walk
     row_bytes = problem.heads * problem.channels * problem.dtype.itemsize
     gathered = num_columns * row_bytes * _GATHERS[walk][problem.score]
     blocks = -(-gathered // max(1, int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)))
@@ -167,7 +181,11 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 
 
 def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
-    """The pass of one walk; "weights", which writes the weights of all edges, gathers once and is never swept."""
+    """The pass of one walk, or of two more.
+
+    "weights", which writes the weights of all edges, gathers once and is never swept; "tangent" is a forward pass that
+    leaves the tangent, see :func:`has_tangent`.
+    """
     if walk == "weights":
         return replace(plan_pass(problem, "forward", graph), blocks=1)
     rows, num_columns = _side(walk, graph)
@@ -192,7 +210,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
 
 
 @cache
-def norm_constants(heads: int, channels: int, dtype: torch.dtype) -> MappingProxyType[str, int]:
-    """Constants of the row-norm kernel."""
+def node_constants(heads: int, channels: int, dtype: torch.dtype) -> MappingProxyType[str, int]:
+    """Constants of the kernels that read nodes and no edges."""
     lanes = lane_constants(heads, channels, dtype.itemsize, wide=False)
     return MappingProxyType({"STORAGE": STORAGE[dtype], **lanes})

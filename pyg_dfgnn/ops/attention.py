@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
+from pyg_dfgnn.dispatch.attention_rows import has_tangent
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
@@ -78,9 +79,9 @@ _OPERANDS = (
 )
 _library = torch.library.Library("pyg_dfgnn", "DEF")
 for _schema in (
-    f"attention_forward({_OPERANDS}, bool exact) -> (Tensor, Tensor, Tensor)",
-    f"attention_backward({_OPERANDS}, Tensor out, Tensor softmax, Tensor grad_out, bool same, bool edge_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"attention_forward({_OPERANDS}, bool exact, bool tangent) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_backward({_OPERANDS}, Tensor out, Tensor softmax, Tensor grad_out, bool same, "
+    "bool edge_grad, Tensor tangent) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"attention_weights({_OPERANDS}, Tensor softmax) -> Tensor",
 ):
     # Inductor's CUDA graphs copy edge_index into a buffer of theirs: a replay would launch on the recorded graph.
@@ -88,21 +89,22 @@ for _schema in (
 _library.define("attention_inverse_norm(Tensor x) -> Tensor")
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *operands, exact = arguments
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *operands, exact, tangent = arguments
     o = Operands(*operands)
-    kernels, _, inputs = o.resolve()
-    return run_forward(kernels, inputs, o.num_dst, exact)
+    kernels, graph, inputs = o.resolve()
+    return run_forward(kernels, inputs, o.num_dst, exact, kernels.tangent(graph) if tangent else None)
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *operands, exact = arguments
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *operands, exact, tangent = arguments
     o = Operands(*operands)
     _, heads, channels = o.value.shape
     return (
         o.value.new_empty((o.num_dst, heads, channels)),
         o.value.new_empty((o.num_dst, heads, 2), dtype=torch.float32),
         o.value.new_empty((o.num_dst if exact else 0, heads, channels), dtype=torch.float32),
+        o.value.new_empty((o.num_dst if tangent else 0, heads, channels), dtype=torch.float32),
     )
 
 
@@ -116,7 +118,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     count = len(Operands._fields)
     o = Operands(*arguments[:count])
-    same, edge_grad = arguments[count + 3 :]
+    same, edge_grad = arguments[count + 3 : count + 5]
     value = o.value
     heads, channels = value.shape[1:]
 
@@ -162,11 +164,8 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"pyg_dfgnn::{_name}", _fake, lib=_library)
 
 
-def _needs_exact(inputs: Inputs) -> bool:
-    """Whether backward needs a float32 copy of the output: the terms of dS cancel, and 16 bits would show."""
-    if inputs.value.dtype.itemsize != 2 or not torch.is_grad_enabled():
-        return False
-    return any(tensor is not None and tensor.requires_grad for tensor in inputs[:8])
+def _needs_grad(inputs: Inputs) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs[:8])
 
 
 def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -189,10 +188,12 @@ class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, bool], *tensors: Any) -> tuple[Tensor, Tensor]:
-        kernels, graph, _, numbers, exact = ctx.rest = rest
-        out, softmax, copy = run_forward(kernels, Inputs(*tensors, *numbers), graph.num_dst, exact)
-        ctx.save_for_backward(*tensors, copy if exact else out, softmax)
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, bool, bool], *tensors: Any) -> tuple[Tensor, Tensor]:
+        kernels, graph, _, numbers, exact, tangent = ctx.rest = rest
+        inputs = Inputs(*tensors, *numbers)
+        walk = kernels.tangent(graph) if tangent else None
+        out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact, walk)
+        ctx.save_for_backward(*tensors, copy if exact else out, softmax, derivative)
         ctx.mark_non_differentiable(softmax)
         ctx.set_materialize_grads(False)
         return out, softmax
@@ -202,11 +203,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Any, ...]:
         if grad_out is None:
             return (None,) * 9
-        kernels, graph, same, numbers, _ = ctx.rest
-        *tensors, out, softmax = ctx.saved_tensors
+        kernels, graph, same, numbers, _, _ = ctx.rest
+        *tensors, out, softmax, tangent = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
         edge_grad = ctx.needs_input_grad[7]
-        grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad)
+        grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
@@ -214,24 +215,26 @@ class _TracedAttention(torch.autograd.Function):
     """The same through the registered operators, for tracing."""
 
     @staticmethod
-    def forward(ctx: Any, same: bool, exact: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, same: bool, exact: bool, tangent: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
         o = Operands(*arguments)
-        out, softmax, copy = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact)
-        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)), copy if exact else out, softmax)
+        out, softmax, copy, derivative = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact, tangent)
+        given = (a for a in arguments if isinstance(a, Tensor))
+        ctx.save_for_backward(*given, copy if exact else out, softmax, derivative)
         ctx.layout = tuple(None if isinstance(a, Tensor) else (a,) for a in arguments)
         ctx.same = same
-        ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[2 + Operands._fields.index("edge")]
+        ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[3 + Operands._fields.index("edge")]
         ctx.mark_non_differentiable(softmax)
         return out, softmax
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *saved, out, softmax = ctx.saved_tensors
+        *saved, out, softmax, tangent = ctx.saved_tensors
         tensors = iter(saved)
         arguments = [next(tensors) if entry is None else entry[0] for entry in ctx.layout]
-        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, out, softmax, grad_out, ctx.same, ctx.edge_grad)
-        return (*(None,) * 8, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
+        rest = (out, softmax, grad_out, ctx.same, ctx.edge_grad, tangent)
+        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, *rest)
+        return (*(None,) * 9, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
 
 
 class _Weights(torch.autograd.Function):
@@ -422,20 +425,25 @@ def _run(
     seed = _draw_seed(value.device) if dropout_p > 0.0 else None
     nodes = (target, key, value, target_scalars, source_scalars, parameter)
     inputs = Inputs(*nodes, edge, seed, float(scale), float(slope), float(dropout_p))
-    exact = _needs_exact(inputs)
+    needs_grad = _needs_grad(inputs)
+    # The terms of dS cancel, and 16 bits of the output would show.
+    exact = needs_grad and value.dtype.itemsize == 2
     if _is_eager(graph, value):
         if kernels is None:
             kernels = Kernels.of(problem_of(score, inputs), graph)
             if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
-        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact), *inputs[:8])
+        tangent = needs_grad and kernels.wants_tangent
+        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact, tangent), *inputs[:8])
         if not return_weights:
             return out
         return out, _Weights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    out, softmax = _TracedAttention.apply(same, exact, *arguments)
+    # Backward may run under other settings than these, so what forward leaves is not up to the plan.
+    tangent = needs_grad and has_tangent(score, edge is not None) and current().schedule in ("auto", "rows")
+    out, softmax = _TracedAttention.apply(same, exact, tangent, *arguments)
     if not return_weights:
         return out
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +12,10 @@ from pyg_dfgnn.dispatch import attention_rows, autotune
 from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, Option, Pass, choose, options
 from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
-from pyg_dfgnn.dispatch.attention_rows import norm_constants
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention_paper import PaperWalk
-from pyg_dfgnn.ops.attention_rows import RowsWalk
-from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
 from pyg_dfgnn.settings import Settings, current
 
 _logger = logging.getLogger("pyg_dfgnn")
@@ -148,6 +144,7 @@ class Kernels:
         self.settings = settings
         (self.forward,), self.final = self._walks(FORWARD, graph)
         self._backward: tuple[Walk, ...] | None = None
+        self._tangent: RowsWalk | None = None
         self._weights: RowsWalk | None = None
 
     def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[tuple[Walk, ...], bool]:
@@ -183,10 +180,25 @@ class Kernels:
     def weights(self, graph: Graph) -> RowsWalk:
         """The pass that writes the weights of all edges."""
         if self._weights is None:
-            chosen = attention_rows.plan_pass(self.problem, "weights", graph)
-            self._weights = RowsWalk("weights", chosen, graph)
-            graph.reset_streams()
+            self._weights = self._rows_walk("weights", graph)
         return self._weights
+
+    @property
+    def wants_tangent(self) -> bool:
+        """Whether a forward pass that gradients follow should leave the tangent: where it runs on `rows`."""
+        can = attention_rows.has_tangent(self.problem.score, self.problem.edge)
+        return can and isinstance(self.forward, RowsWalk)
+
+    def tangent(self, graph: Graph) -> RowsWalk:
+        """The forward pass that leaves the tangent."""
+        if self._tangent is None:
+            self._tangent = self._rows_walk("tangent", graph)
+        return self._tangent
+
+    def _rows_walk(self, walk: str, graph: Graph) -> RowsWalk:
+        made = RowsWalk(walk, attention_rows.plan_pass(self.problem, walk, graph), graph)
+        graph.reset_streams()
+        return made
 
 
 def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
@@ -198,18 +210,36 @@ def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
     return AttentionProblem(score, heads, channels, value.dtype, value.device, edge, dropout, False, tf32)
 
 
-def run_forward(kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [N_dst, H, C], softmax of the rows [N_dst, H, 2], and with ``exact`` the output in float32 (else empty).
+def run_forward(
+    kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool, tangent: RowsWalk | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [N_dst, H, C] and what the backward pass needs beside it.
 
-    The softmax holds the maximum of the base-2 logits and the inverse of the sum: ``P = exp2(S2 - max) * inverse``.
+    Args:
+        kernels: From the same inputs.
+        inputs: What to compute.
+        num_dst: Number of targets.
+        exact: Whether to give the output in float32 too.
+        tangent: The pass to run instead of the planned one, if the derivative is to be given too.
+
+    Returns:
+        The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
+        inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
+        [N_dst, H, C] in float32, empty if not asked for.
     """
     problem, device = kernels.problem, kernels.problem.device
     heads, channels = problem.heads, problem.channels
     out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
     softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
     copy = torch.empty((num_dst if exact else 0, heads, channels), dtype=torch.float32, device=device)
-    kernels.forward.forward(_aligned_all(inputs), out, softmax, copy if exact else None)
-    return out, softmax, copy
+    left = num_dst if tangent is not None else 0
+    derivative = torch.empty((left, heads, channels), dtype=torch.float32, device=device)
+    results = (out, softmax, copy if exact else None)
+    if tangent is not None:
+        tangent.forward(_aligned_all(inputs), *results, derivative)
+    else:
+        kernels.forward.forward(_aligned_all(inputs), *results)
+    return out, softmax, copy, derivative
 
 
 def run_backward(
@@ -221,6 +251,7 @@ def run_backward(
     grad_out: Tensor,
     same: bool,
     edge_grad: bool,
+    tangent: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (target or its scalars, key, value, source scalars, parameter, edge); None where there is none.
 
@@ -233,6 +264,7 @@ def run_backward(
         grad_out: Gradient of the output.
         same: Whether target and value are one tensor, whose gradient is then returned for the value alone.
         edge_grad: Whether the edge features need a gradient.
+        tangent: Derivative of the output in the target scalars, if the forward pass left it.
     """
     problem, device = kernels.problem, kernels.problem.device
     score, heads, channels = problem.score, problem.heads, problem.channels
@@ -251,7 +283,16 @@ def run_backward(
     grad_edge = empty_as(inputs.edge) if edge_grad and inputs.edge is not None else None
     grad_beta = scalars(graph.num_dst) if score == "cosine" else None
     parameter_sums = rows(targets.parameter_blocks, torch.float32) if score == "gatv2" else None
-    state = targets.targets(ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums)
+    state = None
+    # A pass over sources of another schedule may need what its pass over targets hands over.
+    if tangent is not None and tangent.numel() and isinstance(sources, RowsWalk):
+        path = "attention/backward_nodes.cu"
+        nodes = node_kernel(path, "attention_backward_nodes", heads, channels, problem.dtype)
+        nodes(graph.num_dst, device, out, aligned(tangent), softmax, grad_out, records, grad_target)
+    else:
+        state = targets.targets(
+            ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
+        )
 
     grad_value = rows(graph.num_src)
     grad_key = rows(graph.num_src) if score == "dot" else None
@@ -364,19 +405,10 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
     return weights
 
 
-@cache
-def _norm_kernel(heads: int, channels: int, dtype: torch.dtype) -> tuple[Kernel, dict[str, int]]:
-    constants = dict(norm_constants(heads, channels, dtype))
-    return kernel_of(Spec("attention/norm.cu", tuple(constants.items())), "attention_inverse_norm"), constants
-
-
 def inverse_norm(x: Tensor) -> Tensor:
     """``1 / max(||x||, 1e-12)`` per row and head, [N, H] in float32, of x [N, H, C]."""
     rows, heads, channels = x.shape
-    kernel, constants = _norm_kernel(heads, channels, x.dtype)
     norms = torch.empty((rows, heads), dtype=torch.float32, device=x.device)
-    blocks = -(-rows // (constants["WARPS"] * constants["WARP_ROWS"]))
-    groups = -(-heads // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
-    x = aligned(x)
-    launch(kernel, (blocks, groups, 1), (32 * constants["WARPS"], 1, 1), addresses((x, rows, norms)), x.device)
+    kernel = node_kernel("attention/norm.cu", "attention_inverse_norm", heads, channels, x.dtype)
+    kernel(rows, x.device, aligned(x), norms)
     return norms

@@ -1,24 +1,32 @@
 """The launches of the schedule `rows`: one kernel per sweep over the edges, one that merges heavy rows."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention_problem import SCORES
-from pyg_dfgnn.dispatch.attention_rows import RowsPass
+from pyg_dfgnn.dispatch.attention_rows import RowsPass, node_constants
 from pyg_dfgnn.graph import Chunks, Graph
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 
-_STEMS = {"forward": "forward", "targets": "backward_targets", "sources": "backward_sources", "weights": "weights"}
+_STEMS = {
+    "forward": "forward",
+    "tangent": "forward",
+    "targets": "backward_targets",
+    "sources": "backward_sources",
+    "weights": "weights",
+}
 
 
 class RowsWalk:
     """The kernels of one pass over one side of a graph, with the arguments that all its launches share.
 
-    A :class:`~pyg_dfgnn.ops.attention_launch.Walk`, which says what the arguments are; `walk` may also be "weights".
+    A :class:`~pyg_dfgnn.ops.attention_launch.Walk`, which says what the arguments are; `walk` may also be "weights"
+    or "tangent".
     """
 
     def __init__(self, walk: str, chosen: RowsPass, graph: Graph) -> None:
@@ -56,10 +64,18 @@ class RowsWalk:
             (*self.arrays, *listed, self.num_rows, count, self.chosen.max_edges, block, self.chosen.blocks)
         )
 
-    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
-        """Write the results of the forward pass."""
-        results = (out, softmax, exact)
-        self._sweep(ready, results, (), results)
+    def forward(
+        self,
+        ready: Sequence[Any],
+        out: Tensor,
+        softmax: Tensor,
+        exact: Tensor | None,
+        tangent: Tensor | None = None,
+    ) -> None:
+        """Write the results of the forward pass; the walk "tangent" needs `tangent` [N_dst, H, C] in float32."""
+        results = (out, softmax, exact, tangent)
+        slope = ready[9]
+        self._sweep(ready, results, (slope,), results)
 
     def targets(
         self,
@@ -132,9 +148,33 @@ class RowsWalk:
                 launch(self.merge, grid, self.threads, addresses(merge), device)
 
 
+class NodeKernel:
+    """A kernel that reads the rows [H, C] of nodes and no edges."""
+
+    def __init__(self, path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> None:
+        constants = node_constants(heads, channels, dtype)
+        self.kernel = kernel_of(Spec(path, tuple(constants.items())), entry)
+        self.rows_per_block = constants["WARPS"] * constants["WARP_ROWS"]
+        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
+        self.threads = (32 * constants["WARPS"], 1, 1)
+
+    def __call__(self, num_rows: int, device: torch.device, *arguments: Argument) -> None:
+        """Launch it on `num_rows` nodes, with the arguments of the kernel after their number."""
+        grid = (-(-num_rows // self.rows_per_block), self.head_groups, 1)
+        launch(self.kernel, grid, self.threads, addresses((num_rows, *arguments)), device)
+
+
+@cache
+def node_kernel(path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> NodeKernel:
+    """A :class:`NodeKernel`, prepared once."""
+    return NodeKernel(path, entry, heads, channels, dtype)
+
+
 def _state_channels(walk: str, channels: int, score: int) -> int:
     """fp32 numbers per head of the state of one row or chunk."""
     name = SCORES[score]
+    if walk == "tangent":
+        return 2 * channels + 3
     if walk in ("forward", "weights"):
         return channels + 2
     if walk == "targets":
@@ -143,4 +183,5 @@ def _state_channels(walk: str, channels: int, score: int) -> int:
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
-    return torch.empty(count * elements, dtype=torch.float32, device=device) if count else None
+    """Room for `count` states of so many float32 `elements`, in whole vectors of 16 bytes; None for none."""
+    return torch.empty(-(-count * elements // 4) * 4, dtype=torch.float32, device=device) if count else None

@@ -9,7 +9,7 @@ import torch
 from pyg_dfgnn.dispatch import attention_rows as rows
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention_problem import SCORES, WALKS
-from pyg_dfgnn.dispatch.attention_rows import lane_constants, norm_constants, pass_constants, plan_pass
+from pyg_dfgnn.dispatch.attention_rows import lane_constants, node_constants, pass_constants, plan_pass
 from tests.dispatch.test_attention import DTYPES, PROBLEM, graph_of
 from tests.zoo import random, zoo
 
@@ -90,7 +90,7 @@ def test_every_element_is_loaded_once(heads, itemsize):
 def test_known_layouts(heads, channels, dtype, expected):
     constants = lane_constants(heads, channels, dtype.itemsize, True)
     assert {name: constants[name] for name in expected} == expected
-    norms = norm_constants(heads, channels, dtype)
+    norms = node_constants(heads, channels, dtype)
     assert {name: norms[name] for name in expected} == expected
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import norm_constants, pass_constants
+from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -38,20 +38,25 @@ def attention_specs() -> list[Spec]:
     options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
     # Calls without edge features and dropout are capped at fewer registers.
     plain = covering({**axes, "edge": [False], "dropout": [False]})
+    tangent = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
+    passes = [(stem, walk, row) for stem, walk in WALKS.items() for row in options + plain]
+    passes += [("forward", "tangent", row) for row in tangent]
     return [
         Spec(f"attention/{stem}.cu", tuple(pass_constants(problem(row), walk, row["wide"]).items()))
-        for stem, walk in WALKS.items()
-        for row in options + plain
+        for stem, walk, row in passes
     ]
 
 
-def norm_specs() -> list[Spec]:
-    constants = [norm_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
-    return [Spec("attention/norm.cu", tuple(each.items())) for each in constants]
+def node_specs() -> list[Spec]:
+    """The kernels that read nodes and no edges."""
+    constants = [node_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
+    return [
+        Spec(f"attention/{stem}.cu", tuple(each.items())) for stem in ("norm", "backward_nodes") for each in constants
+    ]
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + norm_specs() + paper_specs()
+    return attention_specs() + node_specs() + paper_specs()
 
 
 def label(spec: Spec) -> str:
@@ -59,5 +64,5 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
-    options += [name.lower() for name in ("EDGE", "DROPOUT") if c.get(name)]
+    options += [name.lower() for name in ("EDGE", "DROPOUT", "TANGENT") if c.get(name)]
     return "-".join([Path(spec.path).stem, *options, f"slots{c['EDGE_SLOTS']}"])

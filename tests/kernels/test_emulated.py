@@ -193,7 +193,8 @@ def test_against_float64(row):
     if row["score"] == "add" and not row["edge"]:
         passes -= {"attention_backward_targets", "attention_backward_targets_merge"}
         passes.add("attention_backward_nodes")
-    assert set(launched) - {"attention_inverse_norm", "attention_weights"} == passes
+    assert passes <= set(launched)
+    assert ("attention_backward_targets" in launched) == ("attention_backward_targets" in passes)
 
 
 SCORE_AND_DTYPE = [

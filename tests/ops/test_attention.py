@@ -191,7 +191,10 @@ def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
     assert torch.equal(out, actual["out"])
     # Two forward passes, one backward pass.
     for entry, passes in (("forward", 2), ("backward_targets", 1), ("backward_sources", 1)):
-        assert fused.count(f"attention_{entry}") > passes and f"attention_{entry}_merge" in fused
+        if entry == "backward_targets" and score == "add" and not full:
+            assert fused.count("attention_backward_nodes") == 1
+        else:
+            assert fused.count(f"attention_{entry}") > passes and f"attention_{entry}_merge" in fused
     torch.manual_seed(3)
     keep = problem.keep(ops._draw_seed(torch.device("cpu"))) if full else None
     assert_all_close(pairs(actual, problem.expected(keep)))

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch.attention_rows import norm_constants
+from pyg_dfgnn.dispatch.attention_rows import node_constants
 from pyg_dfgnn.runtime import bridge, compiler
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile, resources
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch
@@ -64,9 +64,9 @@ def test_precompile_in_workers(tmp_path):
     code = (
         "import pathlib, os, sys\n"
         "import torch\n"
-        "from pyg_dfgnn.dispatch.attention_rows import norm_constants\n"
+        "from pyg_dfgnn.dispatch.attention_rows import node_constants\n"
         "from pyg_dfgnn.runtime.compiler import Spec, module, precompile\n"
-        "specs = [Spec('attention/norm.cu', tuple(norm_constants(3, c, torch.float32).items())) for c in (8, 24, 40)]\n"
+        "specs = [Spec('attention/norm.cu', tuple(node_constants(3, c, torch.float32).items())) for c in (8, 24, 40)]\n"
         "told = []\n"
         "precompile([*specs, specs[0]], workers=2, progress=lambda done, total: told.append((done, total)))\n"
         "assert told == [(1, 3), (2, 3), (3, 3)], told\n"
@@ -107,7 +107,7 @@ def test_resources(kernels):
 
 
 def test_resources_of_the_norm_kernel():
-    (row,) = resources(Spec("attention/norm.cu", tuple(norm_constants(2, 64, torch.bfloat16).items())))
+    (row,) = resources(Spec("attention/norm.cu", tuple(node_constants(2, 64, torch.bfloat16).items())))
     assert row.entry == "attention_inverse_norm" and row.registers > 8 and row.local_bytes == 0
 
 
