@@ -43,14 +43,14 @@ class Implementation:
         """Number of [E, H] tensors alive at the peak."""
         return 0.0
 
-    def predicted_bytes(self, case: AttentionCase, graph: BenchGraph, training: bool) -> float:
+    def predicted_bytes(self, case: AttentionCase, num_edges: int, training: bool) -> float:
         """Memory of the tensors that grow with the edges, float32."""
         per_edge = self.message_tensors(case, training) * case.channels + self.edge_tensors(case, training)
-        return 4.0 * graph.num_edges * case.heads * per_edge
+        return 4.0 * num_edges * case.heads * per_edge
 
     def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
         """Why it is not run here, [] when it is."""
-        needed = self.predicted_bytes(case, graph, training)
+        needed = self.predicted_bytes(case, graph.num_edges, training)
         return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
 
     def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:

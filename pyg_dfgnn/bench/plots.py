@@ -16,7 +16,7 @@ from pyg_dfgnn.bench.results import Rows, Table
 from pyg_dfgnn.bench.tables import KINDS, in_order, label, milliseconds, size, speedups, timed
 from pyg_dfgnn.bench.targets import CHOICE_LOSS, HEADS_RATIO, peers
 
-ALIASES = {"fig15": "fig9"}
+ALIASES = {"fig15": "fig9", "heads": "peers"}
 """Experiments that draw the rows of another."""
 
 Series = Mapping[str, Mapping[str, float]]
@@ -283,7 +283,7 @@ def page(folder: Path) -> str:
         rows = results[ALIASES.get(name, name)]
         parts.append(f"## {name}")
         parts += [f"![{path.stem}]({path.name})" for path in draw(name, rows, folder)]
-        parts.append("The rows of fig9." if name in ALIASES else tables.of(name, rows))
+        parts.append(tables.of(name, rows))
     return "\n\n".join(parts) + "\n"
 
 

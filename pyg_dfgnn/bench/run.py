@@ -19,7 +19,7 @@ from torch import Tensor
 from pyg_dfgnn.bench import isolated, plots, tables
 from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS
 from pyg_dfgnn.bench.cases.attention import LAYERS, AttentionCase, Inputs, forward_backward
-from pyg_dfgnn.bench.experiment import Experiment, Job, expected_s
+from pyg_dfgnn.bench.experiment import FLUSHED_BELOW_BYTES, Experiment, Job, expected_s
 from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
 from pyg_dfgnn.bench.prepare import (
@@ -40,9 +40,6 @@ from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile
-
-FLUSHED_BELOW_BYTES = 300e6
-"""Graphs with fewer compulsory forward bytes fit the cache: they are also timed flushed and as a replayed graph."""
 
 FIELDS = (
     "experiment graph nodes edges max_degree score layer heads channels dtype implementation schedule direction state "

@@ -19,6 +19,7 @@ from pyg_dfgnn.bench.targets import (
     best_peer,
     verdict,
 )
+from pyg_dfgnn.dispatch.attention import BACKWARD, BY_NAME
 
 NAMES = ("graph", "score", "heads", "channels", "dtype", "implementation", "schedule", "direction", "state")
 KINDS = {"batch": TABLE_1[:6], "full": TABLE_1[6:], "all": TABLE_1}
@@ -222,16 +223,25 @@ def heads_table(rows: Rows) -> str:
 class Choice:
     """What `auto` takes on one case, and what it loses, forward or backward; times are those of each pass alone.
 
-    A backward pair is any pass over targets with any pass over sources, except that smmf and pmf go with themselves.
+    `own_ms` is what the passes took when `auto` itself ran; the loss compares the times of the schedules it takes, so
+    that the same kernels timed twice are no loss. A backward pair is any pass over targets with any pass over sources,
+    except that schedules which hand over from one to the other go with themselves.
     """
 
-    def __init__(self, walks: tuple[str, ...], times: Mapping[tuple[str, str], float], taken: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        walks: tuple[str, ...],
+        times: Mapping[tuple[str, str], float],
+        taken: tuple[str, ...],
+        own_ms: float | None,
+    ) -> None:
+        self.own_ms = own_ms
         schedules = list(dict.fromkeys(schedule for schedule, _ in times))
         self.totals = {
             team: sum(times[schedule, walk] for schedule, walk in zip(team, walks, strict=True))
             for team in product(schedules, repeat=len(walks))
             if all((schedule, walk) in times for schedule, walk in zip(team, walks, strict=True))
-            and (len(set(team)) == 1 or not {"smmf", "pmf"} & set(team))
+            and (len(set(team)) == 1 or not any(BY_NAME[schedule].hands_over for schedule in team))
         }
         self.taken = taken
         self.best = min(self.totals, key=lambda team: self.totals[team], default=None)
@@ -244,9 +254,6 @@ class Choice:
         return self.totals[self.taken] / self.totals[self.best] - 1.0
 
 
-BACKWARD = ("targets", "sources")
-
-
 def choices(rows: Rows) -> dict[tuple[str, str, str, str, str], Choice]:
     """(graph, layer, size, dtype, 'forward' or 'backward') -> what was chosen among what."""
     shown = timed(rows)
@@ -255,13 +262,15 @@ def choices(rows: Rows) -> dict[tuple[str, str, str, str, str], Choice]:
         mine = [row for row in shown if row["graph"] == graph]
         for case in dict.fromkeys((row["layer"], size(row), row["dtype"]) for row in mine):
             measured = [row for row in mine if (row["layer"], size(row), row["dtype"]) == case]
-            auto = next((row for row in measured if row["schedule"] == "auto"), None)
-            if auto is None:
+            own = {row["direction"]: row for row in measured if row["schedule"] == "auto"}
+            if not own:
                 continue
+            auto = next(iter(own.values()))
             times = {(r["schedule"], r["direction"]): milliseconds(r) for r in measured if r["schedule"] != "auto"}
             for direction, walks in (("forward", ("forward",)), ("backward", BACKWARD)):
                 taken = tuple(auto[f"{walk}_schedule"] for walk in walks)
-                chosen = Choice(walks, times, taken)
+                own_ms = sum(milliseconds(own[walk]) for walk in walks) if own.keys() >= set(walks) else None
+                chosen = Choice(walks, times, taken, own_ms)
                 if chosen.totals:
                     found[graph, case[0], case[1], case[2], direction] = chosen
     return found
@@ -278,12 +287,13 @@ def choice_table(rows: Rows) -> str:
         homogeneous = {team[0]: total for team, total in choice.totals.items() if len(set(team)) == 1}
         times = ", ".join(f"{name} {total:.4g}" for name, total in homogeneous.items())
         names = ["/".join(dict.fromkeys(team)) if team else "" for team in (choice.taken, best)]
-        body.append([*key, *names, shown, times])
+        own_ms = "" if choice.own_ms is None else f"{choice.own_ms:.4g}"
+        body.append([*key, *names, shown, own_ms, times])
     losses = [choice.loss for choice in found.values() if choice.loss is not None]
     over = sum(loss > CHOICE_LOSS for loss in losses)
     limit = f"{100 * CHOICE_LOSS:.0f} %"
     head = f"{len(losses)} choices, {over} lose more than {limit}, {len(found) - len(losses)} not measured"
-    header = ["graph", "layer", "size", "dtype", "pass", "auto takes", "fastest", "loss", "ms by schedule"]
+    header = ["graph", "layer", "size", "dtype", "pass", "auto takes", "fastest", "loss", "auto ms", "ms by schedule"]
     return f"{head}\n\n{markdown(header, body)}"
 
 
