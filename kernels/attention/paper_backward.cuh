@@ -19,40 +19,30 @@ __device__ __forceinline__ void score_edges_backward(const Edges& edges, const S
                                                      const storage_t* grad_out, const Span& span, const Lanes& l,
                                                      const Values& logits, const Values& grads) {
     const Part weights = load_parameter(in, l);
+    OwnRow own;
     Step next;
     if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
     for (int first = span.begin; first < span.end; first += STEP_EDGES) {
         const Step now = next;
         const Neighbours neighbours = load_neighbours(in, now, l);
-        Packed outs[UNROLL];
-#if HAS_TARGET_VECTOR
-        Packed targets[UNROLL];
-        HeadValues scalars[UNROLL];
-#endif
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            outs[u] = load_packed(at_lane(grad_out, l), now.row[u], l);
-#if HAS_TARGET_VECTOR
-            targets[u] = load_packed(at_lane(in.target, l), now.row[u], l);
-            scalars[u] = load_scalars(in.target_scalars, now.row[u], l);
-#endif
-        }
         next = load_step<true>(edges, span, l, first + STEP_EDGES);
 
+        HeadValues scalars[UNROLL];
         Products products;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part out = widen(outs[u]), content = neighbours.content(u);
+            own.move_to(in, grad_out, now.row[u], l);
+            scalars[u] = own.scalars;
+            const Part grad = widen(own.grad), content = neighbours.content(u);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) products.value[u][h] = part_dot(grad, content, h);
 #if HAS_TARGET_VECTOR
-            const Part own = widen(targets[u]), other = neighbours.scored(u);
-#endif
+            const Part target = widen(own.target), other = neighbours.scored(u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
-#if HAS_TARGET_VECTOR
-                products.score[u][h] = score_product(own, other, weights, in.slope, h);
-#endif
-                products.value[u][h] = part_dot(out, content, h);
+                products.score[u][h] = score_product(target, other, weights, in.slope, h);
             }
+#endif
         }
         reduce_products(products);
 #pragma unroll

@@ -116,6 +116,21 @@ __device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, 
 
 #include "attention/gather.cuh"
 
+// What a warp that walks over edges knows of their target, read again where the row changes.
+struct OwnRow {
+    int row = -1;
+    Packed target, grad;
+    HeadValues scalars;
+
+    __device__ __forceinline__ void move_to(const ScoreInputs& in, const storage_t* grad_out, int to, const Lanes& l) {
+        if (to == row) return;
+        row = to;
+        if (HAS_TARGET_VECTOR) target = load_packed(at_lane(in.target, l), row, l);
+        if (grad_out != nullptr) grad = load_packed(at_lane(grad_out, l), row, l);
+        scalars = load_scalars(in.target_scalars, row, l);
+    }
+};
+
 // The terms of the add score of an edge, for one head of the group.
 __device__ __forceinline__ float add_pre_activation(const Edges& edges, const ScoreInputs& in, int row, int position,
                                                     int head) {

@@ -21,26 +21,23 @@ __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInput
     }
 #else
     const Part weights = load_parameter(in, l);
+    OwnRow own;
     Step next;
     if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
     for (int first = span.begin; first < span.end; first += STEP_EDGES) {
         const Step now = next;
         const Neighbours neighbours = load_neighbours(in, now, l);
-        Packed targets[UNROLL];
-        HeadValues scalars[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            targets[u] = load_packed(at_lane(in.target, l), now.row[u], l);
-            scalars[u] = load_scalars(in.target_scalars, now.row[u], l);
-        }
         next = load_step<true>(edges, span, l, first + STEP_EDGES);
 
+        HeadValues scalars[UNROLL];
         float product[UNROLL][LANE_HEADS];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part own = widen(targets[u]), other = neighbours.scored(u);
+            own.move_to(in, nullptr, now.row[u], l);
+            scalars[u] = own.scalars;
+            const Part target = widen(own.target), other = neighbours.scored(u);
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, weights, in.slope, h);
+            for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(target, other, weights, in.slope, h);
         }
         head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #pragma unroll

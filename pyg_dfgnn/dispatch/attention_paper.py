@@ -93,8 +93,9 @@ def _resident_warps(problem: AttentionProblem, walk: str, lanes: Mapping[str, in
         return 0
     if walk == "forward":
         return 32
-    # Two products of several heads at once are too much for 80 registers.
-    return 20 if walk == "targets" and problem.score == "dot" and lanes["HEAD_SLOTS"] > 1 else 24
+    # 80 registers do not hold two products of 16-bit rows, or of several heads at once.
+    is_large = problem.dtype.itemsize == 2 or (problem.score == "dot" and lanes["HEAD_SLOTS"] > 1)
+    return 20 if walk == "targets" and is_large else 24
 
 
 def _score_planes(problem: AttentionProblem, walk: str) -> int:

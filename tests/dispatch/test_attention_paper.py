@@ -77,17 +77,8 @@ def test_what_does_not_fit_takes_pmf():
 
 def test_blocks_of_rows_decide_not_single_rows():
     """Eight neighbouring rows share a block; eight rows of different blocks do not."""
-    degree = 58112 // 8 + 1
-    together, apart = (
-        Graph.of(
-            torch.stack(
-                [torch.zeros(8 * degree, dtype=torch.long), stride * torch.arange(8).repeat_interleave(degree)]
-            ),
-            1,
-            64,
-        )
-        for stride in (1, 8)
-    )
+    rows = torch.arange(8).repeat_interleave(58112 // 8 + 1)
+    together, apart = (Graph.of(torch.stack([torch.zeros_like(rows), stride * rows]), 1, 64) for stride in (1, 8))
     assert together.csr.max_degree == apart.csr.max_degree
     assert smmf.reasons_against(PROBLEM, "forward", together) and not smmf.reasons_against(PROBLEM, "forward", apart)
 

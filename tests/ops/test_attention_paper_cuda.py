@@ -1,0 +1,141 @@
+"""The schedules `smmf` and `pmf` on a GPU: against float64 and against `rows`, on super nodes, for all ablations."""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.runtime.compiler import precompile
+from pyg_dfgnn.settings import settings
+from tests.ops.problems import DENSE
+from tests.ops.test_attention_cuda import CASES, DEVICE, SETUPS, assert_equal, assert_matches, problem_of, setup_of
+from tests.tolerances import TOLERANCES
+from tests.zoo import Case
+
+pytestmark = pytest.mark.cuda
+
+SCORES = ("dot", "cosine", "add")
+SCHEDULES = ("smmf", "pmf")
+# Two rows of more edges than 48 KiB hold scores for, among light ones.
+SUPER_NODES = Case(
+    "super-nodes",
+    torch.stack(
+        [
+            torch.randint(5000, (64_000,), generator=torch.Generator().manual_seed(0)),
+            torch.cat([torch.full((21_000,), 3), torch.full((13_000,), 900), torch.arange(30_000) % 1000]),
+        ]
+    ),
+    5000,
+    1000,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels():
+    """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
+    specs = {}
+    with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+        for schedule, score, setup, case in product((*SCHEDULES, "rows"), SCORES, SETUPS, [*CASES, DENSE]):
+            with settings(schedule=schedule):
+                setup_of(score, case, *setup).run()
+    precompile(specs, workers=min(16, os.cpu_count() or 1))
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request):
+    with settings(schedule=request.param, fallback="error"):
+        yield request.param
+
+
+@pytest.fixture(params=SCORES)
+def score(request):
+    return request.param
+
+
+def assert_like_rows(problem, actual):
+    """Every result as `rows` has it, up to the rounding of both."""
+    with settings(schedule="rows"):
+        torch.manual_seed(3)
+        expected = problem.run()
+    bound = 2 * TOLERANCES[problem.dtype][0]
+    largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
+    for name, tensor in actual.items():
+        scale = expected[name].norm() if name == "out" else largest
+        difference = (tensor.double() - expected[name].double()).norm()
+        assert difference <= bound * scale, f"{name}: {float(difference / scale):.1e}"
+
+
+@pytest.mark.parametrize("case", [*CASES, DENSE], ids=str)
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"H{s[0]}-C{s[1]}-{s[2]}{'-full' if s[3] else ''}")
+def test_against_float64_and_rows(schedule, score, setup, case):
+    problem = setup_of(score, case, *setup)
+    torch.manual_seed(3)
+    actual = problem.run()
+    torch.manual_seed(3)
+    keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
+    assert_matches(problem, actual, keep)
+    assert_like_rows(problem, actual)
+    torch.manual_seed(3)
+    assert_equal(problem.run(), actual)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_super_nodes(schedule, score, heads):
+    """More than 48 KiB of shared memory, forward and backward, also for several heads."""
+    problem = problem_of(score, SUPER_NODES, heads=heads, channels=16)
+    torch.manual_seed(3)
+    actual = problem.run()
+    assert_like_rows(problem, actual)
+
+
+def test_shared_memory_of_several_graphs():
+    """A graph that needs less shared memory takes none away from one that needs more."""
+    with settings(schedule="smmf", fallback="error"):
+        large, small = (problem_of("dot", case, heads=1, channels=32) for case in (SUPER_NODES, CASES[-1]))
+        medium = Case("medium", torch.stack([torch.arange(13_000) % 50, torch.zeros(13_000, dtype=torch.long)]), 50, 9)
+        first = large.run()
+        small.run()
+        problem_of("dot", medium, heads=1, channels=32).run()
+        assert_equal(large.run(), first)
+
+
+def test_a_hub_beyond_shared_memory():
+    """A block with more scores than shared memory holds is refused by name, and the paper's rule takes `pmf`."""
+    edges = torch.stack([torch.arange(80_000) % 50, torch.zeros(80_000, dtype=torch.long)])
+    problem = problem_of("dot", Case("hub", edges, 50, 9), heads=1, channels=8)
+    with settings(schedule="smmf", fallback="error"), pytest.raises(UnsupportedError, match="bytes of shared memory"):
+        problem.run()
+    with settings(schedule="paper"):
+        actual = problem.run()
+    assert_like_rows(problem, actual)
+
+
+@pytest.mark.parametrize("name", list(ABLATIONS))
+def test_ablations(name, score):
+    problem = problem_of(score, DENSE, heads=8, channels=16)
+    with settings(schedule=name, fallback="error"):
+        assert_matches(problem, problem.run())
+
+
+def test_capture(schedule, score):
+    """A captured call replays with new inputs."""
+    problem = problem_of(score, SUPER_NODES, heads=2, channels=16)
+    graph = Graph.of(problem.edge_index, 5000, 1000)
+    tensors = {name: tensor.clone() for name, tensor in problem.inputs.items()}
+    call = getattr(ops, f"{score}_attention")
+    with torch.no_grad():
+        call(graph, **tensors)
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            out = call(graph, **tensors)
+        for tensor in tensors.values():
+            tensor.mul_(0.5)
+        captured.replay()
+        assert torch.equal(out, call(graph, **tensors))
