@@ -1,4 +1,4 @@
-"""What is timed side by side: the fused op, PyG, the same under torch.compile, unfused cuSPARSE, FlexAttention.
+"""What is timed side by side: the fused op, PyG, the same under torch.compile, unfused cuSPARSE, FlexAttention, DGL.
 
 All take the same projected tensors, so that no linear layer is timed, and the same edges, without added self-loops.
 """
@@ -6,6 +6,7 @@ All take the same projected tensors, so that no linear layer is timed, and the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -345,6 +346,53 @@ class Flex(Implementation):
         return forward
 
 
+class Dgl(Implementation):
+    """DGL's sparse operators: edge scores, edge softmax, weighted sum. Only where the package is installed."""
+
+    name = "dgl"
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        return {"gatv2": 4.0 if training else 2.0}.get(case.score, 0.0)
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 6.0 if training else 3.0
+
+    def reasons(self, case: AttentionCase, graph: BenchGraph, training: bool, memory_bytes: float) -> list[str]:
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if find_spec("dgl") is None:
+            reasons.append("DGL is not installed")
+        if graph.num_src != graph.num_dst:
+            reasons.append("sources and targets are different nodes")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
+        import dgl
+        from dgl.nn.functional import edge_softmax
+
+        edges = dgl.graph(tuple(graph.edge_index), num_nodes=graph.num_src)
+        edges.create_formats_()
+
+        def forward() -> Tensor:
+            if case.score == "dot":
+                value = inputs["value"]
+                logit = dgl.ops.u_dot_v(edges, inputs["key"], inputs["query"] * case.channels**-0.5)
+            elif case.score == "cosine":
+                value = inputs["x_src"]
+                unit = F.normalize(value, dim=-1)
+                logit = inputs["beta"] * dgl.ops.u_dot_v(edges, unit, unit)
+            elif case.score == "add":
+                value = inputs["value"]
+                alpha = (inputs[name][..., None] for name in ("alpha_src", "alpha_dst"))
+                logit = F.leaky_relu(dgl.ops.u_add_v(edges, *alpha), NEGATIVE_SLOPE)
+            else:
+                value = inputs["x_src"]
+                hidden = F.leaky_relu(dgl.ops.u_add_v(edges, value, inputs["x_dst"]), NEGATIVE_SLOPE)
+                logit = (hidden * inputs["att"]).sum(-1, keepdim=True)
+            return dgl.ops.u_mul_e_sum(edges, value, edge_softmax(edges, logit))
+
+        return forward
+
+
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG, Flex)
+    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG, Flex, Dgl)
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """Timing: configs compose, the gate comes first, what cannot run is listed, runs resume, figures follow from files."""
 
 import csv
+import re
+import shlex
 import shutil
 
 import pytest
@@ -9,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench import isolated, overhead, plots, run, tables
-from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS, CompiledPyG, Flex, Fused, Implementation, PyG, Unfused
+from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS, CompiledPyG, Dgl, Flex, Fused, Implementation, PyG, Unfused
 from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase, forward_backward
 from pyg_dfgnn.bench.experiment import Experiment, expected_s
 from pyg_dfgnn.bench.graphs import TABLE_1, BenchGraph, benchmark_graph
@@ -61,6 +63,22 @@ def test_the_figures_of_the_paper_are_all_there():
     assert composed("experiment=fig15")["file"] == "fig9"
 
 
+@pytest.mark.parametrize("file", ["README.md", "results/README.md"])
+def test_commands_that_are_written_down_compose(file):
+    text = (CONFIGS.parents[1] / file).read_text()
+    commands = re.findall(r"python -m pyg_dfgnn\.bench ([^`#\n]*)", text)
+    assert commands
+    for command in commands:
+        overrides = [word.split(",")[0] if "[" not in word else word for word in shlex.split(command) if word != "-m"]
+        Experiment.of(composed(*(word for word in overrides if "<" not in word)))
+
+
+def test_the_results_page_lists_every_experiment():
+    text = (CONFIGS.parents[1] / "results" / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert dict(listed) == {name: composed(f"experiment={name}")["file"] for name in EXPERIMENTS if name != "isolated"}
+
+
 def test_fused_runs_under_each_schedule_and_baselines_once():
     experiment = Experiment.of(composed("experiment=fig9", "schedules=[auto,rows]", "dtypes=[float32,bfloat16]"))
     jobs = [(job.implementation, job.schedule, job.dtype) for job in experiment.jobs("pattern_like")]
@@ -108,7 +126,9 @@ def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys)
         assert png.stem == name and png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("implementation", [Fused(), PyG(), Unfused(), CompiledPyG("eager")], ids=lambda i: i.name)
+@pytest.mark.parametrize(
+    "implementation", [Fused(), PyG(), Unfused(), CompiledPyG("eager"), Dgl()], ids=lambda i: i.name
+)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("score", SCORES)
 def test_implementations_agree_with_float64(implementation, heads, score):
