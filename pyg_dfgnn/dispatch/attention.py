@@ -32,6 +32,7 @@ __all__ = [
     "options",
     "plan",
     "unsupported_reasons",
+    "with_tangent",
 ]
 
 MAX_CHANNELS = 512
@@ -279,6 +280,14 @@ def _report(option: Option, walk: str, fallback: str) -> None:
         _logger.warning("%s cannot run here, 'rows' takes its place: %s", what, "; ".join(option.reasons))
 
 
+def with_tangent(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> AttentionProblem:
+    """The problem that ``walks`` see: in backward, with what the forward pass has left."""
+    if walks != BACKWARD or not attention_rows.has_tangent(problem.score, problem.edge):
+        return problem
+    (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
+    return replace(problem, tangent=forward.chosen.schedule == "rows")
+
+
 def choose(
     problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings, explain: bool = False
 ) -> tuple[Choice, ...]:
@@ -294,6 +303,7 @@ def choose(
     Raises:
         UnsupportedError: The schedule asked for cannot run, and the settings ask for an error then.
     """
+    problem = with_tangent(problem, graph, walks, settings)
     name, reason = _asked_for(problem, graph, walks, settings)
     if name is None:
         found = options(problem, graph, walks, settings)

@@ -24,6 +24,8 @@ class AttentionProblem:
         dropout: Whether attention weights are dropped.
         needs_grad: Whether a backward pass may follow.
         tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
+        tangent: Whether the forward pass has left the derivative of the output in the target scalars, which spares the
+            pass over targets of `rows` its gathers.
     """
 
     score: str
@@ -35,6 +37,7 @@ class AttentionProblem:
     dropout: bool
     needs_grad: bool
     tf32: bool = False
+    tangent: bool = False
 
     @property
     def row_bytes(self) -> int:

@@ -197,15 +197,72 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     return RowsPass(constants, _max_edges(rows.num_edges), blocks)
 
 
+# Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.
+_WORK = {
+    "forward": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 4},
+    "targets": {"dot": 3, "cosine": 3, "add": 2, "gatv2": 6},
+    "sources": {"dot": 4, "cosine": 4, "add": 2, "gatv2": 6},
+}
+_SUMS = {
+    "forward": {"dot": 1, "cosine": 1, "add": 0, "gatv2": 1},
+    "targets": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+}
+
+STEP, LOAD, CONVERT, MULTIPLY_ADD, SHUFFLE = 11.0, 6.0, 2.0, 2.6, 1.3
+"""Warp instructions of a step over an edge: for itself, and for what it does how often."""
+ROW = {"forward": 450.0, "targets": 670.0, "sources": 670.0}
+"""Warp instructions around the steps of a row."""
+STEP_S = 0.43e-6
+"""Time from one step of a row to the next, which depends on it."""
+
+
+def _issued(walk: str, problem: AttentionProblem, rows: Adjacency, chosen: RowsPass) -> float:
+    """Warp instructions of a pass."""
+    c = chosen.constants
+    gathers, heads = _GATHERS[walk][problem.score], c["LANE_HEADS"]
+    elements = heads * c["LANE_VECS"] * c["VEC"]
+    converted = elements * gathers if problem.dtype.itemsize == 2 else 0
+    step = (
+        STEP
+        + LOAD * gathers * heads * c["LANE_VECS"]
+        + CONVERT * converted
+        + MULTIPLY_ADD * elements * _WORK[walk][problem.score]
+        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * _SUMS[walk][problem.score]
+    )
+    groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
+    steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])
+    return groups * (steps * step + chosen.blocks * rows.num_rows / c["WARP_ROWS"] * ROW[walk])
+
+
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:
-    """Estimated time of the pass: bytes of the gathers and of the node tensors, and the launches."""
+    """Estimated time of the pass.
+
+    Each tensor of the nodes travels once, each gathered row comes from the last-level cache, each step is issued, and
+    the longest row takes its steps in turn. Gathers among the few nodes of a small segment stay within a multiprocessor
+    and count as instructions alone. With the tangent at hand the pass over targets reads nodes only.
+    """
     rows, num_columns = _side(walk, graph)
+    if walk == "targets" and problem.tangent:
+        read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
+        return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
     gathers = _GATHERS[walk][problem.score]
     moved = (rows.num_rows * (gathers + 1) + num_columns * gathers) * problem.row_bytes + 4 * rows.num_edges
-    gathered = rows.num_edges * gathers * problem.row_bytes
+    # The state of all rows, written and read between sweeps.
+    carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
+    longest = graph.max_segment
+    is_near = longest is not None and gathers * longest * problem.row_bytes <= gpu.shared_bytes
+    gathered = 0 if is_near else rows.num_edges * gathers * problem.row_bytes
+    c = chosen.constants
+    chain = -(-min(rows.max_degree, chosen.max_edges) // (c["UNROLL"] * c["EDGE_SLOTS"]))
     return Cost(
-        {"memory": moved / gpu.memory_bytes_per_s, "gathers": gathered / gpu.cache_bytes_per_s},
-        {"launch": chosen.blocks * gpu.launch_s},
+        {
+            "memory": (moved + carried) / gpu.memory_bytes_per_s,
+            "gathers": gathered / gpu.cache_bytes_per_s,
+            "instructions": _issued(walk, problem, rows, chosen) / gpu.instructions_per_s,
+            "longest row": chain * STEP_S,
+        },
+        {"launches": chosen.blocks * gpu.launch_s},
     )
 
 

@@ -101,6 +101,7 @@ def key_of(
         "channels": problem.channels,
         "dtype": str(problem.dtype),
         "tf32": problem.tf32,
+        "tangent": problem.tangent,
         "edge": problem.edge,
         "dropout": problem.dropout,
         "sizes": [_octave(size) for size in (graph.num_src, graph.num_dst, graph.num_edges)],

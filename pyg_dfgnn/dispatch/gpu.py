@@ -41,10 +41,10 @@ H200 = Gpu(
     name="NVIDIA H200",
     multiprocessors=132,
     memory_bytes_per_s=4.26e12,
-    cache_bytes_per_s=7.5e12,
+    cache_bytes_per_s=7.8e12,
     cache_bytes=60 << 20,
     shared_bytes=227 << 10,
-    instructions_per_s=132 * 4 * 1.7e9,
+    instructions_per_s=132 * 4 * 1.755e9,
     tensor_flops=400e12,
     launch_s=2.5e-6,
 )

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch import attention_rows, autotune
-from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, Option, Pass, choose, options
+from pyg_dfgnn.dispatch.attention import (
+    BACKWARD,
+    FORWARD,
+    AttentionProblem,
+    Option,
+    Pass,
+    choose,
+    options,
+    with_tangent,
+)
 from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.graph import Graph
@@ -65,6 +74,8 @@ class Walk(Protocol):
     :func:`run_forward` and :func:`run_backward`, and all results are written whole, rows without edges as zeros.
     """
 
+    chosen: Any
+    """What it runs."""
     parameter_blocks: int
     """Rows that the pass over targets writes of `parameter_sums`."""
 
@@ -268,6 +279,7 @@ def run_backward(
     """
     problem, device = kernels.problem, kernels.problem.device
     score, heads, channels = problem.score, problem.heads, problem.channels
+    targets: Any
     targets, sources = kernels.backward(graph)
     ready = _aligned_all(inputs)
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
@@ -284,11 +296,8 @@ def run_backward(
     grad_beta = scalars(graph.num_dst) if score == "cosine" else None
     parameter_sums = rows(targets.parameter_blocks, torch.float32) if score == "gatv2" else None
     state = None
-    # A pass over sources of another schedule may need what its pass over targets hands over.
-    if tangent is not None and tangent.numel() and isinstance(sources, RowsWalk):
-        path = "attention/backward_nodes.cu"
-        nodes = node_kernel(path, "attention_backward_nodes", heads, channels, problem.dtype)
-        nodes(graph.num_dst, device, out, aligned(tangent), softmax, grad_out, records, grad_target)
+    if tangent is not None and tangent.numel() and targets.chosen.schedule == "rows":
+        targets.nodes(out, aligned(tangent), softmax, grad_out, records, grad_target)
     else:
         state = targets.targets(
             ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
@@ -378,7 +387,8 @@ def measure(
                 out = torch.zeros(shape, dtype=torch.float32, device=problem.device)
                 softmax = torch.zeros((*shape[:2], 2), dtype=torch.float32, device=problem.device)
                 grad_out = torch.ones(shape, dtype=problem.dtype, device=problem.device)
-                run_backward(trial, graph, inputs, out, softmax, grad_out, same, problem.edge)
+                tangent = out if problem.tangent else None
+                run_backward(trial, graph, inputs, out, softmax, grad_out, same, problem.edge, tangent)
         except torch.OutOfMemoryError as error:
             _logger.warning("schedule %r is left out of a choice by autotune: %s", name, error)
         for walk, option, result in zip(walks, team, timed, strict=True):
@@ -389,6 +399,7 @@ def measure(
 
 def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> None:
     """Time every candidate that can run ``walks``, unless that is remembered or impossible now."""
+    problem = with_tangent(problem, graph, walks, settings)
     found = options(problem, graph, walks, settings)
     key = autotune.key_of(problem, graph, walks, found)
     if key is None or autotune.recall(key) is not None or not tuning.can_time(graph.device):

@@ -98,6 +98,26 @@ class RowsWalk:
             (grad_target, grad_beta),
         )
 
+    def nodes(
+        self,
+        out: Tensor,
+        tangent: Tensor,
+        softmax: Tensor,
+        grad_out: Tensor,
+        records: Tensor,
+        grad_target: Tensor,
+    ) -> None:
+        """Write the results of the pass over targets from the tangent [N_dst, H, C] of the forward pass: no edges."""
+        constants = self.chosen.constants
+        run = node_kernel(
+            "attention/backward_nodes.cu",
+            "attention_backward_nodes",
+            constants["HEADS"],
+            constants["CHANNELS"],
+            grad_out.dtype,
+        )
+        run(self.num_rows, self.device, out, tangent, softmax, grad_out, records, grad_target)
+
     def sources(
         self,
         ready: Sequence[Any],

@@ -48,6 +48,7 @@ class Timed:
     def __init__(self, walk: Any, device: torch.device) -> None:
         self._walk = walk
         self._device = device
+        self.chosen = walk.chosen
         self.parameter_blocks: int = walk.parameter_blocks
         self.seconds = math.inf
 
@@ -58,6 +59,10 @@ class Timed:
     def targets(self, *arguments: Any) -> Any:
         """As the walk's."""
         return self._time(self._walk.targets, arguments)
+
+    def nodes(self, *arguments: Any) -> None:
+        """As the walk's."""
+        self._time(self._walk.nodes, arguments)
 
     def sources(self, *arguments: Any) -> None:
         """As the walk's."""

@@ -241,6 +241,20 @@ def test_what_no_version_has():
                 chosen(schedule=name, fallback="error")
 
 
+@pytest.mark.parametrize(("forward", "left"), [("rows", True), ("tiles", False)])
+def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, left):
+    """With an add score the forward pass of `rows` leaves the tangent."""
+    candidates(Fake("rows", 1, 1, 1), Fake("tiles", 2 if forward == "rows" else 0.5, 2, 2))
+    seen = []
+    monkeypatch.setattr(
+        Fake, "plan_pass", lambda self, problem, *_: seen.append(problem.tangent) or FakePass(self.name)
+    )
+    for score, edge in (("add", False), ("add", True), ("dot", False)):
+        seen.clear()
+        choose(replace(PROBLEM, score=score, edge=edge), GRAPH, BACKWARD, current())
+        assert seen[-1] == (left and score == "add" and not edge)
+
+
 # Autotune -------------------------------------------------------------------------------------------------------------
 
 

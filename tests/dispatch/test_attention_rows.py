@@ -202,3 +202,73 @@ def test_passes_of_the_zoo(case, score):
         found = plan_pass(replace(PROBLEM, score=score), walk, graph_of(case))
         assert found.constants["WARP_ROWS"] * found.constants["EDGE_SLOTS"] >= 1 and found.blocks == 1
         assert 256 <= found.max_edges <= 1024
+
+
+# Costs ----------------------------------------------------------------------------------------------------------------
+
+
+class FakeGraph:
+    """What the cost model reads of a square graph."""
+
+    def __init__(self, num_nodes, num_edges, max_degree, max_segment=None):
+        self.num_src = self.num_dst = num_nodes
+        self.num_edges, self.max_segment = num_edges, max_segment
+        self.csr = self.csc = FakeSide(num_nodes, num_edges)
+        self.csr.max_degree = max_degree
+
+
+# Batches of 1024 graphs with 53 and 8 edges per node, a Reddit-like and a proteins-like graph.
+GRAPHS = {
+    "a": FakeGraph(122_039, 6_441_672, 89, 158),
+    "c": FakeGraph(232_965, 115_842_382, 21_937),
+    "d": FakeGraph(132_534, 79_880_426, 8_094),
+    "e": FakeGraph(72_704, 581_632, 8, 71),
+}
+# Milliseconds of the kernels on an H200, one head of 128: forward, backward.
+MEASURED = {
+    ("dot", torch.float32): {"a": (0.396, 1.11), "c": (13.2, 31.8), "d": (8.94, 20.7), "e": (0.069, 0.203)},
+    ("dot", torch.bfloat16): {"a": (0.322, 0.93), "c": (6.75, 21.2), "d": (4.51, 13.1), "e": (0.071, 0.207)},
+    ("add", torch.float32): {"a": (0.295, 0.79), "c": (6.94, 17.4), "d": (4.70, 11.3), "e": (0.050, 0.136)},
+    ("cosine", torch.float32): {"a": (0.376, 1.13), "c": (7.99, 26.5), "d": (5.12, 17.3), "e": (0.059, 0.199)},
+    ("gatv2", torch.float32): {"a": (0.419, 1.47), "c": (8.32, 34.2), "d": (5.38, 21.8), "e": (0.066, 0.232)},
+}
+
+
+def cost_of(problem, walk, graph, device=gpu.H200):
+    return rows.cost(problem, walk, graph, plan_pass(problem, walk, graph), device)
+
+
+@pytest.mark.parametrize(("score", "dtype"), MEASURED, ids=lambda value: str(value).removeprefix("torch."))
+def test_estimates_are_near_what_was_measured(score, dtype):
+    problem = replace(PROBLEM, score=score, dtype=dtype, heads=1, channels=128)
+    for name, times in MEASURED[score, dtype].items():
+        seconds = {walk: cost_of(problem, walk, GRAPHS[name]).seconds for walk in WALKS}
+        ratios = 1e3 * seconds["forward"] / times[0], 1e3 * (seconds["targets"] + seconds["sources"]) / times[1]
+        assert all(1 / 1.35 < ratio < 1.35 for ratio in ratios), (name, ratios)
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_what_a_cost_grows_with(walk):
+    problem = replace(PROBLEM, heads=1, channels=128)
+    dense = cost_of(problem, walk, GRAPHS["c"])
+    assert cost_of(problem, walk, GRAPHS["c"], replace(gpu.H200, cache_bytes_per_s=1e12)).seconds > 4 * dense.seconds
+    near, far = (cost_of(problem, walk, FakeGraph(122_039, 6_441_672, 89, longest)) for longest in (158, 5000))
+    assert near.overlapped["gathers"] == 0 < far.overlapped["gathers"] and near.seconds < far.seconds
+    light, heavy = (cost_of(problem, walk, FakeGraph(2708, 10_880, degree)) for degree in (4, 2000))
+    assert heavy.seconds > 3 * light.seconds and max(heavy.overlapped, key=heavy.overlapped.get) == "longest row"
+    swept = plan_pass(problem, walk, GRAPHS["c"])
+    assert swept.blocks > 1 and dense.added["launches"] == pytest.approx(swept.blocks * gpu.H200.launch_s)
+
+
+def test_the_tangent_spares_the_gathers_of_the_targets():
+    problem = replace(PROBLEM, score="add", heads=1, channels=128)
+    for graph in GRAPHS.values():
+        without, at_hand = (cost_of(replace(problem, tangent=left), "targets", graph) for left in (False, True))
+        assert at_hand.seconds < 0.8 * without.seconds
+        assert cost_of(problem, "sources", graph) == cost_of(replace(problem, tangent=True), "sources", graph)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_every_graph_has_a_cost(case, score):
+    problem = replace(PROBLEM, score=score)
+    assert all(0 < cost_of(problem, walk, graph_of(case)).seconds < 1e-3 for walk in WALKS)
