@@ -55,10 +55,11 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
         both()
     rows = []
     for spec, entry, grid, block, arguments, shared_bytes in launches[:forward_kernels]:
-        if entry == "attention_forward":
+        if "forward" in spec.path:
             kernel, device = launcher.Kernel(spec, entry), graph.bench.device
             launch = partial(launcher.launch, kernel, grid, block, launcher.addresses(arguments), device, shared_bytes)
             rows.append(("launch", 1, timer.host_us(launch, repetitions)))
+            break
     rows.append(("fwd", forward_kernels, timer.host_us(forward, repetitions)))
     rows.append(("fwd+bwd", len(launches) - forward_kernels, timer.host_us(both, repetitions)))
     base = {"layer": LAYERS[case.score], "heads": case.heads, "channels": case.channels, "time": now()}

@@ -70,12 +70,22 @@ TARGETS: dict[Key, dict[str, Target]] = {
 PEAK_MB: dict[tuple[Key, str], float] = {(("dot", 1, 128, "float32", "fwd+bwd"), "c"): 1200.0}
 """Device memory above the inputs and the cached graph."""
 
+EAGER_MS, REPLAY_MS = 0.025, 0.005
+"""A forward of a Cora-sized layer: as the host issues it, and replayed as a CUDA graph."""
 HEADS_RATIO = 1.10
 """8 heads of 16 may take so many times the time of 1 head of 128."""
 CHOICE_LOSS = 0.05
 """What the schedule that is chosen may lose to the fastest."""
 SPEEDUP = {("batch", "fwd"): 5.0, ("full", "fwd"): 3.0, ("all", "fwd+bwd"): 3.0}
 """Geometric means over the data sets, against unfused cuSPARSE calls."""
+
+
+FASTER_IN_PAPER = {
+    **{("GT", graph): "smmf" for graph in ("mnist_like", "cifar10_like")},
+    **{("GT", graph): "pmf" for graph in ("reddit_like", "proteins_like")},
+    **{("GAT", graph): "smmf" for graph in ("mnist_like", "cifar10_like", "reddit_like", "proteins_like")},
+}
+"""Which fusion is faster forward with one head. Source: DF-GNN, figure 12."""
 
 
 @dataclass(frozen=True)

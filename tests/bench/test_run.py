@@ -21,6 +21,7 @@ from pyg_dfgnn.bench.targets import TARGETS, best_peer, peers, verdict
 from pyg_dfgnn.bench.timing import Pace, Timer, Timing
 from pyg_dfgnn.bench.traffic import compulsory_bytes, gathered_bytes
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
 
 CPU = torch.device("cpu")
@@ -356,6 +357,31 @@ def test_heads_and_ablation():
     assert "| a | 2 ms, 1.000x | 1.6 ms, 1.250x |" in tables.ablation_table(steps)
 
 
+def test_eager_and_replayed_forward_of_a_small_graph():
+    rows = [
+        timed_row(graph="b", median_ms="0.02", host_us="30"),
+        timed_row(graph="b", state="replay", median_ms="0.004"),
+    ]
+    table = tables.targets_table(rows)
+    assert "eager | b | 0.03 ms | 0.025 | 0.025 |  | missed by 1.20x | missed by 1.20x |  |" in table
+    assert "replay | b | 0.004 ms | 0.005 | 0.005 |  | reached | reached |  |" in table
+
+
+def test_baselines_that_are_faster_are_listed():
+    rows = [timed_row(median_ms="2"), timed_row(median_ms="1", implementation="flex", schedule="")]
+    assert "| a | GT | H=1 d=128 | fwd | flex | 2.00x |" in tables.slower_table(rows)
+    assert tables.slower_table(rows[:1]) == "Nowhere."
+
+
+def test_the_faster_fusion_is_compared_with_the_paper():
+    times = {("mnist_like", "smmf"): 1, ("mnist_like", "pmf"): 2, ("reddit_like", "smmf"): 3, ("reddit_like", "pmf"): 4}
+    rows = [timed_row(graph=graph, schedule=name, median_ms=str(ms)) for (graph, name), ms in times.items()]
+    table = tables.rivals_table(rows)
+    assert (
+        "| mnist_like | 1 | 2 | smmf | smmf: same |" in table and "| reddit_like | 3 | 4 | smmf | pmf: other |" in table
+    )
+
+
 def choice_rows():
     times = {
         "rows": (1.0, 2.0, 3.0),
@@ -461,6 +487,7 @@ def test_overhead_counts_and_repeats_launches(monkeypatch):
     from pyg_dfgnn.runtime import launcher
 
     monkeypatch.setattr(dispatch, "fused_device_types", {"cpu"})
+    settings(schedule="rows")
     graph = Prepared.of(benchmark_graph("b", "cpu", small=True))
     launched = []
     with launcher.override(lambda spec, entry, *rest: launched.append(entry)):
