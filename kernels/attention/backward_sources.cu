@@ -110,11 +110,12 @@ struct Targets {
 
 __device__ __forceinline__ void load_record(const float* records, int row, const Lanes& l, RowSoftmax& softmax,
                                             HeadValues& delta) {
+    const float4* lane_records = opaque(reinterpret_cast<const float4*>(records) + l.first_head);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
         float4 record = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (has_head(l, h)) {
-            record = __ldg(reinterpret_cast<const float4*>(records) + (u64)(u32)row * HEADS + head_of(l, h));
+            record = __ldg(lane_records + (u64)(u32)row * HEADS + h * HEAD_SLOTS);
         }
         softmax.max[h] = record.x;
         softmax.inverse[h] = record.y;

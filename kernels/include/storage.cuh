@@ -101,8 +101,20 @@ struct Part {
     float x[LANE_HEADS][LANE_ELEMS];
 };
 
-// Tensors [rows, HEADS, CHANNELS] are addressed from a lane's own offset, so that a row costs one multiply-add.
-__device__ __forceinline__ const storage_t* at_lane(const storage_t* base, const Lanes& l) { return base + l.offset; }
+// Hides where a pointer comes from, so that it stays in registers as it is: a row is then addressed by one multiply-add,
+// where the compiler would else add up base, offset and row anew for each edge.
+template <class T>
+__device__ __forceinline__ const T* opaque(const T* pointer) {
+#ifndef PYG_DFGNN_EMULATOR
+    asm("" : "+l"(pointer));
+#endif
+    return pointer;
+}
+
+// Tensors [rows, HEADS, CHANNELS] are addressed from a lane's own offset.
+__device__ __forceinline__ const storage_t* at_lane(const storage_t* base, const Lanes& l) {
+    return opaque(base + l.offset);
+}
 
 __device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int row, const Lanes& l) {
     Packed p;
@@ -209,11 +221,13 @@ struct HeadValues {
     float x[LANE_HEADS];
 };
 
-__device__ __forceinline__ const float* at_head(const float* base, const Lanes& l) { return base + l.first_head; }
+__device__ __forceinline__ const float* at_head(const float* base, const Lanes& l) {
+    return opaque(base + l.first_head);
+}
 
 __device__ __forceinline__ HeadValues load_heads_at(const float* head_base, i64 row, const Lanes& l) {
     HeadValues values;
-    const float* address = head_base + (u64)row * HEADS;
+    const float* address = head_base + (u64)(u32)row * HEADS;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = has_head(l, h) ? __ldg(address + h * HEAD_SLOTS) : 0.0f;
     return values;
