@@ -1,7 +1,7 @@
 // The steps of DF-GNN's backward pass over targets (appendix B): SDDMM, softmax backward, SpMM.
 //
-//   scores     logits S and dP_ij = <dO_i, v_j>, edge parallel. S is computed anew and P follows from the maximum and the
-//              inverse sum of the row, so that the forward pass leaves nothing per edge
+//   scores     logits S and dP_ij = <dO_i, v_j>, edge parallel. S is computed anew and P follows from the maximum and
+//              the inverse sum of the row, so that the forward pass leaves nothing per edge
 //   softmax    P~ = P D and the gradient G of what the score is made of, a warp per row, lanes over edges and heads:
 //              dS = P~ dP - P delta with delta_i = <dO_i, O_i>, which needs no sum over the edges, and
 //                dot     G = scale dS          gradient of <q_i, k_j>
@@ -65,8 +65,8 @@ __device__ __forceinline__ void score_edges_backward(const Edges& edges, const S
     }
 }
 
-// delta = <dO_i, O_i> in a lane over heads. The terms of a row's dS cancel, so delta must not carry the rounding of a 16-bit
-// output: there `out` is the fp32 copy that the forward pass left.
+// delta = <dO_i, O_i> in a lane over heads. The terms of a row's dS cancel, so delta must not carry the rounding of a
+// 16-bit output: there `out` is the fp32 copy that the forward pass left.
 __device__ __forceinline__ float delta_of_row(const void* out, const storage_t* grad_out, i64 row, const Lanes& l) {
 #if STORAGE != 0
     const Part own = load_part_fp32(static_cast<const float*>(out), row, l);
@@ -125,11 +125,11 @@ __device__ __forceinline__ float softmax_row_backward(const Edges& edges, const 
     }
     // Lanes over features read what lanes over edges wrote.
     __syncwarp();
-    return edge_lanes_sum(sum);
+    return row_sum(sum);
 }
 
 #if HAS_TARGET_VECTOR
-// sum_j G_ij k_j (or x_j); every slot ends with the result. Writes the gradients of the edge vectors.
+// sum_j G_ij k_j (or x_j); the first warp of the row gets it. Writes the gradients of the edge vectors.
 template <class Values>
 __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const ScoreInputs& in,
                                                     const storage_t* grad_out, i64 row, const Span& span,
@@ -171,13 +171,13 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
 #endif
         }
     }
-    slot_sum<false>(acc);
+    row_sum(acc);
     return acc;
 }
 #endif
 
-// From g = sum G x of the other ends to beta (g - n^2 <x, g> x), the gradient of x through the norm. Below the clamp of the
-// norm the projection drops out. Returns <x, g>.
+// From g = sum G x of the other ends to beta (g - n^2 <x, g> x), the gradient of x through the norm. Below the clamp of
+// the norm the projection drops out. Returns <x, g>.
 __device__ __forceinline__ HeadValues project_cosine(Part& g, const Part& x, const HeadValues& inverse_norm,
                                                      float beta) {
     const HeadValues along = head_dot(x, g);
@@ -199,9 +199,9 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
                                                     const Scores<HEADS>& grad_state, const void* out,
                                                     const float* softmax, const storage_t* grad_out, float* records,
                                                     void* grad_target, float* grad_beta, void* grad_edge) {
-    const Span span = edges_of_row(edges, row);
+    const Span span = share_of_row(edges, row);
     const float delta = delta_of_row(out, grad_out, row, l);
-    const bool writes = edge_lane() == 0 && has_group_head(group_head());
+    const bool writes = is_first_warp() && edge_lane() == 0 && has_group_head(group_head());
     const i64 place = row * HEADS + first_head() + group_head();
     float2 own = make_float2(0.0f, 0.0f);
     if (has_group_head(group_head())) own = __ldg(reinterpret_cast<const float2*>(softmax) + place);
@@ -212,6 +212,7 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
     if (writes) static_cast<float*>(grad_target)[place] = sum;
 #else
     Part acc = gather_row_backward(edges, in, grad_out, row, span, l, logits, grads, grad_edge);
+    if (!is_first_warp()) return;
 #if SCORE == SCORE_COSINE
     const HeadValues along = project_cosine(acc, load_part(in.target, (int)row, l),
                                             load_scalars(in.target_scalars, (int)row, l), in.parameter[0]);

@@ -1,6 +1,7 @@
 // Edges and lanes of the schedules of DF-GNN (Yu et al., "DF-GNN: Dynamic fusion framework for attention graph neural
-// networks on GPUs", LoG 2024). A warp works either on features, in the lanes of storage.cuh, or on edges: then lane i takes
-// every EDGE_LANES-th edge, for head i % GROUP_HEADS of the block's group. GROUP_HEADS is at most 32 and WARP_ROWS is 1.
+// networks on GPUs", LoG 2024). A warp works either on features, in the lanes of storage.cuh, or on edges: then lane i
+// takes every EDGE_LANES-th edge, for head i % GROUP_HEADS of the block's group. GROUP_HEADS is at most 32.
+// ROW_WARPS warps share a row: 1, or all WARPS of a block.
 #define EDGE_LANES (32 / GROUP_HEADS)
 #define STEP_EDGES (UNROLL * EDGE_SLOTS)
 
@@ -80,16 +81,66 @@ __device__ __forceinline__ float to_heads(const HeadValues& values) {
     return value;
 }
 
-__device__ __forceinline__ float edge_lanes_sum(float value) {
+// The row of a warp and its share of the edges; the first of the warps that share a row writes its results.
+__device__ __forceinline__ i64 row_of_warp() { return ((i64)blockIdx.x * WARPS + threadIdx.x / 32) / ROW_WARPS; }
+
+__device__ __forceinline__ bool is_first_warp() { return threadIdx.x / 32 % ROW_WARPS == 0; }
+
+__device__ __forceinline__ Span share_of_row(const Edges& edges, i64 row) {
+    return share_of(edges_of_row(edges, row), threadIdx.x / 32 % ROW_WARPS, ROW_WARPS);
+}
+
+// Sum or maximum over the warps that share a row, for each lane, in the order of the warps.
+template <bool MAX>
+__device__ __forceinline__ float row_warps_reduce(float value) {
+#if ROW_WARPS > 1
+    __shared__ float values[WARPS][32];
+    __syncthreads();
+    values[threadIdx.x / 32][threadIdx.x & 31] = value;
+    __syncthreads();
+    value = values[0][threadIdx.x & 31];
 #pragma unroll
-    for (int mask = GROUP_HEADS; mask < 32; mask *= 2) value += __shfl_xor_sync(FULL_MASK, value, mask);
+    for (int w = 1; w < WARPS; ++w) {
+        const float other = values[w][threadIdx.x & 31];
+        value = MAX ? fmaxf(value, other) : value + other;
+    }
+#endif
     return value;
 }
 
-__device__ __forceinline__ float edge_lanes_max(float value) {
+// Over all edges of a row, from lanes over edges.
+__device__ __forceinline__ float row_sum(float value) {
+#pragma unroll
+    for (int mask = GROUP_HEADS; mask < 32; mask *= 2) value += __shfl_xor_sync(FULL_MASK, value, mask);
+    return row_warps_reduce<false>(value);
+}
+
+__device__ __forceinline__ float row_max(float value) {
 #pragma unroll
     for (int mask = GROUP_HEADS; mask < 32; mask *= 2) value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, mask));
-    return value;
+    return row_warps_reduce<true>(value);
+}
+
+// Over all edges of a row, from lanes over features: the edge slots, then the warps. The first warp gets the sum.
+__device__ __forceinline__ void row_sum(Part& part) {
+    slot_sum<false>(part);
+#if ROW_WARPS > 1
+    __shared__ float values[WARPS][LANE_HEADS * LANE_ELEMS][32];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < LANE_HEADS * LANE_ELEMS; ++i) {
+        values[threadIdx.x / 32][i][threadIdx.x & 31] = part.x[i / LANE_ELEMS][i % LANE_ELEMS];
+    }
+    __syncthreads();
+    if (!is_first_warp()) return;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) {
+#pragma unroll
+        for (int i = 0; i < LANE_HEADS * LANE_ELEMS; ++i) {
+            part.x[i / LANE_ELEMS][i % LANE_ELEMS] += values[w][i][threadIdx.x & 31];
+        }
+    }
+#endif
 }
 
 // The edges that a lane over features works on in one step. Positions past the end repeat the last edge.

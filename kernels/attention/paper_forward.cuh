@@ -4,9 +4,9 @@
 //   softmax          a warp owns a row, lanes over its edges and heads; exponentials take the place of the logits
 //   gather (SpMM)    a warp owns a row, lanes over features with 16-byte loads; sums stay in registers
 //
-// BALANCED, EDGE_SOFTMAX and VECTOR_GATHER switch the three on, each alone. Without them the warp of a row does its step
-// feature-parallel: scores and gather one edge at a time with scalar loads, the softmax in every lane over all edges, and
-// its exponentials anew in the gather.
+// BALANCED, EDGE_SOFTMAX and VECTOR_GATHER switch the three on, each alone. Without one the warp of a row does the step
+// feature-parallel: scores and gather one edge at a time with scalar loads, the softmax in every lane over all edges,
+// and its exponentials anew in the gather.
 #include "attention/paper_edges.cuh"
 
 // Logits of a share of the edges.
@@ -120,7 +120,7 @@ __device__ __forceinline__ HeadSoftmax softmax_row(const Edges& edges, const Sco
     const int end = has_group_head(head) ? span.end : span.begin;
     float max = negative_infinity(), sum = 0.0f;
     for (int e = span.begin + first; e < end; e += stride) max = fmaxf(max, logits.at(e, head));
-    if (EDGE_SOFTMAX) max = edge_lanes_max(max);
+    if (EDGE_SOFTMAX) max = row_max(max);
     // exp2 differences against -inf stay 0 instead of NaN.
     if (max == negative_infinity()) max = 0.0f;
     for (int e = span.begin + first; e < end; e += stride) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ HeadSoftmax softmax_row(const Edges& edges, const Sco
         sum += weight;
         if (EDGE_SOFTMAX) logits.at(e, head) = weight * edge_dropout(edges, in, e, head);
     }
-    if (EDGE_SOFTMAX) sum = edge_lanes_sum(sum);
+    if (EDGE_SOFTMAX) sum = row_sum(sum);
     // Lanes over features read what lanes over edges wrote.
     __syncwarp();
     return {max, sum == 0.0f ? 0.0f : 1.0f / sum};
@@ -142,7 +142,7 @@ __device__ __forceinline__ float gather_weight(const Edges& edges, const ScoreIn
 }
 
 #if VECTOR_GATHER
-// Sum over a row of weights times values, not yet divided by the sum of the weights; every slot ends with the result.
+// Sum over a row of weights times values, not yet divided by the sum of the weights; the first warp of the row gets it.
 template <class Logits>
 __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
                                            const Logits& logits, const HeadValues& max) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs
             }
         }
     }
-    slot_sum<false>(acc);
+    row_sum(acc);
     return acc;
 }
 #else
@@ -208,9 +208,9 @@ __device__ __forceinline__ void gather_row_scalar(const Edges& edges, const Scor
 template <class Logits>
 __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs& in, i64 row, const Lanes& l,
                                            const Logits& logits, storage_t* out, float* softmax, float* exact) {
-    const Span span = edges_of_row(edges, row);
+    const Span span = share_of_row(edges, row);
     const HeadSoftmax own = softmax_row(edges, in, span, logits);
-    if (edge_lane() == 0 && has_group_head(group_head())) {
+    if (is_first_warp() && edge_lane() == 0 && has_group_head(group_head())) {
         reinterpret_cast<float2*>(softmax)[row * HEADS + first_head() + group_head()] =
             make_float2(own.max, own.inverse);
     }
@@ -222,7 +222,7 @@ __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] *= inverse.x[h];
     }
-    if (l.edge_slot != 0) return;
+    if (!is_first_warp() || l.edge_slot != 0) return;
     store_part(out, (int)row, l, acc);
     if (exact != nullptr) store_part_fp32(exact, row, l, acc);
 #else

@@ -1,6 +1,6 @@
-// Attention backward over sources from the `state` of the pass over targets (see paper_backward.cuh): dV_j = sum_i P~_ij dO_i
-// and dK_j = sum_i G_ij q_i (cosine: x_i), or dr_j = sum_i G_ij for the add score. A warp owns a row of the CSC, lanes over
-// features; `position` tells where in the CSR, and so in the state, an edge is.
+// Attention backward over sources from the `state` of the pass over targets (see paper_backward.cuh):
+// dV_j = sum_i P~_ij dO_i and dK_j = sum_i G_ij q_i (cosine: x_i), or dr_j = sum_i G_ij for the add score. A warp or a
+// block owns a row of the CSC, lanes over features; `position` tells where in the CSR, and so in the state, an edge is.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -31,9 +31,9 @@ attention_paper_sources(const int* ptr, const int* index, const int* position, i
                         const float* state, const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
                         float* grad_source, const storage_t* grad_target) {
     const Lanes l = lane_layout();
-    const i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    const i64 row = row_of_warp();
     if (row >= num_rows) return;
-    const Span span = {__ldg(ptr + row), __ldg(ptr + row + 1)};
+    const Span span = share_of_row({ptr, nullptr, index, nullptr}, row);
     const float* const grad_state = state + num_edges * HEADS;
 
     Part value_sum = zero_part(), score_sum = zero_part();
@@ -78,13 +78,16 @@ attention_paper_sources(const int* ptr, const int* index, const int* position, i
             }
         }
     }
-    slot_sum<false>(value_sum);
+    row_sum(value_sum);
 #if SCORE == SCORE_ADD
     slot_sum(scalar_sum);
-    if (l.edge_slot == 0) store_heads(grad_source, row, l, scalar_sum);
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) scalar_sum.x[h] = row_warps_reduce<false>(scalar_sum.x[h]);
+    if (is_first_warp() && l.edge_slot == 0) store_heads(grad_source, row, l, scalar_sum);
 #else
-    slot_sum<false>(score_sum);
+    row_sum(score_sum);
 #endif
+    if (!is_first_warp()) return;
 #if SCORE == SCORE_COSINE
     project_cosine(score_sum, load_part(value, (int)row, l), load_scalars(source_scalars, (int)row, l), parameter[0]);
     add_to(value_sum, score_sum);

@@ -1,6 +1,6 @@
-// Attention forward in two kernels (DF-GNN's parallelism maximisation fusion): scores with the edges divided evenly over all
-// warps, kept in `scores` [E, HEADS] fp32; then softmax and gather with a warp per row of any degree, which overwrites
-// them with exponentials. Writes what forward.cu writes.
+// Attention forward in two kernels (DF-GNN's parallelism maximisation fusion): scores with the edges divided evenly
+// over all warps, kept in `scores` [E, HEADS] fp32; then softmax and gather with a warp or a block per row of any
+// degree, which overwrites them with exponentials. Writes what forward.cu writes.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -28,6 +28,6 @@ attention_pmf_forward(const int* ptr, const int* row, const int* index, const in
     const Edges edges = {ptr, row, index, edge_id};
     const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
                             edge,   seed, (float)scale, (float)slope,   (float)dropout};
-    const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    const i64 r = row_of_warp();
     if (r < num_rows) attend_row(edges, in, r, lane_layout(), scores_in_memory(scores), out, softmax, exact);
 }

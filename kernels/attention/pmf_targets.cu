@@ -1,5 +1,5 @@
-// Attention backward over targets in two kernels: the schedule of pmf_forward.cu, with logits and dP kept in `state`, where
-// the second kernel replaces them (see paper_backward.cuh). Writes what backward_targets.cu writes.
+// Attention backward over targets in two kernels: the schedule of pmf_forward.cu, with logits and dP kept in `state`,
+// where the second kernel replaces them (see paper_backward.cuh). Writes what backward_targets.cu writes.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -30,7 +30,7 @@ attention_pmf_targets(const int* ptr, const int* row, const int* index, const in
     const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
                             edge,   seed, (float)scale, (float)slope,   (float)dropout};
     const Scores<HEADS> in_place = {nullptr, 0};
-    const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    const i64 r = row_of_warp();
     if (r < num_rows) {
         finish_row_backward(edges, in, r, lane_layout(), scores_in_memory(state),
                             scores_in_memory(state + num_edges * HEADS), in_place, in_place, out, softmax, grad_out,

@@ -1,6 +1,7 @@
-// Attention forward in one kernel (DF-GNN's shared-memory maximisation fusion): a block owns BLOCK_ROWS consecutive rows, divides
-// their edges evenly over its warps for the scores, keeps these in shared memory, and gives each warp a row for softmax and
-// gather. Dynamic shared memory: GROUP_HEADS numbers for each edge of the block. Writes what forward.cu writes.
+// Attention forward in one kernel (DF-GNN's shared-memory maximisation fusion): a block owns BLOCK_ROWS consecutive
+// rows, divides their edges evenly over its warps for the scores, keeps these in shared memory, and gives each warp a
+// row for softmax and gather. Dynamic shared memory: GROUP_HEADS numbers for each edge of the block. Writes what
+// forward.cu writes.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"

@@ -1,5 +1,6 @@
-// Attention backward over targets in one kernel: the schedule of smmf_forward.cu. Dynamic shared memory: 2 GROUP_HEADS numbers
-// for each edge of the block. Writes what backward_targets.cu writes, and `state` (see paper_backward.cuh).
+// Attention backward over targets in one kernel: the schedule of smmf_forward.cu. Dynamic shared memory: 2 GROUP_HEADS
+// numbers for each edge of the block, 1 for the add score. Writes what backward_targets.cu writes, and `state` (see
+// paper_backward.cuh).
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"

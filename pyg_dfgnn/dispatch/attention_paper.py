@@ -17,16 +17,18 @@ from types import MappingProxyType
 from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention_rows import lane_constants
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import Adjacency, Graph
 
 BLOCK_ROWS = 8
 """Consecutive rows of a block of `smmf`, and its warps."""
-ROW_WARPS = 4
-"""Warps of a block of the other kernels, each with a row or a share of the edges of its own."""
+WARPS = 4
+"""Warps of a block of the other kernels: each has a row to itself, or all share one."""
 SCORE_BYTES = 4
 DOT_SCORES = ("dot", "cosine")
 
 _GROUP_HEADS = 32
+# Edges of the average row from which all warps of a block share it, which keeps super nodes short.
+_SHARED_ROW_EDGES = 128
 _WARP_EDGES = 128
 # Blocks of `smmf` that should fit on a multiprocessor at once before heads are spread over blocks.
 _RESIDENT_BLOCKS = 4
@@ -58,9 +60,8 @@ class PaperPass:
         )
         if self.shared_bytes:
             return f"{lanes}, {c['BLOCK_ROWS']} rows per block, {self.shared_bytes} bytes of shared memory"
-        if self.warp_edges:
-            return f"{lanes}, {self.warp_edges} edges per warp, then a warp per row"
-        return f"{lanes}, a warp per row"
+        rows = "a warp per row" if c["ROW_WARPS"] == 1 else f"{c['ROW_WARPS']} warps per row"
+        return f"{lanes}, {self.warp_edges} edges per warp, then {rows}" if self.warp_edges else f"{lanes}, {rows}"
 
 
 def _lanes(problem: AttentionProblem, max_heads: int) -> dict[str, int]:
@@ -183,11 +184,11 @@ class Smmf:
     def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
         """The pass of one walk, with as many heads in a block as leave room for several blocks."""
         if walk == "sources":
-            return _sources(self.name, problem)
+            return _sources(self.name, problem, graph)
         head_bytes = graph.csr.block_edges(BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
         comfortable = gpu_of(problem.device).shared_bytes // _RESIDENT_BLOCKS
         lanes = _lanes(problem, max(1, min(_GROUP_HEADS, comfortable // max(1, head_bytes))))
-        constants = {**_constants(problem, walk, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS}
+        constants = {**_constants(problem, walk, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS, "ROW_WARPS": 1}
         if walk == "forward":
             constants |= _switches(self.balanced_scores, self.edge_softmax, self.vector_gather)
         shared_bytes = head_bytes * lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
@@ -216,8 +217,8 @@ class Pmf:
     def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
         """The pass of one walk."""
         if walk == "sources":
-            return _sources(self.name, problem)
-        constants = _constants(problem, walk, _lanes(problem, _GROUP_HEADS), ROW_WARPS)
+            return _sources(self.name, problem, graph)
+        constants = _constants(problem, walk, _lanes(problem, _GROUP_HEADS), WARPS) | _row_warps(graph.csr)
         step = constants["UNROLL"] * constants["EDGE_SLOTS"]
         # A share that still fills the device, in whole steps.
         share = graph.num_edges // (64 * gpu_of(problem.device).multiprocessors)
@@ -233,8 +234,12 @@ class Pmf:
         return _cost(problem, walk, graph, gpu, 2, 64, 4 * _score_planes(problem, walk))
 
 
-def _sources(schedule: str, problem: AttentionProblem) -> PaperPass:
-    constants = _constants(problem, "sources", _lanes(problem, _GROUP_HEADS), ROW_WARPS)
+def _row_warps(side: Adjacency) -> dict[str, int]:
+    return {"ROW_WARPS": WARPS if side.num_edges >= _SHARED_ROW_EDGES * side.num_rows > 0 else 1}
+
+
+def _sources(schedule: str, problem: AttentionProblem, graph: Graph) -> PaperPass:
+    constants = _constants(problem, "sources", _lanes(problem, _GROUP_HEADS), WARPS) | _row_warps(graph.csc)
     return PaperPass(schedule, False, MappingProxyType(constants))
 
 

@@ -54,7 +54,8 @@ class PaperWalk:
                 self.score_edges = addresses((side.row, side.index, side.edge_id, self.num_edges, chosen.warp_edges))
                 self.score_grid = (-(-self.num_edges // (chosen.warp_edges * warps)), self.head_groups, 1)
         self.edges = addresses(self.edges)
-        self.grid = (-(-side.num_rows // constants.get("BLOCK_ROWS", warps)), self.head_groups, 1)
+        block_rows = constants.get("BLOCK_ROWS", warps // constants["ROW_WARPS"])
+        self.grid = (-(-side.num_rows // block_rows), self.head_groups, 1)
 
     def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
         """Write the results of the forward pass."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch import attention_paper, gpu
 from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
@@ -101,6 +101,15 @@ def test_more_than_48_kib_of_shared_memory(schedule):
     edges = torch.stack([torch.arange(13000) % 300, torch.zeros(13000, dtype=torch.long)])
     graph = Graph.of(torch.cat([edges, torch.tensor([[1, 2], [1, 1]])], 1), 300, 3)
     check_schedule(schedule, Problem("dot", graph, 1, 4, torch.float32, edge=False), graph, 0.0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("score", "dtype"), list(zip(SCORES, NAMES, strict=True)), ids=str)
+def test_rows_shared_by_the_warps_of_a_block(score, dtype, order, monkeypatch):
+    """Some warps of a row have no edges, some rows have none at all."""
+    monkeypatch.setattr(attention_paper, "_SHARED_ROW_EDGES", 0)
+    graph = build_graph(*heavy_graph())
+    check_schedule("pmf", Problem(score, graph, 3, 40, dtype, edge=score != "cosine"), graph, 0.3, order)
 
 
 @pytest.mark.parametrize("score", SCORES)
