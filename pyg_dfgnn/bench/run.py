@@ -48,6 +48,9 @@ FIELDS = (
     "digest time"
 ).split()
 
+RELEASED_ELEMENTS = 1 << 27
+"""Features along all edges above which cached memory is given back between measurements."""
+
 Row = dict[str, Any]
 Reference = tuple[Inputs, Tensor, dict[str, Tensor]]
 
@@ -117,7 +120,8 @@ class Measurement:
                 except (RuntimeError, NotImplementedError, ValueError) as error:
                     message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     yield from self._without_times(directions, f"failed: {message}")
-                self.timer.release()
+                if self.graph.num_edges * self.case.heads * self.case.channels > RELEASED_ELEMENTS:
+                    self.timer.release()
 
     def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
@@ -164,6 +168,8 @@ class Measurement:
             walks = [walk for walk in WALKS if walk in directions]
             if walks:
                 timings = self.timer.walks(both)
+                with torch.no_grad():
+                    timings.update(self.timer.walks(forward))
                 for walk in walks:
                     row = {**base, "direction": walk, "state": "warm"}
                     if walk in timings:

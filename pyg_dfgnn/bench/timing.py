@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pyg_dfgnn.dispatch.attention_problem import WALKS
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import Spec
 
@@ -20,9 +20,14 @@ Call = Callable[[], Any]
 WARM_UPS = 3
 HOST_REPETITIONS = 20
 FLUSH_BYTES = 256 << 20
+CLOCKS_PERIOD_S = 5.0
 # Cycles that the device waits before a series of short calls, so that the host enqueues ahead of it and the events
 # measure the device alone; host time has its own column.
 SHORT_CALL_MS, HEAD_START_CYCLES = 2.0, 40_000_000
+
+
+# Word in the path of a kernel -> the pass it belongs to; with a tangent, the pass over targets only visits nodes.
+_WALK_OF = {"forward": "forward", "targets": "targets", "backward_nodes": "targets", "sources": "sources"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Timer:
         self.pace = pace
         self.on_gpu = device.type == "cuda"
         self._flush: torch.Tensor | None = None
+        self._clocks, self._clocks_read_s = "", float("-inf")
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -172,7 +178,7 @@ class Timer:
         spans: list[tuple[str, Any, Any]] = []
 
         def marked(spec: Spec, entry: str, grid: Any, block: Any, arguments: Any, shared_bytes: int) -> None:
-            walk = next((name for name in WALKS if name in spec.path), "")
+            walk = next((walk for word, walk in _WALK_OF.items() if word in spec.path), "")
             same = bool(spans) and spans[-1][0] == walk
             start = spans[-1][1] if same else self._now()
             with launcher.override(before):
@@ -199,7 +205,7 @@ class Timer:
         if not self.on_gpu:
             call()
             return None
-        self.release()
+        self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         call()
@@ -227,11 +233,14 @@ class Timer:
             torch.cuda.empty_cache()
 
     def clocks(self) -> str:
-        """SM and memory clock, power and temperature as the driver reports them; '' without a GPU."""
+        """SM and memory clock, power and temperature as the driver reports them every few seconds; '' without a GPU."""
         if not self.on_gpu:
             return ""
-        import subprocess
+        if time.perf_counter() - self._clocks_read_s > CLOCKS_PERIOD_S:
+            self._clocks, self._clocks_read_s = self._read_clocks(), time.perf_counter()
+        return self._clocks
 
+    def _read_clocks(self) -> str:
         query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
         try:
             out = subprocess.run(

@@ -408,6 +408,16 @@ def test_choices_are_judged_by_the_times_of_their_passes():
     assert "| backward | rows | smmf | 100.0 % | 18 | rows 5, pmf 5, smmf 2.5 |" in table
 
 
+def test_passes_that_another_forward_pass_changes_are_judged_by_their_own_time():
+    rows = [{**row, "score": "add", "layer": "GAT"} for row in choice_rows()]
+    assert tables.choices(rows)["a", "GAT", "H=1 d=128", "float32", "backward"].taken_ms == 5
+    for row in rows:
+        if row["schedule"] == "auto":
+            row["forward_schedule"] = "pmf"
+    backward = tables.choices(rows)["a", "GAT", "H=1 d=128", "float32", "backward"]
+    assert backward.taken_ms == backward.own_ms == 18 and backward.loss == pytest.approx(18 / 2.5 - 1)
+
+
 def test_figures_and_page_follow_from_files_alone(tmp_path):
     graphs = [*TABLE_1[:2], "pattern_like@64", "pattern_like@128"]
     base = [timed_row(graph=g, median_ms="2", implementation=i, schedule=s) for g in graphs
