@@ -27,6 +27,7 @@ from pyg_dfgnn.graph.adjacency import (
     transpose,
 )
 from pyg_dfgnn.graph.cache import GraphCache
+from pyg_dfgnn.graph.tiles import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
 
 FLOWS = ("source_to_target", "target_to_source")
 # Graphs are freed with the tensor they were built from; this bounds what a program holds that keeps them all.
@@ -118,6 +119,7 @@ class Graph:
         self._base = None if base is None else weakref.ref(base)
         self._own_edge_index: Tensor | None = None
         self._own_version: int | None = None
+        self._tiles: dict[tuple[str, int, bool], Tiles] = {}
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
         self.reset_streams()
@@ -292,6 +294,40 @@ class Graph:
         self.reset_streams()
         return kept
 
+    @cached_property
+    def node_segments(self) -> Segments | None:
+        """Ranges of nodes that no edge leaves; None if sources and targets are not the same nodes."""
+        with torch.inference_mode(False), torch.no_grad():
+            return find_segments(self)
+
+    def tiles(self, rows_are: str, rows: int, compact: bool) -> Tiles:
+        """Dense blocks of one side, made on first use (see :mod:`pyg_dfgnn.graph.tiles`).
+
+        Args:
+            rows_are: `"targets"` or `"sources"`.
+            rows: Rows of a window.
+            compact: List the columns that occur, rather than the nodes of the window's segment.
+        """
+        found = self._tiles.get((rows_are, rows, compact))
+        if found is None:
+            side, num_columns = (self.csr, self.num_src) if rows_are == "targets" else (self.csc, self.num_dst)
+            with torch.inference_mode(False), torch.no_grad():
+                found = make_tiles(side, num_columns, rows, None if compact else self.node_segments)
+            self._tiles[rows_are, rows, compact] = found
+            self.reset_streams()
+        return found
+
+    def tile_fill(self, rows: int, compact: bool) -> float:
+        """Edges over the area of the dense blocks of the targets; measured on some windows if `compact`."""
+        if not compact and self.node_segments is not None:
+            return self.num_edges / max(1, area_of(self.node_segments))
+        key = "tile fill", rows
+        found = self.plans.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self.plans[key] = sample_fill(self.csr, rows)
+        return found
+
     def stats(self) -> dict[str, int | float | None]:
         """Sizes and degrees of both sides, and the batch's segments; builds `csc`."""
         return {
@@ -318,6 +354,8 @@ class Graph:
     def _tensors(self) -> list[Tensor]:
         maybe = (self.segments, self._kept_mask, self._own_edge_index, self.__dict__.get("kept"))
         found = [tensor for tensor in maybe if tensor is not None]
+        for tiles in list(self._tiles.values()):
+            found.extend(tiles.tensors())
         return [*found, *self.csr.tensors(), *(() if self._csc is None else self._csc.tensors())]
 
     def reset_streams(self) -> None:

@@ -25,6 +25,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention_paper import PaperWalk
 from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
+from pyg_dfgnn.ops.attention_tiles import TilesWalk
 from pyg_dfgnn.settings import Settings, current
 
 _logger = logging.getLogger("pyg_dfgnn")
@@ -137,7 +138,7 @@ class Walk(Protocol):
 
 
 SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType(
-    {"rows": RowsWalk, **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk)}
+    {"rows": RowsWalk, "tiles": TilesWalk, **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk)}
 )
 """The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
 
@@ -223,7 +224,7 @@ def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
 
 def run_forward(
     kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool, tangent: RowsWalk | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Output [N_dst, H, C] and what the backward pass needs beside it.
 
     Args:
@@ -236,20 +237,18 @@ def run_forward(
     Returns:
         The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
         inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
-        [N_dst, H, C] in float32, empty if not asked for.
+        [N_dst, H, C] in float32, None if not asked for.
     """
     problem, device = kernels.problem, kernels.problem.device
     heads, channels = problem.heads, problem.channels
     out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
     softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
-    copy = torch.empty((num_dst if exact else 0, heads, channels), dtype=torch.float32, device=device)
-    left = num_dst if tangent is not None else 0
-    derivative = torch.empty((left, heads, channels), dtype=torch.float32, device=device)
-    results = (out, softmax, copy if exact else None)
-    if tangent is not None:
-        tangent.forward(_aligned_all(inputs), *results, derivative)
-    else:
-        kernels.forward.forward(_aligned_all(inputs), *results)
+    copy = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device) if exact else None
+    if tangent is None:
+        kernels.forward.forward(_aligned_all(inputs), out, softmax, copy)
+        return out, softmax, copy, None
+    derivative = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device)
+    tangent.forward(_aligned_all(inputs), out, softmax, copy, derivative)
     return out, softmax, copy, derivative
 
 

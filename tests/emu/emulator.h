@@ -3,7 +3,7 @@
 // hide is an error here: divergent barriers, lanes missing from a collective, shuffles from outside the mask,
 // misaligned and out-of-bounds accesses (guard pages, set up by the loader), uninitialised shared memory (NaN), races
 // (thread orders). A barrier needs all threads of the block, also those that have returned.
-// Not covered: PTX, tensor cores, cp.async, cooperative groups, memory-model races between blocks, spinning on a flag.
+// Not covered: PTX, cooperative groups, memory-model races between blocks, spinning on a flag.
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -451,6 +451,15 @@ template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int l
                         emu::lane_at(target, target < emu::group_first(width) + width));
 }
 
+// What tensor-core products need: every lane of the warp sees the registers of all.
+template <int COUNT>
+static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned (&warp)[32][COUNT], EMU_HERE) {
+    static unsigned exchange[1024][COUNT];
+    memcpy(exchange[emu::current], mine, sizeof(mine));
+    emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
+    memcpy(warp, exchange[emu::current / 32 * 32], sizeof(warp));
+    emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
+}
 template <class T> static inline T __ldg(const T* address) { return *address; }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}

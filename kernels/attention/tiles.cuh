@@ -1,0 +1,262 @@
+// The tile schedule: attention inside dense blocks, on tensor cores.
+//
+// A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its columns
+// are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes over its
+// columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that the window
+// owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are used.
+//
+// Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, CHANNELS (16 bytes or a multiple of them), WARPS, STEP (16 or 32),
+// LISTED (whether columns are listed one by one, or follow each other), MIN_BLOCKS.
+#define THREADS (32 * WARPS)
+#define WINDOW (16 * WARPS)
+#define STEP_TILES (STEP / 8)
+#define CHANNEL_TILES ((CHANNELS + 7) / 8)
+#define TILE_ELEMENTS(rows) ((rows) * TILE_STRIDE)
+// Channel tiles that share one left side at a time.
+#define TILE_GROUP (CHANNEL_TILES % 4 == 0 ? 4 : CHANNEL_TILES % 2 == 0 ? 2 : 1)
+
+struct Window {
+    int first_row, end_row, first_block, num_columns, first_column;
+};
+
+struct Tiles {
+    const int* windows;  // [num_windows, 8]: the fields of Window
+    const int* columns;  // [num_blocks, 32] with LISTED; past the end the last one again
+    const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window and column c of the block
+};
+
+// The two rows of the window that a lane holds results of, 8 apart.
+struct OwnRows {
+    int row[2];      // the last row of the window again where there are fewer
+    bool exists[2];
+};
+
+__device__ __forceinline__ Window load_window(const Tiles& t) {
+    const int4* const fields = reinterpret_cast<const int4*>(t.windows) + 2 * (i64)blockIdx.x;
+    const int4 w = __ldg(fields);
+    return {w.x, w.y, w.z, w.w, LISTED ? 0 : __ldg(fields + 1).x};
+}
+
+__device__ __forceinline__ int first_warp_row() { return threadIdx.x / 32 * 16; }
+
+__device__ __forceinline__ OwnRows own_rows(const Window& w) {
+    OwnRows own;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = w.first_row + first_warp_row() + lane_group() + 8 * half;
+        own.exists[half] = row < w.end_row;
+        own.row[half] = own.exists[half] ? row : w.end_row - 1;
+    }
+    return own;
+}
+
+// The node at a column; the last one again past the end.
+__device__ __forceinline__ int column_node(const Tiles& t, const Window& w, int column) {
+    if (LISTED) return __ldg(t.columns + (i64)w.first_block * 32 + column);
+    return w.first_column + (column < w.num_columns ? column : w.num_columns - 1);
+}
+
+__device__ __forceinline__ i64 head_index(int row) { return (i64)row * HEADS + blockIdx.y; }
+
+// Starts to copy the head's part of rows of one or two tensors, each to a tile of its own.
+template <int ROWS, int TENSORS, class RowOf>
+__device__ __forceinline__ void copy_rows(storage_t* const (&tiles)[TENSORS], const storage_t* const (&tensors)[TENSORS],
+                                          RowOf row_of) {
+    constexpr int ELEMENTS = 16 / STORAGE_BYTES, PIECES = CHANNELS / ELEMENTS;
+    const auto copy = [&](int row, int piece) {
+        const u64 from = (u64)(u32)row_of(row) * ROW_STRIDE + blockIdx.y * CHANNELS + piece * ELEMENTS;
+#pragma unroll
+        for (int t = 0; t < TENSORS; ++t) copy16(tiles[t] + row * TILE_STRIDE + piece * ELEMENTS, tensors[t] + from);
+    };
+    if constexpr (THREADS % PIECES == 0) {
+        constexpr int STRIDE = THREADS / PIECES;
+        const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+#pragma unroll
+        for (int row = 0; row < ROWS; row += STRIDE) {
+            if (ROWS % STRIDE == 0 || row + first < ROWS) copy(row + first, piece);
+        }
+    } else {
+        for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) copy(i / PIECES, i % PIECES);
+    }
+}
+
+template <int ROWS, class RowOf>
+__device__ __forceinline__ void copy_rows(storage_t* tile, const storage_t* tensor, RowOf row_of) {
+    storage_t* const tiles[1] = {tile};
+    const storage_t* const tensors[1] = {tensor};
+    copy_rows<ROWS, 1>(tiles, tensors, row_of);
+}
+
+// Keeps the window's own rows of a tensor as left sides.
+__device__ __forceinline__ void keep_own_rows(u32* words, const storage_t* tensor, const OwnRows& own) {
+    keep_rows(words, tensor + head_index(own.row[0]) * CHANNELS, tensor + head_index(own.row[1]) * CHANNELS);
+}
+
+// Zeros between the channels of a row and the width that the products read.
+__device__ __forceinline__ void clear_padding(storage_t* tiles, int rows) {
+    if (PADDED_CHANNELS == CHANNELS) return;
+    constexpr int WIDTH = PADDED_CHANNELS - CHANNELS > 0 ? PADDED_CHANNELS - CHANNELS : 1;
+    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
+        tiles[i / WIDTH * TILE_STRIDE + CHANNELS + i % WIDTH] = 0;
+    }
+}
+
+// Edge bits of a lane's two rows in one block of columns, and those of one step, its first column lowest.
+struct StepBits {
+    u32 word[2];
+
+    __device__ __forceinline__ StepBits of_step(int step) const {
+        return {{word[0] >> step * STEP % 32, word[1] >> step * STEP % 32}};
+    }
+};
+
+__device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, int step) {
+    const u32* words = t.bits + (i64)(w.first_block + step * STEP / 32) * WINDOW + first_warp_row() + lane_group();
+    return {{__ldg(words), __ldg(words + 8)}};
+}
+
+__device__ __forceinline__ bool has_edge(const StepBits& bits, int tile, int i) {
+    return bits.word[i / 2] >> (8 * tile + lane_column(i % 2)) & 1u;
+}
+
+__device__ __forceinline__ bool warp_has_edges(const StepBits& bits) {
+    const u32 mask = STEP == 32 ? 0xffffffffu : (1u << STEP % 32) - 1u;
+    return __any_sync(FULL_MASK, ((bits.word[0] | bits.word[1]) & mask) != 0u);
+}
+
+template <int TILES>
+__device__ __forceinline__ void clear(float (&d)[TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[n][i] = 0.0f;
+    }
+}
+
+// d += A B with the coefficients of a step as A and a tile of STEP rows as B.
+__device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], const float (&coefficients)[STEP_TILES][4],
+                                              const storage_t* tile) {
+#pragma unroll
+    for (int k = 0; k < STEP / MMA_K; ++k) {
+        const Left a = left_of(&coefficients[k * (MMA_K / 8)]);
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; c += TILE_GROUP) {
+            Right b[TILE_GROUP];
+#pragma unroll
+            for (int n = 0; n < TILE_GROUP; ++n) b[n] = right_columns(tile + k * MMA_K * TILE_STRIDE, 8 * (c + n));
+            multiply(&d[c], a, b);
+        }
+    }
+}
+
+// d = A B with own rows as A and, as columns of B, the STEP rows of a tile. Two sums at a time, for fewer waits.
+__device__ __forceinline__ void multiply_transposed(float (&d)[STEP_TILES][4], u32* own_words, const storage_t* tile) {
+    float other[STEP_TILES][4];
+    clear(d);
+    clear(other);
+#pragma unroll
+    for (int k = 0; k < PADDED_CHANNELS; k += PAIR_K) {
+        Right first[STEP_TILES], second[STEP_TILES];
+#pragma unroll
+        for (int n = 0; n < STEP_TILES; ++n) right_rows(first[n], second[n], tile + 8 * n * TILE_STRIDE, k);
+        multiply(d, left_of_rows(own_words, k / MMA_K), first, other, left_of_rows(own_words, k / MMA_K + 1), second);
+    }
+#pragma unroll
+    for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[n][i] += other[n][i];
+    }
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(FULL_MASK, value, 1);
+    return value + __shfl_xor_sync(FULL_MASK, value, 2);
+}
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, 1));
+    return fmaxf(value, __shfl_xor_sync(FULL_MASK, value, 2));
+}
+
+// Stores a lane's two channels of one channel tile.
+__device__ __forceinline__ void store_pair(storage_t* address, float first, float second) {
+#if STORAGE == 0
+    *reinterpret_cast<float2*>(address) = make_float2(first, second);
+#else
+    *reinterpret_cast<u32*>(address) = pack_pair(first, second);
+#endif
+}
+
+// Whether a lane's two channels of channel tile c exist; CHANNELS is even.
+__device__ __forceinline__ bool has_channels(int c) { return CHANNELS % 8 == 0 || 8 * c + 2 * lane_pos() < CHANNELS; }
+
+__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, const float (&d)[CHANNEL_TILES][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        storage_t* row = base + head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
+        if (!own.exists[half]) continue;
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+            if (has_channels(c)) store_pair(row + 8 * c, d[c][2 * half], d[c][2 * half + 1]);
+        }
+    }
+}
+
+// One number per row of the window and head.
+__device__ __forceinline__ void store_scalars(float* base, const OwnRows& own, const float (&values)[2]) {
+    if (lane_pos() != 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (own.exists[half]) base[head_index(own.row[half])] = values[half];
+    }
+}
+
+__device__ __forceinline__ float load_scalar(const float* base, int row) {
+    return HAS_NODE_SCALARS ? __ldg(base + head_index(row)) : 0.0f;
+}
+
+// Between the reduced product and the base-2 logit: what the owner of the row contributes.
+__device__ __forceinline__ float logit_factor(const ScoreInputs& in, float own) {
+#if SCORE == SCORE_DOT
+    return in.scale * LOG2E;
+#elif SCORE == SCORE_COSINE
+    return in.parameter[0] * LOG2E * own;
+#else
+    return LOG2E;
+#endif
+}
+
+// Two channels of a row that a lane holds, from memory.
+__device__ __forceinline__ float2 load_pair(const storage_t* address) {
+#if STORAGE == 0
+    return __ldg(reinterpret_cast<const float2*>(address));
+#else
+    const u32 pair = __ldg(reinterpret_cast<const u32*>(address));
+    return make_float2(from_bits16(pair & 0xffffu), from_bits16(pair >> 16));
+#endif
+}
+
+// Removes the radial part of the cosine's gradient g, given the own rows x: (g - x^ <x^, g>) / norm, where `along` is
+// <x^, g>. Below the clamp of the norm the projection drops out.
+__device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const storage_t* x, const OwnRows& own,
+                                        const float (&inverse_norm)[2], const float (&along)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const storage_t* row = x + head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
+        const float n = inverse_norm[half], radial = n < 1e12f ? along[half] * n : 0.0f;
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+            const float2 pair = has_channels(c) ? load_pair(row + 8 * c) : make_float2(0.0f, 0.0f);
+            g[c][2 * half] = n * (g[c][2 * half] - radial * pair.x);
+            g[c][2 * half + 1] = n * (g[c][2 * half + 1] - radial * pair.y);
+        }
+    }
+}
+
+__device__ __forceinline__ void scale_tiles(float (&d)[CHANNEL_TILES][4], float factor) {
+#pragma unroll
+    for (int c = 0; c < CHANNEL_TILES; ++c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[c][i] *= factor;
+    }
+}

@@ -1,0 +1,144 @@
+// Attention backward over windows of sources, tile schedule: key, value and source-scalar gradients, as in
+// backward_sources.cu. The transposed blocks of P and dS are recomputed on tensor cores and multiplied with the step's rows.
+#include "include/number.cuh"
+#include "include/mma.cuh"
+#include "attention/logit.cuh"
+#include "attention/tiles.cuh"
+
+#define TARGET_ROWS (HAS_TARGET_VECTOR ? STEP : 0)
+#define STAGE_ELEMENTS TILE_ELEMENTS(TARGET_ROWS + STEP)
+#define OWN_TENSORS (HAS_KEY ? 2 : 1)
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_tiles_backward_sources(const int* windows, const int* columns, const u32* bits, const storage_t* target,
+                                 const storage_t* key, const storage_t* value, const float* target_scalars,
+                                 const float* source_scalars, const float* parameter, const void* edge,
+                                 const u64* seed, double scale, double slope, double dropout, const float* records,
+                                 const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
+                                 float* grad_source, const storage_t* grad_target) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const Tiles tiles = {windows, columns, bits};
+    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
+                            edge,      seed, (float)scale, (float)slope, (float)dropout};
+    u32* const value_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_TENSORS * LEFT_WORDS;
+    u32* const key_words = value_words + (OWN_TENSORS - 1) * LEFT_WORDS;
+    storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_TENSORS * LEFT_WORDS);
+    float4* const stage_records = reinterpret_cast<float4*>(stages + 2 * STAGE_ELEMENTS);
+    float* const scalars = reinterpret_cast<float*>(stage_records + 2 * STEP);
+    const Window w = load_window(tiles);
+    const int steps = (w.num_columns + STEP - 1) / STEP;
+
+    const auto fetch = [&](int step) {
+        storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
+        const auto id = [&](int row) { return column_node(tiles, w, step * STEP + row); };
+#if HAS_TARGET_VECTOR
+        storage_t* const rows[2] = {stage, stage + TILE_ELEMENTS(STEP)};
+        const storage_t* const tensors[2] = {in.target, grad_out};
+        copy_rows<STEP, 2>(rows, tensors, id);
+#else
+        copy_rows<STEP>(stage, grad_out, id);
+#endif
+        if (threadIdx.x < STEP) {
+            const i64 i = head_index(id(threadIdx.x));
+            copy16(stage_records + step % 2 * STEP + threadIdx.x, records + 4 * i);
+            if (HAS_NODE_SCALARS) copy4(scalars + step % 2 * STEP + threadIdx.x, in.target_scalars + i);
+        }
+        close_copies();
+    };
+
+    clear_padding(stages, 2 * (TARGET_ROWS + STEP));
+    if (steps > 0) fetch(0);
+    const OwnRows own = own_rows(w);
+    keep_own_rows(value_words, in.value, own);
+    if (HAS_KEY) keep_own_rows(key_words, in.key, own);
+    float own_scalar[2], factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        own_scalar[half] = load_scalar(in.source_scalars, own.row[half]);
+        factor[half] = logit_factor(in, own_scalar[half]);
+    }
+    float value_acc[CHANNEL_TILES][4];
+    clear(value_acc);
+    // Per row the gradient of r (add), or <x^, g> (cosine): summed here as the products' operands may be rounded to 16 bits.
+    float scalar_sum[2] = {0.0f, 0.0f};
+#if SCORE != SCORE_ADD
+    float score_acc[CHANNEL_TILES][4];
+    clear(score_acc);
+#endif
+
+    StepBits next_bits = {};
+    if (steps > 0) next_bits = load_bits(tiles, w, 0);
+    for (int step = 0; step < steps; ++step) {
+        const StepBits edges = next_bits.of_step(step);
+        wait_copies<0>();
+        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
+        __syncthreads();
+        if (step + 1 < steps) {
+            fetch(step + 1);
+            next_bits = load_bits(tiles, w, step + 1);
+        }
+        if (warp_has_edges(edges)) {
+            const storage_t* const targets = stages + step % 2 * STAGE_ELEMENTS;
+            const storage_t* const grads = targets + TILE_ELEMENTS(TARGET_ROWS);
+            const float4* const softmax = stage_records + step % 2 * STEP;
+            const float* const others = scalars + step % 2 * STEP;
+            float p[STEP_TILES][4], ds[STEP_TILES][4];
+            multiply_transposed(ds, value_words, grads);
+#if HAS_TARGET_VECTOR
+            multiply_transposed(p, key_words, targets);
+#endif
+#pragma unroll
+            for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int half = i / 2, column = 8 * n + lane_column(i % 2);
+                    const float4 record = softmax[column];
+                    const float other = HAS_NODE_SCALARS ? others[column] : 0.0f;
+                    const float s = score_logit(p[n][i], own_scalar[half], other, 0.0f, factor[half], in.slope);
+                    const float weight = has_edge(edges, n, i) ? fast_exp2(s - record.x) * record.y : 0.0f;
+                    ds[n][i] = weight * ds[n][i] - weight * record.z;
+#if SCORE == SCORE_ADD
+                    const float z = pre_activation(own_scalar[half], other, 0.0f);
+                    scalar_sum[half] += ds[n][i] * leaky_slope(z, in.slope);
+#elif SCORE == SCORE_COSINE
+                    ds[n][i] *= other;
+                    scalar_sum[half] = fmaf(ds[n][i], p[n][i], scalar_sum[half]);
+#endif
+                    p[n][i] = weight;
+                }
+            }
+            multiply_rows(value_acc, p, grads);
+#if SCORE != SCORE_ADD
+            multiply_rows(score_acc, ds, targets);
+#endif
+        }
+    }
+
+#if SCORE != SCORE_DOT
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        scalar_sum[half] = quad_sum(scalar_sum[half]) * (SCORE == SCORE_COSINE ? own_scalar[half] : 1.0f);
+    }
+#endif
+#if SCORE == SCORE_ADD
+    store_scalars(grad_source, own, scalar_sum);
+#elif SCORE == SCORE_COSINE
+    project(score_acc, in.value, own, own_scalar, scalar_sum);
+    const float beta = in.parameter[0];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const i64 first = head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+            const bool added = grad_target != nullptr && has_channels(c);
+            const float2 before = added ? load_pair(grad_target + first + 8 * c) : make_float2(0.0f, 0.0f);
+            value_acc[c][2 * half] += fmaf(beta, score_acc[c][2 * half], before.x);
+            value_acc[c][2 * half + 1] += fmaf(beta, score_acc[c][2 * half + 1], before.y);
+        }
+    }
+#else
+    scale_tiles(score_acc, in.scale);
+    store_rows(grad_key, own, score_acc);
+#endif
+    store_rows(grad_value, own, value_acc);
+}

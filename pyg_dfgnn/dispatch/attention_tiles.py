@@ -1,0 +1,192 @@
+"""The schedule `tiles`: dense blocks of the adjacency on tensor cores, for batches of small or locally dense graphs.
+
+A thread block owns a window of rows and passes over the columns that these rows meet, whose features it copies to
+shared memory once for all of them. Scores of missing edges are computed and masked, so it pays where blocks are filled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.tiles import TILE_ROWS, Tiles
+
+hands_over = False
+deterministic = True
+
+MAX_CHANNELS = 128
+"""Channels per head whose sums fit in the registers of a warp."""
+MIN_FILL = 0.02
+"""Share of the possible edges of the blocks below which they are not built."""
+MAX_SEGMENT = 2048
+"""Longest segment whose nodes are taken as columns whole."""
+
+
+@dataclass(frozen=True)
+class TilesPass:
+    """One pass over the dense blocks of a side.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        compact: Whether the columns of a window are those that occur, or all nodes of its segment.
+        shared_bytes: Dynamic shared memory of a block.
+        fill: Edges over the area of the blocks.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    compact: bool
+    shared_bytes: int
+    fill: float
+    schedule: ClassVar[str] = "tiles"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a window."""
+        return TILE_ROWS * self.constants["WARPS"]
+
+    def __str__(self) -> str:
+        c = self.constants
+        columns = "columns that occur" if self.compact else "nodes of the segment"
+        product = "" if c["STORAGE"] else ", three tf32 products each" if c["SPLIT"] else ", tf32 products"
+        return (
+            f"windows of {self.rows} rows over the {columns}, {c['STEP']} at a time, {self.fill:.1%} of the bits set, "
+            f"{self.shared_bytes} bytes of shared memory{product}"
+        )
+
+
+def _products(score: str, walk: str) -> int:
+    """Matrix products of one pass, each of the area of the blocks times the channels."""
+    return {"forward": 2, "targets": 3, "sources": 4}[walk] if score != "add" else 2 if walk == "sources" else 1
+
+
+def _splits(problem: AttentionProblem) -> bool:
+    """Whether a product takes three: float32 that must not be rounded."""
+    return problem.dtype == torch.float32 and not problem.tf32
+
+
+@cache
+def _window_warps(histogram: tuple[tuple[int, int], ...], choices: tuple[int, ...]) -> int:
+    """Warps of a block: those that idle least when segments are cut in windows of their rows."""
+
+    def taken(warps: int) -> int:
+        return sum(count * -(-units // warps) * warps * units for units, count in histogram)
+
+    return min(choices, key=taken)
+
+
+def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
+    """Warps of a window, and whether its columns are listed one by one."""
+    # Split products fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8 on an H200.
+    choices = (2,) if _splits(problem) else (4, 5)
+    segments = graph.node_segments
+    if segments is None or segments.longest > MAX_SEGMENT:
+        return choices[0], True
+    return _window_warps(segments.histogram, choices), False
+
+
+def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> Tiles:
+    """The dense blocks that a pass works on, kept with the graph."""
+    return graph.tiles("sources" if walk == "sources" else "targets", rows, compact)
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """Every reason why the schedule cannot run a pass."""
+    reasons = []
+    if problem.score == "gatv2":
+        reasons.append("the gatv2 score is no matrix product")
+    if problem.edge:
+        reasons.append("blocks of bits have no place for edge features")
+    if problem.dropout:
+        reasons.append("blocks of bits have no edge ids to draw the dropout mask by")
+    if problem.channels > MAX_CHANNELS:
+        reasons.append(f"{problem.channels} channels per head, blocks take up to {MAX_CHANNELS}")
+    if problem.channels * problem.dtype.itemsize % 16:
+        reasons.append(f"{problem.channels} channels of {problem.dtype} are no multiple of 16 bytes")
+    if graph.num_edges == 0:
+        reasons.append("the graph has no edges")
+    if reasons:
+        return reasons
+    warps, compact = _window(problem, graph)
+    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    if fill < MIN_FILL:
+        return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
+    if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
+        return ["some edge occurs twice, which a bit cannot tell"]
+    shared, limit = (
+        shared_bytes(problem, walk, _constants(problem, walk, warps, compact)),
+        gpu_of(problem.device).shared_bytes,
+    )
+    if shared > limit:
+        return [f"a block needs {shared} bytes of shared memory, the device has {limit}"]
+    return []
+
+
+def _step(problem: AttentionProblem, walk: str) -> int:
+    """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
+    if problem.dtype.itemsize == 2:
+        return 32
+    if problem.score == "dot":
+        return 32 if walk == "forward" and problem.tf32 else 16
+    return 16 if walk == "sources" else 32
+
+
+def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) -> dict[str, int]:
+    return {
+        **problem.constants,
+        "SPLIT": int(_splits(problem)),
+        "HEADS": problem.heads,
+        "CHANNELS": problem.channels,
+        "WARPS": warps,
+        "STEP": _step(problem, walk),
+        "LISTED": int(compact),
+        "MIN_BLOCKS": max(1, _resident_warps(problem, walk) // warps),
+    }
+
+
+def _resident_warps(problem: AttentionProblem, walk: str) -> int:
+    """Warps per multiprocessor that the compiler leaves registers for."""
+    add = problem.score == "add"
+    return {"forward": 12, "targets": 16 if add else 8, "sources": 12 if add else 8}[walk]
+
+
+def shared_bytes(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> int:
+    """Dynamic shared memory of the kernel of a pass: its own rows, and two steps of what it gathers."""
+    itemsize, step = problem.dtype.itemsize, constants["STEP"]
+    multiple = 64 // itemsize
+    own_row = -(-problem.channels // multiple) * multiple * itemsize
+    row = own_row + 8 * itemsize
+    dot, add = problem.score == "dot", problem.score == "add"
+    own = {"forward": 0 if add else 1, "targets": 1 if add else 2, "sources": 2 if dot else 1}[walk]
+    gathered = {"forward": 2 if dot else 1, "targets": 2 if dot else 1, "sources": 1 if add else 2}[walk]
+    scalars = 4 + (16 if walk == "sources" else 0)
+    return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars)
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
+    """The pass of one walk."""
+    warps, compact = _window(problem, graph)
+    constants = _constants(problem, walk, warps, compact)
+    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    return TilesPass(constants, compact, shared_bytes(problem, walk, constants), fill)
+
+
+# Warp instructions per number of a block beside the products: mask, exponential, dS, operands.
+_INSTRUCTIONS = {"forward": 14, "targets": 16, "sources": 20}
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass: bytes of the node tensors, products and what surrounds them, on the blocks' area."""
+    tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
+    area = tiles.num_blocks * 32 * chosen.rows * problem.heads
+    rate = gpu.tensor_flops * (2 if problem.dtype.itemsize == 2 else 1)
+    flops = 2 * area * problem.channels * _products(problem.score, walk) * (3 if chosen.constants["SPLIT"] else 1)
+    nodes = {"forward": 4, "targets": 5, "sources": 6}[walk] * graph.num_dst * problem.row_bytes
+    return Cost(
+        {"memory": nodes / gpu.memory_bytes_per_s, "products": flops / rate},
+        {"numbers": area / 32 * _INSTRUCTIONS[walk] / gpu.instructions_per_s, "launch": gpu.launch_s},
+    )

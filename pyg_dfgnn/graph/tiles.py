@@ -1,0 +1,185 @@
+"""Dense blocks of an adjacency: windows of consecutive rows, the columns each one meets, and one bit per possible edge.
+
+Two ways to list the columns of a window. Where the nodes fall into segments that no edge leaves, as in a batch of
+graphs, the columns of a window are the nodes of its segment. Otherwise they are the columns that occur in its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull
+
+if TYPE_CHECKING:
+    from pyg_dfgnn.graph.graph import Graph
+
+BLOCK = 32
+"""Columns of a block: one word of bits per row."""
+TILE_ROWS = 16
+"""Rows of a warp."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows.
+
+    Attributes:
+        ptr: Node offsets, int32 [num_segments + 1].
+        num_segments: Their number.
+        longest: Nodes of the longest one.
+        histogram: Number of segments by size, (size in units of 16 nodes rounded up, count), ascending.
+    """
+
+    ptr: Tensor
+    num_segments: int
+    longest: int
+    histogram: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One side of a graph as dense blocks (see the module).
+
+    Attributes:
+        windows: First row, one past the last row, first block, number of columns and first column of each window, then
+            zeros, int32 [W, 8].
+        columns: Columns of each block, int32 [blocks, 32], past a window's last column that one again; None if the
+            columns of a window follow each other.
+        bits: int32 [blocks, rows per window]: bit c of word r says whether row r of the window has column c.
+        num_windows: Their number W.
+        num_blocks: Blocks of all windows.
+        has_duplicates: Whether some edge occurs twice; the bits are then wrong.
+    """
+
+    windows: Tensor
+    columns: Tensor | None
+    bits: Tensor
+    num_windows: int
+    num_blocks: int
+    has_duplicates: bool
+
+    def tensors(self) -> list[Tensor]:
+        """All arrays."""
+        return [t for t in (self.windows, self.columns, self.bits) if t is not None]
+
+
+def find_segments(graph: Graph) -> Segments | None:
+    """The segments of a square graph; None if sources and targets are not the same nodes."""
+    if graph.num_src != graph.num_dst or graph.num_src == 0:
+        return None
+    csr, nodes = graph.csr, graph.num_dst
+    row = expand(csr.ptr, csr.num_edges)
+    # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
+    across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.ptr.device)
+    one = torch.ones_like(row)
+    across.index_add_(0, torch.minimum(row, csr.index), one)
+    across.index_add_(0, torch.maximum(row, csr.index), one, alpha=-1)
+    # The boundary before node b, b = 1 ... nodes.
+    free = across.cumsum(0)[:nodes] == 0
+    ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
+    size = ptr.diff()
+    counts = torch.bincount((size + TILE_ROWS - 1) // TILE_ROWS)
+    (longest,) = pull(size.max())
+    histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
+    return Segments(ptr, size.numel(), longest, histogram)
+
+
+def area_of(segments: Segments) -> int:
+    """Area of the blocks of all segments, in pairs of nodes."""
+    return sum(count * (TILE_ROWS * units) ** 2 for units, count in segments.histogram)
+
+
+def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
+    """Edges over the area of windows that list the columns that occur, from some windows spread over the side."""
+    windows = -(-side.num_rows // rows)
+    step = max(1, windows // samples)
+    first = torch.arange(0, windows, step, device=side.ptr.device) * rows
+    begin = side.ptr[first].long()
+    length = side.ptr[(first + rows).clamp(max=side.num_rows)] - begin
+    total, *_ = pull(length.sum())
+    ptr = from_degree(length)
+    owner = expand(ptr, total).long()
+    edge = begin[owner] + torch.arange(total, device=ptr.device) - ptr[owner]
+    distinct = torch.unique(owner << 32 | side.index[edge])
+    counts = torch.zeros(first.numel(), dtype=torch.int64, device=ptr.device)
+    counts.index_add_(0, distinct >> 32, torch.ones_like(distinct))
+    (blocks,) = pull(((counts + BLOCK - 1) // BLOCK).sum())
+    return total / max(1, blocks * BLOCK * rows)
+
+
+def _windows(ptr: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut ranges of rows into windows of at most `rows`: first and last row of each, and the range it is from."""
+    size = ptr.diff()
+    count = (size + rows - 1) // rows
+    first_window = from_degree(count)
+    (num_windows,) = pull(first_window[-1])
+    of = expand(first_window, num_windows).long()
+    # Equal shares, in whole warps.
+    share = (size + TILE_ROWS * count - 1) // (TILE_ROWS * count.clamp(min=1)) * TILE_ROWS
+    first = ptr[of] + (torch.arange(num_windows, dtype=torch.int32, device=ptr.device) - first_window[of]) * share[of]
+    last = torch.minimum(first + share[of], ptr[of + 1])
+    return first, torch.maximum(first, last), of
+
+
+def make_tiles(side: Adjacency, num_columns: int, rows: int, segments: Segments | None) -> Tiles:
+    """The dense blocks of a side.
+
+    Args:
+        side: The side.
+        num_columns: Number of nodes at the other end.
+        rows: Rows of a window.
+        segments: The segments whose nodes are the columns; None lists the columns that occur.
+    """
+    device = side.ptr.device
+    if segments is not None:
+        first, last, of = _windows(segments.ptr, rows)
+    else:
+        everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
+        first, last, of = _windows(everything, rows)
+    num_windows = first.numel()
+    window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[expand(side.ptr, side.num_edges).long()]
+    row = expand(side.ptr, side.num_edges) - first[window]
+
+    if segments is not None:
+        begin = segments.ptr[of]
+        count = segments.ptr[of + 1] - begin
+        position = side.index - begin[window]
+    else:
+        distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
+        count = torch.zeros(num_windows, dtype=torch.int32, device=device)
+        count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
+        begin = from_degree(count)[:-1]
+        position = (position - begin[window]).to(torch.int32)
+
+    first_block = from_degree((count + BLOCK - 1) // BLOCK)
+    (num_blocks,) = pull(first_block[-1])
+    columns = None
+    if segments is None:
+        owner = expand(first_block, num_blocks).long()
+        block = torch.arange(num_blocks, dtype=torch.int32, device=device) - first_block[owner]
+        column = block[:, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32, device=device)
+        place = begin[owner, None] + torch.minimum(column, count[owner, None] - 1)
+        columns = (distinct % max(num_columns, 1)).to(torch.int32)[place.long()].contiguous()
+
+    bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
+    word = (first_block[window] + position // BLOCK).long() * rows + row
+    bits.index_add_(0, word, torch.ones_like(position) << position % BLOCK)
+    (set_bits,) = pull(_count_bits(bits).sum())
+    zero = torch.zeros_like(first)
+    windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
+    # Adding an edge twice carries into other bits, and every carry lowers their number.
+    duplicates = set_bits != side.num_edges
+    return Tiles(windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, duplicates)
+
+
+def _count_bits(words: Tensor) -> Tensor:
+    """Number of set bits of each int32."""
+    x = words.to(torch.int64) & 0xFFFFFFFF
+    x = x - (x >> 1 & 0x55555555)
+    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101 & 0xFFFFFFFF) >> 24
