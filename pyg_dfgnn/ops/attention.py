@@ -93,7 +93,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *operands, exact, tangent = arguments
     o = Operands(*operands)
     kernels, graph, inputs = o.resolve()
-    return run_forward(kernels, inputs, o.num_dst, exact, kernels.tangent(graph) if tangent else None)
+    walk = kernels.tangent(graph) if tangent else None
+    out, softmax, *rest = run_forward(kernels, inputs, o.num_dst, exact, walk)
+    nothing = (0, *out.shape[1:])
+    copy, derivative = (out.new_empty(nothing, dtype=torch.float32) if each is None else each for each in rest)
+    return out, softmax, copy, derivative
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,7 +197,7 @@ class _Attention(torch.autograd.Function):
         inputs = Inputs(*tensors, *numbers)
         walk = kernels.tangent(graph) if tangent else None
         out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact, walk)
-        ctx.save_for_backward(*tensors, copy if exact else out, softmax, derivative)
+        ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
         ctx.mark_non_differentiable(softmax)
         ctx.set_materialize_grads(False)
         return out, softmax
