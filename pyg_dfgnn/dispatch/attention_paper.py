@@ -15,7 +15,16 @@ from itertools import product
 from types import MappingProxyType
 
 from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import lane_constants
+from pyg_dfgnn.dispatch.attention_rows import (
+    CONVERT,
+    LOAD,
+    MULTIPLY_ADD,
+    ROW,
+    SHUFFLE,
+    STEP,
+    STEP_S,
+    lane_constants,
+)
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
 
@@ -110,42 +119,71 @@ def _reasons(problem: AttentionProblem) -> list[str]:
     return []
 
 
-# Feature rows gathered per edge: the scores and the sum read the same rows in turn.
-_GATHERS = {
-    "forward": {"dot": 2, "cosine": 2, "add": 1},
-    "targets": {"dot": 3, "cosine": 2, "add": 1},
-    "sources": {"dot": 2, "cosine": 2, "add": 1},
+# What the lanes over features do per edge in all steps: rows read, multiply-adds per element, sums over a head, walks.
+_WORK = {
+    "forward": {"dot": (2, 2, 1, 2), "cosine": (2, 2, 1, 2), "add": (1, 1, 0, 1)},
+    "targets": {"dot": (3, 3, 2, 2), "cosine": (2, 3, 2, 2), "add": (1, 1, 1, 1)},
+    "sources": {"dot": (2, 2, 0, 1), "cosine": (2, 2, 0, 1), "add": (1, 1, 0, 1)},
 }
-# Bytes per second that one warp gathers with a few rows in flight.
-_WARP_BYTES_PER_S = 4e9
-# Warps of a multiprocessor that keep its memory busy.
+# Warp instructions per edge and head of the lanes over edges.
+_SOFTMAX = {"forward": 30.0, "targets": 40.0, "sources": 0.0}
+# Share of the instructions' time on top where steps wait for each other, a guess that errs on the slow side.
+_WAITING = 0.3
+# Warps of a multiprocessor that keep it busy.
 _BUSY_WARPS = 24
 
 
-def _cost(problem: AttentionProblem, walk: str, graph: Graph, gpu: Gpu, kernels: int, warps: int, scores: int) -> Cost:
-    """Estimated time of a pass.
+def _cost(
+    problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu, warps: int, share: int, scores: int
+) -> Cost:
+    """Estimated time of a pass; the terms are those of `rows`, without sweeps: what the cache misses comes from memory.
 
     Args:
         problem: What is computed.
         walk: Which pass.
         graph: On which graph.
+        chosen: How.
         gpu: On which device.
-        kernels: Number of launches.
         warps: Warps that fit on a multiprocessor at once.
+        share: Edges of a warp in the step of the scores.
         scores: Numbers per edge and head that go to memory or come from it.
     """
     side, num_columns = (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
-    gathers = _GATHERS[walk][problem.score]
+    c = chosen.constants
+    gathers, products, sums, walks = _WORK[walk][problem.score]
+    kernels = 2 if chosen.warp_edges else 1
     nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
-    edges = side.num_edges * (8 * kernels + scores * SCORE_BYTES * problem.heads)
-    # Few warps leave memory waiting.
+    edges = side.num_edges * (8 * walks + scores * SCORE_BYTES * problem.heads)
+    longest = graph.max_segment
+    is_near = longest is not None and min(gathers, 2) * longest * problem.row_bytes <= gpu.shared_bytes
+    gathered = 0 if is_near else side.num_edges * gathers * problem.row_bytes
+    missed = max(0.0, 1.0 - gpu.cache_bytes / max(1, num_columns * problem.row_bytes))
+    gather_s = gathered * ((1.0 - missed) / gpu.cache_bytes_per_s + missed / gpu.memory_bytes_per_s)
+
+    heads = c["LANE_HEADS"]
+    elements = heads * c["LANE_VECS"] * c["VEC"]
+    step = (
+        STEP * walks
+        + LOAD * gathers * heads * c["LANE_VECS"]
+        + CONVERT * (gathers * elements if problem.dtype.itemsize == 2 else 0)
+        + MULTIPLY_ADD * products * elements
+        + SHUFFLE * sums * heads * (c["HEAD_LANES"].bit_length() - 1)
+    )
+    groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
+    issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[walk] * walks)
+    issued += side.num_edges * problem.heads / 32 * _SOFTMAX[walk]
+    # The scores, the two walks of the softmax, the sum.
+    chain = (share + -(-side.max_degree // c["ROW_WARPS"])) / (c["UNROLL"] * c["EDGE_SLOTS"]) + (2 if share else 0)
+    if share:
+        issued *= 1.0 + _WAITING
+    # Few warps leave everything waiting.
     idle = max(1.0, _BUSY_WARPS / warps)
-    gathered = side.num_edges * gathers * problem.row_bytes
     return Cost(
         {
             "memory": idle * (nodes + edges) / gpu.memory_bytes_per_s,
-            "gathers": idle * gathered / gpu.cache_bytes_per_s,
-            "longest row": side.max_degree * problem.row_bytes / _WARP_BYTES_PER_S,
+            "gathers": idle * gather_s,
+            "instructions": idle * issued / gpu.instructions_per_s,
+            "longest row": chain * STEP_S,
         },
         {"launches": kernels * gpu.launch_s},
     )
@@ -197,9 +235,10 @@ class Smmf:
     def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
         """Estimated time of the pass; shared memory decides how many warps run at once."""
         if walk == "sources":
-            return _cost(problem, walk, graph, gpu, 1, 64, 2)
-        blocks = min(64 // BLOCK_ROWS, gpu.shared_bytes // max(1, chosen.shared_bytes))
-        return _cost(problem, walk, graph, gpu, 1, max(1, blocks) * BLOCK_ROWS, 2 if walk == "targets" else 0)
+            return _cost(problem, walk, graph, chosen, gpu, _BUSY_WARPS, 0, 2)
+        warps = BLOCK_ROWS * max(1, min(64 // BLOCK_ROWS, gpu.shared_bytes // max(1, chosen.shared_bytes)))
+        share = -(-graph.csr.block_edges(BLOCK_ROWS) // BLOCK_ROWS)
+        return _cost(problem, walk, graph, chosen, gpu, warps, share, 2 if walk == "targets" else 0)
 
 
 @dataclass(frozen=True)
@@ -229,9 +268,8 @@ class Pmf:
 
     def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
         """Estimated time of the pass: scores are written, replaced and read."""
-        if walk == "sources":
-            return _cost(problem, walk, graph, gpu, 1, 64, 2)
-        return _cost(problem, walk, graph, gpu, 2, 64, 4 * _score_planes(problem, walk))
+        scores = 2 if walk == "sources" else 4 * _score_planes(problem, walk)
+        return _cost(problem, walk, graph, chosen, gpu, _BUSY_WARPS, chosen.warp_edges, scores)
 
 
 def _row_warps(side: Adjacency) -> dict[str, int]:
