@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,25 @@ def _axes(rows: int, columns: int, width: float, height: float) -> tuple[Any, An
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _bars(axis: Any, groups: Sequence[str], series: Series, spreads: Series | None = None) -> None:
-    """Grouped bars with their groups named below."""
-    width = 0.8 / max(1, len(series))
-    for index, (name, values) in enumerate(series.items()):
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each label, ours first, so that all panels of a figure agree."""
+    ordered = sorted(dict.fromkeys(names), key=lambda name: not name.startswith("ours"))
+    return {name: f"C{index}" for index, name in enumerate(ordered)}
+
+
+def _bars(
+    axis: Any, groups: Sequence[str], series: Series, colours: Mapping[str, str], spreads: Series | None = None
+) -> None:
+    """Grouped bars with their groups named below, in the order of the colours."""
+    shown = [name for name in colours if name in series]
+    width = 0.8 / max(1, len(shown))
+    for index, name in enumerate(shown):
+        values = series[name]
         places = [place for place, group in enumerate(groups) if group in values]
         heights = [values[groups[place]] for place in places]
         errors = None if spreads is None else [spreads.get(name, {}).get(groups[place], 0.0) for place in places]
-        shift = (index - (len(series) - 1) / 2) * width
-        axis.bar([place + shift for place in places], heights, width, yerr=errors, color=f"C{index}", label=name)
+        shift = (index - (len(shown) - 1) / 2) * width
+        axis.bar([place + shift for place in places], heights, width, yerr=errors, color=colours[name], label=name)
     axis.set_xticks(range(len(groups)), groups, fontsize="small")
     axis.grid(axis="y", alpha=0.3)
 
@@ -64,6 +74,7 @@ def speedup_figure(name: str, rows: Rows) -> Any:
     layers = sorted({row["layer"] for row in shown})
     directions = sorted({row["direction"] for row in shown}, key=len)
     graphs = in_order(row["graph"] for row in shown)
+    colours = _colours(map(label, shown))
     figure, axes = _axes(2 * len(directions), len(layers), max(3.4, 0.8 * len(graphs)), 2.3)
     for x, layer in enumerate(layers):
         for y, direction in enumerate(directions):
@@ -75,10 +86,10 @@ def speedup_figure(name: str, rows: Rows) -> Any:
             for row in mine:
                 used.setdefault(label(row), {})[row["graph"]] = 100 * float(row["utilisation"])
             above, below = axes[2 * y][x], axes[2 * y + 1][x]
-            _bars(above, graphs, factors)
+            _bars(above, graphs, factors, colours)
             above.axhline(1.0, color="black", linewidth=0.8)
             above.set_title(f"{layer} {direction}", fontsize="medium")
-            _bars(below, graphs, {key: used[key] for key in [*factors, *sorted(set(used) - set(factors))]})
+            _bars(below, graphs, used, colours)
             above.tick_params(axis="x", labelbottom=False)
             below.tick_params(axis="x", rotation=30)
             if not x:
@@ -131,7 +142,7 @@ def ablation_figure(name: str, rows: Rows) -> Any:
         schedule: {g: times[schedules[0], g] / times[schedule, g] for g in graphs if (schedule, g) in times}
         for schedule in schedules
     }
-    _bars(axes[0][0], graphs, gains)
+    _bars(axes[0][0], graphs, gains, _colours(schedules))
     axes[0][0].set_ylabel(f"times faster than\n{schedules[0]}")
     _legend(figure, axes)
     figure.suptitle(_title(name, rows), fontsize="medium")
@@ -143,6 +154,7 @@ def times_figure(name: str, rows: Rows) -> Any:
     shown = timed(rows)
     keys = sorted({(row["layer"], size(row), row["direction"]) for row in shown})
     columns = min(4, len(keys))
+    colours = _colours(map(label, shown))
     figure, axes = _axes(-(-len(keys) // columns), columns, 3.6, 2.6)
     for key, axis in zip(keys, axes.flat, strict=False):
         mine = [row for row in shown if (row["layer"], size(row), row["direction"]) == key]
@@ -151,7 +163,7 @@ def times_figure(name: str, rows: Rows) -> Any:
         for row in mine:
             values.setdefault(label(row), {})[row["graph"]] = milliseconds(row)
             spreads.setdefault(label(row), {})[row["graph"]] = float(row["iqr_ms"]) / 2
-        _bars(axis, in_order(row["graph"] for row in mine), values, spreads)
+        _bars(axis, in_order(row["graph"] for row in mine), values, colours, spreads)
         axis.set_yscale("log")
         axis.set_title(" ".join(key), fontsize="medium")
         axis.tick_params(axis="x", rotation=30)
@@ -164,7 +176,7 @@ def times_figure(name: str, rows: Rows) -> Any:
 
 def heads_figure(name: str, rows: Rows) -> Any:
     """Time of 8 heads of 16 over that of 1 head of 128."""
-    shown = timed(rows)
+    shown = [row for row in timed(rows) if label(row) == "ours" and row["direction"] in ("fwd", "fwd+bwd")]
     times = {(row["layer"], row["direction"], row["dtype"], row["graph"], size(row)): row for row in shown}
     panels = sorted({key[1:3] for key in times})
     figure, axes = _axes(1, max(1, len(panels)), 3.4, 3.0)
@@ -175,7 +187,7 @@ def heads_figure(name: str, rows: Rows) -> Any:
             if (way, kind, which) == (direction, dtype, "H=8 d=16") and one is not None:
                 eight = times[layer, way, kind, graph, which]
                 ratios.setdefault(layer, {})[graph] = milliseconds(eight) / milliseconds(one)
-        _bars(axis, in_order(row["graph"] for row in shown), ratios)
+        _bars(axis, in_order(row["graph"] for row in shown), ratios, _colours(sorted(ratios)))
         axis.axhline(HEADS_RATIO, color="black", linewidth=0.8)
         axis.set_title(f"{direction} {dtype}", fontsize="medium")
     axes[0][0].set_ylabel("8 heads of 16 / 1 head of 128")
@@ -197,7 +209,9 @@ def choice_figure(name: str, rows: Rows) -> Any:
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             axis.text(x, y, "-" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="small")
-    axis.set_xticks(range(len(columns)), [f"{c[0]} {c[1]}\n{c[2]} {c[3]}" for c in columns], fontsize="small")
+    # Only what differs between columns is named.
+    named = [part for part in range(4) if len({column[part] for column in columns}) > 1]
+    axis.set_xticks(range(len(columns)), ["\n".join(c[part] for part in named) for c in columns], fontsize="small")
     axis.set_yticks(range(len(graphs)), graphs, fontsize="small")
     figure.colorbar(image, label="% slower than the fastest schedule")
     figure.suptitle(_title(name, rows), fontsize="medium")
@@ -209,13 +223,14 @@ def peers_figure(name: str, rows: Rows, direction: str) -> Any:
     shown = [row for row in timed(rows) if row["direction"] == direction and size(row) == "H=1 d=128"]
     graphs = in_order(row["graph"] for row in shown)
     scores = {row["layer"]: row["score"] for row in shown}
+    colours = _colours(sorted(f"{label(row)} {row['dtype']}" for row in shown))
     figure, axes = _axes(max(1, len(graphs)), 1, max(6.0, 2.2 * len(scores)), 2.4)
     for graph, axis in zip(graphs, axes[:, 0], strict=False):
         values: dict[str, dict[str, float]] = {}
         for row in shown:
             if row["graph"] == graph:
                 values.setdefault(f"{label(row)} {row['dtype']}", {})[row["layer"]] = milliseconds(row)
-        _bars(axis, list(scores), dict(sorted(values.items())))
+        _bars(axis, list(scores), values, colours)
         others = [
             (place, peer.time_ms)
             for place, score in enumerate(scores.values())

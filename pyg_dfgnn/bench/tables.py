@@ -101,7 +101,8 @@ def peers_table(rows: Rows) -> str:
         if label(row) == "ours" and peer is not None:
             what = [row["layer"], size(row), row["direction"], row["dtype"], row["graph"]]
             ratio = peer.time_ms / milliseconds(row)
-            body.append([*what, f"{milliseconds(row):.4g}", f"{peer.time_ms:.4g}", peer.name, f"{ratio:.2f}x"])
+            name = peer.name if peer.key[3] == row["dtype"] else f"{peer.name} ({peer.key[3]})"
+            body.append([*what, f"{milliseconds(row):.4g}", f"{peer.time_ms:.4g}", name, f"{ratio:.2f}x"])
     return markdown(["layer", "size", "direction", "dtype", "graph", "ours", "peer", "package", "faster"], body)
 
 
@@ -246,7 +247,8 @@ def ablation_table(rows: Rows) -> str:
 
 def heads_table(rows: Rows) -> str:
     """8 heads of 16 against 1 of 128."""
-    times = {(row["layer"], row["dtype"], row["direction"], row["graph"], size(row)): row for row in timed(rows)}
+    ours = [row for row in timed(rows) if label(row) == "ours" and row["direction"] in ("fwd", "fwd+bwd")]
+    times = {(row["layer"], row["dtype"], row["direction"], row["graph"], size(row)): row for row in ours}
     body = []
     for key in sorted({key[:4] for key in times}):
         one, eight = times.get((*key, "H=1 d=128")), times.get((*key, "H=8 d=16"))
