@@ -1,0 +1,424 @@
+"""The launches behind the attention operators: what runs on one graph, prepared once and kept with it."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch import attention_rows, autotune
+from pyg_dfgnn.dispatch.attention import (
+    BACKWARD,
+    FORWARD,
+    AttentionProblem,
+    Option,
+    Pass,
+    choose,
+    options,
+    with_tangent,
+)
+from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
+from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import tuning
+from pyg_dfgnn.ops.attention_paper import PaperWalk
+from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
+from pyg_dfgnn.ops.attention_tiles import TilesWalk
+from pyg_dfgnn.settings import Settings, current
+
+_logger = logging.getLogger("pyg_dfgnn")
+
+
+class Inputs(NamedTuple):
+    """What every attention kernel reads, in the order of its parameters.
+
+    ``target`` [N_dst, H, C], ``key`` [N_src, H, C] (dot only) and ``value`` [N_src, H, C] share a dtype; node scalars
+    [N, H], ``parameter`` (beta [1] or the attention vector [H, C]) and scalar ``edge`` [E, H] are float32; a vector
+    ``edge`` is [E, H, C]; ``seed`` is int64 [1] and present when ``dropout`` > 0.
+    """
+
+    target: Tensor | None
+    key: Tensor | None
+    value: Tensor
+    target_scalars: Tensor | None
+    source_scalars: Tensor | None
+    parameter: Tensor | None
+    edge: Tensor | None
+    seed: Tensor | None
+    scale: float
+    slope: float
+    dropout: float
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy whose address allows 16-byte loads."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned_all(inputs: Inputs) -> list[Any]:
+    return [aligned(a) if isinstance(a, Tensor) else a for a in inputs]
+
+
+def empty_as(tensor: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor of the same shape, dtype and device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class Walk(Protocol):
+    """One pass of a schedule over one graph, ready to launch: made as ``Walk(walk, chosen, graph)``.
+
+    `ready` are the :class:`Inputs`, contiguous and aligned; the other arguments are named and shaped as in
+    :func:`run_forward` and :func:`run_backward`, and all results are written whole, rows without edges as zeros.
+    """
+
+    chosen: Any
+    """What it runs."""
+    parameter_blocks: int
+    """Rows that the pass over targets writes of `parameter_sums`."""
+
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
+        """Write the output, the softmax of its rows and, if given, the output in float32."""
+
+    def targets(
+        self,
+        ready: Sequence[Any],
+        out: Tensor,
+        softmax: Tensor,
+        grad_out: Tensor,
+        records: Tensor,
+        grad_target: Tensor,
+        grad_beta: Tensor | None,
+        grad_edge: Tensor | None,
+        parameter_sums: Tensor | None,
+    ) -> Tensor | None:
+        """Write the gradients of targets and edges, and the records for the pass over sources.
+
+        Args:
+            ready: The inputs.
+            out: Output of the forward pass, in float32 for 16-bit inputs.
+            softmax: The softmax of its rows.
+            grad_out: Gradient of the output.
+            records: [N_dst, H, 4] in float32: maximum, inverse and delta of each row, and 0.
+            grad_target: Gradient of the target, or of its scalars (add).
+            grad_beta: Summands [N_dst, H] of the gradient of beta (cosine).
+            grad_edge: Gradient of the edge features, if wanted.
+            parameter_sums: Summands [parameter_blocks, H, C] of the gradient of the vector (gatv2).
+
+        Returns:
+            What the pass over sources of the same schedule needs beside the records.
+        """
+
+    def sources(
+        self,
+        ready: Sequence[Any],
+        records: Tensor,
+        grad_out: Tensor,
+        grad_key: Tensor | None,
+        grad_value: Tensor,
+        grad_source: Tensor | None,
+        grad_target: Tensor | None,
+        state: Tensor | None,
+    ) -> None:
+        """Write the gradients of sources.
+
+        Args:
+            ready: The inputs.
+            records: From the pass over targets.
+            grad_out: Gradient of the output.
+            grad_key: Gradient of the key (dot).
+            grad_value: Gradient of the value.
+            grad_source: Gradient of the source scalars (add).
+            grad_target: To add to the gradient of the value, where target and value are one tensor (cosine).
+            state: What the pass over targets returned.
+        """
+
+
+SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType(
+    {"rows": RowsWalk, "tiles": TilesWalk, **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk)}
+)
+"""The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
+
+
+def walk_of(walk: str, chosen: Pass, graph: Graph) -> Walk:
+    """The launches of a pass."""
+    return SCHEDULES[chosen.schedule](walk, chosen, graph)
+
+
+class Kernels:
+    """The attention kernels for one problem on one graph. Backward passes are prepared when first needed."""
+
+    def __init__(self, problem: AttentionProblem, graph: Graph, settings: Settings) -> None:
+        self.problem = problem
+        self.settings = settings
+        (self.forward,), self.final = self._walks(FORWARD, graph)
+        self._backward: tuple[Walk, ...] | None = None
+        self._tangent: RowsWalk | None = None
+        self._weights: RowsWalk | None = None
+
+    def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[tuple[Walk, ...], bool]:
+        """The passes of ``walks``, and whether the next call would take the same."""
+        if self.settings.schedule == "autotune":
+            tune(self.problem, graph, walks, self.settings)
+        choices = choose(self.problem, graph, walks, self.settings)
+        made = tuple(walk_of(choice.walk, choice.chosen, graph) for choice in choices)
+        graph.reset_streams()
+        return made, all(choice.final for choice in choices)
+
+    @staticmethod
+    def of(problem: AttentionProblem, graph: Graph) -> "Kernels":
+        """The kernels kept with the graph, planned on first use."""
+        settings = current()
+        key = (problem, settings)
+        found = graph.plans.get(key)
+        if found is None:
+            found = Kernels(problem, graph, settings)
+            if found.final:
+                graph.plans[key] = found
+        return found
+
+    def backward(self, graph: Graph) -> tuple[Walk, ...]:
+        """The passes over targets and over sources."""
+        found = self._backward
+        if found is None:
+            found, final = self._walks(BACKWARD, graph)
+            if final:
+                self._backward = found
+        return found
+
+    def weights(self, graph: Graph) -> RowsWalk:
+        """The pass that writes the weights of all edges."""
+        if self._weights is None:
+            self._weights = self._rows_walk("weights", graph)
+        return self._weights
+
+    @property
+    def wants_tangent(self) -> bool:
+        """Whether a forward pass that gradients follow should leave the tangent: where it runs on `rows`."""
+        can = attention_rows.has_tangent(self.problem.score, self.problem.edge)
+        return can and isinstance(self.forward, RowsWalk)
+
+    def tangent(self, graph: Graph) -> RowsWalk:
+        """The forward pass that leaves the tangent."""
+        if self._tangent is None:
+            self._tangent = self._rows_walk("tangent", graph)
+        return self._tangent
+
+    def _rows_walk(self, walk: str, graph: Graph) -> RowsWalk:
+        made = RowsWalk(walk, attention_rows.plan_pass(self.problem, walk, graph), graph)
+        graph.reset_streams()
+        return made
+
+
+def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
+    """The problem that the inputs pose; whether gradients follow does not change the forward pass."""
+    value = inputs.value
+    _, heads, channels = value.shape
+    edge, dropout = inputs.edge is not None, inputs.dropout > 0.0
+    tf32 = tf32_allowed(value.dtype)
+    return AttentionProblem(score, heads, channels, value.dtype, value.device, edge, dropout, False, tf32)
+
+
+def run_forward(
+    kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool, tangent: RowsWalk | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Output [N_dst, H, C] and what the backward pass needs beside it.
+
+    Args:
+        kernels: From the same inputs.
+        inputs: What to compute.
+        num_dst: Number of targets.
+        exact: Whether to give the output in float32 too.
+        tangent: The pass to run instead of the planned one, if the derivative is to be given too.
+
+    Returns:
+        The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
+        inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
+        [N_dst, H, C] in float32, None if not asked for.
+    """
+    problem, device = kernels.problem, kernels.problem.device
+    heads, channels = problem.heads, problem.channels
+    out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
+    softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
+    copy = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device) if exact else None
+    if tangent is None:
+        kernels.forward.forward(_aligned_all(inputs), out, softmax, copy)
+        return out, softmax, copy, None
+    derivative = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device)
+    tangent.forward(_aligned_all(inputs), out, softmax, copy, derivative)
+    return out, softmax, copy, derivative
+
+
+def run_backward(
+    kernels: Kernels,
+    graph: Graph,
+    inputs: Inputs,
+    out: Tensor,
+    softmax: Tensor,
+    grad_out: Tensor,
+    same: bool,
+    edge_grad: bool,
+    tangent: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (target or its scalars, key, value, source scalars, parameter, edge); None where there is none.
+
+    Args:
+        kernels: From the same inputs.
+        graph: The edges.
+        inputs: As in the forward pass.
+        out: Its output; in float32 for 16-bit inputs.
+        softmax: The softmax of its rows.
+        grad_out: Gradient of the output.
+        same: Whether target and value are one tensor, whose gradient is then returned for the value alone.
+        edge_grad: Whether the edge features need a gradient.
+        tangent: Derivative of the output in the target scalars, if the forward pass left it.
+    """
+    problem, device = kernels.problem, kernels.problem.device
+    score, heads, channels = problem.score, problem.heads, problem.channels
+    targets: Any
+    targets, sources = kernels.backward(graph)
+    ready = _aligned_all(inputs)
+    out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
+
+    def rows(count: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+        return torch.empty((count, heads, channels), dtype=dtype, device=device)
+
+    def scalars(count: int) -> Tensor:
+        return torch.empty((count, heads), dtype=torch.float32, device=device)
+
+    records = torch.empty((graph.num_dst, heads, 4), dtype=torch.float32, device=device)
+    grad_target = scalars(graph.num_dst) if score == "add" else rows(graph.num_dst)
+    grad_edge = empty_as(inputs.edge) if edge_grad and inputs.edge is not None else None
+    grad_beta = scalars(graph.num_dst) if score == "cosine" else None
+    parameter_sums = rows(targets.parameter_blocks, torch.float32) if score == "gatv2" else None
+    state = None
+    if tangent is not None and tangent.numel() and targets.chosen.schedule == "rows":
+        targets.nodes(out, aligned(tangent), softmax, grad_out, records, grad_target)
+    else:
+        state = targets.targets(
+            ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
+        )
+
+    grad_value = rows(graph.num_src)
+    grad_key = rows(graph.num_src) if score == "dot" else None
+    grad_source = scalars(graph.num_src) if score == "add" else None
+    added = grad_target if same else None
+    sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, added, state)
+
+    grad_parameter = None
+    if grad_beta is not None:
+        grad_parameter = grad_beta.sum().reshape(1)
+    elif parameter_sums is not None:
+        grad_parameter = parameter_sums.sum(0)
+    return None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge
+
+
+def example(problem: AttentionProblem, graph: Graph) -> Inputs:
+    """Random inputs of a problem on a graph, drawn from a generator of their own."""
+    device, score, heads = problem.device, problem.score, problem.heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    def rows(count: int) -> Tensor:
+        return normal(count, heads, problem.channels, dtype=problem.dtype)
+
+    has_scalars = score in ("add", "cosine")
+    parameter = {"cosine": (1,), "gatv2": (heads, problem.channels)}.get(score)
+    edge = normal(graph.num_edges, heads) if score == "add" else rows(graph.num_edges) if problem.edge else None
+    return Inputs(
+        target=None if score == "add" else rows(graph.num_dst),
+        key=rows(graph.num_src) if score == "dot" else None,
+        value=rows(graph.num_src),
+        target_scalars=normal(graph.num_dst, heads) if has_scalars else None,
+        source_scalars=normal(graph.num_src, heads) if has_scalars else None,
+        parameter=None if parameter is None else normal(*parameter),
+        edge=edge if problem.edge else None,
+        seed=torch.zeros(1, dtype=torch.int64, device=device) if problem.dropout else None,
+        scale=problem.channels**-0.5,
+        slope=0.2,
+        dropout=0.5 if problem.dropout else 0.0,
+    )
+
+
+class _Trial:
+    """Stands for :class:`Kernels` where one team of walks is timed."""
+
+    def __init__(self, problem: AttentionProblem, walks: Sequence[Any]) -> None:
+        self.problem = problem
+        self.forward = walks[0]
+        self._walks = walks
+
+    def backward(self, graph: Graph) -> Sequence[Any]:
+        return self._walks
+
+
+def measure(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], found: Sequence[Mapping[str, Option]]
+) -> dict[str, dict[str, float]]:
+    """Seconds of each walk by each schedule that can run it, on random inputs.
+
+    Args:
+        problem: What to compute.
+        graph: On which graph.
+        walks: ``FORWARD`` or ``BACKWARD``.
+        found: The options of each of them.
+    """
+    seconds: dict[str, dict[str, float]] = {walk: {} for walk in walks}
+    inputs = example(problem, graph)
+    shape = (graph.num_dst, problem.heads, problem.channels)
+    same = problem.score == "cosine" and graph.num_src == graph.num_dst
+    for name in dict.fromkeys(name for offers in found for name, option in offers.items() if not option.reasons):
+        team = [offers["rows"] if offers[name].reasons else offers[name] for offers in found]
+        timed = [
+            tuning.Timed(walk_of(walk, option.chosen, graph), problem.device)
+            for walk, option in zip(walks, team, strict=True)
+        ]
+        try:
+            trial: Any = _Trial(problem, timed)
+            if walks == FORWARD:
+                run_forward(trial, inputs, graph.num_dst, False)
+            else:
+                out = torch.zeros(shape, dtype=torch.float32, device=problem.device)
+                softmax = torch.zeros((*shape[:2], 2), dtype=torch.float32, device=problem.device)
+                grad_out = torch.ones(shape, dtype=problem.dtype, device=problem.device)
+                tangent = out if problem.tangent else None
+                run_backward(trial, graph, inputs, out, softmax, grad_out, same, problem.edge, tangent)
+        except torch.OutOfMemoryError as error:
+            _logger.warning("schedule %r is left out of a choice by autotune: %s", name, error)
+        for walk, option, result in zip(walks, team, timed, strict=True):
+            if option.schedule == name:
+                seconds[walk][name] = result.seconds
+    return seconds
+
+
+def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> None:
+    """Time every candidate that can run ``walks``, unless that is remembered or impossible now."""
+    problem = with_tangent(problem, graph, walks, settings)
+    found = options(problem, graph, walks, settings)
+    key = autotune.key_of(problem, graph, walks, found)
+    if key is None or autotune.recall(key) is not None or not tuning.can_time(graph.device):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        autotune.remember(key, measure(problem, graph, walks, found))
+
+
+def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
+    """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
+    problem = kernels.problem
+    weights = torch.empty((graph.num_edges, problem.heads), dtype=torch.float32, device=problem.device)
+    kernels.weights(graph).weights(_aligned_all(inputs), softmax, weights)
+    return weights
+
+
+def inverse_norm(x: Tensor) -> Tensor:
+    """``1 / max(||x||, 1e-12)`` per row and head, [N, H] in float32, of x [N, H, C]."""
+    rows, heads, channels = x.shape
+    norms = torch.empty((rows, heads), dtype=torch.float32, device=x.device)
+    kernel = node_kernel("attention/norm.cu", "attention_inverse_norm", heads, channels, x.dtype)
+    kernel(rows, x.device, aligned(x), norms)
+    return norms
