@@ -154,8 +154,7 @@ def _cost(
     kernels = 2 if chosen.warp_edges else 1
     nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
     edges = side.num_edges * (8 * walks + scores * SCORE_BYTES * problem.heads)
-    longest = graph.max_segment
-    is_near = longest is not None and min(gathers, 2) * longest * problem.row_bytes <= gpu.shared_bytes
+    is_near = stays_near(graph, min(gathers, 2) * problem.row_bytes, gpu)
     gathered = 0 if is_near else side.num_edges * gathers * problem.row_bytes
     missed = max(0.0, 1.0 - gpu.cache_bytes / max(1, num_columns * problem.row_bytes))
     gather_s = gathered * ((1.0 - missed) / gpu.cache_bytes_per_s + missed / gpu.memory_bytes_per_s)
@@ -173,7 +172,8 @@ def _cost(
     issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[walk] * walks)
     issued += side.num_edges * problem.heads / 32 * _SOFTMAX[walk]
     # The scores, the two walks of the softmax, the sum.
-    chain = (share + -(-side.max_degree // c["ROW_WARPS"])) / (c["UNROLL"] * c["EDGE_SLOTS"]) + (2 if share else 0)
+    in_flight = c["UNROLL"] * c["EDGE_SLOTS"]
+    chain = -(-share // in_flight) + (2 if share else 0) - (-side.max_degree // (c["ROW_WARPS"] * in_flight))
     if share:
         issued *= 1.0 + _WAITING
     # Few warps leave everything waiting.
