@@ -21,9 +21,10 @@ WARM_UPS = 3
 HOST_REPETITIONS = 20
 FLUSH_BYTES = 256 << 20
 CLOCKS_PERIOD_S = 5.0
-# Cycles that the device waits before a series of short calls, so that the host enqueues ahead of it and the events
-# measure the device alone; host time has its own column.
-SHORT_CALL_MS, HEAD_START_CYCLES = 2.0, 40_000_000
+# The device waits before every few short calls, so that the host enqueues ahead of it (but not further than the launch
+# queue is long) and the events measure the device alone; host time has its own column.
+SHORT_CALL_MS, HEAD_START_CALLS, HEAD_START_FACTOR = 5.0, 10, 1.5
+CYCLES_PER_MS = 2_000_000
 
 
 # Word in the path of a kernel -> the pass it belongs to; with a tangent, the pass over targets only visits nodes.
@@ -89,7 +90,7 @@ class Timer:
             self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1 << 20, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
 
-    def _samples(self, call: Call, repetitions: int, before: Call | None, head_start: bool = False) -> list[float]:
+    def _samples(self, call: Call, repetitions: int, before: Call | None, host_ms: float = 0.0) -> list[float]:
         if not self.on_gpu:
             samples = []
             for _ in range(repetitions):
@@ -102,9 +103,8 @@ class Timer:
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
         ]
-        if head_start:
-            torch.cuda._sleep(HEAD_START_CYCLES)
-        for start, end in events:
+        for position, (start, end) in enumerate(events):
+            self._head_start(position, host_ms)
             if before is not None:
                 before()
             start.record()
@@ -113,21 +113,31 @@ class Timer:
         self.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def time(self, call: Call, *, flushed: bool = False, warm_ups: int = WARM_UPS) -> Timing:
+    def _head_start(self, position: int, host_ms: float) -> None:
+        """Lets the device wait before every tenth short call, as long as the host needs for ten."""
+        if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
+            torch.cuda._sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
+
+    def _warm_up(self, call: Call) -> tuple[float, float]:
+        """Milliseconds of one warm call on the device, and of the host for it; 0 for the host of a long call."""
+        for _ in range(WARM_UPS):
+            call()
+        self.synchronize()
+        once = self._samples(call, 1, None)[0]
+        if once > SHORT_CALL_MS:
+            return once, 0.0
+        return once, self.host_us(call, WARM_UPS) / 1e3
+
+    def time(self, call: Call, *, flushed: bool = False) -> Timing:
         """Median time of ``call``, repeated as the pace says.
 
         Args:
             call: What to time.
             flushed: Empty the L2 cache before each repetition, outside the events.
-            warm_ups: Calls before the first measured one.
         """
-        for _ in range(warm_ups):
-            call()
-        self.synchronize()
-        once = self._samples(call, 1, None)[0]
-        repetitions = self.pace.repetitions(once)
+        once, host_ms = self._warm_up(call)
         before = self.flush_cache if flushed else None
-        return Timing.of(self._samples(call, repetitions, before, head_start=once < SHORT_CALL_MS))
+        return Timing.of(self._samples(call, self.pace.repetitions(once), before, host_ms))
 
     def host_us(self, call: Call, repetitions: int = HOST_REPETITIONS) -> float:
         """Median host time of one call in microseconds, without waiting for the device."""
@@ -150,14 +160,13 @@ class Timer:
         Args:
             call: Launches each pass once.
         """
-        for _ in range(WARM_UPS):
-            call()
-        once = self._samples(call, 1, None)[0]
+        once, host_ms = self._warm_up(call)
+        marks = []
+        for position in range(self.pace.repetitions(once)):
+            # Marking costs the host about as much again.
+            self._head_start(position, 2 * host_ms)
+            marks.append(self._marks(call))
         samples: dict[str, list[float]] = {}
-        repetitions = self.pace.repetitions(once)
-        if self.on_gpu and once < SHORT_CALL_MS:
-            torch.cuda._sleep(HEAD_START_CYCLES)
-        marks = [self._marks(call) for _ in range(repetitions)]
         self.synchronize()
         for spans in marks:
             for walk, start, end in spans:

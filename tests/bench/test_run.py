@@ -346,6 +346,8 @@ def test_speedups_and_their_geometric_means():
         rows.append(timed_row(graph=graph, median_ms=str(ours)))
         rows.append(timed_row(graph=graph, implementation="unfused", schedule="", median_ms=str(unfused)))
     assert tables.speedups(rows)["GT", "H=1 d=128", "fwd", "pattern_like", "ours"] == 9
+    slow_host = [{**row, "host_us": "8000"} if row["implementation"] == "fused" else row for row in rows]
+    assert tables.speedups(slow_host, with_host=True)["GT", "H=1 d=128", "fwd", "mnist_like", "ours"] == 0.5
     table = tables.means_table(rows)
     assert "| GT | fwd | ours | 6.00x (2 of 6, reached) | 1.00x (1 of 6, missed by 3.00x) | 3.30x (3 of 12) |" in table
     assert "1.00x (cora)" in table and "| 9.00x |" in tables.speedup_table(rows)
@@ -469,6 +471,21 @@ def test_timing_statistics():
 def test_long_calls_are_repeated_less():
     pace = Pace(min_repetitions=20, max_repetitions=100, sampling_ms=250, long_call_ms=500, long_call_repetitions=5)
     assert [pace.repetitions(ms) for ms in (0.0, 1.0, 5.0, 100.0, 501.0)] == [100, 100, 50, 20, 5]
+
+
+def test_passes_are_marked_apart():
+    from pyg_dfgnn.runtime import launcher
+    from pyg_dfgnn.runtime.compiler import Spec
+
+    def call():
+        for path in ("norm", "pmf_forward", "pmf_forward", "backward_nodes", "tiles_backward_sources"):
+            launcher.launch(launcher.Kernel(Spec(f"attention/{path}.cu", ()), path), (1, 1, 1), (1, 1, 1), (), CPU)
+
+    launched = []
+    with launcher.override(lambda spec, entry, *rest: launched.append(entry)):
+        timings = Timer(CPU, Pace(4, 4)).walks(call)
+    assert set(timings) == set(run.WALKS) and all(timing.n == 4 for timing in timings.values())
+    assert launched.count("pmf_forward") == 2 * launched.count("norm")
 
 
 def test_the_cache_is_flushed_before_each_repetition(monkeypatch):
