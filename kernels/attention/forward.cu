@@ -150,7 +150,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
     const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
     const Item item = work_item(a, l);
-    const int steps = num_steps(item);
+    const int steps = num_steps(item), full_steps = num_full_steps(item);
 
     Part own = zero_part();
     if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
@@ -163,7 +163,8 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
     if (block > 0 && item.active && item.chunk < 0 && l.edge_slot == 0) state = load_state(carry, num_rows, item.row, l);
     Step next;
     if (steps > 0) next = load_step(a, item, l, 0);
-    for (int step = 0; step < steps; ++step) {
+    const auto advance = [&](int step, auto is_full) {
+        constexpr bool FULL = decltype(is_full)::value;
         const Step now = next;
         const Neighbours neighbours = load_neighbours(in, now, l);
         next = load_step(a, item, l, step + 1);
@@ -189,7 +190,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
             for (int u = 0; u < UNROLL; ++u) {
                 const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
                                             neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                logit[u][h] = is_valid(item, l, step, u) ? s : negative_infinity();
+                logit[u][h] = FULL || is_valid(item, l, step, u) ? s : negative_infinity();
                 max = fmaxf(max, logit[u][h]);
             }
             raise_max(state, h, max);
@@ -212,7 +213,9 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
             for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+                    // The weight 0 of a padded position would turn an infinite value into NaN.
+                    if ((FULL || is_valid(item, l, step, u)) &&
+                        is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
 #pragma unroll
                         for (int c = 0; c < LANE_ELEMS; ++c) {
                             state.acc[part].x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc[part].x[h][c]);
@@ -221,7 +224,10 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                 }
             }
         }
-    }
+    };
+    int step = 0;
+    for (; step < full_steps; ++step) advance(step, Flag<true>());
+    for (; step < steps; ++step) advance(step, Flag<false>());
 
     merge_slots(state);
     // The lanes of a head read the same carried numbers; one of them overwrites these.

@@ -45,6 +45,16 @@ __device__ __forceinline__ int num_steps(const Item& item) {
     return warp_max((item.end - item.begin + UNROLL * EDGE_SLOTS - 1) / (UNROLL * EDGE_SLOTS));
 }
 
+// The first steps, in which every lane of the warp has UNROLL edges.
+__device__ __forceinline__ int num_full_steps(const Item& item) {
+    return -warp_max(-((item.end - item.begin) / (UNROLL * EDGE_SLOTS)));
+}
+
+template <bool VALUE>
+struct Flag {
+    static constexpr bool value = VALUE;
+};
+
 // The edges a lane works on in one step. Positions past the end repeat the last edge, so that loads need no predicate;
 // they are not valid and get weight 0. A row without edges reads an edge of another row: its result is set to 0 at the
 // end. To be called only when some item of the warp has edges.

@@ -105,12 +105,12 @@ def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
         return 1
     if elements == 4:
         if walk in ("forward", "tangent"):
-            return {"add": 8, "cosine": 7, "dot": 7, "gatv2": 8}[problem.score]
+            return {"add": 8, "cosine": 7, "dot": 7, "gatv2": 7}[problem.score]
         return {"add": 8, "cosine": 7, "dot": 7, "gatv2": 1}[problem.score]
     if elements == 8 and problem.dtype.itemsize == 2 and walk == "tangent":
         return 6
     if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
-        return {"add": 8, "dot": 6, "cosine": 5, "gatv2": 5}[problem.score]
+        return {"add": 8, "dot": 6, "cosine": 4, "gatv2": 5}[problem.score]
     return 1
 
 

@@ -237,6 +237,24 @@ def test_no_edges(score, num_src, num_dst):
         assert torch.equal(tensor, torch.zeros_like(tensor)), name
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("score", ["dot", "add"])
+def test_an_infinite_value(score, train, name):
+    """Reaches the targets of its source as infinity, wherever its edge lies in their rows, and no others."""
+    graph = build_graph(*GRAPHS[name]())
+    problem = Problem(score, graph, 2, 8, torch.float32, edge=False)
+    call, exact = (getattr(module, f"{score}_attention") for module in (ops, reference))
+    for source in range(0, graph.num_src, 3):
+        inputs = {name: tensor.clone() for name, tensor in problem.inputs.items()}
+        inputs["value"][source] = torch.inf
+        inputs["value"].requires_grad_(train)
+        with emulated_device():
+            actual = call(graph, **inputs).detach()
+        expected = exact(graph.edge_index, graph.num_dst, **inputs)[0].detach()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("negative_slope", [1.0, 0.0, -0.5, 3.0])
 @pytest.mark.parametrize("tangent", [False, True], ids=["edges", "nodes"])
 def test_slopes(tangent, negative_slope, monkeypatch):
