@@ -1,11 +1,12 @@
 """Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +35,8 @@ __all__ = [
     "unsupported_reasons",
     "with_tangent",
 ]
+
+T = TypeVar("T")
 
 MAX_CHANNELS = 512
 MAX_HEADS = 65535
@@ -95,20 +98,24 @@ class Option:
         schedule: Its name.
         reasons: Why it cannot run; empty when it can.
         chosen: The pass; None with reasons.
-        cost: Its estimated time; None with reasons.
+        price: Makes its cost.
         measured_s: Its time on this kind of graph, where there is a timing.
     """
 
     schedule: str
     reasons: tuple[str, ...] = ()
     chosen: Any = None
-    cost: Cost | None = None
+    price: Callable[[], Cost] = field(default=lambda: Cost({}), repr=False, compare=False)
     measured_s: float | None = None
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Its estimated time, found when first asked for: it may read facts of the graph that take a while."""
+        return self.price()
 
     @property
     def seconds(self) -> float:
         """Measured if it was, else estimated."""
-        assert self.cost is not None
         return self.cost.seconds if self.measured_s is None else self.measured_s
 
     def __str__(self) -> str:
@@ -223,10 +230,7 @@ def options(
     for walk in walks:
         offers = {}
         for name in names:
-            candidate = BY_NAME.get(name)
-            if candidate is None:
-                offers[name] = Option(name, ("this version does not have it",))
-                continue
+            candidate = BY_NAME[name]
             reasons = candidate.reasons_against(problem, walk, graph)
             if strict and not candidate.deterministic:
                 reasons = [*reasons, "its results may differ between runs"]
@@ -234,12 +238,12 @@ def options(
                 offers[name] = Option(name, tuple(reasons))
                 continue
             chosen = candidate.plan_pass(problem, walk, graph)
-            cost = candidate.cost(problem, walk, graph, chosen, gpu_of(problem.device))
-            offers[name] = Option(name, (), chosen, cost)
+            price = partial(candidate.cost, problem, walk, graph, chosen, gpu_of(problem.device))
+            offers[name] = Option(name, (), chosen, price)
         found.append(offers)
     for name in names:
         reasons = list(dict.fromkeys(reason for offers in found for reason in offers[name].reasons))
-        if reasons and name in BY_NAME and BY_NAME[name].hands_over:
+        if reasons and BY_NAME[name].hands_over:
             for offers in found:
                 offers[name] = Option(name, tuple(reasons))
     return found
@@ -248,12 +252,17 @@ def options(
 def _cheapest(found: Sequence[Mapping[str, Option]]) -> list[Option]:
     """The fastest option of each walk, where schedules that hand over take all walks or none."""
     able = [[option for option in offers.values() if not option.reasons] for offers in found]
-    rows = [[option for option in each if not BY_NAME[option.schedule].hands_over] for each in able]
-    teams = [[min(each, key=lambda option: option.seconds) for each in rows]]
+    free = [[option for option in each if not BY_NAME[option.schedule].hands_over] for each in able]
+    teams = [[_least(each, lambda option: option.seconds) for each in free]]
     for option in able[0]:
         if BY_NAME[option.schedule].hands_over:
             teams.append([offers[option.schedule] for offers in found])
-    return min(teams, key=lambda team: sum(option.seconds for option in team))
+    return _least(teams, lambda team: sum(option.seconds for option in team))
+
+
+def _least(found: Sequence[T], key: Callable[[T], float]) -> T:
+    """The one with the least key, which is not asked for where there is no choice."""
+    return found[0] if len(found) == 1 else min(found, key=key)
 
 
 def _asked_for(

@@ -24,6 +24,7 @@ from pyg_dfgnn.dispatch.attention_rows import (
     STEP,
     STEP_S,
     lane_constants,
+    stays_near,
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph

@@ -57,16 +57,16 @@ _LANE_ELEMENTS = 16
 
 
 @cache
-def lane_constants(heads: int, channels: int, itemsize: int, wide: bool) -> MappingProxyType[str, int]:
+def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1) -> MappingProxyType[str, int]:
     """Map a feature row [H, C] to the lanes of a warp.
 
-    A head takes as many lanes as it has 16-byte loads (a power of two, at most 32); heads sit side by side while lanes
-    are left, then a lane walks through several heads while its registers allow; the rest are groups of heads in other
-    blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
+    A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
+    side while lanes are left, then a lane walks through several heads while its registers allow; the rest are groups of
+    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
     """
     vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
     vecs = channels // vec
-    head_lanes = min(32, _power_of_two(vecs))
+    head_lanes = min(32, max(1, _power_of_two(vecs) // loads))
     lane_vecs = -(-vecs // head_lanes)
     head_slots = min(_power_of_two(heads), 32 // head_lanes)
     lane_heads = 1
@@ -235,6 +235,15 @@ def _issued(walk: str, problem: AttentionProblem, rows: Adjacency, chosen: RowsP
     return groups * (steps * step + chosen.blocks * rows.num_rows / c["WARP_ROWS"] * ROW[walk])
 
 
+def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
+    """Whether what is gathered of the nodes of a segment, such as a graph of a batch, fits on a multiprocessor."""
+    longest = graph.max_segment
+    if longest is None:
+        segments = graph.node_segments
+        longest = None if segments is None else segments.longest
+    return longest is not None and longest * node_bytes <= gpu.shared_bytes
+
+
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:
     """Estimated time of the pass.
 
@@ -250,9 +259,9 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
     moved = (rows.num_rows * (gathers + 1) + num_columns * gathers) * problem.row_bytes + 4 * rows.num_edges
     # The state of all rows, written and read between sweeps.
     carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
-    longest = graph.max_segment
-    is_near = longest is not None and gathers * longest * problem.row_bytes <= gpu.shared_bytes
-    gathered = 0 if is_near else rows.num_edges * gathers * problem.row_bytes
+    gathered = (
+        0 if stays_near(graph, gathers * problem.row_bytes, gpu) else rows.num_edges * gathers * problem.row_bytes
+    )
     c = chosen.constants
     chain = -(-min(rows.max_degree, chosen.max_edges) // (c["UNROLL"] * c["EDGE_SLOTS"]))
     return Cost(

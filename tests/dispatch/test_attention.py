@@ -1,6 +1,5 @@
 """The rules that choose attention kernels: what is refused and why, what is chosen, how a plan reads."""
 
-import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, ch
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.settings import RULES, SCHEDULES, current, settings
+from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
 from tests.zoo import hub, random
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -234,11 +233,41 @@ def test_only_deterministic_schedules_on_request(candidates, by_torch):
     assert "the same in every run" in text and "tiles cannot run: its results may differ between runs" in text
 
 
-def test_what_no_version_has():
-    for name in SCHEDULES:
-        if name not in (*RULES, *dispatch.BY_NAME):
-            with pytest.raises(UnsupportedError, match=f"schedule '{re.escape(name)}'"):
-                chosen(schedule=name, fallback="error")
+def test_every_schedule_has_a_name_in_the_settings():
+    assert set(SCHEDULES) == {*RULES, *dispatch.BY_NAME} and set(dispatch.CANDIDATES) <= set(dispatch.BY_NAME)
+    for name, candidate in dispatch.BY_NAME.items():
+        assert type(candidate.hands_over) is bool and candidate.deterministic is True, name
+
+
+@pytest.mark.parametrize("name", dispatch.BY_NAME)
+def test_each_schedule_by_name(name):
+    """It runs, or says why not; the plan names what runs."""
+    graph = graph_of(random(64, 64, 512, seed=1))
+    with settings(schedule=name):
+        found = plan(replace(PROBLEM, channels=32), graph)
+    for choice in found.choices:
+        option = next(option for option in choice.options if option.schedule == name)
+        assert choice.chosen.schedule == ("rows" if option.reasons else name)
+        assert f"{name}: " in str(choice) or f"{name} cannot run: " in str(choice)
+
+
+def test_the_rule_of_the_paper():
+    with settings(schedule="paper"):
+        found = plan(PROBLEM, graph_of(hub(300)))
+    assert found.schedule == "smmf" and "largest degree 30" in found.forward.reason
+
+
+def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
+    """Estimates may read facts of the graph that take a while."""
+
+    def fail(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(dispatch.attention_rows, "cost", fail)
+    gatv2 = replace(PROBLEM, score="gatv2")
+    for walks in (FORWARD, BACKWARD):
+        assert choose(gatv2, GRAPH, walks, Settings())[0].chosen.schedule == "rows"
+        assert choose(PROBLEM, GRAPH, walks, Settings(schedule="rows"))[0].chosen.schedule == "rows"
 
 
 @pytest.mark.parametrize(("forward", "left"), [("rows", True), ("tiles", False)])

@@ -10,6 +10,7 @@ from pyg_dfgnn.dispatch import attention_rows as rows
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention_problem import SCORES, WALKS
 from pyg_dfgnn.dispatch.attention_rows import lane_constants, node_constants, pass_constants, plan_pass
+from pyg_dfgnn.graph import Graph
 from tests.dispatch.test_attention import DTYPES, PROBLEM, graph_of
 from tests.zoo import random, zoo
 
@@ -212,7 +213,7 @@ class FakeGraph:
 
     def __init__(self, num_nodes, num_edges, max_degree, max_segment=None):
         self.num_src = self.num_dst = num_nodes
-        self.num_edges, self.max_segment = num_edges, max_segment
+        self.num_edges, self.max_segment, self.node_segments = num_edges, max_segment, None
         self.csr = self.csc = FakeSide(num_nodes, num_edges)
         self.csr.max_degree = max_degree
 
@@ -258,6 +259,18 @@ def test_what_a_cost_grows_with(walk):
     assert heavy.seconds > 3 * light.seconds and max(heavy.overlapped, key=heavy.overlapped.get) == "longest row"
     swept = plan_pass(problem, walk, GRAPHS["c"])
     assert swept.blocks > 1 and dense.added["launches"] == pytest.approx(swept.blocks * gpu.H200.launch_s)
+
+
+def test_what_stays_near():
+    """Segments that a batch declares, and those that are found."""
+    batch = torch.arange(64).view(-1, 8)
+    edges = torch.cartesian_prod(torch.arange(8), torch.arange(8)).T.repeat(1, 8) + batch[:, 0].repeat_interleave(64)
+    found = Graph.of(edges, 64)
+    assert found.max_segment is None
+    for graph in (found, FakeGraph(64, 512, 8, 8)):
+        assert rows.stays_near(graph, gpu.H200.shared_bytes // 8, gpu.H200)
+        assert not rows.stays_near(graph, gpu.H200.shared_bytes // 8 + 1, gpu.H200)
+    assert not rows.stays_near(graph_of(random(10, 20, 30)), 1, gpu.H200)
 
 
 def test_the_tangent_spares_the_gathers_of_the_targets():

@@ -53,8 +53,9 @@ def test_so_are_walk_device_and_sources(monkeypatch):
 
 
 def test_similar_graphs_share_a_key():
-    similar = [key_of(graph=graph_of(random(1000, 1000, 11000 + 100 * seed, seed=seed))) for seed in range(4)]
-    assert len(set(similar)) == 1
+    similar = [key_of(graph=graph_of(random(1000, 1000, 11000 + 100 * seed, seed=seed))) for seed in range(8)]
+    # Some number may lie next to a bound.
+    assert len(set(similar)) <= 2
     assert key_of(graph=graph_of(random(1000, 1000, 32000))) != similar[0]
     # The same sizes, another spread of degrees.
     num_edges = 2999
