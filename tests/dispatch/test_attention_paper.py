@@ -10,7 +10,7 @@ from pyg_dfgnn.dispatch.attention_paper import ABLATIONS, pmf, rule, smmf
 from pyg_dfgnn.dispatch.attention_problem import WALKS
 from pyg_dfgnn.graph import Graph
 from tests.dispatch.test_attention import PROBLEM, graph_of
-from tests.zoo import hub, random
+from tests.zoo import hub
 
 KIB = 1 << 10
 # Largest degrees of the paper's graphs; it marks the last three as having super nodes.
@@ -102,15 +102,6 @@ def test_heads_of_a_block_fit(walk, heads, degree):
     assert chosen.shared_bytes == degree * (8 if walk == "targets" else 4) * group
     # Several blocks run side by side, or none could with fewer heads.
     assert 4 * chosen.shared_bytes <= gpu.H200.shared_bytes or group == 1
-
-
-def test_the_largest_block_is_counted_once(monkeypatch):
-    graph = graph_of(random(50, 50, 300))
-    rows = graph.csr.row.tolist()
-    expected = max(sum(first <= r < first + 8 for r in rows) for first in range(0, 50, 8))
-    assert graph.csr.block_edges(8) == expected
-    monkeypatch.setattr("pyg_dfgnn.graph.adjacency.pull", None)
-    assert graph.csr.block_edges(8) == expected
 
 
 @pytest.mark.parametrize("walk", WALKS)
