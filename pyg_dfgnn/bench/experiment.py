@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS
+from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS, Flex
 from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase
 from pyg_dfgnn.bench.graphs import Recipe, recipe_of
 from pyg_dfgnn.bench.prepare import DTYPES
@@ -173,11 +173,12 @@ def expected_s(jobs: Sequence[Job], experiment: Experiment) -> float:
         case, recipe = job.case, experiment.recipe(job.graph)
         features = case.heads * case.channels
         elements = float(recipe.num_edges) * features / 128
+        masked = "num_graphs" not in recipe.arguments and recipe.num_nodes**2 > Flex.max_mask_bytes
+        if job.implementation == "flex" and (case.score != "dot" or masked):
+            continue
         if (case, job.dtype) not in references:
             references.add((case, job.dtype))
             total += 0.05 + elements / 6e7
-        if job.implementation == "flex" and case.score != "dot":
-            continue
         if experiment.is_isolated(job):
             total += experiment.isolated.limit_s * len(job.directions)
             continue

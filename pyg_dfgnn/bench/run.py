@@ -338,6 +338,10 @@ class _Runner:
             if self.experiment.is_isolated(job):
                 self._isolated(job, graph)
                 continue
+            refused = self._refused(job, graph)
+            if refused:
+                self._append(refused)
+                continue
             key = job.case, DTYPES[job.dtype]
             if kept is None or kept[0] != key:
                 # Not both at once: on the largest graphs each takes gigabytes.
@@ -348,6 +352,18 @@ class _Runner:
         Graph.clear_cache()
         self.timer.release()
         return True
+
+    def _refused(self, job: Job, graph: BenchGraph) -> list[Row]:
+        """The rows of a job that cannot run in any direction: no reference is needed to say so."""
+        base = {**job_columns(job, self.device), **graph_columns(graph)}
+        rows = []
+        for direction in job.directions:
+            training = direction != "fwd"
+            reasons = IMPLEMENTATIONS[job.implementation]().reasons(job.case, graph, training, self.memory_bytes)
+            if not reasons:
+                return []
+            rows.append({**base, "direction": direction, "status": "not run: " + "; ".join(reasons)})
+        return rows
 
     def _isolated(self, job: Job, graph: BenchGraph) -> None:
         base = {**job_columns(job, self.device), **graph_columns(graph)}

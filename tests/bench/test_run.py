@@ -215,6 +215,16 @@ def test_a_failure_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
     assert status["pyg", "fwd"].startswith("failed: OutOfMemoryError") and status["unfused", "fwd+bwd"] == "ok"
 
 
+def test_what_cannot_run_needs_no_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "_reference", None)
+    assert bench(tmp_path, "graphs=[b]", "scores=[gatv2]", "implementations=[flex,unfused]", "dtypes=[float32]") == 0
+    rows = [row for row in read(tmp_path) if row["score"] == "gatv2"]
+    assert {(row["implementation"], row["direction"]) for row in rows} == {
+        (name, direction) for name in ("flex", "unfused") for direction in ("fwd", "fwd+bwd")
+    }
+    assert all(row["status"].startswith("not run: ") for row in rows)
+
+
 def test_a_run_times_all_layers_and_resumes(tmp_path, capsys):
     extra = ["graphs=[b,e]", "implementations=[fused,pyg,unfused]"]
     assert bench(tmp_path, *extra, "limit_s=0") == 2
