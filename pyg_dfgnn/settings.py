@@ -27,7 +27,8 @@ class Settings:
     Args:
         schedule: What each pass of a layer runs. `"auto"` takes the candidate with the lowest estimated time,
             `"autotune"` the fastest one in a timing of all candidates that is made once per kind of graph and kept on
-            disk, `"paper"` follows the rule of DF-GNN. Any other name asks for that schedule.
+            disk, so that later runs choose alike; `"paper"` follows the rule of DF-GNN. Any other name asks for that
+            schedule. Two schedules round differently.
         deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
             `torch.are_deterministic_algorithms_enabled()`.
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
