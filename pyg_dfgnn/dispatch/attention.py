@@ -1,6 +1,7 @@
 """Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -48,7 +49,7 @@ fused_device_types = {"cuda"}
 
 _HAS_CUPY = find_spec("cupy") is not None
 _logger = logging.getLogger("pyg_dfgnn")
-_logged: set[tuple[str, str, tuple[str, ...]]] = set()
+_logged: set[tuple[str, str, str]] = set()
 
 
 class Pass(Protocol):
@@ -283,7 +284,8 @@ def _report(option: Option, walk: str, fallback: str) -> None:
     what = f"schedule {option.schedule!r} ({_LABELS[walk]})"
     if fallback == "error":
         raise UnsupportedError(option.reasons, what)
-    key = (option.schedule, walk, option.reasons)
+    # Numbers differ from graph to graph.
+    key = (option.schedule, walk, re.sub(r"\d+(\.\d+)?", "", "; ".join(option.reasons)))
     if fallback == "log" and key not in _logged:
         _logged.add(key)
         _logger.warning("%s cannot run here, 'rows' takes its place: %s", what, "; ".join(option.reasons))

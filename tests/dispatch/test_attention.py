@@ -203,6 +203,15 @@ def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
     assert "tiles cannot run: tiles has no sources; and never had" in text
 
 
+def test_a_reason_is_logged_once_whatever_its_numbers(candidates, caplog, monkeypatch):
+    candidates(Fake("rows", 1, 1, 1), Fake("tiles"))
+    for share in ("1.5 %", "12 %", "no"):
+        monkeypatch.setattr(Fake, "reasons_against", lambda self, *_: [f"{share} set"] if self.name == "tiles" else [])
+        with settings(schedule="tiles"):
+            choose(PROBLEM, GRAPH, FORWARD, current())
+    assert len(caplog.messages) == 2 and "1.5 % set" in caplog.messages[0] and "no set" in caplog.messages[1]
+
+
 def test_a_plan_shows_all_candidates(candidates):
     candidates(Fake("rows", 1e-3, 1e-3, 1e-3), Fake("tiles", 2e-3, None, 2e-3))
     text = str(plan(replace(PROBLEM, needs_grad=False), GRAPH))
