@@ -204,10 +204,12 @@ def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
 
 
 def test_a_reason_is_logged_once_whatever_its_numbers(candidates, caplog, monkeypatch):
-    candidates(Fake("rows", 1, 1, 1), Fake("tiles"))
-    for share in ("1.5 %", "12 %", "no"):
-        monkeypatch.setattr(Fake, "reasons_against", lambda self, *_: [f"{share} set"] if self.name == "tiles" else [])
-        with settings(schedule="tiles"):
+    tiles = Fake("tiles")
+    candidates(Fake("rows", 1, 1, 1), tiles)
+    shares = iter(("1.5 %", "12 %", "no"))
+    monkeypatch.setattr(tiles, "reasons_against", lambda *_: [f"{next(shares)} set"])
+    with settings(schedule="tiles"):
+        for _ in range(3):
             choose(PROBLEM, GRAPH, FORWARD, current())
     assert len(caplog.messages) == 2 and "1.5 % set" in caplog.messages[0] and "no set" in caplog.messages[1]
 
