@@ -3,10 +3,11 @@
 // A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its columns
 // are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes over its
 // columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that the window
-// owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are used.
+// owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are used. A
+// thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
-// Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, CHANNELS (16 bytes or a multiple of them), WARPS, STEP (16 or 32),
-// LISTED (whether columns are listed one by one, or follow each other), MIN_BLOCKS.
+// Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
+// them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), MIN_BLOCKS.
 #define THREADS (32 * WARPS)
 #define WINDOW (16 * WARPS)
 #define STEP_TILES (STEP / 8)
@@ -56,15 +57,16 @@ __device__ __forceinline__ int column_node(const Tiles& t, const Window& w, int 
     return w.first_column + (column < w.num_columns ? column : w.num_columns - 1);
 }
 
-__device__ __forceinline__ i64 head_index(int row) { return (i64)row * HEADS + blockIdx.y; }
+// Where the numbers of head h of the thread block are.
+__device__ __forceinline__ i64 head_index(int row, int h) { return (i64)row * HEADS + blockIdx.y * BLOCK_HEADS + h; }
 
-// Starts to copy the head's part of rows of one or two tensors, each to a tile of its own.
+// Starts to copy what the heads need of rows of one or two tensors, each to a tile of its own.
 template <int ROWS, int TENSORS, class RowOf>
 __device__ __forceinline__ void copy_rows(storage_t* const (&tiles)[TENSORS], const storage_t* const (&tensors)[TENSORS],
                                           RowOf row_of) {
-    constexpr int ELEMENTS = 16 / STORAGE_BYTES, PIECES = CHANNELS / ELEMENTS;
+    constexpr int ELEMENTS = 16 / STORAGE_BYTES, PIECES = BLOCK_HEADS * CHANNELS / ELEMENTS;
     const auto copy = [&](int row, int piece) {
-        const u64 from = (u64)(u32)row_of(row) * ROW_STRIDE + blockIdx.y * CHANNELS + piece * ELEMENTS;
+        const u64 from = (u64)(u32)row_of(row) * ROW_STRIDE + blockIdx.y * (BLOCK_HEADS * CHANNELS) + piece * ELEMENTS;
 #pragma unroll
         for (int t = 0; t < TENSORS; ++t) copy16(tiles[t] + row * TILE_STRIDE + piece * ELEMENTS, tensors[t] + from);
     };
@@ -87,18 +89,27 @@ __device__ __forceinline__ void copy_rows(storage_t* tile, const storage_t* tens
     copy_rows<ROWS, 1>(tiles, tensors, row_of);
 }
 
-// Keeps the window's own rows of a tensor as left sides.
+// The same for one number per head of each row.
+template <int ROWS, class RowOf>
+__device__ __forceinline__ void copy_scalars(float* values, const float* tensor, RowOf row_of) {
+    for (int i = threadIdx.x; i < ROWS * BLOCK_HEADS; i += THREADS) {
+        copy4(values + i, tensor + head_index(row_of(i / BLOCK_HEADS), i % BLOCK_HEADS));
+    }
+}
+
+// Keeps the window's own rows of a tensor as left sides, head by head.
 __device__ __forceinline__ void keep_own_rows(u32* words, const storage_t* tensor, const OwnRows& own) {
-    keep_rows(words, tensor + head_index(own.row[0]) * CHANNELS, tensor + head_index(own.row[1]) * CHANNELS);
+#pragma unroll
+    for (int h = 0; h < BLOCK_HEADS; ++h) {
+        keep_rows(words + h * LEFT_WORDS, tensor + head_index(own.row[0], h) * CHANNELS,
+                  tensor + head_index(own.row[1], h) * CHANNELS);
+    }
 }
 
 // Zeros between the channels of a row and the width that the products read.
 __device__ __forceinline__ void clear_padding(storage_t* tiles, int rows) {
-    if (PADDED_CHANNELS == CHANNELS) return;
-    constexpr int WIDTH = PADDED_CHANNELS - CHANNELS > 0 ? PADDED_CHANNELS - CHANNELS : 1;
-    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
-        tiles[i / WIDTH * TILE_STRIDE + CHANNELS + i % WIDTH] = 0;
-    }
+    constexpr int FIRST = BLOCK_HEADS * CHANNELS, WIDTH = TILE_CHANNELS - FIRST, DIVISOR = WIDTH > 0 ? WIDTH : 1;
+    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) tiles[i / DIVISOR * TILE_STRIDE + FIRST + i % DIVISOR] = 0;
 }
 
 // Edge bits of a lane's two rows in one block of columns, and those of one step, its first column lowest.
@@ -115,9 +126,44 @@ __device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, i
     return {{__ldg(words), __ldg(words + 8)}};
 }
 
-__device__ __forceinline__ bool has_edge(const StepBits& bits, int tile, int i) {
-    return bits.word[i / 2] >> (8 * tile + lane_column(i % 2)) & 1u;
-}
+// What takes the logits without an edge out of a step: tested bit by bit, or for several heads added as minus infinity.
+struct Mask {
+    StepBits bits;
+#if BLOCK_HEADS > 1
+    float values[STEP_TILES][4];
+#endif
+
+    __device__ __forceinline__ explicit Mask(const StepBits& b) : bits(b) {
+#if BLOCK_HEADS > 1
+#pragma unroll
+        for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[n][i] = has_edge(n, i) ? 0.0f : negative_infinity();
+        }
+#endif
+    }
+
+    __device__ __forceinline__ bool has_edge(int tile, int i) const {
+        return bits.word[i / 2] >> (8 * tile + lane_column(i % 2)) & 1u;
+    }
+
+    __device__ __forceinline__ float logit(float s, int tile, int i) const {
+#if BLOCK_HEADS > 1
+        return s + values[tile][i];
+#else
+        return has_edge(tile, i) ? s : negative_infinity();
+#endif
+    }
+
+    // exp2(s - max) inverse, 0 without an edge.
+    __device__ __forceinline__ float weight(float s, float max, float inverse, int tile, int i) const {
+#if BLOCK_HEADS > 1
+        return fast_exp2(s + values[tile][i] - max) * inverse;
+#else
+        return has_edge(tile, i) ? fast_exp2(s - max) * inverse : 0.0f;
+#endif
+    }
+};
 
 __device__ __forceinline__ bool warp_has_edges(const StepBits& bits) {
     const u32 mask = STEP == 32 ? 0xffffffffu : (1u << STEP % 32) - 1u;
@@ -155,16 +201,26 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[STEP_TILES][4], u
     clear(d);
     clear(other);
 #pragma unroll
-    for (int k = 0; k < PADDED_CHANNELS; k += PAIR_K) {
+    for (int product = 0; product < PRODUCTS; product += 2) {
         Right first[STEP_TILES], second[STEP_TILES];
+        if (product + 1 < PRODUCTS) {
 #pragma unroll
-        for (int n = 0; n < STEP_TILES; ++n) right_rows(first[n], second[n], tile + 8 * n * TILE_STRIDE, k);
-        multiply(d, left_of_rows(own_words, k / MMA_K), first, other, left_of_rows(own_words, k / MMA_K + 1), second);
+            for (int n = 0; n < STEP_TILES; ++n) {
+                right_rows(first[n], second[n], tile + 8 * n * TILE_STRIDE, product * MMA_K);
+            }
+            multiply(d, left_of_rows(own_words, product), first, other, left_of_rows(own_words, product + 1), second);
+        } else {
+#pragma unroll
+            for (int n = 0; n < STEP_TILES; ++n) right_rows(first[n], tile + 8 * n * TILE_STRIDE, product * MMA_K);
+            multiply(d, left_of_rows(own_words, product), first);
+        }
     }
+    if (PRODUCTS > 1) {
 #pragma unroll
-    for (int n = 0; n < STEP_TILES; ++n) {
+        for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) d[n][i] += other[n][i];
+            for (int i = 0; i < 4; ++i) d[n][i] += other[n][i];
+        }
     }
 }
 
@@ -190,10 +246,10 @@ __device__ __forceinline__ void store_pair(storage_t* address, float first, floa
 // Whether a lane's two channels of channel tile c exist; CHANNELS is even.
 __device__ __forceinline__ bool has_channels(int c) { return CHANNELS % 8 == 0 || 8 * c + 2 * lane_pos() < CHANNELS; }
 
-__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, const float (&d)[CHANNEL_TILES][4]) {
+__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, int h, const float (&d)[CHANNEL_TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        storage_t* row = base + head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
+        storage_t* row = base + head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();
         if (!own.exists[half]) continue;
 #pragma unroll
         for (int c = 0; c < CHANNEL_TILES; ++c) {
@@ -203,16 +259,16 @@ __device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, 
 }
 
 // One number per row of the window and head.
-__device__ __forceinline__ void store_scalars(float* base, const OwnRows& own, const float (&values)[2]) {
+__device__ __forceinline__ void store_scalars(float* base, const OwnRows& own, int h, const float (&values)[2]) {
     if (lane_pos() != 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (own.exists[half]) base[head_index(own.row[half])] = values[half];
+        if (own.exists[half]) base[head_index(own.row[half], h)] = values[half];
     }
 }
 
-__device__ __forceinline__ float load_scalar(const float* base, int row) {
-    return HAS_NODE_SCALARS ? __ldg(base + head_index(row)) : 0.0f;
+__device__ __forceinline__ float load_scalar(const float* base, int row, int h) {
+    return HAS_NODE_SCALARS ? __ldg(base + head_index(row, h)) : 0.0f;
 }
 
 // Between the reduced product and the base-2 logit: what the owner of the row contributes.
@@ -238,11 +294,11 @@ __device__ __forceinline__ float2 load_pair(const storage_t* address) {
 
 // Removes the radial part of the cosine's gradient g, given the own rows x: (g - x^ <x^, g>) / norm, where `along` is
 // <x^, g>. Below the clamp of the norm the projection drops out.
-__device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const storage_t* x, const OwnRows& own,
+__device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const storage_t* x, const OwnRows& own, int h,
                                         const float (&inverse_norm)[2], const float (&along)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const storage_t* row = x + head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
+        const storage_t* row = x + head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();
         const float n = inverse_norm[half], radial = n < 1e12f ? along[half] * n : 0.0f;
 #pragma unroll
         for (int c = 0; c < CHANNEL_TILES; ++c) {

@@ -7,7 +7,86 @@
 
 #define TARGET_ROWS (HAS_TARGET_VECTOR ? STEP : 0)
 #define STAGE_ELEMENTS TILE_ELEMENTS(TARGET_ROWS + STEP)
-#define OWN_TENSORS (HAS_KEY ? 2 : 1)
+#define OWN_WORDS ((HAS_KEY ? 2 : 1) * BLOCK_HEADS * LEFT_WORDS)
+#define STAGE_RECORDS (STEP * BLOCK_HEADS)
+
+// What a lane holds of one head.
+struct Head {
+    float own_scalar[2], factor[2];
+    // The gradient of r (add), or <x^, g> (cosine): summed here as the products' operands may be rounded to 16 bits.
+    float scalar_sum[2];
+    float value[CHANNEL_TILES][4];
+#if SCORE != SCORE_ADD
+    float score[CHANNEL_TILES][4];
+#endif
+};
+
+// Adds a step to the sums of one head, whose channels begin at `targets` and `grads`, records at `softmax` and scalars at
+// `others`.
+__device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, const Mask& mask, u32* value_words,
+                                         u32* key_words, const storage_t* targets, const storage_t* grads,
+                                         const float4* softmax, const float* others) {
+    float p[STEP_TILES][4], ds[STEP_TILES][4];
+    multiply_transposed(ds, value_words, grads);
+#if HAS_TARGET_VECTOR
+    multiply_transposed(p, key_words, targets);
+#endif
+#pragma unroll
+    for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int half = i / 2, place = (8 * n + lane_column(i % 2)) * BLOCK_HEADS;
+            const float4 record = softmax[place];
+            const float other = HAS_NODE_SCALARS ? others[place] : 0.0f;
+            const float s = score_logit(p[n][i], head.own_scalar[half], other, 0.0f, head.factor[half], in.slope);
+            const float weight = mask.weight(s, record.x, record.y, n, i);
+            ds[n][i] = weight * ds[n][i] - weight * record.z;
+#if SCORE == SCORE_ADD
+            const float z = pre_activation(head.own_scalar[half], other, 0.0f);
+            head.scalar_sum[half] += ds[n][i] * leaky_slope(z, in.slope);
+#elif SCORE == SCORE_COSINE
+            ds[n][i] *= other;
+            head.scalar_sum[half] = fmaf(ds[n][i], p[n][i], head.scalar_sum[half]);
+#endif
+            p[n][i] = weight;
+        }
+    }
+    multiply_rows(head.value, p, grads);
+#if SCORE != SCORE_ADD
+    multiply_rows(head.score, ds, targets);
+#endif
+}
+
+__device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h, storage_t* grad_key,
+                                           storage_t* grad_value, float* grad_source, const storage_t* grad_target) {
+#if SCORE != SCORE_DOT
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        head.scalar_sum[half] = quad_sum(head.scalar_sum[half]) * (SCORE == SCORE_COSINE ? head.own_scalar[half] : 1.0f);
+    }
+#endif
+#if SCORE == SCORE_ADD
+    store_scalars(grad_source, own, h, head.scalar_sum);
+#elif SCORE == SCORE_COSINE
+    project(head.score, in.value, own, h, head.own_scalar, head.scalar_sum);
+    const float beta = in.parameter[0];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const i64 first = head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+            const bool added = grad_target != nullptr && has_channels(c);
+            const float2 before = added ? load_pair(grad_target + first + 8 * c) : make_float2(0.0f, 0.0f);
+            head.value[c][2 * half] += fmaf(beta, head.score[c][2 * half], before.x);
+            head.value[c][2 * half + 1] += fmaf(beta, head.score[c][2 * half + 1], before.y);
+        }
+    }
+#else
+    scale_tiles(head.score, in.scale);
+    store_rows(grad_key, own, h, head.score);
+#endif
+    store_rows(grad_value, own, h, head.value);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_tiles_backward_sources(const int* windows, const int* columns, const u32* bits, const storage_t* target,
@@ -20,11 +99,11 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
     const Tiles tiles = {windows, columns, bits};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
-    u32* const value_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_TENSORS * LEFT_WORDS;
-    u32* const key_words = value_words + (OWN_TENSORS - 1) * LEFT_WORDS;
-    storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_TENSORS * LEFT_WORDS);
+    u32* const value_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
+    u32* const key_words = value_words + OWN_WORDS - BLOCK_HEADS * LEFT_WORDS;
+    storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_WORDS);
     float4* const stage_records = reinterpret_cast<float4*>(stages + 2 * STAGE_ELEMENTS);
-    float* const scalars = reinterpret_cast<float*>(stage_records + 2 * STEP);
+    float* const scalars = reinterpret_cast<float*>(stage_records + 2 * STAGE_RECORDS);
     const Window w = load_window(tiles);
     const int steps = (w.num_columns + STEP - 1) / STEP;
 
@@ -38,11 +117,11 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
 #else
         copy_rows<STEP>(stage, grad_out, id);
 #endif
-        if (threadIdx.x < STEP) {
-            const i64 i = head_index(id(threadIdx.x));
-            copy16(stage_records + step % 2 * STEP + threadIdx.x, records + 4 * i);
-            if (HAS_NODE_SCALARS) copy4(scalars + step % 2 * STEP + threadIdx.x, in.target_scalars + i);
+        for (int i = threadIdx.x; i < STAGE_RECORDS; i += THREADS) {
+            const i64 index = head_index(id(i / BLOCK_HEADS), i % BLOCK_HEADS);
+            copy16(stage_records + step % 2 * STAGE_RECORDS + i, records + 4 * index);
         }
+        if (HAS_NODE_SCALARS) copy_scalars<STEP>(scalars + step % 2 * STAGE_RECORDS, in.target_scalars, id);
         close_copies();
     };
 
@@ -51,20 +130,20 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
     const OwnRows own = own_rows(w);
     keep_own_rows(value_words, in.value, own);
     if (HAS_KEY) keep_own_rows(key_words, in.key, own);
-    float own_scalar[2], factor[2];
+    Head heads[BLOCK_HEADS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        own_scalar[half] = load_scalar(in.source_scalars, own.row[half]);
-        factor[half] = logit_factor(in, own_scalar[half]);
-    }
-    float value_acc[CHANNEL_TILES][4];
-    clear(value_acc);
-    // Per row the gradient of r (add), or <x^, g> (cosine): summed here as the products' operands may be rounded to 16 bits.
-    float scalar_sum[2] = {0.0f, 0.0f};
+    for (int h = 0; h < BLOCK_HEADS; ++h) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            heads[h].own_scalar[half] = load_scalar(in.source_scalars, own.row[half], h);
+            heads[h].factor[half] = logit_factor(in, heads[h].own_scalar[half]);
+            heads[h].scalar_sum[half] = 0.0f;
+        }
+        clear(heads[h].value);
 #if SCORE != SCORE_ADD
-    float score_acc[CHANNEL_TILES][4];
-    clear(score_acc);
+        clear(heads[h].score);
 #endif
+    }
 
     StepBits next_bits = {};
     if (steps > 0) next_bits = load_bits(tiles, w, 0);
@@ -80,65 +159,19 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
         if (warp_has_edges(edges)) {
             const storage_t* const targets = stages + step % 2 * STAGE_ELEMENTS;
             const storage_t* const grads = targets + TILE_ELEMENTS(TARGET_ROWS);
-            const float4* const softmax = stage_records + step % 2 * STEP;
-            const float* const others = scalars + step % 2 * STEP;
-            float p[STEP_TILES][4], ds[STEP_TILES][4];
-            multiply_transposed(ds, value_words, grads);
-#if HAS_TARGET_VECTOR
-            multiply_transposed(p, key_words, targets);
-#endif
+            const float4* const softmax = stage_records + step % 2 * STAGE_RECORDS;
+            const float* const others = scalars + step % 2 * STAGE_RECORDS;
+            const Mask mask(edges);
 #pragma unroll
-            for (int n = 0; n < STEP_TILES; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int half = i / 2, column = 8 * n + lane_column(i % 2);
-                    const float4 record = softmax[column];
-                    const float other = HAS_NODE_SCALARS ? others[column] : 0.0f;
-                    const float s = score_logit(p[n][i], own_scalar[half], other, 0.0f, factor[half], in.slope);
-                    const float weight = has_edge(edges, n, i) ? fast_exp2(s - record.x) * record.y : 0.0f;
-                    ds[n][i] = weight * ds[n][i] - weight * record.z;
-#if SCORE == SCORE_ADD
-                    const float z = pre_activation(own_scalar[half], other, 0.0f);
-                    scalar_sum[half] += ds[n][i] * leaky_slope(z, in.slope);
-#elif SCORE == SCORE_COSINE
-                    ds[n][i] *= other;
-                    scalar_sum[half] = fmaf(ds[n][i], p[n][i], scalar_sum[half]);
-#endif
-                    p[n][i] = weight;
-                }
+            for (int h = 0; h < BLOCK_HEADS; ++h) {
+                add_step(heads[h], in, mask, value_words + h * LEFT_WORDS, key_words + h * LEFT_WORDS,
+                         targets + h * CHANNELS, grads + h * CHANNELS, softmax + h, others + h);
             }
-            multiply_rows(value_acc, p, grads);
-#if SCORE != SCORE_ADD
-            multiply_rows(score_acc, ds, targets);
-#endif
         }
     }
 
-#if SCORE != SCORE_DOT
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        scalar_sum[half] = quad_sum(scalar_sum[half]) * (SCORE == SCORE_COSINE ? own_scalar[half] : 1.0f);
+    for (int h = 0; h < BLOCK_HEADS; ++h) {
+        store_head(heads[h], in, own, h, grad_key, grad_value, grad_source, grad_target);
     }
-#endif
-#if SCORE == SCORE_ADD
-    store_scalars(grad_source, own, scalar_sum);
-#elif SCORE == SCORE_COSINE
-    project(score_acc, in.value, own, own_scalar, scalar_sum);
-    const float beta = in.parameter[0];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const i64 first = head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
-#pragma unroll
-        for (int c = 0; c < CHANNEL_TILES; ++c) {
-            const bool added = grad_target != nullptr && has_channels(c);
-            const float2 before = added ? load_pair(grad_target + first + 8 * c) : make_float2(0.0f, 0.0f);
-            value_acc[c][2 * half] += fmaf(beta, score_acc[c][2 * half], before.x);
-            value_acc[c][2 * half + 1] += fmaf(beta, score_acc[c][2 * half + 1], before.y);
-        }
-    }
-#else
-    scale_tiles(score_acc, in.scale);
-    store_rows(grad_key, own, score_acc);
-#endif
-    store_rows(grad_value, own, value_acc);
 }

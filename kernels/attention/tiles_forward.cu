@@ -7,10 +7,87 @@
 
 #define KEY_ROWS (HAS_KEY ? STEP : 0)
 #define STAGE_ELEMENTS TILE_ELEMENTS(KEY_ROWS + STEP)
-#define OWN_WORDS (HAS_TARGET_VECTOR ? LEFT_WORDS : 0)
+#define OWN_WORDS (HAS_TARGET_VECTOR ? BLOCK_HEADS * LEFT_WORDS : 0)
 
 // exp2 differences against -inf stay 0 instead of NaN.
 __device__ __forceinline__ float finite(float max) { return max == negative_infinity() ? 0.0f : max; }
+
+// What a lane holds of one head.
+struct Head {
+    float own_scalar[2], factor[2], max[2], sum[2], acc[CHANNEL_TILES][4];
+};
+
+// Adds a step to the online softmax of one head, whose channels begin at `stage` and scalars at `others`.
+__device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, const Mask& mask, u32* own_words,
+                                         const storage_t* stage, const float* others) {
+    float p[STEP_TILES][4];
+#if HAS_TARGET_VECTOR
+    multiply_transposed(p, own_words, stage);
+#endif
+    const float before[2] = {head.max[0], head.max[1]};
+#pragma unroll
+    for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float other = HAS_NODE_SCALARS ? others[(8 * n + lane_column(i % 2)) * BLOCK_HEADS] : 0.0f;
+            const float s = score_logit(p[n][i], head.own_scalar[i / 2], other, 0.0f, head.factor[i / 2], in.slope);
+            p[n][i] = mask.logit(s, n, i);
+            head.max[i / 2] = fmaxf(head.max[i / 2], p[n][i]);
+        }
+    }
+    float reference[2], rescale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        head.max[half] = quad_max(head.max[half]);
+        reference[half] = finite(head.max[half]);
+        rescale[half] = fast_exp2(before[half] - reference[half]);
+        head.sum[half] *= rescale[half];
+    }
+#pragma unroll
+    for (int n = 0; n < STEP_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            p[n][i] = fast_exp2(p[n][i] - reference[i / 2]);
+            head.sum[i / 2] += p[n][i];
+        }
+    }
+    if (__any_sync(FULL_MASK, head.max[0] != before[0] || head.max[1] != before[1])) {
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) head.acc[c][i] *= rescale[i / 2];
+        }
+    }
+    multiply_rows(head.acc, p, stage + TILE_ELEMENTS(KEY_ROWS));
+}
+
+__device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h, storage_t* out, float* softmax,
+                                           float* exact) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float sum = quad_sum(head.sum[half]);
+        const bool empty = sum == 0.0f;
+        const float inverse = empty ? 0.0f : 1.0f / sum;
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) head.acc[c][i] = empty ? 0.0f : head.acc[c][i] * inverse;
+        }
+        const i64 index = head_index(own.row[half], h);
+        if (lane_pos() == 0 && own.exists[half]) {
+            reinterpret_cast<float2*>(softmax)[index] = make_float2(finite(head.max[half]), inverse);
+        }
+        if (exact != nullptr && own.exists[half]) {
+            float* const row = exact + index * CHANNELS + 2 * lane_pos();
+#pragma unroll
+            for (int c = 0; c < CHANNEL_TILES; ++c) {
+                if (!has_channels(c)) continue;
+                *reinterpret_cast<float2*>(row + 8 * c) = make_float2(head.acc[c][2 * half], head.acc[c][2 * half + 1]);
+            }
+        }
+    }
+    store_rows(out, own, h, head.acc);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_tiles_forward(const int* windows, const int* columns, const u32* bits, const storage_t* target,
@@ -37,9 +114,7 @@ attention_tiles_forward(const int* windows, const int* columns, const u32* bits,
 #else
         copy_rows<STEP>(stage, in.value, id);
 #endif
-        if (HAS_NODE_SCALARS && threadIdx.x < STEP) {
-            copy4(scalars + step % 2 * STEP + threadIdx.x, in.source_scalars + head_index(id(threadIdx.x)));
-        }
+        if (HAS_NODE_SCALARS) copy_scalars<STEP>(scalars + step % 2 * STEP * BLOCK_HEADS, in.source_scalars, id);
         close_copies();
     };
 
@@ -47,16 +122,18 @@ attention_tiles_forward(const int* windows, const int* columns, const u32* bits,
     if (steps > 0) fetch(0);
     const OwnRows own = own_rows(w);
     if (HAS_TARGET_VECTOR) keep_own_rows(own_words, in.target, own);
-    float own_scalar[2], factor[2], max[2], sum[2];
+    Head heads[BLOCK_HEADS];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        own_scalar[half] = load_scalar(in.target_scalars, own.row[half]);
-        factor[half] = logit_factor(in, own_scalar[half]);
-        max[half] = negative_infinity();
-        sum[half] = 0.0f;
+    for (int h = 0; h < BLOCK_HEADS; ++h) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            heads[h].own_scalar[half] = load_scalar(in.target_scalars, own.row[half], h);
+            heads[h].factor[half] = logit_factor(in, heads[h].own_scalar[half]);
+            heads[h].max[half] = negative_infinity();
+            heads[h].sum[half] = 0.0f;
+        }
+        clear(heads[h].acc);
     }
-    float acc[CHANNEL_TILES][4];
-    clear(acc);
 
     StepBits next_bits = {};
     if (steps > 0) next_bits = load_bits(tiles, w, 0);
@@ -71,74 +148,15 @@ attention_tiles_forward(const int* windows, const int* columns, const u32* bits,
         }
         if (warp_has_edges(edges)) {
             const storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
-            const float* const others = scalars + step % 2 * STEP;
-            float p[STEP_TILES][4];
-#if HAS_TARGET_VECTOR
-            multiply_transposed(p, own_words, stage);
-#endif
-            float before[2] = {max[0], max[1]};
+            const float* const others = scalars + step % 2 * STEP * BLOCK_HEADS;
+            const Mask mask(edges);
 #pragma unroll
-            for (int n = 0; n < STEP_TILES; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float other = HAS_NODE_SCALARS ? others[8 * n + lane_column(i % 2)] : 0.0f;
-                    const float s = score_logit(p[n][i], own_scalar[i / 2], other, 0.0f, factor[i / 2], in.slope);
-                    p[n][i] = has_edge(edges, n, i) ? s : negative_infinity();
-                    max[i / 2] = fmaxf(max[i / 2], p[n][i]);
-                }
+            for (int h = 0; h < BLOCK_HEADS; ++h) {
+                add_step(heads[h], in, mask, own_words + h * LEFT_WORDS, stage + h * CHANNELS, others + h);
             }
-            float reference[2], rescale[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                max[half] = quad_max(max[half]);
-                reference[half] = finite(max[half]);
-                rescale[half] = fast_exp2(before[half] - reference[half]);
-                sum[half] *= rescale[half];
-            }
-#pragma unroll
-            for (int n = 0; n < STEP_TILES; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    p[n][i] = fast_exp2(p[n][i] - reference[i / 2]);
-                    sum[i / 2] += p[n][i];
-                }
-            }
-            if (__any_sync(FULL_MASK, max[0] != before[0] || max[1] != before[1])) {
-#pragma unroll
-                for (int c = 0; c < CHANNEL_TILES; ++c) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) acc[c][i] *= rescale[i / 2];
-                }
-            }
-            multiply_rows(acc, p, stage + TILE_ELEMENTS(KEY_ROWS));
         }
     }
 
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        sum[half] = quad_sum(sum[half]);
-        const bool empty = sum[half] == 0.0f;
-        const float inverse = empty ? 0.0f : 1.0f / sum[half];
-#pragma unroll
-        for (int c = 0; c < CHANNEL_TILES; ++c) {
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) acc[c][i] = empty ? 0.0f : acc[c][i] * inverse;
-        }
-        if (lane_pos() == 0 && own.exists[half]) {
-            reinterpret_cast<float2*>(softmax)[head_index(own.row[half])] = make_float2(finite(max[half]), inverse);
-        }
-    }
-    store_rows(out, own, acc);
-    if (exact != nullptr) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float* const row = exact + head_index(own.row[half]) * CHANNELS + 2 * lane_pos();
-#pragma unroll
-            for (int c = 0; c < CHANNEL_TILES; ++c) {
-                if (own.exists[half] && has_channels(c)) {
-                    *reinterpret_cast<float2*>(row + 8 * c) = make_float2(acc[c][2 * half], acc[c][2 * half + 1]);
-                }
-            }
-        }
-    }
+    for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], own, h, out, softmax, exact);
 }

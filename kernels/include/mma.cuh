@@ -8,17 +8,21 @@
 // and 2 pos + 9 of MMA_K = 16. The position that a number takes in MMA_K is free as long as A and B agree: a lane reads
 // 16 bytes of a row and so holds its part of two products. So are the columns of D: column n stands for row shuffled(n) of
 // a tile. With that order and the row stride no access to shared memory has a bank conflict: 16-byte reads of rows
-// shuffled(2 i) and shuffled(2 i + 1), reads down the columns of rows shuffled(2 pos), and ldmatrix of 8 rows.
+// shuffled(2 i) and shuffled(2 i + 1), reads down the columns of rows shuffled(2 pos), and ldmatrix of 8 rows. (An odd
+// product at the end of a head is read in 8 bytes.)
 #if STORAGE == 0
 #define MMA_K 8
 #else
 #define MMA_K 16
 #endif
 
-#define PAIR_K (2 * MMA_K)
-#define PADDED_CHANNELS ((CHANNELS + PAIR_K - 1) / PAIR_K * PAIR_K)
-// Row stride of a tile: an odd multiple of 32 bytes (fp32) or of 16 bytes.
-#define TILE_STRIDE (PADDED_CHANNELS + 8)
+// Products over the channels of a head, and the channels that they read.
+#define PRODUCTS ((CHANNELS + MMA_K - 1) / MMA_K)
+#define PADDED_CHANNELS (PRODUCTS * MMA_K)
+// A row of a tile: the channels of BLOCK_HEADS heads, what the products read beyond them, and then 8 numbers more for an
+// odd multiple of 32 bytes (fp32) or of 16 bytes.
+#define TILE_CHANNELS (((BLOCK_HEADS - 1) * CHANNELS + PADDED_CHANNELS + 15) / 16 * 16)
+#define TILE_STRIDE (TILE_CHANNELS + 8)
 
 struct Left {
     u32 big[4];
@@ -159,24 +163,34 @@ __device__ __forceinline__ void set_word(Right& b, int i, u32 word) {
 }
 
 // A of 16 rows is kept in shared memory as its lanes need it, 16 bytes for each product: a lane writes and reads its own.
-#define LEFT_WORDS (PADDED_CHANNELS / MMA_K * 32 * 4)
+#define LEFT_WORDS (PRODUCTS * 32 * 4)
 
 __device__ __forceinline__ uint4* left_address(u32* words, int product) {
     return reinterpret_cast<uint4*>(words) + product * 32 + (threadIdx.x & 31);
 }
 
-// Puts channels from memory, of the two rows that stand at group and group + 8, where left_of_rows finds them.
+// Puts the head's channels, in memory, of the two rows that stand at group and group + 8 where left_of_rows finds them.
 __device__ __forceinline__ void keep_rows(u32* words, const storage_t* first, const storage_t* second) {
 #pragma unroll
-    for (int k = 0; k < PADDED_CHANNELS; k += PAIR_K) {
-        const int c = k + lane_pos() * (16 / STORAGE_BYTES);
-        uint4 x = make_uint4(0u, 0u, 0u, 0u), y = x;
-        if (PADDED_CHANNELS == CHANNELS || c < CHANNELS) {
-            x = __ldg(reinterpret_cast<const uint4*>(first + c));
-            y = __ldg(reinterpret_cast<const uint4*>(second + c));
+    for (int product = 0; product < PRODUCTS; product += 2) {
+        if (product + 1 < PRODUCTS) {
+            const int c = product * MMA_K + lane_pos() * (16 / STORAGE_BYTES);
+            uint4 x = make_uint4(0u, 0u, 0u, 0u), y = x;
+            if (PADDED_CHANNELS == CHANNELS || c < CHANNELS) {
+                x = __ldg(reinterpret_cast<const uint4*>(first + c));
+                y = __ldg(reinterpret_cast<const uint4*>(second + c));
+            }
+            *left_address(words, product) = make_uint4(x.x, y.x, x.y, y.y);
+            *left_address(words, product + 1) = make_uint4(x.z, y.z, x.w, y.w);
+        } else {
+            const int c = product * MMA_K + lane_pos() * (8 / STORAGE_BYTES);
+            uint2 x = make_uint2(0u, 0u), y = x;
+            if (PADDED_CHANNELS == CHANNELS || c < CHANNELS) {
+                x = __ldg(reinterpret_cast<const uint2*>(first + c));
+                y = __ldg(reinterpret_cast<const uint2*>(second + c));
+            }
+            *left_address(words, product) = make_uint4(x.x, y.x, x.y, y.y);
         }
-        *left_address(words, k / MMA_K) = make_uint4(x.x, y.x, x.y, y.y);
-        *left_address(words, k / MMA_K + 1) = make_uint4(x.z, y.z, x.w, y.w);
     }
 }
 
@@ -190,7 +204,7 @@ __device__ __forceinline__ Left left_of_rows(u32* words, int product) {
     return a;
 }
 
-// B of two products, whose columns are 8 rows of a tile, channels k to k + PAIR_K - 1.
+// B of two products, whose columns are 8 rows of a tile, channels k to k + 2 MMA_K - 1.
 __device__ __forceinline__ void right_rows(Right& first, Right& second, const storage_t* tile, int k) {
     const storage_t* address = tile + lane_row() * TILE_STRIDE + k + lane_pos() * (16 / STORAGE_BYTES);
     const uint4 x = *reinterpret_cast<const uint4*>(address);
@@ -198,6 +212,14 @@ __device__ __forceinline__ void right_rows(Right& first, Right& second, const st
     set_word(first, 1, x.y);
     set_word(second, 0, x.z);
     set_word(second, 1, x.w);
+}
+
+// The same of one product.
+__device__ __forceinline__ void right_rows(Right& b, const storage_t* tile, int k) {
+    const storage_t* address = tile + lane_row() * TILE_STRIDE + k + lane_pos() * (8 / STORAGE_BYTES);
+    const uint2 x = *reinterpret_cast<const uint2*>(address);
+    set_word(b, 0, x.x);
+    set_word(b, 1, x.y);
 }
 
 // B whose columns are channels c to c + 7 of MMA_K rows of a tile, at the positions that left_of gives them.

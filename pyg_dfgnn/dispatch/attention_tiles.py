@@ -25,6 +25,7 @@ MIN_FILL = 0.02
 """Share of the possible edges of the blocks below which they are not built."""
 MAX_SEGMENT = 2048
 """Longest segment whose nodes are taken as columns whole."""
+_BLOCK_CHANNELS = 64
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ def _window_warps(histogram: tuple[tuple[int, int], ...], choices: tuple[int, ..
 
 def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     """Warps of a window, and whether its columns are listed one by one."""
-    # Split products fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8 on an H200.
-    choices = (2,) if _splits(problem) else (4, 5)
+    # Split products and several heads fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8
+    # on an H200.
+    choices = (2,) if _splits(problem) or block_heads(problem) > 1 else (4, 5)
     segments = graph.node_segments
     if segments is None or segments.longest > MAX_SEGMENT:
         return choices[0], True
@@ -132,7 +134,8 @@ def _step(problem: AttentionProblem, walk: str) -> int:
         return 32
     if problem.score == "dot":
         return 32 if walk == "forward" and problem.tf32 else 16
-    return 16 if walk == "sources" else 32
+    crowded = walk == "targets" and _splits(problem) and block_heads(problem) > 1
+    return 16 if walk == "sources" or crowded else 32
 
 
 def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) -> dict[str, int]:
@@ -140,6 +143,7 @@ def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) 
         **problem.constants,
         "SPLIT": int(_splits(problem)),
         "HEADS": problem.heads,
+        "BLOCK_HEADS": block_heads(problem),
         "CHANNELS": problem.channels,
         "WARPS": warps,
         "STEP": _step(problem, walk),
@@ -149,21 +153,32 @@ def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) 
 
 
 def _resident_warps(problem: AttentionProblem, walk: str) -> int:
-    """Warps per multiprocessor that the compiler leaves registers for."""
-    add = problem.score == "add"
-    return {"forward": 12, "targets": 16 if add else 8, "sources": 12 if add else 8}[walk]
+    """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
+    add, several = problem.score == "add", block_heads(problem) > 1
+    if walk == "forward":
+        return 12 if problem.score == "dot" or not several else 8
+    if walk == "targets":
+        return 12 if add and several else 16 if add else 8
+    return 12 if add and not several else 8
+
+
+def block_heads(problem: AttentionProblem) -> int:
+    """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
+    most = max(1, _BLOCK_CHANNELS // problem.channels)
+    return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 
 
 def shared_bytes(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> int:
     """Dynamic shared memory of the kernel of a pass: its own rows, and two steps of what it gathers."""
-    itemsize, step = problem.dtype.itemsize, constants["STEP"]
-    multiple = 64 // itemsize
-    own_row = -(-problem.channels // multiple) * multiple * itemsize
-    row = own_row + 8 * itemsize
+    itemsize, step, heads = problem.dtype.itemsize, constants["STEP"], constants["BLOCK_HEADS"]
+    product = 32 // itemsize
+    padded = -(-problem.channels // product) * product
+    own_row = heads * padded * itemsize
+    row = (-(-((heads - 1) * problem.channels + padded) // 16) * 16 + 8) * itemsize
     dot, add = problem.score == "dot", problem.score == "add"
     own = {"forward": 0 if add else 1, "targets": 1 if add else 2, "sources": 2 if dot else 1}[walk]
     gathered = {"forward": 2 if dot else 1, "targets": 2 if dot else 1, "sources": 1 if add else 2}[walk]
-    scalars = 4 + (16 if walk == "sources" else 0)
+    scalars = heads * (4 + (16 if walk == "sources" else 0))
     return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars)
 
 

@@ -25,7 +25,7 @@ class TilesWalk:
         self.kernel = kernel_of(Spec(f"attention/{stem}.cu", tuple(chosen.constants.items())), f"attention_{stem}")
         self.tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
         self.arrays = addresses((self.tiles.windows, self.tiles.columns, self.tiles.bits))
-        self.grid = (self.tiles.num_windows, chosen.constants["HEADS"], 1)
+        self.grid = (self.tiles.num_windows, chosen.constants["HEADS"] // chosen.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * chosen.constants["WARPS"], 1, 1)
 
     def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
