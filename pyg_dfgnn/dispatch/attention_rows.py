@@ -89,29 +89,73 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
     )
 
 
+# Loads of a lane per row, from timings of 1, 2 and 4 on an H200: more share the work of a step among more edges until
+# registers run out. By bytes of an element; what is not listed takes 1.
+_LOADS = {
+    4: {
+        "forward": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
+        # As "forward", so that both add in the same order.
+        "tangent": {"add": 4},
+        "targets": {"dot": 2, "cosine": 4, "add": 2, "gatv2": 2},
+        "sources": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
+    },
+    2: {"targets": {"dot": 2, "cosine": 2, "add": 2}, "sources": {"cosine": 2, "add": 2}},
+}
+_MIN_ROW_LANES = 8
+
+
+def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
+    """The layout of a pass: the loads of a lane that were fastest, as long as a row keeps several lanes busy."""
+    heads, channels, itemsize = problem.heads, problem.channels, problem.dtype.itemsize
+    loads = _LOADS[itemsize].get(walk, {}).get(problem.score, 1)
+    while True:
+        lanes = lane_constants(heads, channels, itemsize, wide, loads)
+        if loads == 1 or (lanes["HEAD_LANES"] > 1 and lanes["HEAD_LANES"] * lanes["HEAD_SLOTS"] >= _MIN_ROW_LANES):
+            return lanes
+        loads //= 2
+
+
 def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Edges a slot keeps in flight, from timings of 2, 4, 8 on an H200: more hides latency until registers run out."""
-    wide_storage = problem.dtype.itemsize == 4
-    if walk == "forward":
-        return 4 if elements <= 4 or (elements == 8 and not wide_storage) else 2 if elements * wide_storage <= 8 else 1
-    if walk == "targets" and elements <= 4:
-        return 4 if problem.score in ("dot", "add") else 2
-    return 2 if elements <= 4 or (elements == 8 and not wide_storage) else 1
+    """Edges a slot keeps in flight, from timings on an H200: more hides latency until registers run out."""
+    score, wide_storage = problem.score, problem.dtype.itemsize == 4
+    if elements <= 4:
+        return 4 if walk in ("forward", "tangent") or (walk == "targets" and score in ("dot", "add")) else 2
+    if elements == 8:
+        return 2 if wide_storage or walk == "targets" or (walk == "sources" and score != "dot") else 4
+    if elements == 16 and (score == "add" or (walk == "targets" and score != "gatv2") or walk == "forward"):
+        return 2
+    return 2 if elements == 16 and walk == "sources" and score == "cosine" else 1
+
+
+# Blocks per multiprocessor that the compiler makes room for, by bytes of a feature and features of a lane: 8 leaves 64
+# registers, 6 leaves 80, 5 leaves 96. What is not listed takes 1.
+_NARROW = {
+    "forward": {"dot": 7, "cosine": 7, "add": 8, "gatv2": 7},
+    "tangent": {"add": 8},
+    "targets": {"dot": 7, "cosine": 7, "add": 8},
+    "sources": {"dot": 7, "cosine": 7, "add": 8},
+}
+_MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
+    (4, 4): _NARROW,
+    (2, 4): _NARROW,
+    (4, 8): {
+        "forward": {"cosine": 6, "add": 6},
+        "tangent": {"add": 6},
+        "targets": {"dot": 5, "cosine": 6, "add": 6},
+        "sources": {"dot": 5, "cosine": 5, "add": 6},
+    },
+    (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
+    (2, 16): {"sources": {"add": 4}},
+}
 
 
 def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Blocks per multiprocessor that the compiler makes room for: as many as cost no spill; 8 caps registers at 64."""
+    """Blocks per multiprocessor: as many as cost no spill, where calls have neither edge features nor dropout."""
     if problem.edge or problem.dropout:
         return 1
-    if elements == 4:
-        if walk in ("forward", "tangent"):
-            return {"add": 8, "cosine": 7, "dot": 7, "gatv2": 7}[problem.score]
-        return {"add": 8, "cosine": 7, "dot": 7, "gatv2": 1}[problem.score]
-    if elements == 8 and problem.dtype.itemsize == 2 and walk == "tangent":
-        return 6
-    if elements == 8 and problem.dtype.itemsize == 2 and walk == "forward":
-        return {"add": 8, "dot": 6, "cosine": 4, "gatv2": 5}[problem.score]
-    return 1
+    found = _MIN_BLOCKS.get((problem.dtype.itemsize, elements), {}).get(walk, {}).get(problem.score, 1)
+    # Each head has a record of its own.
+    return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
 
 
 def has_tangent(score: str, edge: bool) -> bool:
@@ -132,13 +176,13 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
     tangent = {"forward": {"TANGENT": 0}, "tangent": {"TANGENT": 1}}.get(walk, {})
-    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
+    lanes = _lanes(problem, walk, wide)
     elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
     return {
         **problem.constants,
         **tangent,
         **lanes,
-        "UNROLL": _unroll("forward" if walk == "tangent" else walk, problem, elements),
+        "UNROLL": _unroll(walk, problem, elements),
         "MIN_BLOCKS": _min_blocks(walk, problem, elements),
     }
 
@@ -149,19 +193,24 @@ _GATHERS = {
     "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
     "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
 }
-_CACHE_SHARE = 0.8
+# What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
+_CACHE_SHARE = {
+    4: {"forward": 0.8, "targets": 0.8, "sources": 0.6},
+    2: {"forward": 0.8, "targets": 0.5, "sources": 0.5},
+}
 _MIN_BLOCK_EDGES = 32
 
 
-def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int) -> int:
+def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int, heads: int) -> int:
     """Number of column blocks: as few as make the gathered rows of one sweep fit in the cache.
 
+    Groups of ``heads`` heads run one after the other, so only one group's share of the rows counts.
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
     walk = "forward" if walk == "tangent" else walk
-    row_bytes = problem.heads * problem.channels * problem.dtype.itemsize
-    gathered = num_columns * row_bytes * _GATHERS[walk][problem.score]
-    blocks = -(-gathered // max(1, int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)))
+    itemsize = problem.dtype.itemsize
+    gathered = num_columns * heads * problem.channels * itemsize * _GATHERS[walk][problem.score]
+    blocks = -(-gathered // max(1, int(_CACHE_SHARE[itemsize][walk] * gpu_of(problem.device).cache_bytes)))
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
 
@@ -189,11 +238,12 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if walk == "weights":
         return replace(plan_pass(problem, "forward", graph), blocks=1)
     rows, num_columns = _side(walk, graph)
-    constants = pass_constants(problem, walk, wide=False)
-    # Enough edges in the average row to keep several slots busy: sharing them beats packing rows.
-    if rows.num_edges >= 2 * constants["UNROLL"] * rows.num_rows:
-        constants = pass_constants(problem, walk, wide=True)
-    blocks = _blocks(problem, walk, rows, num_columns) if constants["WARP_ROWS"] == 1 else 1
+    constants = pass_constants(problem, walk, wide=True)
+    # Too few edges in the average row to keep its slots busy for two steps: packing rows beats sharing their edges.
+    if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
+        constants = pass_constants(problem, walk, wide=False)
+    heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
+    blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
     return RowsPass(constants, _max_edges(rows.num_edges), blocks)
 
 
@@ -209,10 +259,10 @@ _SUMS = {
     "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
 }
 
-STEP, LOAD, CONVERT, MULTIPLY_ADD, SHUFFLE = 11.0, 6.0, 2.0, 2.6, 1.3
+STEP, LOAD, CONVERT, MULTIPLY_ADD, SHUFFLE = 15.8, 6.7, 2.2, 2.05, 1.1
 """Warp instructions of a step over an edge: for itself, and for what it does how often."""
-ROW = {"forward": 450.0, "targets": 670.0, "sources": 670.0}
-"""Warp instructions around the steps of a row."""
+ROW = {"forward": 390.0, "targets": 630.0, "sources": 630.0}
+"""Warp instructions around the steps of a row, for each load of a lane."""
 STEP_S = 0.43e-6
 """Time from one step of a row to the next, which depends on it."""
 
@@ -232,7 +282,7 @@ def _issued(walk: str, problem: AttentionProblem, rows: Adjacency, chosen: RowsP
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
     steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])
-    return groups * (steps * step + chosen.blocks * rows.num_rows / c["WARP_ROWS"] * ROW[walk])
+    return groups * (steps * step + chosen.blocks * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[walk])
 
 
 def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:

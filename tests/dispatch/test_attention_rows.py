@@ -105,6 +105,15 @@ def test_constants_are_plain_numbers_and_read_only():
         lane_constants(1, 1, 4, True)["VEC"] = 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_adds_in_the_order_of_inference(dtype):
+    for heads, channels, wide in product((1, 8), (16, 40, 128), (False, True)):
+        problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=channels)
+        found = [pass_constants(problem, walk, wide) for walk in ("forward", "tangent")]
+        assert [c.pop("TANGENT") for c in found] == [0, 1]
+        assert len({tuple(c[name] for name in c if name != "MIN_BLOCKS") for c in found}) == 1
+
+
 @pytest.mark.parametrize(("edge", "dropout"), list(product((False, True), repeat=2)))
 def test_options_are_part_of_the_specialisation(edge, dropout):
     for dtype, number in zip(DTYPES, (0, 1, 2), strict=True):
@@ -116,20 +125,21 @@ def test_options_are_part_of_the_specialisation(edge, dropout):
 
 
 def test_rows_are_packed_until_lanes_can_share_them():
-    """Two full steps per row on average make sharing worthwhile; each side of the graph decides for itself."""
+    """More than two steps per row on average make sharing worthwhile; each side of the graph decides for itself."""
     small = replace(PROBLEM, heads=1, channels=4)
-    step = 2 * pass_constants(small, "forward", False)["UNROLL"]
-    for num_edges, packed in ((10 * step - 1, True), (10 * step, False)):
+    shared = pass_constants(small, "forward", True)
+    step = 2 * shared["UNROLL"] * shared["EDGE_SLOTS"]
+    for num_edges, packed in ((10 * step, True), (10 * step + 1, False)):
         constants = plan_pass(small, "forward", graph_of(random(1000, 10, num_edges))).constants
         assert (constants["WARP_ROWS"] > 1) == packed
         assert constants["EDGE_SLOTS"] * constants["WARP_ROWS"] == 32
-    graph = graph_of(random(1000, 10, 10 * step))
+    graph = graph_of(random(1000, 10, 10 * step + 1))
     assert plan_pass(small, "targets", graph).constants["WARP_ROWS"] == 1
     assert plan_pass(small, "sources", graph).constants["WARP_ROWS"] == 32
 
 
 def test_a_full_warp_has_nothing_to_share():
-    wide = replace(PROBLEM, heads=1, channels=128)
+    wide = replace(PROBLEM, heads=1, channels=512)
     for num_edges in (100, 100_000):
         constants = plan_pass(wide, "forward", graph_of(random(100, 100, num_edges))).constants
         assert constants["EDGE_SLOTS"] == constants["WARP_ROWS"] == 1
@@ -169,15 +179,27 @@ def test_number_of_column_blocks(monkeypatch, l2_bytes, score, degree, expected)
     cache_of(monkeypatch, l2_bytes)
     problem = replace(PROBLEM, score=score)
     side = FakeSide(100_000, 100_000 * degree)
-    assert rows._blocks(problem, "forward", side, 100_000) == expected
+    assert rows._blocks(problem, "forward", side, 100_000, PROBLEM.heads) == expected
 
 
 def test_half_storage_halves_the_blocks(monkeypatch):
     cache_of(monkeypatch, 10_000_000)
     side = FakeSide(100_000, 100_000_000)
-    single = rows._blocks(PROBLEM, "forward", side, 100_000)
-    half = rows._blocks(replace(PROBLEM, dtype=torch.bfloat16), "forward", side, 100_000)
+    single = rows._blocks(PROBLEM, "forward", side, 100_000, PROBLEM.heads)
+    half = rows._blocks(replace(PROBLEM, dtype=torch.bfloat16), "forward", side, 100_000, PROBLEM.heads)
     assert (single, half) == (13, 7)
+
+
+def test_groups_of_heads_gather_one_after_the_other(monkeypatch):
+    """What counts is the group's share of a row, not the whole row."""
+    cache_of(monkeypatch, 10_000_000)
+    problem = replace(PROBLEM, heads=64, channels=16)
+    graph = FakeGraph(100_000, 1 << 40, 2000)
+    found = plan_pass(problem, "forward", graph)
+    group = found.constants["HEAD_SLOTS"] * found.constants["LANE_HEADS"]
+    assert group < 64
+    assert found.blocks == rows._blocks(problem, "forward", graph.csr, 100_000, group)
+    assert found.blocks < rows._blocks(problem, "forward", graph.csr, 100_000, 64)
 
 
 def test_sweeps_take_one_row_per_warp(monkeypatch):
@@ -189,7 +211,7 @@ def test_sweeps_take_one_row_per_warp(monkeypatch):
         for walk in WALKS:
             found = plan_pass(small, walk, graph_of(case))
             assert found.blocks == 1 or found.constants["WARP_ROWS"] == 1
-    graph = graph_of(random(50, 10, 400))
+    graph = graph_of(random(50, 10, 4000))
     found = plan_pass(small, "forward", graph)
     assert found.blocks > 1 and "sweeps over blocks of columns" in str(found)
     weights = plan_pass(small, "weights", graph)
@@ -225,13 +247,14 @@ GRAPHS = {
     "d": FakeGraph(132_534, 79_880_426, 8_094),
     "e": FakeGraph(72_704, 581_632, 8, 71),
 }
-# Milliseconds of the kernels on an H200, one head of 128: forward, backward.
+# Milliseconds of the passes on an H200, one head of 128: forward, targets, sources; None: not measured.
 MEASURED = {
-    ("dot", torch.float32): {"a": (0.396, 1.11), "c": (13.2, 31.8), "d": (8.94, 20.7), "e": (0.069, 0.203)},
-    ("dot", torch.bfloat16): {"a": (0.322, 0.93), "c": (6.75, 21.2), "d": (4.51, 13.1), "e": (0.071, 0.207)},
-    ("add", torch.float32): {"a": (0.295, 0.79), "c": (6.94, 17.4), "d": (4.70, 11.3), "e": (0.050, 0.136)},
-    ("cosine", torch.float32): {"a": (0.376, 1.13), "c": (7.99, 26.5), "d": (5.12, 17.3), "e": (0.059, 0.199)},
-    ("gatv2", torch.float32): {"a": (0.419, 1.47), "c": (8.32, 34.2), "d": (5.38, 21.8), "e": (0.066, 0.232)},
+    ("dot", torch.float32): {"c": (13.3, 13.6, 14.6), "d": (9.01, 9.15, 9.6), "e": (0.070, 0.087, 0.098)},
+    ("dot", torch.bfloat16): {"c": (6.9, 8.06, 11.5), "d": (4.56, 4.96, 7.0), "e": (0.057, 0.062, 0.098)},
+    ("add", torch.float32): {"c": (6.82, None, 7.51), "d": (4.65, None, 5.05), "e": (0.036, None, 0.059)},
+    ("add", torch.bfloat16): {"c": (3.84, None, 5.5), "d": (2.58, None, 3.47), "e": (0.044, None, 0.050)},
+    ("cosine", torch.float32): {"c": (7.06, 7.75, 14.6), "d": (4.75, 4.88, 9.72), "e": (0.046, 0.063, 0.093)},
+    ("cosine", torch.bfloat16): {"c": (5.32, 6.2, 10.6), "d": (3.52, 3.83, 6.34), "e": (None, 0.051, 0.083)},
 }
 
 
@@ -243,9 +266,10 @@ def cost_of(problem, walk, graph, device=gpu.H200):
 def test_estimates_are_near_what_was_measured(score, dtype):
     problem = replace(PROBLEM, score=score, dtype=dtype, heads=1, channels=128)
     for name, times in MEASURED[score, dtype].items():
-        seconds = {walk: cost_of(problem, walk, GRAPHS[name]).seconds for walk in WALKS}
-        ratios = 1e3 * seconds["forward"] / times[0], 1e3 * (seconds["targets"] + seconds["sources"]) / times[1]
-        assert all(1 / 1.35 < ratio < 1.35 for ratio in ratios), (name, ratios)
+        for walk, milliseconds in zip(WALKS, times, strict=True):
+            if milliseconds is not None:
+                ratio = 1e3 * cost_of(problem, walk, GRAPHS[name]).seconds / milliseconds
+                assert 1 / 1.4 < ratio < 1.4, (name, walk, ratio)
 
 
 @pytest.mark.parametrize("walk", WALKS)

@@ -176,14 +176,14 @@ def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
 @pytest.fixture
 def small_cache(monkeypatch):
     """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
-    monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=256))
+    monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=4096))
     monkeypatch.setattr(attention_rows, "_MIN_BLOCK_EDGES", 1)
     monkeypatch.setattr(attention_rows, "_max_edges", lambda num_edges: 4)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
-    problem = problem_of(score, DENSE, full=full)
+    problem = problem_of(score, random(24, 10, 480, seed=4, name="denser"), full=full, channels=64)
     torch.manual_seed(3)
     actual = problem.run()
     torch.manual_seed(3)
