@@ -202,7 +202,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
     if (block + 1 == num_blocks) store_target(in, item.row, l, sums, grad_target, grad_beta, finishes);
 
 #if SCORE == SCORE_GATV2
-    // The parameter's gradient: one partial sum per thread block [num_blocks * gridDim.x, HEADS, CHANNELS].
+    // The parameter's gradient: one partial sum per thread block [gridDim.x, HEADS, CHANNELS], to which each sweep adds.
     __shared__ float shared[WARPS][GROUP_LANES][LANE_HEADS * LANE_ELEMS];
     slot_sum<true>(parameter_acc);
     const int lane = threadIdx.x & 31;
@@ -226,7 +226,8 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
                 parameter_acc.x[h][c] = sum;
             }
         }
-        store_part_fp32(parameter_sums, block * gridDim.x + blockIdx.x, l, parameter_acc);
+        if (block > 0) add_to(parameter_acc, load_part_fp32(parameter_sums, blockIdx.x, l));
+        store_part_fp32(parameter_sums, blockIdx.x, l, parameter_acc);
     }
 #endif
 }

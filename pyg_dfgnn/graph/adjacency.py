@@ -69,6 +69,7 @@ class Adjacency:
         self._blocks: dict[tuple[int, int], ColumnBlocks] = {}
         self._block_edges: dict[int, int] = {}
         self._position: Tensor | None = None
+        self._ascending: tuple[Tensor, Tensor] | None = None
 
     @property
     def side(self) -> Side:
@@ -94,6 +95,15 @@ class Adjacency:
                     self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges
                 )
         return found
+
+    def ascending(self, num_columns: int) -> tuple[Tensor, Tensor]:
+        """`index` and `edge_id` with the edges of each row in the order of their other end; made once."""
+        if self._ascending is None:
+            key = expand(self.ptr, self.num_edges).long().mul_(max(num_columns, 1)).add_(self.index)
+            (ascends,) = pull((key[1:] >= key[:-1]).all())
+            order = slice(None) if ascends else key.argsort(stable=True)
+            self._ascending = self.index[order], self.edge_id[order]
+        return self._ascending
 
     def column_blocks(self, count: int, max_edges: int, num_columns: int) -> ColumnBlocks:
         """The edges of each row grouped by `count` equal ranges of their other end, kept per argument."""
@@ -141,7 +151,7 @@ class ColumnBlocks:
 
     Attributes:
         ptr: Edge range of each row and block, int32 [num_rows * count + 1]; block b of row r is entry `r * count + b`.
-        index: As `Adjacency.index`, in this order; the side's own tensor if its rows ascend already.
+        index: As `Adjacency.index`, in the order of `Adjacency.ascending`, whatever the count.
         edge_id: As `Adjacency.edge_id`, in this order.
         count: Number of blocks.
         chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None.
@@ -149,14 +159,10 @@ class ColumnBlocks:
 
     def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int) -> None:
         self.count = count
-        block = side.index.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
+        self.index, self.edge_id = side.ascending(num_columns)
+        block = self.index.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
         key = expand(side.ptr, side.num_edges).long().mul_(count).add_(block)
         del block
-        self.index, self.edge_id = side.index, side.edge_id
-        (ascends,) = pull((key[1:] >= key[:-1]).all())
-        if not ascends:
-            key, order = key.sort(stable=True)
-            self.index, self.edge_id = side.index[order], side.edge_id[order]
         self.ptr = offsets(key, side.num_rows * count)
         del key
         self.chunks: list[Chunks | None] = []

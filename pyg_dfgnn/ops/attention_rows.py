@@ -55,7 +55,7 @@ class RowsWalk:
         self.sweeps = [self._arguments(block, chunks) for block, chunks in enumerate(self.chunks)]
         # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
         self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
-        self.parameter_blocks = self.grid[0] * chosen.blocks
+        self.parameter_blocks = self.grid[0]
 
     def _arguments(self, block: int, chunks: Chunks | None) -> tuple[Any, ...]:
         listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
