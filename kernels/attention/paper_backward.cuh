@@ -135,7 +135,7 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
                                                     const storage_t* grad_out, i64 row, const Span& span,
                                                     const Lanes& l, const Values& weights, const Values& grads,
                                                     void* grad_edge) {
-    Part acc = zero_part();
+    Part total = zero_part(), acc = zero_part();
 #if HAS_EDGE_VECTOR
     const Part own = load_part(in.target, (int)row, l), out = load_part(grad_out, (int)row, l);
 #endif
@@ -170,9 +170,11 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
             store_part(static_cast<storage_t*>(grad_edge), now.edge[u], l, grad_e);
 #endif
         }
+        fold_sum(total, acc, first - span.begin);
     }
-    row_sum(acc);
-    return acc;
+    add_to(total, acc);
+    row_sum(total);
+    return total;
 }
 #endif
 

@@ -202,3 +202,11 @@ __device__ __forceinline__ float edge_dropout(const Edges& edges, const ScoreInp
     return 1.0f;
 #endif
 }
+
+// A super node's sum in parts of some hundred edges, so that rounding does not grow with its degree.
+__device__ __forceinline__ void fold_sum(Part& total, Part& acc, int edges_before) {
+    constexpr int STEPS = 64;
+    if (edges_before / STEP_EDGES % STEPS != STEPS - 1) return;
+    add_to(total, acc);
+    acc = zero_part();
+}

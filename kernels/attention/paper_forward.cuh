@@ -146,7 +146,7 @@ __device__ __forceinline__ float gather_weight(const Edges& edges, const ScoreIn
 template <class Logits>
 __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
                                            const Logits& logits, const HeadValues& max) {
-    Part acc = zero_part();
+    Part total = zero_part(), acc = zero_part();
     Step next;
     if (span.begin < span.end) next = load_step<false>(edges, span, l, span.begin);
     for (int first = span.begin; first < span.end; first += STEP_EDGES) {
@@ -166,9 +166,11 @@ __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs
                 for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] = fmaf(weight, content.x[h][c], acc.x[h][c]);
             }
         }
+        fold_sum(total, acc, first - span.begin);
     }
-    row_sum(acc);
-    return acc;
+    add_to(total, acc);
+    row_sum(total);
+    return total;
 }
 #else
 // The output of a row with scalar loads: the outer loop over features, the inner one over edges.
