@@ -14,7 +14,7 @@ import torch
 from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.tiles import TILE_ROWS, Tiles
+from pyg_dfgnn.graph.tiles import BLOCK, TILE_ROWS, Tiles
 
 hands_over = False
 deterministic = True
@@ -190,18 +190,41 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
     return TilesPass(constants, compact, shared_bytes(problem, walk, constants), fill)
 
 
-# Warp instructions per number of a block beside the products: mask, exponential, dS, operands.
-_INSTRUCTIONS = {"forward": 14, "targets": 16, "sources": 20}
+# Constants of the cost model, fitted to 108 passes on an H200 (two batches of 1,024 graphs; rms of the logarithm 0.13).
+SHARE = {"split": 0.72, "tf32": 0.64, "half": 0.61}
+"""Share of the tensor cores' rate that products of each kind reach."""
+NUMBER = {"forward": 5.7, "targets": 3.4, "sources": 5.7}
+"""Warp instructions per number of the blocks beside the products: mask, exponential, dS, operands."""
+MEMORY = 1.28
+"""Time of the bytes of the node tensors over that of a plain copy."""
+WAVE_S = 5.2e-6
+"""Until a thread block has what its first step needs, and after its last."""
+_NODE_TENSORS = {
+    "dot": {"forward": 4, "targets": 5, "sources": 6},
+    "cosine": {"forward": 2, "targets": 4, "sources": 5},
+    "add": {"forward": 2, "targets": 3, "sources": 3},
+}
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
-    """Estimated time of the pass: bytes of the node tensors, products and what surrounds them, on the blocks' area."""
+    """Estimated time of the pass: node tensors, products and what surrounds them over the area of the blocks.
+
+    Each thread block does these in turn and few of them share a multiprocessor, so the terms add up.
+    """
+    c = chosen.constants
     tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
-    area = tiles.num_blocks * 32 * chosen.rows * problem.heads
-    rate = gpu.tensor_flops * (2 if problem.dtype.itemsize == 2 else 1)
-    flops = 2 * area * problem.channels * _products(problem.score, walk) * (3 if chosen.constants["SPLIT"] else 1)
-    nodes = {"forward": 4, "targets": 5, "sources": 6}[walk] * graph.num_dst * problem.row_bytes
+    area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
+    kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
+    flops = 2 * area * problem.channels * _products(problem.score, walk) * (3 if c["SPLIT"] else 1)
+    rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
+    nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
+    blocks = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"]
     return Cost(
-        {"memory": nodes / gpu.memory_bytes_per_s, "products": flops / rate},
-        {"numbers": area / 32 * _INSTRUCTIONS[walk] / gpu.instructions_per_s, "launch": gpu.launch_s},
+        {"products": flops / rate},
+        {
+            "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
+            "memory": MEMORY * nodes / gpu.memory_bytes_per_s,
+            "waves": max(1.0, blocks / (gpu.multiprocessors * c["MIN_BLOCKS"])) * WAVE_S,
+            "launch": gpu.launch_s,
+        },
     )
