@@ -150,7 +150,7 @@ _MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
 
 
 def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Blocks per multiprocessor: as many as cost no spill, where calls have neither edge features nor dropout."""
+    """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     if problem.edge or problem.dropout:
         return 1
     found = _MIN_BLOCKS.get((problem.dtype.itemsize, elements), {}).get(walk, {}).get(problem.score, 1)
