@@ -1,0 +1,457 @@
+"""The schedule `tiles` on the emulator, against the float64 reference and its gradients."""
+
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+
+from pyg_dfgnn.dispatch.attention import CANDIDATES, WALKS, AttentionProblem
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops import attention_launch
+from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.settings import settings
+from tests.emu import ORDERS
+from tests.emu.loader import compiler
+from tests.kernels.covering import Row, covering
+from tests.kernels.emulated import emulated_device
+from tests.kernels.test_emulated import NAMES, TOLERANCE, Problem, errors
+from tests.tolerances import TOLERANCES, assert_all_close, relative_error
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+
+SCORES = ("dot", "cosine", "add")
+ENTRIES = {
+    "forward": "attention_tiles_forward",
+    "targets": "attention_tiles_backward_targets",
+    "sources": "attention_tiles_backward_sources",
+}
+# What is allowed of the bound for the other schedules. float32: two TF32 numbers hold 22 of the 24 bits of a factor.
+# 16 bit: each weight is rounded too before it meets a value; half as much again is left of that in a sum.
+SHARE = {torch.float32: 2.0, torch.float16: 1.5, torch.bfloat16: 1.5}
+
+
+def side_by_side(*parts: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Dense boolean matrices [sources, targets] on the diagonal of one, as edges in random order."""
+    edges = torch.block_diag(*parts).nonzero()
+    return edges[torch.randperm(edges.size(0))].t().contiguous(), sum(map(len, parts)), sum(p.size(1) for p in parts)
+
+
+def batch_graph() -> tuple[torch.Tensor, int, int]:
+    """Small graphs of all sizes: less than a warp's rows, more than a window's, one of a single node."""
+    return side_by_side(*(torch.rand(size, size) < 0.3 for size in (17, 1, 70, 5)))
+
+
+def full_graph() -> tuple[torch.Tensor, int, int]:
+    """All pairs, over an odd number of steps."""
+    return side_by_side(torch.ones(41, 41, dtype=torch.bool))
+
+
+def isolated_graph() -> tuple[torch.Tensor, int, int]:
+    """Rows without edges and nodes of no graph, between others."""
+    first, second = (torch.rand(size, size) < 0.4 for size in (24, 40))
+    first[:, 5:8] = False
+    second[33:] = False
+    return side_by_side(first, torch.zeros(7, 7, dtype=torch.bool), second)
+
+
+def bipartite_graph() -> tuple[torch.Tensor, int, int]:
+    """Sources that are not the targets: columns are listed. Some windows have a few, some blocks an odd number."""
+    dense = torch.rand(75, 50) < 0.25
+    dense[:, 20:34] = False
+    return side_by_side(dense)
+
+
+def far_graph() -> tuple[torch.Tensor, int, int]:
+    """One segment by a few long edges, sparse but for the first and the last nodes."""
+    dense = torch.zeros(90, 90, dtype=torch.bool)
+    dense[:30, :30] = torch.rand(30, 30) < 0.4
+    dense[60:, 60:] = torch.rand(30, 30) < 0.4
+    dense[0, 89] = dense[88, 2] = True
+    return side_by_side(dense)
+
+
+GRAPHS = {
+    graph.__name__.removesuffix("_graph"): graph
+    for graph in (batch_graph, full_graph, isolated_graph, bipartite_graph, far_graph)
+}
+
+
+def fits(row: Row) -> bool:
+    """Rows are multiples of 16 bytes, and few enough of them wide to keep the tests short."""
+    return row["channels"] * row["dtype"].itemsize % 16 == 0 and row["heads"] * row["channels"] <= 192
+
+
+AXES = {"heads": (1, 2, 3, 8), "channels": (4, 8, 16, 20, 24, 40, 64, 128), "dtype": tuple(NAMES)}
+COVERING = sorted(covering({"score": SCORES, **AXES}, fits), key=lambda row: (row["score"], NAMES[row["dtype"]]))
+CASES = [
+    {**row, "graph": graph, "order": order}
+    for row, graph, order in zip(COVERING, cycle(GRAPHS), cycle(ORDERS), strict=False)
+]
+
+
+def label(row: Row) -> str:
+    dtype = NAMES[row["dtype"]]
+    return f"{row['score']}-{row['graph']}-H{row['heads']}-C{row['channels']}-{dtype}-{row['order']}"
+
+
+def build_graph(name: str) -> Graph:
+    torch.manual_seed(1)
+    return Graph.of(*GRAPHS[name]())
+
+
+def problem_of(score: str, graph: Graph, heads=2, channels=16, dtype=torch.float32) -> Problem:
+    torch.manual_seed(0)
+    return Problem(score, graph, heads, channels, dtype, edge=False)
+
+
+@pytest.fixture(autouse=True)
+def schedule(default_settings):
+    settings(schedule="tiles", fallback="error")
+
+
+@pytest.fixture
+def tf32():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture(params=SCORES)
+def score(request):
+    return request.param
+
+
+def run(problem: Problem, graph: Graph, order: str = "forward") -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Output and gradients by name, and the kernels that ran."""
+    call = getattr(ops, f"{problem.score}_attention")
+    with emulated_device(order, seed=1) as launched:
+        return problem.run(lambda **inputs: call(graph, **inputs)), launched
+
+
+def exact(problem: Problem, graph: Graph) -> dict[str, torch.Tensor]:
+    """The same in float64, by the reference."""
+    call = getattr(reference, f"{problem.score}_attention")
+    return problem.run(lambda **inputs: call(graph.edge_index, graph.num_dst, **inputs)[0], torch.float64)
+
+
+def check(problem: Problem, graph: Graph, order: str = "forward") -> list[str]:
+    """Compares output and all gradients with float64; returns the kernels that ran."""
+    actual, launched = run(problem, graph, order)
+    expected = exact(problem, graph)
+    found = errors(actual, expected)
+    for name, tensor in actual.items():
+        assert tensor.shape == expected[name].shape, name
+        assert tensor.dtype == problem.inputs.get(name.removeprefix("grad "), problem.grad_out).dtype, name
+        bound = SHARE[problem.dtype] * TOLERANCE[problem.dtype, "grad" if name.startswith("grad") else "out"]
+        assert found[name] <= bound, (name, found)
+    return launched
+
+
+def check_tiles(problem: Problem, graph: Graph, order: str = "forward") -> None:
+    """:func:`check`, and that nothing else ran."""
+    launched = check(problem, graph, order)
+    assert [name for name in launched if name != "attention_inverse_norm"] == list(ENTRIES.values())
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", CASES, ids=map(label, CASES))
+def test_against_float64(row):
+    graph = build_graph(row["graph"])
+    check_tiles(problem_of(row["score"], graph, row["heads"], row["channels"], row["dtype"]), graph, row["order"])
+
+
+def test_every_graph_meets_every_score():
+    """The graphs go round beside the covering set: no pair of these is left out."""
+    for axis in ("score", "dtype", "order"):
+        assert len({(row["graph"], row[axis]) for row in CASES}) == len(GRAPHS) * 3
+
+
+@pytest.mark.parametrize("name", ["batch", "bipartite"])
+def test_thread_order_changes_no_bit(score, name):
+    graph = build_graph(name)
+    problem = problem_of(score, graph)
+    first, *others = (run(problem, graph, order)[0] for order in ORDERS)
+    for other in others:
+        assert [name for name in first if not torch.equal(other[name], first[name])] == []
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["segments", "listed"])
+def test_rows_without_edges(score, listed):
+    """Exact zeros, in the output and in every gradient that has a row per node."""
+    graph = build_graph("isolated")
+    if listed:
+        graph.__dict__["node_segments"] = None
+    actual, _ = run(problem_of(score, graph), graph)
+    empty = {side: (adjacency.ptr.diff() == 0) for side, adjacency in (("dst", graph.csr), ("src", graph.csc))}
+    assert int(empty["dst"].sum()) >= 10 and int(empty["src"].sum()) >= 14
+    rows = {"out": "dst", "grad query": "dst", "grad alpha_dst": "dst"}
+    rows |= {f"grad {name}": "src" for name in ("key", "value", "alpha_src")}
+    for name, side in rows.items():
+        if name in actual:
+            assert not bool(actual[name][empty[side]].any()), name
+            assert bool(actual[name][~empty[side]].flatten(1).any(1).all()), name
+    if score == "cosine":
+        alone = empty["dst"] & empty["src"]
+        assert not bool(actual["grad x_src"][alone].any()) and bool(alone.any())
+
+
+def test_segments_and_listed_columns_agree(score):
+    """Two ways to lay out the columns of one graph."""
+    problem = problem_of(score, build_graph("batch"))
+    results = []
+    for listed in (False, True):
+        graph = build_graph("batch")
+        if listed:
+            graph.__dict__["node_segments"] = None
+        actual, launched = run(problem, graph)
+        assert ENTRIES["forward"] in launched and (graph.node_segments is None) == listed
+        results.append(actual)
+    found = errors(results[1], {name: tensor.double() for name, tensor in results[0].items()})
+    assert max(found.values()) < 4e-6, found
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    """The two best edges of a row share it, however large their logits are."""
+    graph = Graph.of(torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 1, 1, 1, 2, 2]]), 3)
+    value = torch.randn(3, 1, 4)
+    alpha_src, alpha_dst = torch.tensor([[5000.0], [5000.0], [-4000.0]]), torch.tensor([[9.0], [-1e5], [1e30]])
+    with emulated_device() as launched:
+        out = ops.add_attention(graph, value, alpha_src, alpha_dst)
+    assert launched == [ENTRIES["forward"]]
+    torch.testing.assert_close(out, value[:2].mean(0).expand(3, 1, 4), rtol=1e-6, atol=1e-6)
+
+
+def test_huge_logits_of_missing_edges():
+    """A source whose logits would win everywhere: its targets take it alone, the others do not see it."""
+    graph = build_graph("batch")
+    problem = problem_of("add", graph)
+    problem.inputs["alpha_src"][::9] = 1e30
+    check_tiles(problem, graph)
+
+
+def test_products_far_apart():
+    """Logits of many thousands, exact in float32: the best edges of a row share it."""
+    graph = build_graph("batch")
+    problem = problem_of("dot", graph)
+    for name in ("query", "key"):
+        problem.inputs[name] = 64.0 * torch.randint(-3, 4, problem.inputs[name].shape).float()
+    actual, expected = run(problem, graph)[0], exact(problem, graph)
+    assert relative_error(actual["out"], expected["out"]) < 1e-6
+    assert relative_error(actual["grad value"], expected["grad value"]) < 1e-6
+
+
+def test_rows_of_minus_infinity():
+    """As `rows` has it: 0."""
+    graph = build_graph("batch")
+    problem = problem_of("add", graph)
+    problem.inputs["alpha_dst"][3:30] = -torch.inf
+    call = problem.inputs
+    with emulated_device() as launched:
+        out = ops.add_attention(graph, **call)
+    assert launched == [ENTRIES["forward"]]
+    assert not bool(out[3:30].any()) and bool(out.isfinite().all())
+
+
+def test_a_non_finite_feature_stays_in_its_graph(score):
+    """Its own graph may turn to NaN as a whole, the others of the batch keep every bit."""
+    graph = build_graph("batch")
+    problem = problem_of(score, graph)
+    clean, _ = run(problem, graph)
+    name = "x_src" if score == "cosine" else "value"
+    problem.inputs[name] = problem.inputs[name].detach().clone()
+    problem.inputs[name][20] = torch.nan
+    actual, _ = run(problem, graph)
+    others = torch.ones(graph.num_dst, dtype=torch.bool)
+    others[18:88] = False
+    assert not bool(actual["out"][20 if score == "cosine" else graph.csc.index[graph.csc.ptr[20]]].isfinite().all())
+    for name, tensor in actual.items():
+        if name != "grad beta":
+            assert torch.equal(tensor[others], clean[name][others]), name
+
+
+def test_zero_rows_under_the_norm():
+    """A zero vector has cosine 0 to all others, and a gradient that is finite."""
+    graph = build_graph("batch")
+    problem = problem_of("cosine", graph)
+    problem.inputs["x_src"][3] = 0.0
+    actual, expected = run(problem, graph)[0], exact(problem, graph)
+    keep = (
+        torch.arange(graph.num_dst) != 3
+    )  # The gradient at the zero vector itself is 1e12 times a difference of sums.
+    for name, tensor in actual.items():
+        rows = keep if name in ("out", "grad x_src") else slice(None)
+        torch.testing.assert_close(tensor[rows].double(), expected[name][rows], rtol=1e-5, atol=1e-5)
+        assert tensor.isfinite().all(), name
+
+
+def test_square_graph_with_two_tensors():
+    """Cosine attention where source and target have the same number of rows but are not the same tensor."""
+    graph = build_graph("batch")
+    problem = problem_of("cosine", graph)
+    problem.inputs["x_dst"] = torch.randn_like(problem.inputs["x_src"])
+    check_tiles(problem, graph)
+
+
+@pytest.mark.parametrize("slope", [1.0, 0.0, -0.5])
+def test_slopes(slope):
+    graph = build_graph("batch")
+    problem = problem_of("add", graph)
+    with emulated_device():
+        actual = problem.run(lambda **inputs: ops.add_attention(graph, **inputs, negative_slope=slope))
+    ends = graph.edge_index, graph.num_dst
+    expected = problem.run(
+        lambda **inputs: reference.add_attention(*ends, **inputs, negative_slope=slope)[0], torch.float64
+    )
+    found = errors(actual, expected)
+    assert max(found.values()) <= SHARE[torch.float32] * TOLERANCE[torch.float32, "grad"], found
+
+
+def beta_terms(problem: Problem, graph: Graph) -> torch.Tensor:
+    """The summands of the gradient of beta, one per edge and head, in float64."""
+    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
+    beta = inputs.pop("beta").expand(graph.num_edges, problem.grad_out.size(1)).clone().requires_grad_()
+    out, _ = reference.cosine_attention(graph.edge_index, graph.num_dst, **inputs, beta=beta)
+    return torch.autograd.grad(out, beta, problem.grad_out.double())[0]
+
+
+@pytest.mark.parametrize("name", ["batch", "bipartite"])
+def test_tf32(score, name, tf32):
+    """Rounded where torch allows it, and no more than that: the sums stay in float32."""
+    graph = build_graph(name)
+    problem = problem_of(score, graph)
+    actual, launched = run(problem, graph)
+    expected = exact(problem, graph)
+    assert set(ENTRIES.values()) <= set(launched)
+    compared = {name: (tensor, expected[name]) for name, tensor in actual.items()}
+    if score == "cosine":
+        # The terms cancel over all edges, and leave their rounding behind: it is measured by the size of the terms.
+        terms = beta_terms(problem, graph)
+        got, want = compared.pop("grad beta")
+        torch.testing.assert_close(terms.sum(), want[0])
+        assert abs(float(got - want)) <= TOLERANCES["tf32"][0] * float(terms.abs().sum())
+    assert_all_close(compared, "tf32")
+    rounded = {name: relative_error(*pair) for name, pair in compared.items()}
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    unrounded, _ = run(problem, graph)
+    for name, (_, want) in compared.items():
+        assert relative_error(unrounded[name], want) < TOLERANCES[torch.float32][0] < rounded[name] / 4, name
+
+
+def test_tf32_leaves_16_bits_alone(score, tf32):
+    """Their products are exact anyway."""
+    graph = build_graph("batch")
+    problem = problem_of(score, graph, dtype=torch.bfloat16)
+    rounded, _ = run(problem, graph)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    plain, _ = run(problem, graph)
+    assert [name for name in plain if not torch.equal(plain[name], rounded[name])] == []
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["strided", "misaligned"])
+def test_memory_layout_of_inputs(score, layout):
+    graph = build_graph("batch")
+    problem = problem_of(score, graph)
+    for name, tensor in problem.inputs.items():
+        wider = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
+        shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+        problem.inputs[name] = (wider[..., ::2] if layout == "strided" else shifted).copy_(tensor)
+    assert not any(
+        tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+        for name, tensor in problem.inputs.items()
+        if name != "beta"
+    )
+    problem.grad_out = torch.randn(16, 2, graph.num_dst).permute(2, 1, 0)
+    check_tiles(problem, graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=NAMES.get)
+@pytest.mark.parametrize("name", ["isolated", "bipartite"])
+def test_every_number_of_the_results_is_written(score, name, dtype):
+    """Also what other results do not show: softmax, fp32 copy and records, of rows without edges too."""
+    graph = build_graph(name)
+    problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True)
+    expected, actual = (passes(problem, graph, schedule) for schedule in ("rows", "tiles"))
+    for name, tensor in actual.items():
+        assert tensor.isfinite().all(), name
+        # In 16 bits the weights are rounded before they meet the values, so sums in float32 differ as well.
+        bound = TOLERANCES[torch.float32 if name == "softmax" else dtype][0]
+        assert relative_error(tensor, expected[name]) < bound, name
+
+
+def passes(problem: AttentionProblem, graph: Graph, schedule: str) -> dict[str, torch.Tensor]:
+    """All that the three passes of a schedule write, into memory full of NaN."""
+    ready = attention_launch.example(problem, graph)
+    if problem.score == "cosine":
+        target, source = (1 / x.float().norm(dim=-1) for x in (ready.target, ready.value))
+        ready = ready._replace(target_scalars=target, source_scalars=source)
+    torch.manual_seed(0)
+
+    def empty(nodes: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((nodes, problem.heads, *shape), torch.nan, dtype=dtype)
+
+    def rows(nodes: int) -> torch.Tensor:
+        return empty(nodes, problem.channels, dtype=problem.dtype)
+
+    num_src, num_dst, score = graph.num_src, graph.num_dst, problem.score
+    grad_out = torch.randn(num_dst, problem.heads, problem.channels).to(problem.dtype)
+    out, softmax, exact = rows(num_dst), empty(num_dst, 2), empty(num_dst, problem.channels)
+    records = empty(num_dst, 4)
+    grad_target = empty(num_dst) if score == "add" else rows(num_dst)
+    grad_beta = empty(num_dst) if score == "cosine" else None
+    grad_key = rows(num_src) if score == "dot" else None
+    grad_value = rows(num_src)
+    grad_source = empty(num_src) if score == "add" else None
+    with emulated_device() as launched:
+        forward, targets, sources = (
+            attention_launch.walk_of(walk, CANDIDATES[schedule].plan_pass(problem, walk, graph), graph)
+            for walk in WALKS
+        )
+        forward.forward(ready, out, softmax, exact)
+        targets.targets(ready, exact, softmax, grad_out, records, grad_target, grad_beta, None, None)
+        sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, None, None)
+    assert (set(launched) == set(ENTRIES.values())) == (schedule == "tiles")
+    found = {"out": out, "softmax": softmax, "exact": exact, "records": records, "grad target": grad_target}
+    found |= {"grad beta": grad_beta, "grad key": grad_key, "grad value": grad_value, "grad source": grad_source}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+# Mixtures -------------------------------------------------------------------------------------------------------------
+
+ROWS_ENTRIES = {
+    "forward": "attention_forward",
+    "targets": "attention_backward_targets",
+    "sources": "attention_backward_sources",
+}
+
+
+@pytest.mark.parametrize(
+    "by_rows",
+    [("forward",), ("targets",), ("sources",), ("targets", "sources"), ("forward", "sources")],
+    ids="+".join,
+)
+def test_rows_may_take_some_passes(score, by_rows, monkeypatch):
+    """All schedules save the same for each other."""
+    graph = build_graph("batch")
+    choose = attention_launch.choose
+
+    def mixed(problem, graph, walks, current, **options):
+        chosen = choose(problem, graph, walks, current, **options)
+        rows = choose(problem, graph, walks, replace(current, schedule="rows"), **options)
+        return tuple(b if a.walk in by_rows else a for a, b in zip(chosen, rows, strict=True))
+
+    monkeypatch.setattr(attention_launch, "choose", mixed)
+    launched = check(problem_of(score, graph), graph)
+    for walk in WALKS:
+        assert (ENTRIES[walk] in launched) == (walk not in by_rows), walk
+        assert (ROWS_ENTRIES[walk] in launched) == (walk in by_rows), walk
