@@ -179,9 +179,32 @@ __device__ __forceinline__ void clear(float (&d)[TILES][4]) {
     }
 }
 
-// d += A B with the coefficients of a step as A and a tile of STEP rows as B.
+// d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add to,
+// which would show after many steps: split products are summed for each step and then added with rounding.
 __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], const float (&coefficients)[STEP_TILES][4],
                                               const storage_t* tile) {
+#if SPLIT
+    Left a[STEP / MMA_K];
+#pragma unroll
+    for (int k = 0; k < STEP / MMA_K; ++k) a[k] = left_of(&coefficients[k * (MMA_K / 8)]);
+#pragma unroll
+    for (int c = 0; c < CHANNEL_TILES; c += TILE_GROUP) {
+        float sums[TILE_GROUP][4];
+        clear(sums);
+#pragma unroll
+        for (int k = 0; k < STEP / MMA_K; ++k) {
+            Right b[TILE_GROUP];
+#pragma unroll
+            for (int n = 0; n < TILE_GROUP; ++n) b[n] = right_columns(tile + k * MMA_K * TILE_STRIDE, 8 * (c + n));
+            multiply(sums, a[k], b);
+        }
+#pragma unroll
+        for (int n = 0; n < TILE_GROUP; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[c + n][i] += sums[n][i];
+        }
+    }
+#else
 #pragma unroll
     for (int k = 0; k < STEP / MMA_K; ++k) {
         const Left a = left_of(&coefficients[k * (MMA_K / 8)]);
@@ -193,6 +216,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], cons
             multiply(&d[c], a, b);
         }
     }
+#endif
 }
 
 // d = A B with own rows as A and, as columns of B, the STEP rows of a tile. Two sums at a time, for fewer waits.

@@ -4,6 +4,7 @@ Online softmax, light rows packed, heavy rows split in chunks that are merged in
 columns that fit the last-level cache.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -214,9 +215,14 @@ def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: 
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
 
-def _max_edges(num_edges: int) -> int:
-    """Longest piece of a row that one group of lanes walks: short enough to spread a graph over some 16,000 warps."""
-    return max(256, min(1024, _power_of_two(max(1, num_edges // 16384))))
+def _max_edges(num_edges: int, max_degree: int) -> int:
+    """Longest piece of a row that one group of lanes walks.
+
+    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
+    longest row takes about as long as merging all its pieces.
+    """
+    balanced = 1.5 * math.sqrt(max_degree)
+    return max(32, min(1024, _power_of_two(max(1, num_edges // 16384, round(balanced)))))
 
 
 def _side(walk: str, graph: Graph) -> tuple[Adjacency, int]:
@@ -244,7 +250,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
         constants = pass_constants(problem, walk, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
-    return RowsPass(constants, _max_edges(rows.num_edges), blocks)
+    return RowsPass(constants, _max_edges(rows.num_edges, rows.max_degree), blocks)
 
 
 # Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.

@@ -25,7 +25,6 @@ MIN_FILL = 0.02
 """Share of the possible edges of the blocks below which they are not built."""
 MAX_SEGMENT = 2048
 """Longest segment whose nodes are taken as columns whole."""
-_BLOCK_CHANNELS = 64
 
 
 @dataclass(frozen=True)
@@ -159,12 +158,13 @@ def _resident_warps(problem: AttentionProblem, walk: str) -> int:
         return 12 if problem.score == "dot" or not several else 8
     if walk == "targets":
         return 12 if add and several else 16 if add else 8
-    return 12 if add and not several else 8
+    return 12 if add and not several and not _splits(problem) else 8
 
 
 def block_heads(problem: AttentionProblem) -> int:
     """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
-    most = max(1, _BLOCK_CHANNELS // problem.channels)
+    room = 32 if problem.score == "cosine" and _splits(problem) else 64
+    most = max(1, room // problem.channels)
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 
 
@@ -199,6 +199,10 @@ MEMORY = 1.28
 """Time of the bytes of the node tensors over that of a plain copy."""
 WAVE_S = 5.2e-6
 """Until a thread block has what its first step needs, and after its last."""
+STEP_S = 0.5e-6
+"""A step of a window without its products."""
+CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
+"""Each product of a step of 16 columns and 128 channels, in the time of a step without."""
 _NODE_TENSORS = {
     "dot": {"forward": 4, "targets": 5, "sources": 6},
     "cosine": {"forward": 2, "targets": 4, "sources": 5},
@@ -207,24 +211,27 @@ _NODE_TENSORS = {
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
-    """Estimated time of the pass: node tensors, products and what surrounds them over the area of the blocks.
+    """Estimated time of the pass.
 
-    Each thread block does these in turn and few of them share a multiprocessor, so the terms add up.
+    A thread block takes node tensors, products and what surrounds them in turn, and few blocks share a multiprocessor:
+    these add up. The window with most columns takes its steps in turn too.
     """
     c = chosen.constants
     tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
     area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
-    flops = 2 * area * problem.channels * _products(problem.score, walk) * (3 if c["SPLIT"] else 1)
-    rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
+    products = _products(problem.score, walk)
+    flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
     nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
-    blocks = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"]
-    return Cost(
-        {"products": flops / rate},
-        {
-            "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
-            "memory": MEMORY * nodes / gpu.memory_bytes_per_s,
-            "waves": max(1.0, blocks / (gpu.multiprocessors * c["MIN_BLOCKS"])) * WAVE_S,
-            "launch": gpu.launch_s,
-        },
-    )
+    waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
+    overlapped = {"products": flops / (SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1))}
+    added = {
+        "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
+        "memory": MEMORY * nodes / gpu.memory_bytes_per_s,
+        "waves": max(1.0, waves) * WAVE_S,
+    }
+    width = c["BLOCK_HEADS"] * problem.channels * c["STEP"] / (MAX_CHANNELS * 16)
+    step = STEP_S * (1.0 + products * width * CHAIN[kind])
+    chain = WAVE_S + -(-tiles.max_columns // c["STEP"]) * step
+    waiting = max(0.0, chain - overlapped["products"] - sum(added.values()))
+    return Cost(overlapped, {**added, "longest window": waiting, "launch": gpu.launch_s})

