@@ -9,6 +9,7 @@ from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
+from tests.kernels.tiles_specs import tiles_specs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
@@ -56,7 +57,7 @@ def node_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + node_specs() + paper_specs()
+    return attention_specs() + node_specs() + paper_specs() + tiles_specs()
 
 
 def label(spec: Spec) -> str:
@@ -64,5 +65,6 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
-    options += [name.lower() for name in ("EDGE", "DROPOUT", "TANGENT") if c.get(name)]
-    return "-".join([Path(spec.path).stem, *options, f"slots{c['EDGE_SLOTS']}"])
+    options += [name.lower() for name in ("EDGE", "DROPOUT", "TANGENT", "SPLIT", "LISTED") if c.get(name)]
+    width = f"slots{c['EDGE_SLOTS']}" if "EDGE_SLOTS" in c else f"warps{c['WARPS']}"
+    return "-".join([Path(spec.path).stem, *options, width])

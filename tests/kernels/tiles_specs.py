@@ -1,0 +1,35 @@
+"""The specialised modules of the schedule `tiles` that stand for all of them."""
+
+import torch
+
+from pyg_dfgnn.dispatch import attention_tiles
+from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.runtime.compiler import Spec
+from tests.kernels.covering import Row, covering
+
+# Wide and narrow rows, odd numbers of products, heads that share a thread block or do not.
+SHAPES = ((1, 128), (4, 64), (8, 16), (1, 32), (3, 24), (6, 8), (1, 96), (3, 40))
+# Float32 with and without rounding to TF32.
+PRODUCTS = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
+# One graph that suits windows of 64 rows, one that suits 80, one whose columns are listed.
+SIZES = ((64, 64), (80, 80), (70, 40))
+STEMS = {"forward": "tiles_forward", "targets": "tiles_backward_targets", "sources": "tiles_backward_sources"}
+
+
+def problem(row: Row) -> AttentionProblem:
+    (heads, channels), (dtype, tf32) = row["shape"], row["product"]
+    device = torch.device("cpu")
+    return AttentionProblem(row["score"], heads, channels, dtype, device, False, False, needs_grad=True, tf32=tf32)
+
+
+def tiles_specs() -> list[Spec]:
+    """A covering set of what dispatch plans for each source."""
+    rows = covering({"score": ("dot", "cosine", "add"), "product": PRODUCTS, "shape": SHAPES, "size": SIZES})
+    graphs = {size: Graph.of(torch.ones(size).nonzero().t(), *size) for size in SIZES}
+    return [
+        Spec(f"attention/{stem}.cu", tuple(attention_tiles.plan_pass(problem(row), walk, graph).constants.items()))
+        for walk, stem in STEMS.items()
+        for row in rows
+        for graph in [graphs[row["size"]]]
+    ]
