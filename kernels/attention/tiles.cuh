@@ -7,7 +7,8 @@
 // thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
 // Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
-// them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), MIN_BLOCKS.
+// them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), FOLD (see
+// multiply_rows), MIN_BLOCKS.
 #define THREADS (32 * WARPS)
 #define WINDOW (16 * WARPS)
 #define STEP_TILES (STEP / 8)
@@ -126,11 +127,12 @@ __device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, i
     return {{__ldg(words), __ldg(words + 8)}};
 }
 
-// What takes the logits without an edge out of a step: tested bit by bit, or for several heads added as minus infinity.
+// What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound, infinite
+// where there is an edge and else minus infinity.
 struct Mask {
     StepBits bits;
 #if BLOCK_HEADS > 1
-    float values[STEP_TILES][4];
+    float bounds[STEP_TILES][4];
 #endif
 
     __device__ __forceinline__ explicit Mask(const StepBits& b) : bits(b) {
@@ -138,7 +140,7 @@ struct Mask {
 #pragma unroll
         for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) values[n][i] = has_edge(n, i) ? 0.0f : negative_infinity();
+            for (int i = 0; i < 4; ++i) bounds[n][i] = has_edge(n, i) ? -negative_infinity() : negative_infinity();
         }
 #endif
     }
@@ -149,7 +151,7 @@ struct Mask {
 
     __device__ __forceinline__ float logit(float s, int tile, int i) const {
 #if BLOCK_HEADS > 1
-        return s + values[tile][i];
+        return fminf(s, bounds[tile][i]);
 #else
         return has_edge(tile, i) ? s : negative_infinity();
 #endif
@@ -158,7 +160,7 @@ struct Mask {
     // exp2(s - max) inverse, 0 without an edge.
     __device__ __forceinline__ float weight(float s, float max, float inverse, int tile, int i) const {
 #if BLOCK_HEADS > 1
-        return fast_exp2(s + values[tile][i] - max) * inverse;
+        return fast_exp2(fminf(s, bounds[tile][i]) - max) * inverse;
 #else
         return has_edge(tile, i) ? fast_exp2(s - max) * inverse : 0.0f;
 #endif
@@ -180,10 +182,10 @@ __device__ __forceinline__ void clear(float (&d)[TILES][4]) {
 }
 
 // d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add to,
-// which would show after many steps: split products are summed for each step and then added with rounding.
+// which would show after many steps: with FOLD the products are summed for each step and then added with rounding.
 __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], const float (&coefficients)[STEP_TILES][4],
                                               const storage_t* tile) {
-#if SPLIT
+#if FOLD
     Left a[STEP / MMA_K];
 #pragma unroll
     for (int k = 0; k < STEP / MMA_K; ++k) a[k] = left_of(&coefficients[k * (MMA_K / 8)]);

@@ -31,6 +31,7 @@ __all__ = [
     "Option",
     "Pass",
     "choose",
+    "leaves_tangent",
     "options",
     "plan",
     "unsupported_reasons",
@@ -291,12 +292,36 @@ def _report(option: Option, walk: str, fallback: str) -> None:
         _logger.warning("%s cannot run here, 'rows' takes its place: %s", what, "; ".join(option.reasons))
 
 
+def leaves_tangent(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
+    """Whether a forward pass that gradients follow leaves the tangent for the pass over targets (see ``rows``).
+
+    `rows` does. Where another schedule is chosen by estimate for the forward pass alone, all three passes are weighed.
+    """
+    if not attention_rows.has_tangent(problem.score, problem.edge):
+        return False
+    (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
+    if forward.chosen.schedule == "rows" or settings.schedule not in ("auto", "autotune"):
+        return forward.chosen.schedule == "rows"
+    device = gpu_of(problem.device)
+
+    def training_s(forward: Any, tangent: bool) -> float:
+        """Estimate of all passes, given that of the forward one; where there is no choice none was made before."""
+        seen = replace(problem, tangent=tangent)
+        taken = _cheapest(options(seen, graph, BACKWARD, settings))
+        passes = [("forward", forward), *zip(BACKWARD, (option.chosen for option in taken), strict=True)]
+        return sum(
+            CANDIDATES[chosen.schedule].cost(seen, walk, graph, chosen, device).seconds for walk, chosen in passes
+        )
+
+    rows = attention_rows.plan_pass(problem, "forward", graph)
+    return training_s(rows, True) < training_s(forward.chosen, False)
+
+
 def with_tangent(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> AttentionProblem:
     """The problem that ``walks`` see: in backward, with what the forward pass has left."""
-    if walks != BACKWARD or not attention_rows.has_tangent(problem.score, problem.edge):
+    if walks != BACKWARD:
         return problem
-    (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
-    return replace(problem, tangent=forward.chosen.schedule == "rows")
+    return replace(problem, tangent=leaves_tangent(problem, graph, settings))
 
 
 def choose(

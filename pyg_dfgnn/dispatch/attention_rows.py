@@ -219,9 +219,9 @@ def _max_edges(num_edges: int, max_degree: int) -> int:
     """Longest piece of a row that one group of lanes walks.
 
     Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
-    longest row takes about as long as merging all its pieces.
+    longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges.
     """
-    balanced = 1.5 * math.sqrt(max_degree)
+    balanced = 128 if max_degree <= 128 else 1.5 * math.sqrt(max_degree)
     return max(32, min(1024, _power_of_two(max(1, num_edges // 16384, round(balanced)))))
 
 

@@ -25,6 +25,7 @@ MIN_FILL = 0.02
 """Share of the possible edges of the blocks below which they are not built."""
 MAX_SEGMENT = 2048
 """Longest segment whose nodes are taken as columns whole."""
+_MAX_UNFOLDED = 192
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
     shared, limit = (
-        shared_bytes(problem, walk, _constants(problem, walk, warps, compact)),
+        shared_bytes(problem, walk, _constants(problem, walk, graph, warps, compact)),
         gpu_of(problem.device).shared_bytes,
     )
     if shared > limit:
@@ -130,14 +131,16 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 def _step(problem: AttentionProblem, walk: str) -> int:
     """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
     if problem.dtype.itemsize == 2:
-        return 32
+        crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and block_heads(problem) > 1))
+        return 16 if crowded else 32
     if problem.score == "dot":
         return 32 if walk == "forward" and problem.tf32 else 16
-    crowded = walk == "targets" and _splits(problem) and block_heads(problem) > 1
+    crowded = walk == "targets" and block_heads(problem) > 1 and (_splits(problem) or problem.score == "cosine")
     return 16 if walk == "sources" or crowded else 32
 
 
-def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) -> dict[str, int]:
+def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
+    segments = graph.node_segments
     return {
         **problem.constants,
         "SPLIT": int(_splits(problem)),
@@ -147,24 +150,26 @@ def _constants(problem: AttentionProblem, walk: str, warps: int, compact: bool) 
         "WARPS": warps,
         "STEP": _step(problem, walk),
         "LISTED": int(compact),
-        "MIN_BLOCKS": max(1, _resident_warps(problem, walk) // warps),
+        # What tensor cores cut off stays within the bounds of float32 for some ten steps.
+        "FOLD": int(_splits(problem) and (compact or segments is None or segments.longest > _MAX_UNFOLDED)),
+        "MIN_BLOCKS": max(1, _resident_warps(problem, walk, compact) // warps),
     }
 
 
-def _resident_warps(problem: AttentionProblem, walk: str) -> int:
+def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
     """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
     add, several = problem.score == "add", block_heads(problem) > 1
     if walk == "forward":
         return 12 if problem.score == "dot" or not several else 8
     if walk == "targets":
         return 12 if add and several else 16 if add else 8
-    return 12 if add and not several and not _splits(problem) else 8
+    return 12 if add and not (several or compact or _splits(problem)) else 8
 
 
 def block_heads(problem: AttentionProblem) -> int:
     """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
-    room = 32 if problem.score == "cosine" and _splits(problem) else 64
-    most = max(1, room // problem.channels)
+    room = 32 if problem.score != "dot" and _splits(problem) else 64
+    most = max(1, min(4, room // problem.channels))
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 
 
@@ -185,7 +190,7 @@ def shared_bytes(problem: AttentionProblem, walk: str, constants: Mapping[str, i
 def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
     """The pass of one walk."""
     warps, compact = _window(problem, graph)
-    constants = _constants(problem, walk, warps, compact)
+    constants = _constants(problem, walk, graph, warps, compact)
     fill = graph.tile_fill(TILE_ROWS * warps, compact)
     return TilesPass(constants, compact, shared_bytes(problem, walk, constants), fill)
 
@@ -199,6 +204,8 @@ MEMORY = 1.28
 """Time of the bytes of the node tensors over that of a plain copy."""
 WAVE_S = 5.2e-6
 """Until a thread block has what its first step needs, and after its last."""
+LISTED = {"split": 1.5, "tf32": 1.3, "half": 1.3}
+"""Time of the products over columns that are listed over that of columns that follow each other."""
 STEP_S = 0.5e-6
 """A step of a window without its products."""
 CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
@@ -224,7 +231,8 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, 
     flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
     nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
     waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
-    overlapped = {"products": flops / (SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1))}
+    rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
+    overlapped = {"products": flops / rate * (LISTED[kind] if chosen.compact else 1.0)}
     added = {
         "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
         "memory": MEMORY * nodes / gpu.memory_bytes_per_s,

@@ -437,7 +437,7 @@ def _run(
             kernels = Kernels.of(problem_of(score, inputs), graph)
             if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
                 graph.plans[signature] = kernels
-        tangent = needs_grad and kernels.wants_tangent
+        tangent = needs_grad and kernels.wants_tangent(graph)
         out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact, tangent), *inputs[:8])
         if not return_weights:
             return out

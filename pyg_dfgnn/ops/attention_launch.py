@@ -16,6 +16,7 @@ from pyg_dfgnn.dispatch.attention import (
     Option,
     Pass,
     choose,
+    leaves_tangent,
     options,
     with_tangent,
 )
@@ -156,6 +157,7 @@ class Kernels:
         self.settings = settings
         (self.forward,), self.final = self._walks(FORWARD, graph)
         self._backward: tuple[Walk, ...] | None = None
+        self._wants_tangent: bool | None = None
         self._tangent: RowsWalk | None = None
         self._weights: RowsWalk | None = None
 
@@ -195,11 +197,11 @@ class Kernels:
             self._weights = self._rows_walk("weights", graph)
         return self._weights
 
-    @property
-    def wants_tangent(self) -> bool:
-        """Whether a forward pass that gradients follow should leave the tangent: where it runs on `rows`."""
-        can = attention_rows.has_tangent(self.problem.score, self.problem.edge)
-        return can and isinstance(self.forward, RowsWalk)
+    def wants_tangent(self, graph: Graph) -> bool:
+        """Whether a forward pass that gradients follow should leave the tangent."""
+        if self._wants_tangent is None:
+            self._wants_tangent = leaves_tangent(self.problem, graph, self.settings)
+        return self._wants_tangent
 
     def tangent(self, graph: Graph) -> RowsWalk:
         """The forward pass that leaves the tangent."""

@@ -147,7 +147,14 @@ def test_a_full_warp_has_nothing_to_share():
 
 @pytest.mark.parametrize(
     ("num_edges", "max_degree", "expected"),
-    [(0, 0, 32), (10_556, 168, 32), (1 << 20, 168, 64), (1 << 20, 100_000, 512), (5 << 20, 9, 512), (1 << 30, 9, 1024)],
+    [
+        (0, 0, 128),
+        (10_556, 168, 32),
+        (1 << 20, 168, 64),
+        (1 << 20, 100_000, 512),
+        (5 << 20, 9, 512),
+        (1 << 30, 9, 1024),
+    ],
 )
 def test_length_of_chunks(num_edges, max_degree, expected):
     assert rows._max_edges(num_edges, max_degree) == expected
