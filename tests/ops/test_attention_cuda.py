@@ -110,7 +110,7 @@ def test_against_float64(score, setup, case):
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
-    monkeypatch.setattr(dispatch_rows, "_blocks", lambda problem, walk, rows, num_columns: 3)
+    monkeypatch.setattr(dispatch_rows, "_blocks", lambda *sizes: 3)
     monkeypatch.setattr(dispatch_rows, "_max_edges", lambda *sizes: 8)
     problem = problem_of(score, random(60, 12, 1000, seed=6), full)
     launches = []
@@ -126,8 +126,11 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
     actual = problem.run()
     torch.manual_seed(3)
     actual["weights"] = problem.call(return_weights=True)[1]
-    for entry, passes in (("forward", 2), ("backward_targets", 1), ("backward_sources", 1)):
-        assert launches.count(f"attention_{entry}") == 3 * passes and f"attention_{entry}_merge" in launches
+    # With the tangent of the forward pass at hand, the pass over targets reads nodes only.
+    targets = 0 if score == "add" and not full else 1
+    for entry, passes in (("forward", 2), ("backward_targets", targets), ("backward_sources", 1)):
+        assert launches.count(f"attention_{entry}") == 3 * passes
+        assert (f"attention_{entry}_merge" in launches) == (passes > 0)
     torch.manual_seed(3)
     assert_matches(problem, actual, problem.keep(ops._draw_seed(DEVICE)) if full else None)
 
