@@ -42,9 +42,11 @@ def full(num_src, num_dst):
 def test_what_runs(walk, dtype, size):
     heads, channels = size
     for score in SCORES:
-        for graph in (batch(), full(70, 40)):
-            problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
-            assert tiles.reasons_against(problem, walk, graph) == []
+        problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
+        assert tiles.reasons_against(problem, walk, batch()) == []
+        assert tiles.reasons_against(replace(problem, tf32=True), walk, full(70, 40)) == []
+        if dtype != torch.float32:
+            assert tiles.reasons_against(problem, walk, full(70, 40)) == []
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -77,6 +79,20 @@ def test_all_reasons_of_a_problem_at_once():
 def test_a_graph_without_edges(walk, num_src, num_dst):
     graph = Graph.of(torch.zeros(2, 0, dtype=torch.long), num_src, num_dst)
     assert tiles.reasons_against(PROBLEM, walk, graph) == ["the graph has no edges"]
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_listed_columns_in_full_float32(walk, monkeypatch):
+    """Found before any block is built. Sources that are not the targets, and segments too long to be taken whole."""
+    monkeypatch.setattr(tiles, "MAX_SEGMENT", 40)
+    for graph in (full(70, 40), full(41, 41)):
+        assert tiles.reasons_against(PROBLEM, walk, graph) == [
+            "listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"
+        ]
+        assert not graph._tiles
+        for changes in ({"tf32": True}, {"dtype": torch.float16}, {"dtype": torch.bfloat16}):
+            assert tiles.reasons_against(replace(PROBLEM, **changes), walk, graph) == []
+    assert tiles.reasons_against(PROBLEM, walk, full(40, 40)) == []
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -126,11 +142,12 @@ def test_every_shape_fits_an_h200(walk, dtype, tf32):
                 assert 0 < tiles.plan_pass(problem, walk, graph).shared_bytes <= 114 * KIB
 
 
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("score", SCORES)
-def test_the_zoo(case, score):
+def test_the_zoo(case, score, tf32):
     """Every graph has either a reason or a plan with a cost, for each pass."""
     graph = graph_of(case)
-    problem = replace(PROBLEM, score=score)
+    problem = replace(PROBLEM, score=score, tf32=tf32)
     for walk in WALKS:
         if not tiles.reasons_against(problem, walk, graph):
             chosen = tiles.plan_pass(problem, walk, graph)
@@ -143,12 +160,24 @@ def test_the_zoo(case, score):
 
 def test_listed_columns_where_segments_do_not_help(monkeypatch):
     """Sources that are not the targets, and segments too long to be taken whole."""
-    assert not tiles.plan_pass(PROBLEM, "forward", batch()).compact
-    assert tiles.plan_pass(PROBLEM, "forward", full(70, 40)).compact
+    problem = replace(PROBLEM, dtype=torch.float16)
+    assert not tiles.plan_pass(problem, "forward", batch()).compact
+    assert tiles.plan_pass(problem, "forward", full(70, 40)).compact
     long, fits = (full(size, size) for size in (41, 40))
     monkeypatch.setattr(tiles, "MAX_SEGMENT", 40)
-    assert tiles.plan_pass(PROBLEM, "forward", long).compact
-    assert not tiles.plan_pass(PROBLEM, "forward", fits).compact
+    assert tiles.plan_pass(problem, "forward", long).compact
+    assert not tiles.plan_pass(problem, "forward", fits).compact
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_long_sums_are_folded(walk):
+    """In full float32 only: rounding the factors loses more than tensor cores cut off the sums."""
+
+    def folds(size, **changes):
+        return tiles.plan_pass(replace(PROBLEM, **changes), walk, full(size, size)).constants["FOLD"]
+
+    assert (folds(192), folds(193)) == (0, 1)
+    assert folds(193, tf32=True) == folds(193, dtype=torch.float16) == folds(193, dtype=torch.bfloat16) == 0
 
 
 def test_windows_suit_the_segments():
@@ -189,7 +218,8 @@ def test_a_pass_reads_as_text():
     text = str(chosen)
     assert text.startswith(f"windows of {chosen.rows} rows over the nodes of the segment, ")
     assert f"{fill:.1%} of the bits set" in text and f"{chosen.shared_bytes} bytes of shared memory" in text
-    assert "over the columns that occur" in str(tiles.plan_pass(PROBLEM, "forward", full(70, 40)))
+    listed = tiles.plan_pass(replace(PROBLEM, dtype=torch.float16), "forward", full(70, 40))
+    assert "over the columns that occur" in str(listed)
 
 
 @pytest.mark.parametrize("walk", WALKS)
