@@ -368,13 +368,16 @@ def choice_table(rows: Rows) -> str:
 
 
 def not_timed(rows: Rows) -> str:
-    """What has no time, and why."""
-    lines = dict.fromkeys(
-        f"{row['graph']}, {row['layer']} {size(row)} {row['dtype']}, {label(row)}, {row['direction']}: {row['status']}"
-        for row in latest(rows).values()
-        if row["status"] != "ok"
-    )
-    return "\n".join(f"- {line}" for line in lines)
+    """What has no time, and why; what has the same reason on several graphs or in several directions in one line."""
+    graphs: dict[tuple[str, str], dict[str, None]] = {}
+    for row in latest(rows).values():
+        if row["status"] == "ok":
+            continue
+        what = f"{row['layer']} {size(row)} {row['dtype']}, {label(row)}"
+        if not row["status"].startswith("not run"):
+            what += f", {row['direction']}"
+        graphs.setdefault((what, row["status"]), {})[row["graph"]] = None
+    return "\n".join(f"- {', '.join(names)}: {what}: {status}" for (what, status), names in graphs.items())
 
 
 def line(row: Row) -> str:
