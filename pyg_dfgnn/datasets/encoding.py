@@ -66,6 +66,9 @@ def _sparse_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tens
     adjacency = coo_matrix((np.ones(len(row)), (row, col)), shape=(num_nodes, num_nodes)).tocsr()
     adjacency = ((adjacency + adjacency.T) > 0).astype(float)
     scale = diags(np.maximum(adjacency.sum(axis=1).A1, 1) ** -0.5)
-    # The largest eigenvalues of I - L are the smallest of L and need no factorisation.
-    values, vectors = eigsh(scale @ adjacency @ scale, k=count, which="LA", v0=np.ones(num_nodes), tol=1e-6)
+    # The largest eigenvalues of I - L are the smallest of L and need no factorisation. A start without symmetry, a wide
+    # basis and full accuracy find both vectors of a double eigenvalue.
+    start = np.random.default_rng(0).standard_normal(num_nodes)
+    basis = min(num_nodes, max(2 * count + 1, 40))
+    values, vectors = eigsh(scale @ adjacency @ scale, k=count, which="LA", v0=start, tol=0, ncv=basis)
     return torch.from_numpy(vectors[:, np.argsort(-values)].copy())
