@@ -85,7 +85,8 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     # Split products and several heads fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8
     # on an H200.
     choices = (2,) if _splits(problem) or block_heads(problem) > 1 else (4, 5)
-    segments = graph.node_segments
+    # A row with more edges lies in a longer segment: then the edges need no scan.
+    segments = graph.node_segments if graph.csr.max_degree <= MAX_SEGMENT else None
     if segments is None or segments.longest > MAX_SEGMENT:
         return choices[0], True
     return _window_warps(segments.histogram, choices), False
@@ -143,7 +144,7 @@ def _step(problem: AttentionProblem, walk: str) -> int:
 
 
 def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
-    segments = graph.node_segments
+    segments = graph.node_segments if _splits(problem) and not compact else None
     return {
         **problem.constants,
         "SPLIT": int(_splits(problem)),
@@ -154,7 +155,7 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
         "STEP": _step(problem, walk),
         "LISTED": int(compact),
         # What tensor cores cut off stays within the bounds of float32 for some ten steps.
-        "FOLD": int(_splits(problem) and segments is not None and segments.longest > _MAX_UNFOLDED),
+        "FOLD": int(segments is not None and segments.longest > _MAX_UNFOLDED),
         "MIN_BLOCKS": max(1, _resident_warps(problem, walk, compact) // warps),
     }
 
