@@ -94,7 +94,7 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
 # registers run out. By bytes of an element; what is not listed takes 1.
 _LOADS = {
     4: {
-        "forward": {"dot": 2, "cosine": 2, "add": 4},
+        "forward": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
         # As "forward", so that both add in the same order.
         "tangent": {"add": 4},
         "targets": {"dot": 2, "cosine": 4, "add": 2, "gatv2": 2},

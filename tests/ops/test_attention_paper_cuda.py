@@ -79,12 +79,15 @@ def test_against_float64_and_rows(schedule, score, setup, case):
     actual = problem.run()
     torch.manual_seed(3)
     keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
-    # The terms of a hub's gradient of l cancel: one sum of 3,000 is right to 6e-6, and held to what `rows` is right to.
-    if not (score == "add" and case.name == "hub-3000"):
-        assert_matches(problem, actual, keep)
     assert_like_rows(problem, actual)
     torch.manual_seed(3)
     assert_equal(problem.run(), actual)
+    try:
+        assert_matches(problem, actual, keep)
+    except AssertionError as error:
+        if schedule == "smmf" and score == "add" and case.name == "hub-3000":
+            pytest.xfail(f"a known miss: one warp sums the 3,000 cancelling terms of a hub's gradient of l ({error})")
+        raise
 
 
 @pytest.mark.parametrize("heads", [1, 8])
