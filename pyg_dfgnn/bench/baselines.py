@@ -5,7 +5,7 @@ All take the same projected tensors, so that no linear layer is timed, and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -150,17 +150,23 @@ class CompiledPyG(PyG):
         return lambda: compiled(inputs)
 
 
-class _Sparse:
-    """The CSR of a graph and of its transpose as index arrays, with the permutation between their edge orders."""
+class Sparse:
+    """The CSR of a graph and of its transpose as index arrays, with the permutation between their edge orders.
 
-    def __init__(self, graph: BenchGraph) -> None:
-        source, target = graph.edge_index[:, graph.by_target]
-        self.shape = graph.num_dst, graph.num_src
+    Args:
+        edge_index: Sources and targets [2, E].
+        num_src: Number of sources.
+        num_dst: Number of targets.
+    """
+
+    def __init__(self, edge_index: Tensor, num_src: int, num_dst: int) -> None:
+        source, target = edge_index[:, torch.argsort(edge_index[1], stable=True)]
+        self.shape = num_dst, num_src
         self.row, self.col = target, source.int()
-        self.row_ptr = _pointer(graph.in_degree)
+        self.row_ptr = _pointer(torch.bincount(target, minlength=num_dst))
         self.row_offsets = self.row_ptr.long()
         self.transpose = torch.argsort(source, stable=True)
-        self.transposed_ptr = _pointer(graph.out_degree)
+        self.transposed_ptr = _pointer(torch.bincount(source, minlength=num_src))
         self.transposed_offsets = self.transposed_ptr.long()
         self.transposed_col = target[self.transpose].int()
         self.source = source
@@ -200,7 +206,7 @@ class _UnfusedHead(torch.autograd.Function):
     """SDDMM, row softmax, SpMM of one head; the backward is the same three with the transposed CSR."""
 
     @staticmethod
-    def forward(ctx: Any, sparse: _Sparse, score: str, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, sparse: Sparse, score: str, slope: float, *tensors: Tensor) -> Tensor:
         if score == "dot":
             query, key, value = tensors
             logit = sparse.products(query, key) * query.size(1) ** -0.5
@@ -210,16 +216,16 @@ class _UnfusedHead(torch.autograd.Function):
             logit = beta * sparse.products(unit, unit)
         else:
             value, alpha_src, alpha_dst = tensors
-            logit = F.leaky_relu(alpha_src[sparse.source] + alpha_dst[sparse.row], NEGATIVE_SLOPE)
+            logit = F.leaky_relu(alpha_src[sparse.source] + alpha_dst[sparse.row], slope)
         weight = sparse.softmax(logit)
-        ctx.sparse, ctx.score = sparse, score
+        ctx.sparse, ctx.score, ctx.slope = sparse, score, slope
         ctx.save_for_backward(*tensors, weight, logit)
         return sparse.matrix(weight) @ value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, weight, logit = ctx.saved_tensors
-        sparse: _Sparse = ctx.sparse
+        sparse: Sparse = ctx.sparse
         grad = grad.contiguous()
         value = tensors[2] if ctx.score == "dot" else tensors[0]
         grad_value = sparse.transposed(weight) @ grad
@@ -227,19 +233,43 @@ class _UnfusedHead(torch.autograd.Function):
         if ctx.score == "dot":
             query, key, _ = tensors
             grad_logit = grad_logit * query.size(1) ** -0.5
-            return None, None, sparse.matrix(grad_logit) @ key, sparse.transposed(grad_logit) @ query, grad_value
+            return None, None, None, sparse.matrix(grad_logit) @ key, sparse.transposed(grad_logit) @ query, grad_value
         if ctx.score == "cosine":
             beta = tensors[1]
             unit = F.normalize(value, dim=-1)
             grad_unit = beta * (sparse.matrix(grad_logit) @ unit + sparse.transposed(grad_logit) @ unit)
             tangent = grad_unit - unit * (unit * grad_unit).sum(-1, keepdim=True)
             grad_value += tangent / value.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            return None, None, grad_value, (grad_logit * logit).sum().reshape(1) / beta
-        grad_logit = torch.where(logit > 0, grad_logit, NEGATIVE_SLOPE * grad_logit)
+            return None, None, None, grad_value, (grad_logit * logit).sum().reshape(1) / beta
+        grad_logit = torch.where(logit > 0, grad_logit, ctx.slope * grad_logit)
         by_source = torch.segment_reduce(
             grad_logit[sparse.transpose], "sum", offsets=sparse.transposed_offsets, unsafe=True, initial=0.0
         )
-        return None, None, grad_value, by_source, sparse.row_sum(grad_logit)
+        return None, None, None, grad_value, by_source, sparse.row_sum(grad_logit)
+
+
+def unfused_attention(
+    sparse: Sparse, score: str, tensors: Sequence[Tensor], beta: Tensor | None = None, slope: float = NEGATIVE_SLOPE
+) -> Tensor:
+    """Attention by SDDMM, row softmax and SpMM, head by head, differentiable once.
+
+    Args:
+        sparse: The edges.
+        score: 'dot', 'cosine' or 'add'.
+        tensors: Query, key and value [N, H, C]; or value [N, H, C]; or value [N, H, C] and the scalars of sources and
+            targets [N, H].
+        beta: Temperature [1] of the cosine score.
+        slope: Of the leaky ReLU of the additive score.
+
+    Returns:
+        Sums over the neighbours of each target [N_dst, H, C].
+    """
+    common = () if beta is None else (beta,)
+    if tensors[0].size(1) == 1:
+        return _UnfusedHead.apply(sparse, score, slope, *(tensor.squeeze(1) for tensor in tensors), *common)[:, None]
+    heads = zip(*(tensor.unbind(1) for tensor in tensors), strict=True)
+    outs = [_UnfusedHead.apply(sparse, score, slope, *(t.contiguous() for t in head), *common) for head in heads]
+    return torch.stack(outs, dim=1)
 
 
 class Unfused(Implementation):
@@ -257,25 +287,13 @@ class Unfused(Implementation):
         return reasons
 
     def prepare(self, case: AttentionCase, graph: BenchGraph, inputs: Inputs) -> Forward:
-        sparse = _Sparse(graph)
-        per_head = {
+        sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
+        names = {
             "dot": ("query", "key", "value"),
             "cosine": ("x_src",),
             "add": ("value", "alpha_src", "alpha_dst"),
         }[case.score]
-        shared = ("beta",) if case.score == "cosine" else ()
-
-        def forward() -> Tensor:
-            common = [inputs[name] for name in shared]
-            if case.heads == 1:
-                return _UnfusedHead.apply(sparse, case.score, *(inputs[n].squeeze(1) for n in per_head), *common)[
-                    :, None
-                ]
-            heads = zip(*(inputs[name].unbind(1) for name in per_head), strict=True)
-            outs = [_UnfusedHead.apply(sparse, case.score, *(t.contiguous() for t in head), *common) for head in heads]
-            return torch.stack(outs, dim=1)
-
-        return forward
+        return lambda: unfused_attention(sparse, case.score, [inputs[name] for name in names], inputs.get("beta"))
 
 
 class Flex(Implementation):
