@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch
 
-from pyg_dfgnn.datasets import NodeTask
+from pyg_dfgnn.datasets import Task
 
 Device = torch.device | str
 
@@ -190,7 +190,7 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
     return Edges(symmetric(u, v, num_nodes), num_nodes, ptr)
 
 
-def task_batch(make: Callable[..., NodeTask], num_graphs: int, device: Device, **arguments: int) -> Edges:
+def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> Edges:
     """The first training graphs of a generated data set, collated as PyG collates them."""
     task = make(num_train=num_graphs, num_val=1, num_test=1, **arguments)
     batch = Batch.from_data_list(task.splits["train"])

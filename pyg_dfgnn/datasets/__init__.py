@@ -3,6 +3,6 @@
 from pyg_dfgnn.datasets.encoding import LaplacianEncoding
 from pyg_dfgnn.datasets.planetoid import planetoid, pubmed_made_features
 from pyg_dfgnn.datasets.sbm import cluster, pattern
-from pyg_dfgnn.datasets.task import NodeTask
+from pyg_dfgnn.datasets.task import Task
 
-__all__ = ["LaplacianEncoding", "NodeTask", "cluster", "pattern", "planetoid", "pubmed_made_features"]
+__all__ = ["LaplacianEncoding", "Task", "cluster", "pattern", "planetoid", "pubmed_made_features"]

@@ -15,7 +15,7 @@ from torch_geometric.datasets import Planetoid
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-from pyg_dfgnn.datasets.task import SPLITS, NodeTask
+from pyg_dfgnn.datasets.task import SPLITS, Task
 from pyg_dfgnn.errors import check_choice
 
 NAMES = ("Cora", "CiteSeer", "PubMed")
@@ -29,7 +29,7 @@ def planetoid(
     cache: str | Path = "~/.cache/pyg_dfgnn",
     download: bool = True,
     normalize_features: bool = True,
-) -> NodeTask:
+) -> Task:
     """Classify the papers of a citation graph (Planetoid's public split).
 
     Looks for the raw files in the cache, then in the search folders as `planetoid/<name>/raw` or `<name>/raw`, then
@@ -71,7 +71,7 @@ def planetoid(
 
 def pubmed_made_features(
     *, search: Sequence[str | Path] = ("data",), normalize_features: bool = True, seed: int = 0
-) -> NodeTask:
+) -> Task:
     """PubMed's graph, labels and split with made-up features where `ind.pubmed.allx` would be needed.
 
     The 60 training and 1,000 test papers keep their real features. Each other paper draws, independently of its label,
@@ -114,7 +114,8 @@ def pubmed_made_features(
     val_ids = torch.arange(len(train_ids), len(train_ids) + 500)
     for split, ids in zip(SPLITS, (train_ids, val_ids, test_ids)):
         data[f"{split}_mask"] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
-    return _task("PubMed (features made up)", data, int(y.max()) + 1, normalize_features)
+    made = "features of all but the training and test papers"
+    return _task("PubMed (features made up)", data, int(y.max()) + 1, normalize_features, made)
 
 
 def _made_features(real: Tensor, num_rows: int, seed: int) -> Tensor:
@@ -130,11 +131,11 @@ def _made_features(real: Tensor, num_rows: int, seed: int) -> Tensor:
     return made
 
 
-def _task(name: str, data: Data, num_classes: int, normalize_features: bool) -> NodeTask:
+def _task(name: str, data: Data, num_classes: int, normalize_features: bool, synthetic: str | None = None) -> Task:
     if normalize_features:
         data = NormalizeFeatures()(data)
     splits = {split: [data] for split in SPLITS}
-    return NodeTask(name, splits, data.num_features, num_classes, balanced=False)
+    return Task(name, splits, data.num_features, num_classes, synthetic=synthetic)
 
 
 def _files(name: str, skipped: Sequence[str] = ()) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_dfgnn.datasets.task import SPLITS, NodeTask
+from pyg_dfgnn.datasets.task import SPLITS, Task
 from pyg_dfgnn.errors import check_range
 
 # The first key of each random stream, so that adding graphs to one split changes no other graph.
@@ -42,7 +42,7 @@ def pattern(
     q_pattern: float = 0.5,
     num_signals: int = 3,
     seed: int = 0,
-) -> NodeTask:
+) -> Task:
     """Find the nodes of a planted pattern inside a stochastic block model.
 
     Each graph is a block model with a pattern attached: a random graph whose nodes link to each node of the block model
@@ -91,7 +91,7 @@ def pattern(
         return _data(adjacency, signal, label, num_signals, rng)
 
     splits = _splits(make_graph, num_train, num_val, num_test)
-    return NodeTask("PATTERN (generated)", splits, num_signals, num_classes=2, balanced=True)
+    return _task("PATTERN (generated)", splits, num_signals, num_classes=2)
 
 
 def cluster(
@@ -105,7 +105,7 @@ def cluster(
     p: float = 0.55,
     q: float = 0.25,
     seed: int = 0,
-) -> NodeTask:
+) -> Task:
     """Find the community of each node of a stochastic block model.
 
     One random node per community carries its community as signal, the others none; one-hot `[N, num_communities + 1]`.
@@ -139,7 +139,13 @@ def cluster(
         return _data(adjacency, signal, communities, num_communities + 1, rng)
 
     splits = _splits(make_graph, num_train, num_val, num_test)
-    return NodeTask("CLUSTER (generated)", splits, num_communities + 1, num_communities, balanced=True)
+    return _task("CLUSTER (generated)", splits, num_communities + 1, num_communities)
+
+
+def _task(name: str, splits: dict[str, list[Data]], num_features: int, num_classes: int) -> Task:
+    made = "fresh graphs by the published recipe"
+    metric = "balanced_accuracy"
+    return Task(name, splits, num_features, num_classes, metric=metric, loss_weights=True, synthetic=made)
 
 
 def _check(**probabilities: float) -> None:

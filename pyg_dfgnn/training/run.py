@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch_geometric.data import Data
 
 import pyg_dfgnn
-from pyg_dfgnn.datasets import LaplacianEncoding, NodeTask
+from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.training import checkpoint
@@ -46,7 +46,7 @@ def train(cfg: DictConfig) -> float:
     with pyg_dfgnn.settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
         # As partials, because hydra would wrap an error of the call and escape its line breaks.
-        task: NodeTask = instantiate(cfg.data.task, _partial_=True)()
+        task: Task = instantiate(cfg.data.task, _partial_=True)()
         convs = importlib.import_module(config["backend"]["convs"])
         model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
         if getattr(model, "pe_size", 0):
@@ -85,7 +85,8 @@ def train(cfg: DictConfig) -> float:
         "convs": config["backend"]["convs"],
         "seed": config["seed"],
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "balanced_accuracy": task.balanced,
+        "metric": task.metric,
+        "synthetic": task.synthetic,
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,
         "pyg_dfgnn": pyg_dfgnn.__version__,
@@ -93,7 +94,7 @@ def train(cfg: DictConfig) -> float:
     metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
     title = f"{type(model).__name__} on {task.name}"
     curves = plot_curves(folder / "curves.png", title, trainer.history, best_epoch)
-    kind = "mean accuracy per class" if task.balanced else "accuracy"
+    kind = "mean accuracy per class" if task.metric == "balanced_accuracy" else "accuracy"
     log.info("test %s: %.2f %% (best epoch %d)", kind, 100 * results["test_accuracy"], best_epoch)
     log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
     return results[config["returns"]]

@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 from tqdm import tqdm
 
-from pyg_dfgnn.datasets import NodeTask
+from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.metrics import Score, node_loss
@@ -57,7 +57,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        task: NodeTask,
+        task: Task,
         optimizer: Optimizer,
         scheduler: LRScheduler,
         device: torch.device,
@@ -136,7 +136,7 @@ class Trainer:
         with torch.no_grad():
             for batch, nodes in self._on_device(split):
                 logits, y = self._forward(batch, nodes)
-                score.add(node_loss(logits, y, balanced=self.task.balanced), logits, y)
+                score.add(node_loss(logits, y, balanced=self.task.loss_weights), logits, y)
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.accuracy}
 
     def load_best(self) -> int:
@@ -204,7 +204,7 @@ class Trainer:
         for batch, nodes in self._on_device("train"):
             self.optimizer.zero_grad()
             logits, y = self._forward(batch, nodes)
-            loss = node_loss(logits, y, balanced=self.task.balanced)
+            loss = node_loss(logits, y, balanced=self.task.loss_weights)
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -238,7 +238,7 @@ class Trainer:
         }
 
     def _score(self) -> Score:
-        return Score(self.task.num_classes, self.task.balanced, self.device)
+        return Score(self.task.num_classes, self.task.metric == "balanced_accuracy", self.device)
 
     def _is_better(self, value: float, best: float) -> bool:
         return value < best if self.monitor.endswith("loss") else value > best

@@ -45,7 +45,7 @@ def test_local_files_are_copied_and_loaded(tmp_path, layout):
     before = sorted(source.rglob("*"))
     task = planetoid("Cora", search=[tmp_path / "empty", source], cache=tmp_path / "cache", download=False)
     graph = task.splits["train"][0]
-    assert task.full_graph and task.num_classes == 3 and task.num_features == 7 and not task.balanced
+    assert task.full_graph and task.num_classes == 3 and task.num_features == 7 and task.metric == "accuracy"
     assert graph.num_edges == 2 * 530
     assert [int(graph[f"{split}_mask"].sum()) for split in ("train", "val", "test")] == [6, 500, 10]
     sums = graph.x.sum(dim=1)
@@ -88,7 +88,7 @@ def test_pubmed_made_features(tmp_path):
     (raw / "ind.pubmed.allx").unlink()
     task, again = (pubmed_made_features(search=[tmp_path], normalize_features=False) for _ in range(2))
     graph = task.splits["train"][0]
-    assert "features made up" in task.name
+    assert "features made up" in task.name and "features" in task.synthetic
     assert torch.equal(graph.x, again.splits["train"][0].x)
     torch.testing.assert_close(graph.x[:6], torch.from_numpy(parts["x"].toarray()))
     torch.testing.assert_close(graph.x[520:], torch.from_numpy(parts["tx"].toarray()))

@@ -63,7 +63,7 @@ def test_graphs_are_simple_and_labelled(make):
         assert graph.x.shape == (graph.num_nodes, task.num_features)
         assert torch.equal(graph.x.sum(dim=1), torch.ones(graph.num_nodes))
         assert set(graph.y.tolist()) == set(range(task.num_classes))
-    assert task.balanced and not task.full_graph
+    assert task.metric == "balanced_accuracy" and task.loss_weights and task.synthetic and not task.full_graph
 
 
 def test_cluster_names_one_node_per_community():

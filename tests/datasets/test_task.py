@@ -1,0 +1,36 @@
+"""A task refuses what training could not read."""
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from pyg_dfgnn.datasets import Task
+
+GRAPH = Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]]), y=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"splits": {"dev": [GRAPH]}}, r"'splits' needs one of 'train', 'val', 'test' \(got 'dev'\)"),
+        ({"level": "edge"}, r"'level' needs one of 'node', 'graph' \(got 'edge'\)"),
+        ({"metric": "f1"}, r"'metric' needs one of 'accuracy', .* \(got 'f1'\)"),
+        ({"metric": "roc_auc", "num_classes": 3}, r"'metric' needs another choice than 'roc_auc' for 3 classes"),
+    ],
+    ids=["splits", "level", "metric", "roc_auc"],
+)
+def test_wrong_arguments(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Task(**{"name": "x", "splits": {"train": [GRAPH]}, "num_features": 1, "num_classes": 2, **wrong})
+
+
+def test_map_transforms_a_shared_graph_once():
+    calls = []
+
+    def transform(graph):
+        calls.append(graph)
+        return graph.clone()
+
+    task = Task("x", {split: [GRAPH] for split in ("train", "val", "test")}, 1, 2, metric="roc_auc").map(transform)
+    assert len(calls) == 1 and task.splits["train"][0] is task.splits["test"][0] is not GRAPH
+    assert task.metric == "roc_auc"
