@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.bench.generators import generator_of
 from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph
+from pyg_dfgnn.datasets.generators import generator_of
 
 
 def _shuffled(

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.bench import real_graphs
-from pyg_dfgnn.bench.generators import (
+from pyg_dfgnn.bench.real_graphs import real_graph
+from pyg_dfgnn.datasets import cluster, pattern
+from pyg_dfgnn.datasets.generators import (
     Edges,
     chung_lu,
     log_normal_chung_lu,
@@ -25,8 +27,6 @@ from pyg_dfgnn.bench.generators import (
     superpixel_batch,
     task_batch,
 )
-from pyg_dfgnn.bench.real_graphs import real_graph
-from pyg_dfgnn.datasets import cluster, pattern
 from pyg_dfgnn.errors import check_choice
 
 

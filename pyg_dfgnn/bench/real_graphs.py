@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.bench.generators import Device, Edges, symmetric
+from pyg_dfgnn.datasets.generators import Device, Edges, symmetric
 
 
 def find_raw_file(name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch_geometric.datasets import Planetoid
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import remove_self_loops, to_undirected
 
+from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
 from pyg_dfgnn.datasets.task import SPLITS, Task
 from pyg_dfgnn.errors import check_choice
 
@@ -25,8 +25,8 @@ _PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 def planetoid(
     name: str,
     *,
-    search: Sequence[str | Path] = ("data",),
-    cache: str | Path = "~/.cache/pyg_dfgnn",
+    search: Folders = SEARCH,
+    cache: str | Path = CACHE,
     download: bool = True,
     normalize_features: bool = True,
 ) -> Task:
@@ -51,27 +51,14 @@ def planetoid(
         ModuleNotFoundError: scipy is missing.
     """
     check_choice("name", name, NAMES)
-    _need_scipy()
+    need_extra("scipy.sparse", "the citation graphs")
     root = Path(cache).expanduser() / "planetoid"
-    raw = root / name / "raw"
-    if _missing(raw, name):
-        local = next((folder for folder in _folders(search, name) if not _missing(folder, name)), None)
-        if local is not None:
-            raw.mkdir(parents=True, exist_ok=True)
-            for file in _files(name):
-                shutil.copyfile(local / file, raw / file)
-        elif not download:
-            raise FileNotFoundError(_where(name, search))
-    try:
-        dataset = Planetoid(str(root), name)
-    except OSError as error:
-        raise FileNotFoundError(f"{_where(name, search)}\nThe download failed: {error!r}") from error
+    raw_files = _raw_files(name, search)
+    dataset = raw_files.load(root / name / "raw", download, lambda: Planetoid(str(root), name))
     return _task(name, dataset[0], dataset.num_classes, normalize_features)
 
 
-def pubmed_made_features(
-    *, search: Sequence[str | Path] = ("data",), normalize_features: bool = True, seed: int = 0
-) -> Task:
+def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool = True, seed: int = 0) -> Task:
     """PubMed's graph, labels and split with made-up features where `ind.pubmed.allx` would be needed.
 
     The 60 training and 1,000 test papers keep their real features. Each other paper draws, independently of its label,
@@ -90,11 +77,8 @@ def pubmed_made_features(
         FileNotFoundError: The raw files are nowhere; says where to put which.
         ModuleNotFoundError: scipy is missing.
     """
-    _need_scipy()
-    name, skipped = "PubMed", ("allx",)
-    raw = next((folder for folder in _folders(search, name) if not _missing(folder, name, skipped)), None)
-    if raw is None:
-        raise FileNotFoundError(_where(name, search, skipped))
+    need_extra("scipy.sparse", "the citation graphs")
+    raw = _raw_files("PubMed", search, skipped=("allx",)).need()
     parts = {part: _read(raw / f"ind.pubmed.{part}") for part in ("x", "tx", "ally", "ty", "graph")}
     test_ids = torch.tensor([int(line) for line in (raw / "ind.pubmed.test.index").read_text().split()])
 
@@ -138,36 +122,11 @@ def _task(name: str, data: Data, num_classes: int, normalize_features: bool, syn
     return Task(name, splits, data.num_features, num_classes, synthetic=synthetic)
 
 
-def _files(name: str, skipped: Sequence[str] = ()) -> list[str]:
-    return [f"ind.{name.lower()}.{part}" for part in _PARTS if part not in skipped]
-
-
-def _missing(folder: Path, name: str, skipped: Sequence[str] = ()) -> list[str]:
-    return [file for file in _files(name, skipped) if not (folder / file).is_file()]
-
-
-def _folders(search: Sequence[str | Path], name: str) -> list[Path]:
-    roots = dict.fromkeys(Path(folder).expanduser() for folder in search)
-    return [folder for root in roots for folder in (root / "planetoid" / name / "raw", root / name / "raw")]
-
-
-def _where(name: str, search: Sequence[str | Path], skipped: Sequence[str] = ()) -> str:
-    folders = _folders(search, name)
-    lines = [f"the raw files of {name} were not found. Put {', '.join(_files(name, skipped))} into one of"]
-    for folder in folders:
-        missing = _missing(folder, name, skipped)
-        lines.append(f"  {folder.resolve()}" + (f" (lacks {', '.join(missing)})" if folder.is_dir() else ""))
-    lines.append("or name a folder that holds planetoid/<name>/raw in the environment variable PYG_DFGNN_DATA.")
-    if name == "PubMed" and not skipped:
-        lines.append("Without ind.pubmed.allx, data=pubmed_made_features runs on the real graph with made-up features.")
-    return "\n".join(lines)
-
-
-def _need_scipy() -> None:
-    try:
-        import scipy.sparse  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the citation graphs need scipy: pip install 'pyg_dfgnn[data]'") from error
+def _raw_files(name: str, search: Folders, skipped: Sequence[str] = ()) -> RawFiles:
+    files = [f"ind.{name.lower()}.{part}" for part in _PARTS if part not in skipped]
+    made = "Without ind.pubmed.allx, data=pubmed_made_features runs on the real graph with made-up features."
+    hint = made if name == "PubMed" and not skipped else ""
+    return RawFiles(name, files, (f"planetoid/{name}/raw", f"{name}/raw"), search, hint)
 
 
 def _read(file: Path) -> Any:

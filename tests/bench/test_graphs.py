@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyg_dfgnn.bench import generators
 from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
 from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, BenchGraph, benchmark_graph, compare_with_recipe, recipe_of
+from pyg_dfgnn.datasets import generators
 
 BATCHES = [name for name, recipe in RECIPES.items() if "num_graphs" in recipe.arguments]
 REAL = [name for name, recipe in RECIPES.items() if "file" in recipe.arguments]

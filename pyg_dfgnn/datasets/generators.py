@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch
 
-from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.datasets.task import Task
 
 Device = torch.device | str
 
 
 class Edges(NamedTuple):
-    """Sources and targets [2, E] sorted by (target, source), the number of nodes, and the node offsets of a batch."""
+    """Sources and targets [2, E] sorted by (target, source) and the number of nodes; of a batch also node offsets.
+
+    Graphs in the plane have positions ``pos [N, 2]``, a cell of their grid being 1 wide.
+    """
 
     edge_index: Tensor
     num_nodes: int
     ptr: Tensor | None = None
+    pos: Tensor | None = None
 
 
 def generator_of(seed: int, device: Device) -> torch.Generator:
@@ -73,13 +77,26 @@ def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, d
     offset = num_nodes / (4 * (max_degree / mean_degree) ** 2)
     weight = (torch.arange(num_nodes, device=device, dtype=torch.float64) + offset) ** -0.5
     weight = weight[torch.randperm(num_nodes, generator=generator, device=device)]
-    return _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    u, v = _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    return Edges(symmetric(u, v, num_nodes), num_nodes)
 
 
 def log_normal_chung_lu(
-    num_nodes: int, mean_degree: float, max_degree: float, sigma: float, num_hubs: int, seed: int, device: Device
+    num_nodes: int,
+    mean_degree: float,
+    max_degree: float,
+    sigma: float,
+    num_hubs: int,
+    seed: int,
+    device: Device,
+    *,
+    label: Tensor | None = None,
+    homophily: float = 0.0,
 ) -> Edges:
     """A graph with log-normal expected degrees of the given mean, clipped at ``max_degree``, which a few hubs have.
+
+    With labels ``[N]``, a share ``homophily`` of the pairs whose ends are both light (at most 4 times the mean) is
+    matched anew inside the labels. That keeps each node's number of pairs, and pairs of heavy nodes stay spread out.
 
     Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
     """
@@ -89,10 +106,16 @@ def log_normal_chung_lu(
     for _ in range(20):
         weight = (weight * (mean_degree / weight.mean())).clamp_(max=max_degree)
     weight[:num_hubs] = max_degree
-    return _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    u, v = _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    if label is not None:
+        light = weight <= 4 * mean_degree
+        free = light[u] & light[v] & (torch.rand(u.numel(), generator=generator, device=device) < homophily)
+        u[free], v[free] = (end[free][label[end[free]].argsort(stable=True)] for end in (u, v))
+    return Edges(symmetric(u, v, num_nodes), num_nodes)
 
 
-def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> Edges:
+def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:
+    """Both ends of pairs, each drawn by weight."""
     num_nodes = weight.numel()
     cumulative = torch.cumsum(weight, 0)
     cumulative = cumulative / cumulative[-1]
@@ -100,7 +123,7 @@ def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) 
     for _ in range(2):
         drawn = torch.rand(num_pairs, dtype=torch.float64, generator=generator, device=weight.device)
         ends.append(torch.searchsorted(cumulative, drawn).clamp_(max=num_nodes - 1))
-    return Edges(symmetric(ends[0], ends[1], num_nodes), num_nodes)
+    return ends
 
 
 def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
@@ -154,7 +177,7 @@ def superpixel_batch(
     source = (ptr[graph] + node).repeat_interleave(8)
     target = ptr[graph].repeat_interleave(8) + near[inside].reshape(-1)
     num_nodes = int(ptr[-1])
-    return Edges(sorted_edges(source, target, num_nodes), num_nodes, ptr)
+    return Edges(sorted_edges(source, target, num_nodes), num_nodes, ptr, point[inside])
 
 
 def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device: Device) -> Edges:
@@ -187,7 +210,8 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
     ]
     u, v = (torch.cat(side) for side in zip(*ends, strict=True))
     num_nodes = int(ptr[-1])
-    return Edges(symmetric(u, v, num_nodes), num_nodes, ptr)
+    pos = ((row < tall) & (column < wide)).nonzero()[:, 1:]
+    return Edges(symmetric(u, v, num_nodes), num_nodes, ptr, pos)
 
 
 def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> Edges:

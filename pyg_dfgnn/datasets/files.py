@@ -1,0 +1,167 @@
+"""Raw files of published data sets: where they are looked for, and the cache of what was made from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+Made = TypeVar("Made")
+Folders = Sequence[str | Path]
+# Of each attribute: the values of all graphs in one tensor, and how many belong to each graph.
+Packed = dict[str, tuple[Tensor, Tensor]]
+
+SEARCH: Folders = ("data",)
+CACHE = "~/.cache/pyg_dfgnn"
+
+
+@dataclass(frozen=True)
+class RawFiles:
+    """The raw files of a data set.
+
+    Args:
+        name: Of the data set.
+        files: All are needed.
+        places: Where they may lie below each folder of `search`, in this order.
+        search: Folders to look in, in this order.
+        hint: Last line of the error when they are nowhere.
+    """
+
+    name: str
+    files: Sequence[str]
+    places: Sequence[str]
+    search: Folders
+    hint: str = ""
+
+    def find(self) -> Path | None:
+        """The first folder that holds all files."""
+        return next((folder for folder in self._folders() if not self._missing(folder)), None)
+
+    def need(self) -> Path:
+        """The first folder that holds all files.
+
+        Raises:
+            FileNotFoundError: They are nowhere; says where to put which.
+        """
+        folder = self.find()
+        if folder is None:
+            raise self.not_found()
+        return folder
+
+    def load(self, raw: Path, download: bool, make: Callable[[], Made]) -> Made:
+        """Call a dataset class of PyG after local files were copied to where it looks, so that it need not download.
+
+        Args:
+            raw: The folder of raw files of that class.
+            download: Whether it may download what was not found.
+            make: Makes the dataset.
+
+        Raises:
+            FileNotFoundError: The files are nowhere and the download is not wanted or failed.
+        """
+        if self._missing(raw):
+            local = self.find()
+            if local is not None:
+                raw.mkdir(parents=True, exist_ok=True)
+                for file in self.files:
+                    # Whole or not at all, as an interrupted copy would pass for the file.
+                    shutil.copyfile(local / file, raw / f"{file}.partial")
+                    os.replace(raw / f"{file}.partial", raw / file)
+            elif not download:
+                raise self.not_found()
+        try:
+            return make()
+        except OSError as error:
+            raise FileNotFoundError(f"{self.not_found()}\nThe download failed: {error!r}") from error
+
+    def not_found(self) -> FileNotFoundError:
+        """The error that says where to put which file."""
+        lines = [f"the raw files of {self.name} were not found. Put {', '.join(self.files)} into one of"]
+        for folder in self._folders():
+            missing = self._missing(folder)
+            lines.append(f"  {folder.resolve()}" + (f" (lacks {', '.join(missing)})" if folder.is_dir() else ""))
+        lines.append(f"or name a folder that holds {self.places[0]} in the environment variable PYG_DFGNN_DATA.")
+        return FileNotFoundError("\n".join([*lines, *([self.hint] if self.hint else [])]))
+
+    def _folders(self) -> list[Path]:
+        roots = dict.fromkeys(Path(folder).expanduser() for folder in self.search)
+        return [root / place for root in roots for place in self.places]
+
+    def _missing(self, folder: Path) -> list[str]:
+        return [file for file in self.files if not (folder / file).is_file()]
+
+
+def need_extra(module: str, what: str) -> None:
+    """Check that an optional package is installed.
+
+    Raises:
+        ModuleNotFoundError: It is not; names the extra that brings it.
+    """
+    try:
+        __import__(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: pip install 'pyg_dfgnn[data]'") from error
+
+
+def cached(
+    cache: str | Path | None, name: str, parameters: Mapping[str, Any], make: Callable[[], dict[str, list[Data]]]
+) -> dict[str, list[Data]]:
+    """What `make` returns, kept on disk under the name and the parameters.
+
+    A file is written whole or not at all. Tensors are mapped from it, so that reading costs no time before their use.
+
+    Args:
+        cache: Folder; None keeps nothing.
+        name: Starts the name of the file.
+        parameters: Everything that decides the graphs; plain values.
+        make: Makes the graphs, by split.
+    """
+    if cache is None:
+        return make()
+    text = json.dumps(parameters, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = Path(cache).expanduser() / "made" / f"{name}-{digest}.pt"
+    if not file.is_file():
+        packed = {split: pack(graphs) for split, graphs in make().items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix=f"{file.stem}-", suffix=".partial", dir=file.parent)
+        os.close(handle)
+        try:
+            torch.save({"parameters": text, "splits": packed}, partial)
+            os.replace(partial, file)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    splits = torch.load(file, mmap=True, weights_only=True)["splits"]
+    return {split: unpack(packed) for split, packed in splits.items()}
+
+
+def pack(graphs: Sequence[Data]) -> Packed:
+    """One tensor per attribute of graphs that have the same attributes."""
+    packed = {}
+    for key in graphs[0].keys():
+        values = [graph[key] for graph in graphs]
+        dim = _dim(key)
+        packed[key] = torch.cat(values, dim), torch.tensor([value.size(dim) for value in values])
+    return packed
+
+
+def unpack(packed: Packed) -> list[Data]:
+    """The graphs, as views of the packed tensors."""
+    columns: Iterable[tuple[Tensor, ...]] = [
+        values.split(sizes.tolist(), _dim(key)) for key, (values, sizes) in packed.items()
+    ]
+    return [Data(**dict(zip(packed, row))) for row in zip(*columns)]
+
+
+def _dim(key: str) -> int:
+    return 1 if key == "edge_index" else 0
