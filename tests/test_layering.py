@@ -20,7 +20,8 @@ ALLOWED = {
     "nn": {"ops", "dispatch", "reference", "graph"},
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
-    "training": {"models", "datasets", "nn", "ops", "graph"},
+    "distributed": {"graph"},
+    "training": {"distributed", "models", "datasets", "nn", "ops", "graph"},
     "bench": {"models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,11 @@
+"""Training on several processes, one per GPU: data parallel, or one graph with its nodes partitioned.
+
+Everything is a collective of torch.distributed: NCCL between GPUs, gloo between CPUs.
+"""
+
+from pyg_dfgnn.distributed.group import Group
+from pyg_dfgnn.distributed.model import wrap
+from pyg_dfgnn.distributed.partition import PartitionedGraph, partition
+from pyg_dfgnn.distributed.sampler import SharedBatches, empty_graph
+
+__all__ = ["Group", "PartitionedGraph", "SharedBatches", "empty_graph", "partition", "wrap"]

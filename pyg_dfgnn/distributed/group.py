@@ -1,0 +1,124 @@
+"""The processes of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process among those that train together; alone, every method returns what it was given.
+
+    Args:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        device: Where this process computes.
+
+    Example:
+        >>> group = Group.of_environment("auto")  # torchrun --nproc_per_node=2 script.py
+        >>> graph = partition(edge_index, num_nodes, group)
+        >>> model = wrap(model.to(group.device), group)
+        >>> logits, y = model(graph.local(x), graph), graph.local(y)
+        >>> loss = group.mean(F.cross_entropy(logits, y, reduction="sum"), y.numel())
+        >>> loss.backward()  # parameters now hold the gradient of the mean over all nodes of the graph
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @staticmethod
+    def of_environment(device: str | torch.device = "auto") -> Group:
+        """The group that torchrun or submitit started this process in; a process started alone is a group of one.
+
+        Args:
+            device: "auto", "cpu" or "cuda"; with several processes each takes the GPU of its local rank.
+
+        Raises:
+            ValueError: `device` names one GPU for several processes, or there are more processes than GPUs.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if "WORLD_SIZE" not in os.environ and "SUBMITIT_EXECUTOR" in os.environ:
+            from submitit.helpers import TorchDistributedEnvironment
+
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size == 1:
+            return Group(device=device)
+        if device.type == "cuda":
+            if device.index is not None:
+                raise ValueError(f"'device' needs auto, cpu or cuda with {size} processes (got '{device}')")
+            local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local >= gpus:
+                raise ValueError(f"'nproc_per_node' needs at most one process per GPU: {gpus} found (got > {local})")
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        # Kept for the life of the process: the store of torchrun cannot serve a second group under the same keys.
+        if not dist.is_initialized():
+            if device.type == "cuda":
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
+        return Group(dist.get_rank(), size, device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, without a gradient; the same bits on each."""
+        tensor = tensor.detach()
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def mean(self, total: Tensor, weight: float | Tensor) -> Tensor:
+        """A process's part of a mean over all: `size * total / sum of weight`.
+
+        The parts average to the mean, and gradients that are averaged over the processes, as DistributedDataParallel
+        does, become those of the mean, however unevenly the terms are spread.
+
+        Args:
+            total: Sum of this process's terms.
+            weight: Sum of this process's weights.
+        """
+        weights = torch.as_tensor(weight, dtype=total.dtype, device=total.device)
+        return self.size * total / self.sum(weights)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows `[N_rank, ...]` of all processes in the order of their ranks, `[N, ...]`, without a gradient."""
+        rows = rows.detach()
+        if self.size == 1:
+            return rows
+        counts = self.counts(rows.size(0))
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: rows.size(0)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+    def counts(self, count: int) -> list[int]:
+        """A number of each process, by rank."""
+        own = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        own[self.rank] = count
+        return self.sum(own).tolist()
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+    @staticmethod
+    def close() -> None:
+        """End the communication of this process, if there is any."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""Each process's share of the mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+from torch_geometric.data import Data
+
+from pyg_dfgnn.distributed.group import Group
+from pyg_dfgnn.errors import check_range
+
+
+class SharedBatches(Sampler[list[int]]):
+    """The batches of a run on one process, each dealt out to all processes.
+
+    torch's DistributedSampler repeats or drops samples where they do not divide evenly, which changes gradients. Here
+    every sample counts once. A process that goes without in a short last batch takes `filler`, which must count for
+    nothing: see :func:`empty_graph`.
+
+    Args:
+        sampler: Draws the same indices on every process.
+        batch_size: Of all processes together.
+        group: The processes.
+        filler: Index of the sample that fills an empty share.
+
+    Raises:
+        ValueError: `batch_size` is smaller than the number of processes.
+    """
+
+    def __init__(self, sampler: Sampler[int], batch_size: int, group: Group, filler: int) -> None:
+        check_range("batch_size", batch_size, group.size)
+        self.batches = BatchSampler(sampler, batch_size, drop_last=False)
+        self.group, self.filler = group, filler
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            yield batch[self.group.rank :: self.group.size] or [self.filler]
+
+
+def empty_graph(graph: Data) -> Data:
+    """A graph without nodes, of the attributes and dtypes of another."""
+    return graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))

@@ -1,0 +1,40 @@
+"""Several processes on one machine, talking through gloo."""
+
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from pyg_dfgnn.distributed import Group
+
+
+def _enter(rank, function, size, port, arguments):
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        function(*arguments)
+    finally:
+        Group.close()
+
+
+# Imported once, for the processes of all tests.
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch_geometric.nn", "tests.distributed.conftest"])
+
+
+@pytest.fixture
+def launch():
+    """launch(size, function, *arguments): run a function of a test module in so many processes; any error is raised."""
+
+    def run(size, function, *arguments):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.start_processes(
+            _enter, (function, size, port, arguments), nprocs=size, start_method="forkserver"
+        )
+
+    return run
