@@ -1,4 +1,4 @@
-"""Loss and accuracy, plain or balanced over the classes."""
+"""Loss and metrics of a classification; labels of -100 (:data:`IGNORED`) do not count."""
 
 from __future__ import annotations
 
@@ -6,70 +6,120 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_dfgnn.errors import check_choice
+
+IGNORED = -100
+"""Label of what does not count, such as nodes outside of a split: torch's own choice."""
+METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1")
+
 
 def class_counts(y: Tensor, num_classes: int) -> Tensor:
-    """Nodes per class `[K]` of labels `y [N]`, without a device synchronisation."""
-    return y.new_zeros(num_classes).index_add_(0, y, torch.ones_like(y))
+    """How many of `y [N]` have each label, `[K]`, without a device synchronisation."""
+    counts = y.new_zeros(num_classes + 1)
+    return counts.index_add_(0, torch.where(y < 0, num_classes, y), torch.ones_like(y))[:num_classes]
 
 
-def class_weights(y: Tensor, num_classes: int) -> Tensor:
+def class_weights(counts: Tensor) -> Tensor:
     """Rare classes weigh more: `(N - n_c) / N`, and 0 for a class that is absent.
 
     Args:
-        y: Labels `[N]`.
-        num_classes: K.
+        counts: Labels per class `[K]`.
 
     Returns:
         Weights `[K]`.
 
     Source: Dwivedi et al., Benchmarking Graph Neural Networks, JMLR 2023, section 4.2.3 (PATTERN and CLUSTER).
     """
-    counts = class_counts(y, num_classes)
-    return torch.where(counts > 0, (y.numel() - counts) / y.numel(), 0.0)
+    total = counts.sum()
+    return torch.where(counts > 0, (total - counts) / total, 0.0)
 
 
-def node_loss(logits: Tensor, y: Tensor, *, balanced: bool) -> Tensor:
-    """Cross entropy of `logits [N, K]` and labels `y [N]`; balanced: with the :func:`class_weights` of these nodes."""
-    weight = class_weights(y, logits.size(1)) if balanced else None
-    return F.cross_entropy(logits.float(), y, weight)
+def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool) -> Tensor:
+    """Mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
+
+    Args:
+        logits: Of any floating dtype; the loss is taken in float32.
+        y: Labels.
+        loss_weights: Weigh with the :func:`class_weights` of these labels rather than with 1.
+    """
+    if loss_weights:
+        counts = class_counts(y, logits.size(1))
+        weight = class_weights(counts)
+        total = (weight * counts).sum()
+    else:
+        weight, total = None, (y != IGNORED).sum()
+    return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
 
 class Score:
-    """Loss and accuracy summed over batches, kept on the device until they are read.
+    """Loss and metric over batches, kept on the device until they are read.
 
-    The balanced accuracy is the mean over the classes of the share of their nodes that were found, a class without
-    nodes counting 0. It is taken over the whole split, so it does not depend on the batch size; the published
-    benchmark averages the same number over its batches.
+    All metrics are taken over the whole split, so they do not depend on the batch size; the published benchmark of
+    PATTERN and CLUSTER averages the balanced accuracy over its batches. A class without labels counts 0 in a mean over
+    the classes.
 
     Args:
         num_classes: K.
-        balanced: Mean of the accuracies per class instead of the share of right nodes.
+        metric: "accuracy"; "balanced_accuracy", the mean over the classes of the share that was found; "macro_f1", the
+            mean over the classes of the F1 score; or "roc_auc", the area under the ROC curve of two classes.
         device: Of the logits.
+
+    Raises:
+        ValueError: `metric` is unknown.
     """
 
-    def __init__(self, num_classes: int, balanced: bool, device: torch.device) -> None:
-        self.balanced = balanced
-        self.nodes = 0
+    def __init__(self, num_classes: int, metric: str, device: torch.device) -> None:
+        check_choice("metric", metric, METRICS)
+        self.kind = metric
         self.loss_sum = torch.zeros((), device=device)
-        # Row: class, column: prediction.
-        self.confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=device)
+        # Row: class, column: prediction. The last row holds what does not count.
+        self.confusion = torch.zeros(num_classes + 1, num_classes, dtype=torch.long, device=device)
+        # For the ROC curve: logit of class 1 over that of class 0, and label.
+        self.margins: list[tuple[Tensor, Tensor]] = []
 
     def add(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         """Add one batch: its mean loss, logits `[N, K]` and labels `[N]`."""
-        self.nodes += y.numel()
-        self.loss_sum += loss.detach() * y.numel()
-        pairs = y * self.confusion.size(0) + logits.detach().argmax(dim=1)
+        rows, classes = self.confusion.shape
+        y = torch.where(y < 0, classes, y)
+        self.loss_sum += loss.detach() * (y < classes).sum()
+        pairs = y * classes + logits.detach().argmax(dim=1)
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+        if self.kind == "roc_auc":
+            self.margins.append((logits.detach()[:, 1].float() - logits.detach()[:, 0].float(), y.clone()))
 
     @property
     def loss(self) -> float:
-        """Mean loss per node."""
-        return float(self.loss_sum) / self.nodes
+        """Mean loss per label."""
+        return float(self.loss_sum / self.confusion[:-1].sum())
 
     @property
-    def accuracy(self) -> float:
+    def metric(self) -> float:
         """Between 0 and 1."""
-        right, total = self.confusion.diagonal().double(), self.confusion.sum(dim=1)
-        if self.balanced:
+        if self.kind == "roc_auc":
+            margin, y = (torch.cat(parts) for parts in zip(*self.margins))
+            return roc_auc(margin[y < 2], y[y < 2])
+        counted = self.confusion[:-1].double()
+        right, total = counted.diagonal(), counted.sum(dim=1)
+        if self.kind == "accuracy":
+            return float(right.sum() / total.sum())
+        if self.kind == "balanced_accuracy":
             return float((right / total.clamp(min=1)).mean())
-        return float(right.sum() / total.sum())
+        return float((2 * right / (total + counted.sum(dim=0)).clamp(min=1)).mean())
+
+
+def roc_auc(score: Tensor, y: Tensor) -> float:
+    """Probability that a positive scores higher than a negative, ties counting half; nan if one kind is absent.
+
+    Args:
+        score: Higher for positives, `[N]`.
+        y: 1 for positives, 0 for negatives, `[N]`.
+
+    Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, Radiology 1982 (the U statistic).
+    """
+    _, place, ties = score.unique(return_inverse=True, return_counts=True)
+    # The mean rank of equal scores.
+    rank = ties.cumsum(0).double() - (ties.double() - 1) / 2
+    positive = y == 1
+    num_positive, num_negative = positive.sum().double(), (~positive).sum().double()
+    above = rank[place[positive]].sum() - num_positive * (num_positive + 1) / 2
+    return float(above / (num_positive * num_negative))

@@ -23,6 +23,13 @@ from pyg_dfgnn.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+KINDS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "mean accuracy per class",
+    "roc_auc": "area under the ROC curve",
+    "macro_f1": "mean F1 score of the classes",
+}
+
 
 def train(cfg: DictConfig) -> float:
     """Train, test the best epoch, and leave metrics, curves and checkpoints in the run folder.
@@ -94,8 +101,7 @@ def train(cfg: DictConfig) -> float:
     metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
     title = f"{type(model).__name__} on {task.name}"
     curves = plot_curves(folder / "curves.png", title, trainer.history, best_epoch)
-    kind = "mean accuracy per class" if task.metric == "balanced_accuracy" else "accuracy"
-    log.info("test %s: %.2f %% (best epoch %d)", kind, 100 * results["test_accuracy"], best_epoch)
+    log.info("test %s: %.2f %% (best epoch %d)", KINDS[task.metric], 100 * results["test_accuracy"], best_epoch)
     log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
     return results[config["returns"]]
 

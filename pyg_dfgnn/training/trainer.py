@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
@@ -20,11 +20,11 @@ from tqdm import tqdm
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.metrics import Score, node_loss
+from pyg_dfgnn.training.metrics import IGNORED, Score
+from pyg_dfgnn.training.step import Step
 
 log = logging.getLogger(__name__)
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MONITORS = ("val_accuracy", "val_loss")
 
 
@@ -77,7 +77,6 @@ class Trainer:
     ) -> None:
         check_range("epochs", epochs, 1)
         check_choice("monitor", monitor, MONITORS)
-        check_choice("precision", precision, tuple(PRECISIONS))
         check_range("checkpoint_every", checkpoint_every, 1)
         check_range("log_every", log_every, 1)
         if patience is not None:
@@ -88,10 +87,15 @@ class Trainer:
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.epochs, self.monitor, self.patience = epochs, monitor, patience
-        self.dtype = PRECISIONS[precision]
+        self.step = Step(
+            model,
+            optimizer,
+            loss_weights=task.loss_weights,
+            graph_level=task.level == "graph",
+            precision=precision,
+        )
         self.prepare = prepare
         self.checkpoint_every, self.log_every, self.progress = checkpoint_every, log_every, progress
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self.order = torch.Generator().manual_seed(seed)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -133,11 +137,9 @@ class Trainer:
         """Loss and accuracy of the model as it is on "train", "val" or "test"."""
         score = self._score()
         self.model.eval()
-        with torch.no_grad():
-            for batch, nodes in self._on_device(split):
-                logits, y = self._forward(batch, nodes)
-                score.add(node_loss(logits, y, balanced=self.task.loss_weights), logits, y)
-        return {f"{split}_loss": score.loss, f"{split}_accuracy": score.accuracy}
+        for batch in self._on_device(split):
+            score.add(*self.step.evaluate(batch), batch.y)
+        return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
 
     def load_best(self) -> int:
         """Give the model the parameters of its best epoch; returns that epoch."""
@@ -151,7 +153,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.step.scaler.state_dict(),
         }
         kept = {"epoch": self.epoch, "history": list(self.history), "best": self.best, "config": self.config}
         return {
@@ -166,7 +168,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self.scaler.load_state_dict(state["scaler"])
+        self.step.scaler.load_state_dict(state["scaler"])
         self.epoch, self.history, self.best = state["epoch"], list(state["history"]), state["best"]
         checkpoint.set_rng_state(state["rng"], self.device)
         self.order.set_state(state["order"])
@@ -201,44 +203,30 @@ class Trainer:
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
         self.model.train()
-        for batch, nodes in self._on_device("train"):
-            self.optimizer.zero_grad()
-            logits, y = self._forward(batch, nodes)
-            loss = node_loss(logits, y, balanced=self.task.loss_weights)
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            score.add(loss, logits, y)
+        for batch in self._on_device("train"):
+            score.add(*self.step(batch), batch.y)
             bar.update()
-        return {"train_loss": score.loss, "train_accuracy": score.accuracy}
+        return {"train_loss": score.loss, "train_accuracy": score.metric}
 
-    def _forward(self, batch: Data, nodes: Tensor | None) -> tuple[Tensor, Tensor]:
-        encoding = {"pe": batch.pe} if "pe" in batch else {}
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            logits = self.model(batch.x, batch.edge_index, **encoding)
-        return (logits, batch.y) if nodes is None else (logits[nodes], batch.y[nodes])
-
-    def _on_device(self, split: str) -> Iterator[tuple[Data, Tensor | None]]:
-        for batch, nodes in self._batches[split]:
+    def _on_device(self, split: str) -> Iterator[Data]:
+        for batch in self._batches[split]:
             batch = batch.to(self.device, non_blocking=True)
             if self.prepare is not None:
                 self.prepare(batch)
-            yield batch, nodes
+            yield batch
 
     def _whole_graph(self) -> dict[str, Any]:
-        graphs = self.task.map(lambda graph: graph.to(self.device)).splits
-        # Node ids, because a mask would cost a device synchronisation at each use.
-        return {split: [(graph, graph[f"{split}_mask"].nonzero().flatten())] for split, (graph,) in graphs.items()}
+        return {split: [_labelled(graph.to(self.device), split)] for split, (graph,) in self.task.splits.items()}
 
     def _loaders(self, options: dict[str, Any]) -> dict[str, Any]:
         pinned = {"pin_memory": self.device.type == "cuda", **options}
         return {
-            split: _AllNodes(DataLoader(graphs, shuffle=split == "train", generator=self.order, **pinned))
+            split: DataLoader(graphs, shuffle=split == "train", generator=self.order, **pinned)
             for split, graphs in self.task.splits.items()
         }
 
     def _score(self) -> Score:
-        return Score(self.task.num_classes, self.task.metric == "balanced_accuracy", self.device)
+        return Score(self.task.num_classes, self.task.metric, self.device)
 
     def _is_better(self, value: float, best: float) -> bool:
         return value < best if self.monitor.endswith("loss") else value > best
@@ -247,17 +235,11 @@ class Trainer:
         return self.patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self.patience
 
 
-class _AllNodes:
-    """Batches of a loader, each with None for 'all nodes count'."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[tuple[Data, None]]:
-        return ((batch, None) for batch in self.loader)
+def _labelled(graph: Data, split: str) -> Data:
+    """The graph with the labels of one split, all others ignored; tensors are shared."""
+    graph = copy.copy(graph)
+    graph.y = graph.y.masked_fill(~graph[f"{split}_mask"], IGNORED)
+    return graph
 
 
 def _line(row: dict[str, float], epochs: int) -> str:

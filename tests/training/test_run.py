@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyg_dfgnn import training
-from pyg_dfgnn.training import trainer as trainer_module
+from pyg_dfgnn.training import step as step_module
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
 
@@ -91,16 +91,16 @@ def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, mod
     overrides = [f"model={model}", f"scheduler={scheduler}", "trainer.checkpoint_every=100"]
     _, whole = run("whole", *overrides)
 
-    node_loss, calls = trainer_module.node_loss, []
+    cross_entropy, calls = step_module.cross_entropy, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         # 3 training and 2 validation batches per epoch: in the middle of training in epoch 3.
         if len(calls) == 12:
             raise KeyboardInterrupt
-        return node_loss(*args, **kwargs)
+        return cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(trainer_module, "node_loss", interrupted)
+    monkeypatch.setattr(step_module, "cross_entropy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("stopped", *overrides)
     monkeypatch.undo()
