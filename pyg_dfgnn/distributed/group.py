@@ -81,8 +81,12 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def average(self, tensor: Tensor) -> Tensor:
+        """The mean of a tensor over all processes, without a gradient; the same bits on each."""
+        return self.sum(tensor) / self.size if self.size > 1 else tensor.detach()
+
     def mean(self, total: Tensor, weight: float | Tensor) -> Tensor:
-        """A process's part of a mean over all: `size * total / sum of weight`.
+        """A process's part of a mean over all: `total / average of weight`.
 
         The parts average to the mean, and gradients that are averaged over the processes, as DistributedDataParallel
         does, become those of the mean, however unevenly the terms are spread.
@@ -91,8 +95,7 @@ class Group:
             total: Sum of this process's terms.
             weight: Sum of this process's weights.
         """
-        weights = torch.as_tensor(weight, dtype=total.dtype, device=total.device)
-        return self.size * total / self.sum(weights)
+        return total / self.average(torch.as_tensor(weight, dtype=total.dtype, device=total.device))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows `[N_rank, ...]` of all processes in the order of their ranks, `[N, ...]`, without a gradient."""

@@ -42,6 +42,8 @@ class SharedBatches(Sampler[list[int]]):
             yield batch[self.group.rank :: self.group.size] or [self.filler]
 
 
-def empty_graph(graph: Data) -> Data:
-    """A graph without nodes, of the attributes and dtypes of another."""
-    return graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
+def empty_graph(graph: Data, label: int = -100) -> Data:
+    """A graph without nodes, of the attributes and dtypes of another, whose own label, if any, is one to ignore."""
+    empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
+    empty.y = torch.full_like(empty.y, label)
+    return empty
