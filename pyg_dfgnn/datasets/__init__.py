@@ -1,8 +1,27 @@
-"""Node classification tasks: generated SBM graphs and the Planetoid citation graphs."""
+"""Node and graph classification tasks: published data sets from their files, and generated ones at their size."""
 
 from pyg_dfgnn.datasets.encoding import LaplacianEncoding
+from pyg_dfgnn.datasets.like import image_superpixels_like, log_normal_graph, photograph_superpixels_like
+from pyg_dfgnn.datasets.networks import co_purchase, facebook, heterophilous, reddit
 from pyg_dfgnn.datasets.planetoid import planetoid, pubmed_made_features
 from pyg_dfgnn.datasets.sbm import cluster, pattern
+from pyg_dfgnn.datasets.superpixels import image_superpixels, photograph_superpixels
 from pyg_dfgnn.datasets.task import Task
 
-__all__ = ["LaplacianEncoding", "Task", "cluster", "pattern", "planetoid", "pubmed_made_features"]
+__all__ = [
+    "LaplacianEncoding",
+    "Task",
+    "cluster",
+    "co_purchase",
+    "facebook",
+    "heterophilous",
+    "image_superpixels",
+    "image_superpixels_like",
+    "log_normal_graph",
+    "pattern",
+    "photograph_superpixels",
+    "photograph_superpixels_like",
+    "planetoid",
+    "pubmed_made_features",
+    "reddit",
+]

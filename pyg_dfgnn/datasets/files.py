@@ -58,6 +58,10 @@ class RawFiles:
             raise self.not_found()
         return folder
 
+    def sizes(self, folder: Path) -> list[int]:
+        """Bytes of each file in a folder that holds them: tells other files of the same name apart."""
+        return [(folder / file).stat().st_size for file in self.files]
+
     def load(self, raw: Path, download: bool, make: Callable[[], Made]) -> Made:
         """Call a dataset class of PyG after local files were copied to where it looks, so that it need not download.
 
