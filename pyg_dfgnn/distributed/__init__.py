@@ -5,7 +5,16 @@ Everything is a collective of torch.distributed: NCCL between GPUs, gloo between
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.model import wrap
-from pyg_dfgnn.distributed.partition import PartitionedGraph, partition
-from pyg_dfgnn.distributed.sampler import SharedBatches, empty_graph
+from pyg_dfgnn.distributed.partition import PartitionedGraph, own_part, partition
+from pyg_dfgnn.distributed.sampler import SharedBatches, empty_graph, shared_loader
 
-__all__ = ["Group", "PartitionedGraph", "SharedBatches", "empty_graph", "partition", "wrap"]
+__all__ = [
+    "Group",
+    "PartitionedGraph",
+    "SharedBatches",
+    "empty_graph",
+    "own_part",
+    "partition",
+    "shared_loader",
+    "wrap",
+]

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def _dropout(module: nn.Module) -> float:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", 0.0)
+    return rate if isinstance(rate, float) else 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,16 @@ class Group:
         own = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         own[self.rank] = count
         return self.sum(own).tolist()
+
+    def seed_dropout(self, model: nn.Module, seed: int, epoch: int) -> None:
+        """Give each process random numbers of its own for an epoch, if the model drops anything.
+
+        Without dropout all processes go on drawing alike, so that what is drawn once per step, such as the signs of
+        encodings, is the same as in one process. The numbers depend on nothing else, so a resumed run draws them too.
+        """
+        if self.size > 1 and any(_dropout(module) > 0 for module in model.modules()):
+            state = np.random.SeedSequence([seed, epoch, self.rank]).generate_state(1)
+            torch.manual_seed(int(state[0]))
 
     def barrier(self) -> None:
         """Wait for all processes."""

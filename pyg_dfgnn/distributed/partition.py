@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.errors import check_range, check_shape
@@ -162,6 +163,27 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
         send_counts,
         receive_counts,
     )
+
+
+def own_part(graph: Data, group: Group) -> Data:
+    """A process's part of a graph as data: its own rows of what belongs to nodes or edges, on the group's device.
+
+    Args:
+        graph: The whole graph, equal on every process.
+        group: The processes, all of which have to call.
+
+    Returns:
+        Data whose `edge_index` is a :class:`PartitionedGraph`, for models that went through :func:`wrap`.
+    """
+    assert graph.num_nodes is not None
+    part = partition(graph.edge_index, graph.num_nodes, group)
+    own = Data(edge_index=part, num_nodes=part.num_nodes)
+    for name, value in graph:
+        if graph.is_node_attr(name) and isinstance(value, Tensor):
+            own[name] = part.local(value)
+        elif name != "edge_index" and graph.is_edge_attr(name) and isinstance(value, Tensor):
+            own[name] = value.index_select(0, part.edge_ids).to(group.device)
+    return own
 
 
 def edge_cuts(target: Tensor, num_nodes: int, parts: int) -> list[int]:

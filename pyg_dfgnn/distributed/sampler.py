@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.errors import check_range
@@ -47,3 +49,21 @@ def empty_graph(graph: Data, label: int = -100) -> Data:
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
     empty.y = torch.full_like(empty.y, label)
     return empty
+
+
+def shared_loader(
+    graphs: Sequence[Data], group: Group, *, batch_size: int, shuffle: bool, generator: torch.Generator, **options: Any
+) -> DataLoader:
+    """PyG's DataLoader over this process's shares; what it draws from `generator` is what the loader of one would.
+
+    Args:
+        graphs: The same on every process.
+        group: The processes.
+        batch_size: Of all processes together.
+        shuffle: Whether to draw a new order in each epoch.
+        generator: In the same state on every process.
+        **options: Further arguments of the loader.
+    """
+    sampler: Sampler[int] = RandomSampler(graphs, generator=generator) if shuffle else SequentialSampler(graphs)
+    batches = SharedBatches(sampler, batch_size, group, filler=len(graphs))
+    return DataLoader([*graphs, empty_graph(graphs[0])], batch_sampler=batches, generator=generator, **options)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
 
 IGNORED = -100
@@ -34,20 +35,23 @@ def class_weights(counts: Tensor) -> Tensor:
     return torch.where(counts > 0, (total - counts) / total, 0.0)
 
 
-def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool) -> Tensor:
+def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, group: Group | None = None) -> Tensor:
     """Mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
 
     Args:
         logits: Of any floating dtype; the loss is taken in float32.
         y: Labels.
         loss_weights: Weigh with the :func:`class_weights` of these labels rather than with 1.
+        group: Processes that hold one part of the labels each; counts are then those of all, and the results of the
+            processes average to the loss.
     """
+    average = (group or Group()).average
     if loss_weights:
-        counts = class_counts(y, logits.size(1))
+        counts = average(class_counts(y, logits.size(1)))
         weight = class_weights(counts)
         total = (weight * counts).sum()
     else:
-        weight, total = None, (y != IGNORED).sum()
+        weight, total = None, average((y != IGNORED).sum())
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
 
@@ -86,6 +90,14 @@ class Score:
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
         if self.kind == "roc_auc":
             self.margins.append((logits.detach()[:, 1].float() - logits.detach()[:, 0].float(), y.clone()))
+
+    def gather(self, group: Group) -> Score:
+        """Add what the other processes have seen; returns itself."""
+        self.loss_sum, self.confusion = group.sum(self.loss_sum), group.sum(self.confusion)
+        if self.margins:
+            margin, y = (group.gather(torch.cat(parts)) for parts in zip(*self.margins))
+            self.margins = [(margin, y)]
+        return self
 
     @property
     def loss(self) -> float:

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 
 import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
+from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.training import checkpoint
@@ -31,11 +32,12 @@ KINDS = {
 }
 
 
-def train(cfg: DictConfig) -> float:
+def train(cfg: DictConfig, group: Group | None = None) -> float:
     """Train, test the best epoch, and leave metrics, curves and checkpoints in the run folder.
 
     Args:
         cfg: Composed from `configs/train.yaml`.
+        group: The processes that train together; None: those that torchrun or submitit has started.
 
     Returns:
         The metric that `cfg.returns` names, the test accuracy unless changed.
@@ -45,10 +47,14 @@ def train(cfg: DictConfig) -> float:
         FileNotFoundError: The data set or the checkpoint to resume from is not there.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    device = choose_device(config["device"])
+    group = group or Group.of_environment(device)
+    device = group.device
+    if not group.is_main:
+        logging.getLogger("pyg_dfgnn").setLevel(logging.WARNING)
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(config)))
     folder = Path(config["paths"]["run"])
     folder.mkdir(parents=True, exist_ok=True)
-    device = choose_device(config["device"])
     resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
     with pyg_dfgnn.settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
@@ -72,16 +78,20 @@ def train(cfg: DictConfig) -> float:
             folder,
             config,
             seed=config["seed"],
+            group=group,
             prepare=prepare,
             **config["trainer"],
         )
         if resumed is not None:
             trainer.load_state(resumed)
-        log.info("%s on %s: %d parameters", task.name, device, sum(p.numel() for p in model.parameters()))
+        place = f"{device}" if group.size == 1 else f"{group.size} processes"
+        log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
         trainer.fit()
         best_epoch = trainer.load_best()
         results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
     check_choice("returns", config["returns"], tuple(results))
+    if not group.is_main:
+        return results[config["returns"]]
     summary = {
         **results,
         "best_epoch": best_epoch,
@@ -91,6 +101,7 @@ def train(cfg: DictConfig) -> float:
         "model": type(model).__name__,
         "convs": config["backend"]["convs"],
         "seed": config["seed"],
+        "processes": group.size,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "metric": task.metric,
         "synthetic": task.synthetic,

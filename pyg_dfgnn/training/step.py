@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_geometric.data import Data
 
+from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.training.metrics import cross_entropy
 
@@ -30,6 +31,7 @@ class Step:
         loss_weights: Weigh the classes by rarity in the loss.
         graph_level: Whether the labels belong to graphs: the model is given `batch` and `num_graphs` too.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
+        group: The processes that share each batch; the loss is the mean over all of them.
         mark: Called with "forward" (the loss is computed), "backward" and "optimizer" once their kernels are enqueued.
 
     Raises:
@@ -44,12 +46,14 @@ class Step:
         loss_weights: bool = False,
         graph_level: bool = False,
         precision: str = "fp32",
+        group: Group | None = None,
         mark: Mark | None = None,
     ) -> None:
         check_choice("precision", precision, tuple(PRECISIONS))
         self.model, self.optimizer = model, optimizer
         self.loss_weights, self.graph_level = loss_weights, graph_level
         self.dtype = PRECISIONS[precision]
+        self.group = group or Group()
         self.mark = mark or _no_mark
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -72,21 +76,22 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.mark("optimizer")
-        return loss.detach(), logits.detach()
+        return self.group.average(loss), logits.detach()
 
     @torch.no_grad()
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Loss and logits of a batch; the caller decides whether the model is in evaluation mode."""
-        return self.forward(batch)
+        loss, logits = self.forward(batch)
+        return self.group.average(loss), logits
 
     def forward(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Loss and logits of a batch, as the mode of autograd has it."""
+        """This process's part of the loss and its logits, as the mode of autograd has it."""
         given = {"pe": batch.pe} if "pe" in batch else {}
         if self.graph_level:
             given |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
         with self._autocast():
             logits = self.model(batch.x, batch.edge_index, **given)
-        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights), logits
+        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, group=self.group), logits
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)

@@ -18,6 +18,7 @@ from torch_geometric.loader import DataLoader
 from tqdm import tqdm
 
 from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.distributed import Group, own_part, shared_loader, wrap
 from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.metrics import IGNORED, Score
@@ -45,6 +46,7 @@ class Trainer:
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
         seed: Decides the order of the mini-batches.
+        group: The processes that train together: they share each mini-batch, or each owns a part of the whole graph.
         prepare: Called with each batch on its device, before the model sees it.
         checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
         log_every: Epochs between two log lines where no progress bar is shown.
@@ -70,6 +72,7 @@ class Trainer:
         precision: str = "fp32",
         loader: dict[str, Any] | None = None,
         seed: int = 0,
+        group: Group | None = None,
         prepare: Callable[[Data], None] | None = None,
         checkpoint_every: int = 1,
         log_every: int = 1,
@@ -84,18 +87,23 @@ class Trainer:
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
             raise ValueError(f"'loader' needs {needed} (got {loader})")
+        self.group = group = group or Group()
+        if group.size > 1 and task.full_graph:
+            task = task.map(lambda graph: own_part(graph, group))
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.epochs, self.monitor, self.patience = epochs, monitor, patience
         self.step = Step(
-            model,
+            model if group.size == 1 else wrap(model, group),
             optimizer,
             loss_weights=task.loss_weights,
             graph_level=task.level == "graph",
             precision=precision,
+            group=group,
         )
         self.prepare = prepare
         self.checkpoint_every, self.log_every, self.progress = checkpoint_every, log_every, progress
+        self.seed = seed
         self.order = torch.Generator().manual_seed(seed)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
@@ -113,7 +121,7 @@ class Trainer:
         bar = tqdm(
             total=self.epochs * steps,
             initial=self.epoch * steps,
-            disable=None if self.progress is None else not self.progress,
+            disable=not self.group.is_main or (None if self.progress is None else not self.progress),
             unit="step",
             dynamic_ncols=True,
         )
@@ -139,6 +147,7 @@ class Trainer:
         self.model.eval()
         for batch in self._on_device(split):
             score.add(*self.step.evaluate(batch), batch.y)
+        score.gather(self.group)
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
 
     def load_best(self) -> int:
@@ -176,6 +185,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the last whole epoch and the best parameters."""
+        if not self.group.is_main:
+            return
         checkpoint.save(self.folder / "checkpoints" / "last.pt", self._state)
         if self._state["best"] is not None:
             checkpoint.save(self.folder / "checkpoints" / "best.pt", {**self._state["best"], "config": self.config})
@@ -202,10 +213,14 @@ class Trainer:
 
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
+        # The parts of a whole graph draw alike: they need the same signs of encodings.
+        if not self.task.full_graph:
+            self.group.seed_dropout(self.model, self.seed, self.epoch)
         self.model.train()
         for batch in self._on_device("train"):
             score.add(*self.step(batch), batch.y)
             bar.update()
+        score.gather(self.group)
         return {"train_loss": score.loss, "train_accuracy": score.metric}
 
     def _on_device(self, split: str) -> Iterator[Data]:
@@ -221,9 +236,12 @@ class Trainer:
     def _loaders(self, options: dict[str, Any]) -> dict[str, Any]:
         pinned = {"pin_memory": self.device.type == "cuda", **options}
         return {
-            split: DataLoader(graphs, shuffle=split == "train", generator=self.order, **pinned)
+            split: self._loader(graphs, shuffle=split == "train", generator=self.order, **pinned)
             for split, graphs in self.task.splits.items()
         }
+
+    def _loader(self, graphs: list[Data], **options: Any) -> DataLoader:
+        return DataLoader(graphs, **options) if self.group.size == 1 else shared_loader(graphs, self.group, **options)
 
     def _score(self) -> Score:
         return Score(self.task.num_classes, self.task.metric, self.device)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import traceback
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ def _enter(rank, function, size, port, arguments):
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
         function(*arguments)
+    except BaseException:
+        # The others fail as they lose the connection, and only one error is raised.
+        traceback.print_exc()
+        raise
     finally:
         Group.close()
 

@@ -1,0 +1,87 @@
+"""Runs of several processes are runs of one."""
+
+import csv
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from pyg_dfgnn import training
+from pyg_dfgnn.distributed import Group
+from pyg_dfgnn.paths import configs_dir
+from tests.datasets.test_planetoid import write_raw
+
+# Batches of 4, 4 and 1 graphs: in the last one a process goes without.
+PATTERN = [
+    "data=pattern_small",
+    "data.task.num_train=9",
+    "data.task.num_val=5",
+    "data.task.num_test=3",
+    "+data.task.num_communities=2",
+    "data.task.max_size=6",
+    "trainer.loader.batch_size=4",
+]
+# Not Adam, which makes whole steps of gradients that are zero but for rounding.
+SGD = ["optimizer._target_=torch.optim.SGD", "optimizer.lr=0.05", "+optimizer.momentum=0.9"]
+COMMON = [*SGD, "backend=auto", "device=cpu", "trainer.epochs=3", "scheduler=constant", "trainer.progress=false"]
+
+
+def run(folder, *overrides, group=None):
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        return training.train(compose("train", [*COMMON, *overrides, f"paths.run={folder}"]), group)
+
+
+def history(folder):
+    with open(folder / "metrics.csv") as stream:
+        return [{key: float(value) for key, value in row.items() if key != "time_s"} for row in csv.DictReader(stream)]
+
+
+def assert_same_run(left, right):
+    assert len(history(left)) == len(history(right)) == 3
+    for first, second in zip(history(left), history(right)):
+        assert first == pytest.approx(second, rel=1e-4)
+    first, second = (torch.load(each / "checkpoints" / "last.pt", weights_only=True)["model"] for each in (left, right))
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def train_all(folder, raw):
+    """The same runs in this group and, by process 0, in one of its own."""
+    group = Group.of_environment("cpu")
+    citation = ["data=cora", f"paths.data=[{raw}]", f"paths.cache={raw}/cache{group.rank}"]
+    runs = {
+        "gt": [*PATTERN, "model=gt_small"],
+        "gat": [*PATTERN, "model=gat", "model.dropout=0"],
+        "whole": [*citation, "model=gat", "model.dropout=0", "trainer.checkpoint_every=1"],
+    }
+    for name, overrides in runs.items():
+        metric = run(folder / f"{name}-{group.size}" if group.is_main else folder / f"{group.rank}", *overrides)
+        assert group.counts(round(1e9 * metric)) == [round(1e9 * metric)] * group.size
+        if group.is_main:
+            alone = run(folder / f"{name}-1", *overrides, group=Group())
+            assert alone == pytest.approx(metric, abs=1e-6)
+            assert_same_run(folder / f"{name}-1", folder / f"{name}-{group.size}")
+        else:
+            assert not list((folder / f"{group.rank}").iterdir())
+        group.barrier()
+    # Two epochs alone, the third by all, with dropout: what is drawn depends on seed, epoch and process only.
+    half, rest = folder / "half", folder / ("rest" if group.is_main else f"{group.rank}")
+    if group.is_main:
+        run(half, *runs["gt"], "trainer.epochs=2", group=Group())
+    group.barrier()
+    run(rest, *runs["gt"], f"resume={half}")
+    if group.is_main:
+        assert_same_run(folder / "gt-1", rest)
+    dropout = [*PATTERN, "model=gat"]
+    for name, more in (("d", []), ("d-half", ["trainer.epochs=2"]), ("d-rest", [f"resume={folder / 'd-half'}"])):
+        run(folder / name if group.is_main else folder / f"{group.rank}", *dropout, *more)
+        group.barrier()
+    if group.is_main:
+        assert history(folder / "d") == history(folder / "d-rest")
+
+
+@pytest.mark.parametrize("size", [2])
+def test_runs_equal_one_process(launch, tmp_path, size):
+    write_raw(tmp_path / "Cora" / "raw")
+    launch(size, train_all, tmp_path, tmp_path)
