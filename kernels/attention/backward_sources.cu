@@ -38,6 +38,20 @@ __device__ __forceinline__ SourceSums load_sums(const float* buffer, i64 count, 
     return sums;
 }
 
+// Adds the chunks begin ... end - 1 in a buffer for `count` of them: each edge slot takes every EDGE_SLOTS-th in turn,
+// then the slots are added.
+__device__ __forceinline__ SourceSums add_chunks(SourceSums sums, const float* buffer, i64 count, int begin, int end,
+                                                 const Lanes& l) {
+    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
+        const SourceSums other = load_sums(buffer, count, c, l);
+        add_to(sums.value, other.value);
+        add_to(sums.score, other.score);
+        add_to(sums.scalar, other.scalar);
+    }
+    sum_slots(sums);
+    return sums;
+}
+
 // Turns the sums of source `row` into its gradients and stores them. With grad_target not null, target and source are
 // the same tensor (cosine) and the target part is added in.
 __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, const Lanes& l, SourceSums& sums,
@@ -64,6 +78,30 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
     if (HAS_KEY) store_part(grad_key, row, l, sums.score);
     if (SCORE == SCORE_ADD) store_heads(grad_source, row, l, sums.scalar);
 }
+
+// What the rows of the CSC gather: in shared memory with RESIDENT, but for the edges.
+struct TargetInputs {
+    const storage_t *target, *grad_out;
+    const float *scalars, *records;
+    const void* edge;
+};
+
+#if IN_SHARED
+// Copies what the rows of the thread block gather.
+__device__ __forceinline__ TargetInputs share_targets(const ScoreInputs& in, const float* records,
+                                                      const storage_t* grad_out, Adjacency& a) {
+    TargetInputs shared = {nullptr, nullptr, nullptr, nullptr, in.edge};
+    const int first = a.node_ptr[blockIdx.x], last = a.node_ptr[blockIdx.x + 1];
+    int used = 0;
+    if (HAS_TARGET_VECTOR) shared.target = share<ROW_STRIDE>(in.target, first, last, used);
+    shared.grad_out = share<ROW_STRIDE>(grad_out, first, last, used);
+    shared.records = share<4 * HEADS>(records, first, last, used);
+    if (HAS_NODE_SCALARS) shared.scalars = share<HEADS>(in.target_scalars, first, last, used);
+    share_edges(a, first, last, used);
+    finish_copies();
+    return shared;
+}
+#endif
 
 // What a row of the CSC reads of its neighbours in one step: terms of UNROLL targets.
 struct Targets {
@@ -110,12 +148,12 @@ struct Targets {
 
 __device__ __forceinline__ void load_record(const float* records, int row, const Lanes& l, RowSoftmax& softmax,
                                             HeadValues& delta) {
-    const float4* lane_records = opaque(reinterpret_cast<const float4*>(records) + l.first_head);
+    const float4* lane_records = opaque<IN_SHARED>(reinterpret_cast<const float4*>(records) + l.first_head);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
         float4 record = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (has_head(l, h)) {
-            record = __ldg(lane_records + (u64)(u32)row * HEADS + h * HEAD_SLOTS);
+            record = read<IN_SHARED>(lane_records + (u64)(u32)row * HEADS + h * HEAD_SLOTS);
         }
         softmax.max[h] = record.x;
         softmax.inverse[h] = record.y;
@@ -123,22 +161,21 @@ __device__ __forceinline__ void load_record(const float* records, int row, const
     }
 }
 
-__device__ __forceinline__ Targets load_targets(const ScoreInputs& in, const float* records,
-                                                const storage_t* grad_out, const Step& step, const Lanes& l) {
+__device__ __forceinline__ Targets load_targets(const TargetInputs& in, const Step& step, const Lanes& l) {
     Targets t;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-        load_record(records, step.node[u], l, t.softmax[u], t.delta[u]);
+        load_record(in.records, step.node[u], l, t.softmax[u], t.delta[u]);
 #if HAS_NODE_SCALARS
-        t.scalars[u] = load_heads(in.target_scalars, step.node[u], l);
+        t.scalars[u] = load_heads<IN_SHARED>(in.scalars, step.node[u], l);
 #endif
 #if HAS_EDGE_SCALARS
         t.edge_scalars[u] = load_heads(static_cast<const float*>(in.edge), step.edge[u], l);
 #endif
 #if HAS_TARGET_VECTOR
-        t.queries[u] = load_packed(at_lane(in.target, l), step.node[u], l);
+        t.queries[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.target, l), step.node[u], l);
 #endif
-        t.grads[u] = load_packed(at_lane(grad_out, l), step.node[u], l);
+        t.grads[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.grad_out, l), step.node[u], l);
 #if HAS_EDGE_VECTOR
         t.edges[u] = load_packed(at_lane(static_cast<const storage_t*>(in.edge), l), step.edge[u], l);
 #endif
@@ -148,109 +185,128 @@ __device__ __forceinline__ Targets load_targets(const ScoreInputs& in, const flo
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_sources(const int* ptr, const int* index, const int* edge_id, const int* chunk_row,
-                           const int* chunk_begin, const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
+                           const int* chunk_begin, const int* chunk_end, const int* node_ptr, i64 num_rows,
+                           i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
                            const float* records, const storage_t* grad_out, storage_t* grad_key,
                            storage_t* grad_value, float* grad_source, const storage_t* grad_target, float* partial,
                            float* carry) {
-    const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
-                         num_rows, num_chunks, max_edges, block, num_blocks};
+    Adjacency a = {ptr,      index,      edge_id,   chunk_row, chunk_begin, chunk_end, node_ptr,
+                   num_rows, num_chunks, max_edges, block,     num_blocks,  0};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Lanes l = lane_layout();
-    const Item item = work_item(a, l);
-    const int steps = num_steps(item);
-
-    const Part own_value = load_part(in.value, item.row, l);
-    Part own_key = own_value;
-    if (HAS_KEY) own_key = load_part(in.key, item.row, l);
-    const HeadValues own_scalars = load_scalars(in.source_scalars, item.row, l);
-    const HeadValues factor = logit_factor(in, own_scalars);
+#if IN_SHARED
+    const TargetInputs gathered = share_targets(in, records, grad_out, a);
+#else
+    const TargetInputs gathered = {in.target, grad_out, in.target_scalars, records, in.edge};
+#endif
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
 
-    SourceSums sums = zero_source_sums();
-    if (block > 0 && item.active && item.chunk < 0 && l.edge_slot == 0) sums = load_sums(carry, num_rows, item.row, l);
-    Step next;
-    if (steps > 0) next = load_step(a, item, l, 0);
-    for (int step = 0; step < steps; ++step) {
-        const Step now = next;
-        const Targets targets = load_targets(in, records, grad_out, now, l);
-        next = load_step(a, item, l, step + 1);
+    for_each_item(a, l, [&](const Item& item) {
+        const int steps = num_steps(item);
 
-        Products products;
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            Part source = own_key, content = own_value;
-#if HAS_EDGE_VECTOR
-            add_to(source, widen(targets.edges[u]));
-            if (HAS_KEY) add_to(content, widen(targets.edges[u]));
-#endif
-            const Part query = targets.query(u), grad = widen(targets.grads[u]);
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) {
-                products.score[u][h] = SCORE == SCORE_ADD ? 0.0f : score_product(query, source, weights, in.slope, h);
-                products.value[u][h] = part_dot(grad, content, h);
-            }
+        const Part own_value = load_part(in.value, item.row, l);
+        Part own_key = own_value;
+        if (HAS_KEY) own_key = load_part(in.key, item.row, l);
+        const HeadValues own_scalars = load_scalars(in.source_scalars, item.row, l);
+        const HeadValues factor = logit_factor(in, own_scalars);
+
+        SourceSums sums = zero_source_sums();
+        if (!a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0) {
+            sums = load_sums(carry, num_rows, item.row, l);
         }
-        reduce_products(products);
-        float dropout_factors[UNROLL][LANE_HEADS];
-        load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
+        Step next;
+        if (!IN_SHARED && steps > 0) next = load_step(a, item, l, 0);
+        for (int step = 0; step < steps; ++step) {
+            const Step now = IN_SHARED ? load_step(a, item, l, step) : next;
+            const Targets targets = load_targets(gathered, now, l);
+            if (!IN_SHARED) next = load_step(a, item, l, step + 1);
+
+            Products products;
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                Part source = own_key, content = own_value;
+#if HAS_EDGE_VECTOR
+                add_to(source, widen(targets.edges[u]));
+                if (HAS_KEY) add_to(content, widen(targets.edges[u]));
+#endif
+                const Part query = targets.query(u), grad = widen(targets.grads[u]);
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; ++h) {
+                    products.score[u][h] = SCORE == SCORE_ADD ? 0.0f : score_product(query, source, weights, in.slope, h);
+                    products.value[u][h] = part_dot(grad, content, h);
+                }
+            }
+            reduce_products(products);
+            float dropout_factors[UNROLL][LANE_HEADS];
+            load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
 
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part query = targets.query(u), grad = widen(targets.grads[u]);
+            for (int u = 0; u < UNROLL; ++u) {
+                const Part query = targets.query(u), grad = widen(targets.grads[u]);
 #if SCORE == SCORE_GATV2
-            Part source = own_value;
+                Part source = own_value;
 #if HAS_EDGE_VECTOR
-            add_to(source, widen(targets.edges[u]));
+                add_to(source, widen(targets.edges[u]));
 #endif
 #endif
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) {
-                const float logit = score_logit(products.score[u][h], own_scalars.x[h], targets.scalar(u, h),
-                                                targets.edge_scalar(u, h), factor.x[h], in.slope);
-                const float weight = fast_exp2(logit - targets.softmax[u].max[h]) * targets.softmax[u].inverse[h];
-                const float p = is_valid(item, l, step, u) ? weight : 0.0f;
-                const float kept = p * dropout_factors[u][h];
-                const float ds = kept * products.value[u][h] - p * targets.delta[u].x[h];
+                for (int h = 0; h < LANE_HEADS; ++h) {
+                    const float logit = score_logit(products.score[u][h], own_scalars.x[h], targets.scalar(u, h),
+                                                    targets.edge_scalar(u, h), factor.x[h], in.slope);
+                    const float weight = fast_exp2(logit - targets.softmax[u].max[h]) * targets.softmax[u].inverse[h];
+                    const float p = is_valid(item, l, step, u) ? weight : 0.0f;
+                    const float kept = p * dropout_factors[u][h];
+                    const float ds = kept * products.value[u][h] - p * targets.delta[u].x[h];
 #if SCORE == SCORE_ADD
-                const float z = pre_activation(own_scalars.x[h], targets.scalar(u, h), targets.edge_scalar(u, h));
-                sums.scalar.x[h] += ds * leaky_slope(z, in.slope);
+                    const float z = pre_activation(own_scalars.x[h], targets.scalar(u, h), targets.edge_scalar(u, h));
+                    sums.scalar.x[h] += ds * leaky_slope(z, in.slope);
 #elif SCORE == SCORE_COSINE
-                const float coefficient = ds * targets.scalar(u, h);
+                    const float coefficient = ds * targets.scalar(u, h);
 #elif SCORE == SCORE_DOT
-                const float coefficient = ds;
+                    const float coefficient = ds;
 #endif
 #pragma unroll
-                for (int c = 0; c < LANE_ELEMS; ++c) {
-                    sums.value.x[h][c] = fmaf(kept, grad.x[h][c], sums.value.x[h][c]);
+                    for (int c = 0; c < LANE_ELEMS; ++c) {
+                        sums.value.x[h][c] = fmaf(kept, grad.x[h][c], sums.value.x[h][c]);
 #if SCORE == SCORE_GATV2
-                    const float z = query.x[h][c] + source.x[h][c];
-                    sums.value.x[h][c] = fmaf(ds * leaky_slope(z, in.slope), weights.x[h][c], sums.value.x[h][c]);
+                        const float z = query.x[h][c] + source.x[h][c];
+                        sums.value.x[h][c] = fmaf(ds * leaky_slope(z, in.slope), weights.x[h][c], sums.value.x[h][c]);
 #elif SCORE != SCORE_ADD
-                    sums.score.x[h][c] = fmaf(coefficient, query.x[h][c], sums.score.x[h][c]);
+                        sums.score.x[h][c] = fmaf(coefficient, query.x[h][c], sums.score.x[h][c]);
 #endif
+                    }
                 }
             }
         }
-    }
 
-    if (WARP_ROWS > 1 && item.begin == item.end) sums = zero_source_sums();
-    sum_slots(sums);
-    // The lanes of a head read the same carried numbers; one of them overwrites these.
-    __syncwarp();
-    const bool writes = item.active && l.edge_slot == 0;
-    const bool finishes = writes && item.chunk < 0 && block + 1 == num_blocks;
-    if (writes && !finishes) {
-        const bool light = item.chunk < 0;
-        store_sums(light ? carry : partial, light ? num_rows : num_chunks, light ? item.row : item.chunk, l, sums);
-    }
-    if (block + 1 == num_blocks) {
-        store_source(in, item.row, l, sums, grad_key, grad_value, grad_source, grad_target, finishes);
-    }
+        if (WARP_ROWS > 1 && item.begin == item.end) sums = zero_source_sums();
+        sum_slots(sums);
+        // The lanes of a head read the same carried numbers; one of them overwrites these.
+        __syncwarp();
+        bool finishes = item.active && item.chunk < 0 && a.finishes() && l.edge_slot == 0;
+        if (SWEPT && item.active && l.edge_slot == 0 && !finishes) {
+            const bool light = item.chunk < 0;
+            store_sums(light ? carry : partial, light ? num_rows : num_chunks, light ? item.row : item.chunk, l, sums);
+        }
+#if JOINED
+        if (has_chunks(a)) {
+            float* shared_sums = reinterpret_cast<float*>(shared_memory);
+            const int slot = item_slot(l);
+            if (l.edge_slot == 0) store_sums(shared_sums, ITEMS, slot, l, sums);
+            __syncthreads();
+            sums = add_chunks(zero_source_sums(), shared_sums, ITEMS, slot, slot + chunks_to_join(a, item), l);
+            finishes = item.first && l.edge_slot == 0;
+        }
+#endif
+        if (a.finishes()) {
+            store_source(in, item.row, l, sums, grad_key, grad_value, grad_source, grad_target, finishes);
+        }
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
@@ -271,13 +327,7 @@ attention_backward_sources_merge(const int* heavy_row, const int* heavy_ptr, i64
     const int row = active ? heavy_row[w] : 0;
     SourceSums sums = zero_source_sums();
     if (block > 0 && writes) sums = load_sums(carry, num_rows, row, l);
-    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
-        const SourceSums other = load_sums(partial, num_chunks, c, l);
-        add_to(sums.value, other.value);
-        add_to(sums.score, other.score);
-        add_to(sums.scalar, other.scalar);
-    }
-    sum_slots(sums);
+    sums = add_chunks(sums, partial, num_chunks, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (block + 1 < num_blocks) {

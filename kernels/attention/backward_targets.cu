@@ -42,6 +42,19 @@ __device__ __forceinline__ TargetSums load_sums(const float* buffer, i64 i, cons
 #endif
 }
 
+// Adds the chunks begin ... end - 1 in a buffer: each edge slot takes every EDGE_SLOTS-th in turn, then the slots are
+// added.
+__device__ __forceinline__ TargetSums add_chunks(TargetSums sums, const float* buffer, int begin, int end,
+                                                 const Lanes& l) {
+    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
+        const TargetSums other = load_sums(buffer, c, l);
+        add_to(sums.vector, other.vector);
+        add_to(sums.scalar, other.scalar);
+    }
+    sum_slots(sums);
+    return sums;
+}
+
 // Turns the sum over the edges of target `row` into its gradient and stores it.
 __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, const Lanes& l, TargetSums& sums,
                                              void* grad_target, float* grad_beta, bool store) {
@@ -81,125 +94,144 @@ __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, con
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_targets(const int* ptr, const int* index, const int* edge_id, const int* chunk_row,
-                           const int* chunk_begin, const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
+                           const int* chunk_begin, const int* chunk_end, const int* node_ptr, i64 num_rows,
+                           i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
                            const void* out, const float* softmax, const storage_t* grad_out, float* records,
                            void* grad_target, float* grad_beta, void* grad_edge, float* parameter_sums, float* partial,
                            float* carry) {
-    const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
-                         num_rows, num_chunks, max_edges, block, num_blocks};
+    Adjacency a = {ptr,      index,      edge_id,   chunk_row, chunk_begin, chunk_end, node_ptr,
+                   num_rows, num_chunks, max_edges, block,     num_blocks,  0};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Lanes l = lane_layout();
-    const Item item = work_item(a, l);
-    const int steps = num_steps(item);
-
-    const Part grad = load_part(grad_out, item.row, l);
-    const RowSoftmax own_softmax = load_softmax(softmax, item.row, l);
-    const HeadValues own_delta = head_dot(grad, load_out(out, item.row, l));
-    if (block == 0 && item.first && l.edge_slot == 0) store_records(records, item.row, l, own_softmax, own_delta);
-    Part own = zero_part();
-    if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
-    const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
-    const HeadValues factor = logit_factor(in, own_scalars);
+#if IN_SHARED
+    const ScoreInputs gathered = share_sources(in, a);
+#else
+    const ScoreInputs& gathered = in;
+#endif
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
-
-    TargetSums sums = zero_target_sums();
-    if (block > 0 && item.active && item.chunk < 0 && l.edge_slot == 0) sums = load_sums(carry, item.row, l);
     Part parameter_acc = zero_part();
-    Step next;
-    if (steps > 0) next = load_step(a, item, l, 0);
-    for (int step = 0; step < steps; ++step) {
-        const Step now = next;
-        const Neighbours neighbours = load_neighbours(in, now, l);
-        next = load_step(a, item, l, step + 1);
 
-        Products products;
+    for_each_item(a, l, [&](const Item& item) {
+        const int steps = num_steps(item);
+
+        const Part grad = load_part(grad_out, item.row, l);
+        const RowSoftmax own_softmax = load_softmax(softmax, item.row, l);
+        const HeadValues own_delta = head_dot(grad, load_out(out, item.row, l));
+        if (a.starts() && item.first && l.edge_slot == 0) store_records(records, item.row, l, own_softmax, own_delta);
+        Part own = zero_part();
+        if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+        const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
+        const HeadValues factor = logit_factor(in, own_scalars);
+
+        TargetSums sums = zero_target_sums();
+        Part own_parameter_acc = zero_part();
+        if (!a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0) sums = load_sums(carry, item.row, l);
+        Step next;
+        if (!IN_SHARED && steps > 0) next = load_step(a, item, l, 0);
+        for (int step = 0; step < steps; ++step) {
+            const Step now = IN_SHARED ? load_step(a, item, l, step) : next;
+            const Neighbours neighbours = load_neighbours(gathered, now, l);
+            if (!IN_SHARED) next = load_step(a, item, l, step + 1);
+
+            Products products;
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part other = neighbours.scored(u), content = neighbours.content(u);
+            for (int u = 0; u < UNROLL; ++u) {
+                const Part other = neighbours.scored(u), content = neighbours.content(u);
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) {
-                products.score[u][h] = SCORE == SCORE_ADD ? 0.0f : score_product(own, other, weights, in.slope, h);
-                products.value[u][h] = part_dot(grad, content, h);
+                for (int h = 0; h < LANE_HEADS; ++h) {
+                    products.score[u][h] = SCORE == SCORE_ADD ? 0.0f : score_product(own, other, weights, in.slope, h);
+                    products.value[u][h] = part_dot(grad, content, h);
+                }
             }
-        }
-        reduce_products(products);
-        float dropout_factors[UNROLL][LANE_HEADS];
-        load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
+            reduce_products(products);
+            float dropout_factors[UNROLL][LANE_HEADS];
+            load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
 
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part other = neighbours.scored(u);
+            for (int u = 0; u < UNROLL; ++u) {
+                const Part other = neighbours.scored(u);
 #if HAS_EDGE_VECTOR
-            Part grad_e;
+                Part grad_e;
 #elif HAS_EDGE_SCALARS
-            HeadValues grad_e;
+                HeadValues grad_e;
 #endif
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) {
-                const float logit = score_logit(products.score[u][h], own_scalars.x[h], neighbours.scalar(u, h),
-                                                neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                const float weight = fast_exp2(logit - own_softmax.max[h]) * own_softmax.inverse[h];
-                const float p = is_valid(item, l, step, u) ? weight : 0.0f;
-                const float kept = p * dropout_factors[u][h];
-                const float ds = kept * products.value[u][h] - p * own_delta.x[h];
+                for (int h = 0; h < LANE_HEADS; ++h) {
+                    const float logit = score_logit(products.score[u][h], own_scalars.x[h], neighbours.scalar(u, h),
+                                                    neighbours.edge_scalar(u, h), factor.x[h], in.slope);
+                    const float weight = fast_exp2(logit - own_softmax.max[h]) * own_softmax.inverse[h];
+                    const float p = is_valid(item, l, step, u) ? weight : 0.0f;
+                    const float kept = p * dropout_factors[u][h];
+                    const float ds = kept * products.value[u][h] - p * own_delta.x[h];
 #if SCORE == SCORE_ADD
-                const float z = pre_activation(own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h));
-                sums.scalar.x[h] = fmaf(ds, centered_slope(z, in.slope), sums.scalar.x[h]);
+                    const float z = pre_activation(own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h));
+                    sums.scalar.x[h] = fmaf(ds, centered_slope(z, in.slope), sums.scalar.x[h]);
 #if HAS_EDGE_SCALARS
-                grad_e.x[h] = ds * leaky_slope(z, in.slope);
+                    grad_e.x[h] = ds * leaky_slope(z, in.slope);
 #endif
 #else
 #pragma unroll
-                for (int c = 0; c < LANE_ELEMS; ++c) {
+                    for (int c = 0; c < LANE_ELEMS; ++c) {
 #if SCORE == SCORE_GATV2
-                    const float z = own.x[h][c] + other.x[h][c];
-                    const float m = ds * leaky_slope(z, in.slope);
-                    sums.vector.x[h][c] = fmaf(ds, centered_slope(z, in.slope), sums.vector.x[h][c]);
-                    parameter_acc.x[h][c] = fmaf(m, z, parameter_acc.x[h][c]);
+                        const float z = own.x[h][c] + other.x[h][c];
+                        const float m = ds * leaky_slope(z, in.slope);
+                        sums.vector.x[h][c] = fmaf(ds, centered_slope(z, in.slope), sums.vector.x[h][c]);
+                        own_parameter_acc.x[h][c] = fmaf(m, z, own_parameter_acc.x[h][c]);
 #if HAS_EDGE_VECTOR
-                    grad_e.x[h][c] = m * weights.x[h][c];
+                        grad_e.x[h][c] = m * weights.x[h][c];
 #endif
 #elif SCORE == SCORE_DOT
-                    sums.vector.x[h][c] = fmaf(ds, other.x[h][c], sums.vector.x[h][c]);
+                        sums.vector.x[h][c] = fmaf(ds, other.x[h][c], sums.vector.x[h][c]);
 #if HAS_EDGE_VECTOR
-                    grad_e.x[h][c] = fmaf(ds * in.scale, own.x[h][c], kept * grad.x[h][c]);
+                        grad_e.x[h][c] = fmaf(ds * in.scale, own.x[h][c], kept * grad.x[h][c]);
 #endif
 #else
-                    sums.vector.x[h][c] = fmaf(ds * neighbours.scalar(u, h), other.x[h][c], sums.vector.x[h][c]);
+                        sums.vector.x[h][c] = fmaf(ds * neighbours.scalar(u, h), other.x[h][c], sums.vector.x[h][c]);
+#endif
+                    }
+#endif
+                }
+#if EDGE
+                if (grad_edge != nullptr && is_valid(item, l, step, u)) {
+#if HAS_EDGE_SCALARS
+                    store_heads(static_cast<float*>(grad_edge), now.edge[u], l, grad_e);
+#else
+                    store_part(static_cast<storage_t*>(grad_edge), now.edge[u], l, grad_e);
 #endif
                 }
 #endif
             }
-#if EDGE
-            if (grad_edge != nullptr && is_valid(item, l, step, u)) {
-#if HAS_EDGE_SCALARS
-                store_heads(static_cast<float*>(grad_edge), now.edge[u], l, grad_e);
-#else
-                store_part(static_cast<storage_t*>(grad_edge), now.edge[u], l, grad_e);
-#endif
-            }
-#endif
         }
-    }
 
-    if (WARP_ROWS > 1 && item.begin == item.end) {
-        sums = zero_target_sums();
-        parameter_acc = zero_part();
-    }
-    sum_slots(sums);
-    // The lanes of a head read the same carried numbers; one of them overwrites these.
-    __syncwarp();
-    const bool writes = item.active && l.edge_slot == 0;
-    const bool finishes = writes && item.chunk < 0 && block + 1 == num_blocks;
-    if (writes && !finishes) {
-        store_sums(item.chunk < 0 ? carry : partial, item.chunk < 0 ? item.row : item.chunk, l, sums);
-    }
-    if (block + 1 == num_blocks) store_target(in, item.row, l, sums, grad_target, grad_beta, finishes);
+        if (WARP_ROWS > 1 && item.begin == item.end) {
+            sums = zero_target_sums();
+        } else {
+            add_to(parameter_acc, own_parameter_acc);
+        }
+        sum_slots(sums);
+        // The lanes of a head read the same carried numbers; one of them overwrites these.
+        __syncwarp();
+        bool finishes = item.active && item.chunk < 0 && a.finishes() && l.edge_slot == 0;
+        if (SWEPT && item.active && l.edge_slot == 0 && !finishes) {
+            store_sums(item.chunk < 0 ? carry : partial, item.chunk < 0 ? item.row : item.chunk, l, sums);
+        }
+#if JOINED
+        if (has_chunks(a)) {
+            float* shared_sums = reinterpret_cast<float*>(shared_memory);
+            const int slot = item_slot(l);
+            if (l.edge_slot == 0) store_sums(shared_sums, slot, l, sums);
+            __syncthreads();
+            sums = add_chunks(zero_target_sums(), shared_sums, slot, slot + chunks_to_join(a, item), l);
+            finishes = item.first && l.edge_slot == 0;
+        }
+#endif
+        if (a.finishes()) store_target(in, item.row, l, sums, grad_target, grad_beta, finishes);
+    });
 
 #if SCORE == SCORE_GATV2
     // The parameter's gradient: one partial sum per thread block [gridDim.x, HEADS, CHANNELS], to which each sweep adds.
@@ -226,7 +258,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
                 parameter_acc.x[h][c] = sum;
             }
         }
-        if (block > 0) add_to(parameter_acc, load_part_fp32(parameter_sums, blockIdx.x, l));
+        if (!a.starts()) add_to(parameter_acc, load_part_fp32(parameter_sums, blockIdx.x, l));
         store_part_fp32(parameter_sums, blockIdx.x, l, parameter_acc);
     }
 #endif
@@ -249,12 +281,7 @@ attention_backward_targets_merge(const int* heavy_row, const int* heavy_ptr, i64
     const int row = active ? heavy_row[w] : 0;
     TargetSums sums = zero_target_sums();
     if (block > 0 && writes) sums = load_sums(carry, row, l);
-    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
-        const TargetSums other = load_sums(partial, c, l);
-        add_to(sums.vector, other.vector);
-        add_to(sums.scalar, other.scalar);
-    }
-    sum_slots(sums);
+    sums = add_chunks(sums, partial, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (block + 1 < num_blocks) {

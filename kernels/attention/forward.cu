@@ -131,133 +131,12 @@ __device__ __forceinline__ Softmax load_state(const float* buffer, i64 count, i6
     return s;
 }
 
-// Whether an edge counts to a part.
-__device__ __forceinline__ bool is_in(int part, float own, float other, float edge) {
-    return part == 0 || pre_activation(own, other, edge) > 0.0f;
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_forward(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
-                  const int* chunk_end, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target,
-                  const storage_t* key, const storage_t* value, const float* target_scalars,
-                  const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
-                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
-                  float* partial, float* carry) {
-    const Adjacency a = {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end,
-                         num_rows, num_chunks, max_edges, block, num_blocks};
-    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
-                            edge,      seed, (float)scale, (float)slope, (float)dropout};
-    const Results results = {out, softmax, exact, tangent, (float)slope};
-    const Lanes l = lane_layout();
-    const Item item = work_item(a, l);
-    const int steps = num_steps(item), full_steps = num_full_steps(item);
-
-    Part own = zero_part();
-    if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
-    const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
-    const HeadValues factor = logit_factor(in, own_scalars);
-    const Part weights = load_parameter(in, l);
-    const u64 key64 = DROPOUT ? *in.seed : 0;
-
-    Softmax state = empty_softmax();
-    if (block > 0 && item.active && item.chunk < 0 && l.edge_slot == 0) state = load_state(carry, num_rows, item.row, l);
-    Step next;
-    if (steps > 0) next = load_step(a, item, l, 0);
-    const auto advance = [&](int step, auto is_full) {
-        constexpr bool FULL = decltype(is_full)::value;
-        const Step now = next;
-        const Neighbours neighbours = load_neighbours(in, now, l);
-        next = load_step(a, item, l, step + 1);
-
-        float logit[UNROLL][LANE_HEADS];
-#if SCORE != SCORE_ADD
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part other = neighbours.scored(u);
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) logit[u][h] = score_product(own, other, weights, in.slope, h);
-        }
-        head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&logit[0][0]);
-#endif
-        float dropout_factors[UNROLL][LANE_HEADS];
-        load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
-
-        float weight[UNROLL][LANE_HEADS];
-#pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) {
-            float max = state.max.x[h];
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
-                                            neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                logit[u][h] = FULL || is_valid(item, l, step, u) ? s : negative_infinity();
-                max = fmaxf(max, logit[u][h]);
-            }
-            raise_max(state, h, max);
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const float p = fast_exp2(logit[u][h] - finite(max));
-                weight[u][h] = p * dropout_factors[u][h];
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
-                        state.sum[part].x[h] += p;
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part v = neighbours.content(u);
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) {
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    // The weight 0 of a padded position would turn an infinite value into NaN.
-                    if ((FULL || is_valid(item, l, step, u)) &&
-                        is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
-#pragma unroll
-                        for (int c = 0; c < LANE_ELEMS; ++c) {
-                            state.acc[part].x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc[part].x[h][c]);
-                        }
-                    }
-                }
-            }
-        }
-    };
-    int step = 0;
-    for (; step < full_steps; ++step) advance(step, Flag<true>());
-    for (; step < steps; ++step) advance(step, Flag<false>());
-
-    merge_slots(state);
-    // The lanes of a head read the same carried numbers; one of them overwrites these.
-    __syncwarp();
-    if (!item.active || l.edge_slot != 0) return;
-    if (item.chunk >= 0) {
-        store_state(partial, num_chunks, item.chunk, l, state);
-    } else if (block + 1 < num_blocks) {
-        store_state(carry, num_rows, item.row, l, state);
-    } else {
-        store_row(state, item.row, l, results);
-    }
-}
-
-// Merges the chunks of each heavy row in chunk order (chunk c goes to slot c % EDGE_SLOTS).
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
-                        i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
-                        float* exact, float* tangent, float* carry) {
-    const Results results = {out, softmax, exact, tangent, (float)slope};
-    const Lanes l = lane_layout();
-    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
-    const bool active = w < num_heavy;
-    const int begin = active ? heavy_ptr[w] : 0, end = active ? heavy_ptr[w + 1] : 0;
-    const int row = active ? heavy_row[w] : 0;
-
-    Softmax state = empty_softmax();
-    if (block > 0 && active && l.edge_slot == 0) state = load_state(carry, num_rows, row, l);
+// The chunks begin ... end - 1 in a buffer for `count` of them, merged into one state: each edge slot takes every
+// EDGE_SLOTS-th in turn, then the slots are merged.
+__device__ __forceinline__ void merge_chunks(Softmax& state, const float* buffer, i64 count, int begin, int end,
+                                             const Lanes& l) {
     for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
-        const Softmax other = load_state(partial, num_chunks, c, l);
+        const Softmax other = load_state(buffer, count, c, l);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             const float max = fmaxf(state.max.x[h], other.max.x[h]);
@@ -274,6 +153,155 @@ attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heav
         }
     }
     merge_slots(state);
+}
+
+// Whether an edge counts to a part.
+__device__ __forceinline__ bool is_in(int part, float own, float other, float edge) {
+    return part == 0 || pre_activation(own, other, edge) > 0.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_forward(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
+                  const int* chunk_end, const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block,
+                  i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
+                  const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
+                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
+                  float* partial, float* carry) {
+    Adjacency a = {ptr,      index,      edge_id,   chunk_row, chunk_begin, chunk_end, node_ptr,
+                   num_rows, num_chunks, max_edges, block,     num_blocks,  0};
+    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
+                            edge,      seed, (float)scale, (float)slope, (float)dropout};
+    const Results results = {out, softmax, exact, tangent, (float)slope};
+    const Lanes l = lane_layout();
+#if IN_SHARED
+    const ScoreInputs gathered = share_sources(in, a);
+#else
+    const ScoreInputs& gathered = in;
+#endif
+    const Part weights = load_parameter(in, l);
+    const u64 key64 = DROPOUT ? *in.seed : 0;
+
+    for_each_item(a, l, [&](const Item& item) {
+        const int steps = num_steps(item), full_steps = num_full_steps(item);
+
+        Part own = zero_part();
+        if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+        const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
+        const HeadValues factor = logit_factor(in, own_scalars);
+
+        Softmax state = empty_softmax();
+        if (!a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0) {
+            state = load_state(carry, num_rows, item.row, l);
+        }
+        Step next;
+        if (!IN_SHARED && steps > 0) next = load_step(a, item, l, 0);
+        const auto advance = [&](int step, auto is_full) {
+            constexpr bool FULL = decltype(is_full)::value;
+            const Step now = IN_SHARED ? load_step(a, item, l, step) : next;
+            const Neighbours neighbours = load_neighbours(gathered, now, l);
+            if (!IN_SHARED) next = load_step(a, item, l, step + 1);
+
+            float logit[UNROLL][LANE_HEADS];
+#if SCORE != SCORE_ADD
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                const Part other = neighbours.scored(u);
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; ++h) logit[u][h] = score_product(own, other, weights, in.slope, h);
+            }
+            head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&logit[0][0]);
+#endif
+            float dropout_factors[UNROLL][LANE_HEADS];
+            load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
+
+            float weight[UNROLL][LANE_HEADS];
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+                float max = state.max.x[h];
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) {
+                    const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
+                                                neighbours.edge_scalar(u, h), factor.x[h], in.slope);
+                    logit[u][h] = FULL || is_valid(item, l, step, u) ? s : negative_infinity();
+                    max = fmaxf(max, logit[u][h]);
+                }
+                raise_max(state, h, max);
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) {
+                    const float p = fast_exp2(logit[u][h] - finite(max));
+                    weight[u][h] = p * dropout_factors[u][h];
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+                        if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+                            state.sum[part].x[h] += p;
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                const Part v = neighbours.content(u);
+#pragma unroll
+                for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+                        // The weight 0 of a padded position would turn an infinite value into NaN.
+                        if ((FULL || is_valid(item, l, step, u)) &&
+                            is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+#pragma unroll
+                            for (int c = 0; c < LANE_ELEMS; ++c) {
+                                state.acc[part].x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc[part].x[h][c]);
+                            }
+                        }
+                    }
+                }
+            }
+        };
+        int step = 0;
+        for (; step < full_steps; ++step) advance(step, Flag<true>());
+        for (; step < steps; ++step) advance(step, Flag<false>());
+
+        merge_slots(state);
+#if JOINED
+        if (has_chunks(a)) {
+            float* states = reinterpret_cast<float*>(shared_memory);
+            const int slot = item_slot(l);
+            if (l.edge_slot == 0) store_state(states, ITEMS, slot, l, state);
+            __syncthreads();
+            state = empty_softmax();
+            merge_chunks(state, states, ITEMS, slot, slot + chunks_to_join(a, item), l);
+            if (item.first && l.edge_slot == 0) store_row(state, item.row, l, results);
+            return;
+        }
+#endif
+        // The lanes of a head read the same carried numbers; one of them overwrites these.
+        __syncwarp();
+        if (!item.active || l.edge_slot != 0) return;
+        if (SWEPT && item.chunk >= 0) {
+            store_state(partial, num_chunks, item.chunk, l, state);
+        } else if (!a.finishes()) {
+            store_state(carry, num_rows, item.row, l, state);
+        } else {
+            store_row(state, item.row, l, results);
+        }
+    });
+}
+
+// Merges the chunks of each heavy row in chunk order.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
+                        i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
+                        float* exact, float* tangent, float* carry) {
+    const Results results = {out, softmax, exact, tangent, (float)slope};
+    const Lanes l = lane_layout();
+    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+    const bool active = w < num_heavy;
+    const int begin = active ? heavy_ptr[w] : 0, end = active ? heavy_ptr[w + 1] : 0;
+    const int row = active ? heavy_row[w] : 0;
+
+    Softmax state = empty_softmax();
+    if (block > 0 && active && l.edge_slot == 0) state = load_state(carry, num_rows, row, l);
+    merge_chunks(state, partial, num_chunks, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (!active || l.edge_slot != 0) return;

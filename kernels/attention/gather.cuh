@@ -1,4 +1,5 @@
-// What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources.
+// What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources. `in` has
+// them in shared memory with RESIDENT, but for the edges.
 struct Neighbours {
     Packed values[UNROLL];
 #if HAS_KEY
@@ -66,18 +67,33 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
 #if HAS_NODE_SCALARS
-        n.scalars[u] = load_heads(in.source_scalars, step.node[u], l);
+        n.scalars[u] = load_heads<IN_SHARED>(in.source_scalars, step.node[u], l);
 #endif
 #if HAS_EDGE_SCALARS
         n.edge_scalars[u] = load_heads(static_cast<const float*>(in.edge), step.edge[u], l);
 #endif
 #if HAS_KEY
-        n.keys[u] = load_packed(at_lane(in.key, l), step.node[u], l);
+        n.keys[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.key, l), step.node[u], l);
 #endif
-        n.values[u] = load_packed(at_lane(in.value, l), step.node[u], l);
+        n.values[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.value, l), step.node[u], l);
 #if HAS_EDGE_VECTOR
         n.edges[u] = load_packed(at_lane(static_cast<const storage_t*>(in.edge), l), step.edge[u], l);
 #endif
     }
     return n;
 }
+
+#if IN_SHARED
+// Copies what the rows of the thread block gather.
+__device__ __forceinline__ ScoreInputs share_sources(const ScoreInputs& in, Adjacency& a) {
+    ScoreInputs shared = in;
+    const int first = a.node_ptr[blockIdx.x], last = a.node_ptr[blockIdx.x + 1];
+    int used = 0;
+    if (HAS_KEY) shared.key = share<ROW_STRIDE>(in.key, first, last, used);
+    shared.value = share<ROW_STRIDE>(in.value, first, last, used);
+    if (HAS_NODE_SCALARS) shared.source_scalars = share<HEADS>(in.source_scalars, first, last, used);
+    share_edges(a, first, last, used);
+    finish_copies();
+    return shared;
+}
+#endif

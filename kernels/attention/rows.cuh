@@ -4,9 +4,21 @@
 // Chunks come first. A warp holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each
 // with UNROLL edges in flight. All lanes of a warp take the same number of steps, so warp collectives use the full mask.
 //
+// With JOINED the chunks of a row lie in one thread block, which joins their states in shared memory. Otherwise they are
+// left in `partial`, for a merge kernel.
+//
+// With RESIDENT a thread block owns the nodes node_ptr[b] ... node_ptr[b + 1] - 1, which no edge leaves, and copies what
+// its rows gather to shared memory, once. Its warps take its rows in turn, heavy or not.
+//
 // A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so that
 // the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts from
-// what block b - 1 left, the last one finishes the row. Sweeps take WARP_ROWS == 1.
+// what block b - 1 left, the last one finishes the row. Sweeps take WARP_ROWS == 1, and neither JOINED nor RESIDENT.
+#include "include/copy.cuh"
+
+#define ITEMS (WARPS * WARP_ROWS)
+#define SWEPT (!JOINED && !RESIDENT)
+#define IN_SHARED (RESIDENT == 2)
+
 struct Adjacency {
     const int* ptr;
     const int* index;
@@ -14,10 +26,16 @@ struct Adjacency {
     const int* chunk_row;
     const int* chunk_begin;
     const int* chunk_end;
+    const int* node_ptr;
     i64 num_rows, num_chunks, max_edges, block, num_blocks;
+    int first_edge;
 
-    __device__ __forceinline__ int begin(i64 row) const { return ptr[row * num_blocks + block]; }
-    __device__ __forceinline__ int end(i64 row) const { return ptr[row * num_blocks + block + 1]; }
+    __device__ __forceinline__ int begin(i64 row) const { return SWEPT ? ptr[row * num_blocks + block] : ptr[row]; }
+    __device__ __forceinline__ int end(i64 row) const {
+        return SWEPT ? ptr[row * num_blocks + block + 1] : ptr[row + 1];
+    }
+    __device__ __forceinline__ bool starts() const { return !SWEPT || block == 0; }
+    __device__ __forceinline__ bool finishes() const { return !SWEPT || block + 1 == num_blocks; }
 };
 
 struct Item {
@@ -31,7 +49,9 @@ __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
     const i64 w = warp * WARP_ROWS + l.row_slot;
     Item item = {0, 0, 0, -1, false, false};
     if (w < a.num_chunks) {
-        item = {a.chunk_row[w], a.chunk_begin[w], a.chunk_end[w], w, true, false};
+        const int row = a.chunk_row[w];
+        if (JOINED && row < 0) return item;
+        item = {row, a.chunk_begin[w], a.chunk_end[w], w, true, false};
         item.first = item.begin == a.begin(item.row);
     } else if (w - a.num_chunks < a.num_rows) {
         const int row = (int)(w - a.num_chunks);
@@ -40,6 +60,76 @@ __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
     }
     return item;
 }
+
+// Calls walk(item) with the warp's items, one after the other.
+template <class Walk>
+__device__ __forceinline__ void for_each_item(const Adjacency& a, const Lanes& l, const Walk& walk) {
+#if RESIDENT
+    const int last = a.node_ptr[blockIdx.x + 1];
+    for (int row = a.node_ptr[blockIdx.x] + threadIdx.x / 32 * WARP_ROWS; row < last; row += ITEMS) {
+        Item item = {row, a.first_edge, a.first_edge, -1, false, false};
+        if (row + l.row_slot < last) {
+            item.row = row + l.row_slot;
+            item = {item.row, a.begin(item.row), a.end(item.row), -1, true, true};
+        }
+        walk(item);
+    }
+#else
+    walk(work_item(a, l));
+#endif
+}
+
+#if JOINED || IN_SHARED
+extern __shared__ uint4 shared_memory[];
+#endif
+
+#if IN_SHARED
+// A copy of rows first ... last - 1 of an array [rows, ROW] in shared memory, `used` bytes from its start, which then
+// counts the copy too. The result is indexed as the whole array; to be read after finish_copies().
+template <int ROW, class T>
+__device__ __forceinline__ const T* share(const T* from, int first, int last, int& used) {
+    constexpr int PIECE = ROW * sizeof(T) % 16 == 0 ? 16 : 4;
+    char* to = reinterpret_cast<char*>(shared_memory) + used;
+    const char* begin = reinterpret_cast<const char*>(from + (i64)first * ROW);
+    const int bytes = (last - first) * ROW * (int)sizeof(T);
+    for (int i = threadIdx.x * PIECE; i < bytes; i += 32 * WARPS * PIECE) {
+        if constexpr (PIECE == 16) {
+            copy16(to + i, begin + i);
+        } else {
+            copy4(to + i, begin + i);
+        }
+    }
+    used += (bytes + 15) / 16 * 16;
+    return reinterpret_cast<const T*>(to) - (i64)first * ROW;
+}
+
+__device__ __forceinline__ void share_edges(Adjacency& a, int first, int last, int& used) {
+    const int begin = a.ptr[first], end = a.ptr[last];
+    a.first_edge = begin;
+    a.index = share<1>(a.index, begin, end, used);
+    a.ptr = share<1>(a.ptr, first, last + 1, used);
+}
+
+__device__ __forceinline__ void finish_copies() {
+    close_copies();
+    wait_copies<0>();
+    __syncthreads();
+}
+#endif
+
+#if JOINED
+// Whether this thread block works on chunks, all of it.
+__device__ __forceinline__ bool has_chunks(const Adjacency& a) { return (i64)blockIdx.x * ITEMS < a.num_chunks; }
+
+// The number of chunks of the item's row if the item is the first of them, else 0. All but the last are equally long.
+__device__ __forceinline__ int chunks_to_join(const Adjacency& a, const Item& item) {
+    if (!item.first) return 0;
+    const int length = item.end - item.begin;
+    return (a.end(item.row) - item.begin + length - 1) / length;
+}
+
+__device__ __forceinline__ int item_slot(const Lanes& l) { return threadIdx.x / 32 * WARP_ROWS + l.row_slot; }
+#endif
 
 __device__ __forceinline__ int num_steps(const Item& item) {
     return warp_max((item.end - item.begin + UNROLL * EDGE_SLOTS - 1) / (UNROLL * EDGE_SLOTS));
@@ -72,12 +162,12 @@ __device__ __forceinline__ bool is_valid(const Item& item, const Lanes& l, int s
 
 __device__ __forceinline__ Step load_step(const Adjacency& a, const Item& item, const Lanes& l, int step) {
     Step s;
-    const int last = item.end > 0 ? item.end - 1 : 0;
+    const int last = item.end > a.first_edge ? item.end - 1 : a.first_edge;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const int position = edge_position(item, l, step, u);
         const int clamped = position < last ? position : last;
-        s.node[u] = __ldg(a.index + clamped);
+        s.node[u] = read<IN_SHARED>(a.index + clamped);
         s.edge[u] = EDGE ? __ldg(a.edge_id + clamped) : 0;
     }
     return s;

@@ -12,21 +12,32 @@
 #define PACK_BYTES (VEC * STORAGE_BYTES)
 #define PACK_WORDS ((PACK_BYTES + 3) / 4)
 
+// A read of memory that the kernel does not write, or of shared memory.
+template <bool SHARED, class T>
+__device__ __forceinline__ T read(const T* address) {
+    if constexpr (SHARED) {
+        return *address;
+    } else {
+        return __ldg(address);
+    }
+}
+
+template <bool SHARED>
 __device__ __forceinline__ void load_pack(const storage_t* address, u32 (&words)[PACK_WORDS]) {
 #if PACK_BYTES == 16
-    const uint4 r = __ldg(reinterpret_cast<const uint4*>(address));
+    const uint4 r = read<SHARED>(reinterpret_cast<const uint4*>(address));
     words[0] = r.x;
     words[1] = r.y;
     words[2] = r.z;
     words[3] = r.w;
 #elif PACK_BYTES == 8
-    const uint2 r = __ldg(reinterpret_cast<const uint2*>(address));
+    const uint2 r = read<SHARED>(reinterpret_cast<const uint2*>(address));
     words[0] = r.x;
     words[1] = r.y;
 #elif PACK_BYTES == 4
-    words[0] = __ldg(reinterpret_cast<const u32*>(address));
+    words[0] = read<SHARED>(reinterpret_cast<const u32*>(address));
 #else
-    words[0] = __ldg(reinterpret_cast<const u16*>(address));
+    words[0] = read<SHARED>(reinterpret_cast<const u16*>(address));
 #endif
 }
 
@@ -102,20 +113,23 @@ struct Part {
 };
 
 // Hides where a pointer comes from, so that it stays in registers as it is: a row is then addressed by one multiply-add,
-// where the compiler would else add up base, offset and row anew for each edge.
-template <class T>
+// where the compiler would else add up base, offset and row anew for each edge. Of a pointer to shared memory the
+// compiler has to see that it is one.
+template <bool SHARED = false, class T>
 __device__ __forceinline__ const T* opaque(const T* pointer) {
 #ifndef PYG_DFGNN_EMULATOR
-    asm("" : "+l"(pointer));
+    if constexpr (!SHARED) asm("" : "+l"(pointer));
 #endif
     return pointer;
 }
 
 // Tensors [rows, HEADS, CHANNELS] are addressed from a lane's own offset.
+template <bool SHARED = false>
 __device__ __forceinline__ const storage_t* at_lane(const storage_t* base, const Lanes& l) {
-    return opaque(base + l.offset);
+    return opaque<SHARED>(base + l.offset);
 }
 
+template <bool SHARED = false>
 __device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int row, const Lanes& l) {
     Packed p;
     const storage_t* address = lane_base + (u64)(u32)row * ROW_STRIDE;
@@ -124,7 +138,7 @@ __device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int ro
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
             if (has_vec(l, h, k)) {
-                load_pack(address + vec_offset(h, k), p.words[h][k]);
+                load_pack<SHARED>(address + vec_offset(h, k), p.words[h][k]);
             } else {
 #pragma unroll
                 for (int w = 0; w < PACK_WORDS; ++w) p.words[h][k][w] = 0u;
@@ -221,20 +235,15 @@ struct HeadValues {
     float x[LANE_HEADS];
 };
 
-__device__ __forceinline__ const float* at_head(const float* base, const Lanes& l) {
-    return opaque(base + l.first_head);
-}
-
-__device__ __forceinline__ HeadValues load_heads_at(const float* head_base, i64 row, const Lanes& l) {
-    HeadValues values;
-    const float* address = head_base + (u64)(u32)row * HEADS;
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = has_head(l, h) ? __ldg(address + h * HEAD_SLOTS) : 0.0f;
-    return values;
-}
-
+template <bool SHARED = false>
 __device__ __forceinline__ HeadValues load_heads(const float* base, i64 row, const Lanes& l) {
-    return load_heads_at(at_head(base, l), row, l);
+    HeadValues values;
+    const float* address = opaque<SHARED>(base + l.first_head) + (u64)(u32)row * HEADS;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        values.x[h] = has_head(l, h) ? read<SHARED>(address + h * HEAD_SLOTS) : 0.0f;
+    }
+    return values;
 }
 
 // The same for a buffer that the kernel may write too.

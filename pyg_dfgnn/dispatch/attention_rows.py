@@ -48,6 +48,11 @@ class RowsPass:
         )
 
 
+def items_per_block(constants: Mapping[str, int]) -> int:
+    """Work items of a thread block."""
+    return constants["WARPS"] * constants["WARP_ROWS"]
+
+
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -185,6 +190,8 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         **lanes,
         "UNROLL": _unroll(walk, problem, elements),
         "MIN_BLOCKS": _min_blocks(walk, problem, elements),
+        "JOINED": 0,
+        "RESIDENT": 0,
     }
 
 

@@ -27,13 +27,13 @@ class Side(NamedTuple):
 
 
 class Chunks:
-    """Rows with more than `max_edges` edges (heavy rows), cut into chunks of at most `max_edges`, in row order.
+    """Rows with more than `max_edges` edges (heavy rows), cut into chunks of at most `max_edges`.
 
     Attributes:
-        row: Row of each chunk, int32 [num_chunks].
+        row: Row of each chunk, int32 [num_chunks]; -1 for none.
         begin: First edge of each chunk, a position in `Adjacency.index`, int32 [num_chunks].
         end: One past the last edge of each chunk, int32 [num_chunks].
-        heavy_row: Heavy rows, ascending, int32 [num_heavy].
+        heavy_row: Heavy rows in the order of their chunks, int32 [num_heavy].
         heavy_ptr: Chunk range of each heavy row, int32 [num_heavy + 1].
     """
 
@@ -65,7 +65,7 @@ class Adjacency:
         self.num_rows = self.ptr.numel() - 1
         self.num_edges = self.index.numel()
         self.max_degree = max_degree
-        self._chunks: dict[int, Chunks] = {}
+        self._chunks: dict[tuple[int, int], Chunks] = {}
         self._blocks: dict[tuple[int, int], ColumnBlocks] = {}
         self._block_edges: dict[int, int] = {}
         self._position: Tensor | None = None
@@ -84,16 +84,23 @@ class Adjacency:
             pull(row[-1:].sum())
         return row
 
-    def chunks(self, max_edges: int) -> Chunks | None:
-        """Chunk list of the rows longer than `max_edges`; None if there is none. Kept per `max_edges`."""
+    def chunks(self, max_edges: int, group: int = 0) -> Chunks | None:
+        """Chunk list of the rows longer than `max_edges`; None if there is none. Kept per argument.
+
+        Args:
+            max_edges: Edges of a chunk.
+            group: If not 0, the chunks of each row lie in one group of so many (see :func:`group_heavy_rows`).
+        """
         if self.max_degree <= max_edges:
             return None
-        found = self._chunks.get(max_edges)
+        found = self._chunks.get((max_edges, group))
         if found is None:
             with torch.inference_mode(False):
-                found = self._chunks[max_edges] = split_heavy_rows(
-                    self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges
-                )
+                if group:
+                    found = group_heavy_rows(self.ptr, max_edges, group)
+                else:
+                    found = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges)
+            self._chunks[max_edges, group] = found
         return found
 
     def ascending(self, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -327,3 +334,39 @@ def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int)
     return Chunks(
         row[:num_chunks], first[:num_chunks], last[:num_chunks], heavy_row[:num_heavy], heavy_ptr[: num_heavy + 1]
     )
+
+
+def group_heavy_rows(ptr: Tensor, max_edges: int, group: int) -> Chunks:
+    """Cut the rows longer than `max_edges` into chunks so that those of a row lie in one group of the list.
+
+    A row is cut into a power of two of equal chunks, the last ones shorter or empty, and rows with more chunks come
+    first: then none begins in one group and ends in the next. The last group is filled up with chunks of no row.
+
+    Args:
+        ptr: Edge range of each row, int32 [num_rows + 1]; none is longer than `group * max_edges`.
+        max_edges: Edges of a chunk.
+        group: Size of a group, a power of two.
+    """
+    degree = ptr.diff()
+    heavy = (degree > max_edges).nonzero().view(-1)
+    needed = (degree[heavy] + max_edges - 1) // max_edges
+    powers = 2 ** torch.arange(group.bit_length(), device=ptr.device)
+    count = powers[(needed[:, None] > powers).sum(1)]
+    count, order = count.sort(descending=True, stable=True)
+    heavy = heavy[order]
+    heavy_ptr = from_degree(count)
+    (num_chunks,) = pull(heavy_ptr[-1])
+    owner = expand(heavy_ptr, num_chunks).long()
+    row = heavy[owner]
+    length = (degree[row] + count[owner] - 1) // count[owner]
+    place = torch.arange(num_chunks, dtype=torch.int32, device=ptr.device) - heavy_ptr[owner]
+    begin = torch.minimum(ptr[row] + place * length, ptr[row + 1])
+    end = torch.minimum(begin + length, ptr[row + 1])
+    unused = -num_chunks % group
+
+    def filled(values: Tensor, value: int) -> Tensor:
+        return torch.nn.functional.pad(values.to(torch.int32), (0, unused), value=value)
+
+    chunks = Chunks(filled(row, -1), filled(begin, 0), filled(end, 0), heavy.to(torch.int32), heavy_ptr)
+    pull(chunks.end[-1])
+    return chunks

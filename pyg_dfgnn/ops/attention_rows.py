@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention_problem import SCORES
-from pyg_dfgnn.dispatch.attention_rows import RowsPass, node_constants
-from pyg_dfgnn.graph import Chunks, Graph
+from pyg_dfgnn.dispatch.attention_rows import RowsPass, items_per_block, node_constants
+from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 
@@ -40,29 +40,37 @@ class RowsWalk:
         self.kernel = kernel_of(spec, f"attention_{stem}")
         self.merge = kernel_of(spec, f"attention_{stem}_merge")
         self.state_elements = constants["HEADS"] * _state_channels(walk, constants["CHANNELS"], constants["SCORE"])
-        self.items_per_block = constants["WARPS"] * constants["WARP_ROWS"]
+        self.items_per_block = items_per_block(constants)
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
+        self._lay_out(side, num_columns)
+
+    def _lay_out(self, side: Adjacency, num_columns: int) -> None:
+        """Prepare the launches of one pass: which thread block works on what."""
+        chosen = self.chosen
         self.chunks: Sequence[Chunks | None]
         if chosen.blocks == 1:
-            self.chunks = [side.chunks(chosen.max_edges)]
-            self.arrays = (side.ptr, side.index, side.edge_id)
+            self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if chosen.constants["JOINED"] else 0)]
+            arrays = (side.ptr, side.index, side.edge_id)
         else:
             swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
             self.chunks = swept.chunks
-            self.arrays = (swept.ptr, swept.index, swept.edge_id)
+            arrays = (swept.ptr, swept.index, swept.edge_id)
         self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
-        self.sweeps = [self._arguments(block, chunks) for block, chunks in enumerate(self.chunks)]
+        self.shared_bytes = 0
+        if chosen.constants["JOINED"]:
+            self.shared_bytes = 4 * self.items_per_block * self.state_elements if self.max_chunks else 0
+        self.sweeps = [self._arguments(arrays, block, chunks) for block, chunks in enumerate(self.chunks)]
         # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
         self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
         self.parameter_blocks = self.grid[0]
 
-    def _arguments(self, block: int, chunks: Chunks | None) -> tuple[Any, ...]:
+    def _arguments(
+        self, arrays: Sequence[Tensor], block: int, chunks: Chunks | None, node_ptr: Tensor | None = None
+    ) -> tuple[Any, ...]:
         listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
-        count = 0 if chunks is None else chunks.num_chunks
-        return addresses(
-            (*self.arrays, *listed, self.num_rows, count, self.chosen.max_edges, block, self.chosen.blocks)
-        )
+        sizes = (self.num_rows, 0 if chunks is None else chunks.num_chunks, self.chosen.max_edges)
+        return addresses((*arrays, *listed, node_ptr, *sizes, block, self.chosen.blocks))
 
     def forward(
         self,
@@ -136,9 +144,8 @@ class RowsWalk:
 
     def weights(self, ready: Sequence[Any], softmax: Tensor, weights: Tensor) -> None:
         """Write the weights after dropout [E, H]."""
-        launch(
-            self.kernel, self.grid, self.threads, self.sweeps[0] + addresses((*ready, softmax, weights)), self.device
-        )
+        arguments = self.sweeps[0] + addresses((*ready, softmax, weights))
+        launch(self.kernel, self.grid, self.threads, arguments, self.device)
 
     def _sweep(
         self,
@@ -156,12 +163,13 @@ class RowsWalk:
             merge_outputs: What it writes, before the rows' states.
         """
         device = self.device
-        partial = _states(self.max_chunks, self.state_elements, device)
+        joined = self.chosen.constants["JOINED"]
+        partial = None if joined else _states(self.max_chunks, self.state_elements, device)
         carry = _states(self.num_rows, self.state_elements, device) if self.chosen.blocks > 1 else None
         arguments = addresses((*inputs, *outputs, partial, carry))
         for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
-            launch(self.kernel, self.grid, self.threads, sweep + arguments, device)
-            if chunks is not None:
+            launch(self.kernel, self.grid, self.threads, sweep + arguments, device, self.shared_bytes)
+            if chunks is not None and not joined:
                 grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
                 sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, self.chosen.blocks)
                 merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
