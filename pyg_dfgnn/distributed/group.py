@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -135,6 +137,16 @@ class Group:
         """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """A block that one process of each machine runs before the others, which then find the files it has made."""
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if not first:
+            self.barrier()
+        yield
+        if first:
+            self.barrier()
 
     @staticmethod
     def close() -> None:

@@ -59,7 +59,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     with pyg_dfgnn.settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
         # As partials, because hydra would wrap an error of the call and escape its line breaks.
-        task: Task = instantiate(cfg.data.task, _partial_=True)()
+        with group.first_alone():
+            task: Task = instantiate(cfg.data.task, _partial_=True)()
         convs = importlib.import_module(config["backend"]["convs"])
         model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
         if getattr(model, "pe_size", 0):

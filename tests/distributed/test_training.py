@@ -49,7 +49,7 @@ def assert_same_run(left, right):
 def train_all(folder, raw):
     """The same runs in this group and, by process 0, in one of its own."""
     group = Group.of_environment("cpu")
-    citation = ["data=cora", f"paths.data=[{raw}]", f"paths.cache={raw}/cache{group.rank}"]
+    citation = ["data=cora", f"paths.data=[{raw}]", f"paths.cache={raw / 'cache'}"]
     runs = {
         "gt": [*PATTERN, "model=gt_small"],
         "gat": [*PATTERN, "model=gat", "model.dropout=0"],
