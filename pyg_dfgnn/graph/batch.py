@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,17 +12,75 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import Adjacency, Side, expand, from_degree, longest, pull
-from pyg_dfgnn.graph.graph import Graph, batch_edge_index, build, check_ids, refuse_ids
+from pyg_dfgnn.graph.graph import Graph, batch_edge_index, build, check_edges, check_ids, refuse_ids
+from pyg_dfgnn.graph.tiles import Segments
 
-IN_DEGREE, OUT_DEGREE, BY_SOURCE = "csr_in_degree", "csr_out_degree", "csr_by_source"
+IN_DEGREE, OUT_DEGREE, BY_SOURCE, FACTS = "csr_in_degree", "csr_out_degree", "csr_by_source", "csr_facts"
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What the host knows of a batch whose graphs went through :class:`SortEdges`, so that nobody asks the device.
+
+    Attributes:
+        nodes: Nodes of each graph, int64 [G].
+        num_edges: Edges of all graphs.
+        max_in_degree: Most edges into a node.
+        max_out_degree: Most edges out of a node.
+        num_loops: Edges from a node to itself.
+        max_kept_in: As `max_in_degree`, loops left out.
+        max_kept_out: As `max_out_degree`, loops left out.
+        is_simple: Whether no edge occurs twice.
+    """
+
+    nodes: Tensor
+    num_edges: int
+    max_in_degree: int
+    max_out_degree: int
+    num_loops: int
+    max_kept_in: int
+    max_kept_out: int
+    is_simple: bool
+
+    @staticmethod
+    def of(batch: Any) -> BatchFacts:
+        """The facts of a batch that is still on the host.
+
+        Raises:
+            ValueError: Its graphs did not go through :class:`SortEdges`, or it has left the host.
+        """
+        if not isinstance(batch.get(FACTS), Tensor) or batch[FACTS].device.type != "cpu":
+            raise ValueError("'batch' needs graphs that went through SortEdges, and to be on the CPU still")
+        ptr = batch.get("ptr")
+        nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.diff()
+        return BatchFacts.merge(nodes, batch.edge_index.size(1), batch[FACTS])
+
+    @staticmethod
+    def merge(nodes: Tensor, num_edges: int, facts: Tensor) -> BatchFacts:
+        """The facts of graphs with so many nodes [G] and edges from the rows [G, 6] that `SortEdges` has stored."""
+        columns = torch.cat([facts[:, :1].sum(0), facts[:, 1:].amax(0)])
+        loops, max_in, max_out, kept_in, kept_out, repeated = columns.tolist()
+        return BatchFacts(nodes, num_edges, max_in, max_out, loops, kept_in, kept_out, not repeated)
+
+    def with_loops(self) -> BatchFacts:
+        """The facts once loops are dropped and each node has got one."""
+        num_nodes = int(self.nodes.sum())
+        most = (self.max_kept_in + 1, self.max_kept_out + 1) if num_nodes else (0, 0)
+        num_edges = self.num_edges - self.num_loops + num_nodes
+        return replace(self, num_edges=num_edges, max_in_degree=most[0], max_out_degree=most[1], num_loops=num_nodes)
+
+    def segments(self, ptr: Tensor) -> Segments:
+        """The graphs as segments, from their node offsets int32 [G + 1] on the device."""
+        return Segments.of_sizes(ptr, self.nodes, self.is_simple)
 
 
 class SortEdges(BaseTransform):
     """Sort the edges of a graph by (target, source) and store what a batch needs to be compressed without a sort.
 
     Everything on edges (`edge_attr`, ...) is sorted alike. Stored are the in- and out-degree of each node, int32 [N],
-    and the positions of the edges in source order, int32 [E]; collation concatenates them as they are, and
-    `Graph.of_batch` turns them into the CSR and CSC of the batch. Apply it last: it holds for the edges it saw.
+    the positions of the edges in source order, int32 [E], and facts of the graph, int32 [1, 6]; collation concatenates
+    them as they are, and `Graph.of_batch` turns them into the CSR and CSC of the batch. Apply it last: it holds for the
+    edges it saw.
 
     Example:
         >>> dataset = TUDataset(root, "MUTAG", pre_transform=SortEdges())
@@ -53,7 +112,45 @@ class SortEdges(BaseTransform):
         data[IN_DEGREE] = target.bincount(minlength=num_nodes).int()
         data[OUT_DEGREE] = source.bincount(minlength=num_nodes).int()
         data[BY_SOURCE] = source.argsort(stable=True).int()
+        is_loop = source == target
+        loops = source[is_loop].bincount(minlength=num_nodes)
+        degrees = (data[IN_DEGREE], data[OUT_DEGREE], data[IN_DEGREE] - loops, data[OUT_DEGREE] - loops)
+        most = [int(degree.max()) if num_nodes else 0 for degree in degrees]
+        repeated = ((source.diff() == 0) & (target.diff() == 0)).any()
+        data[FACTS] = torch.tensor([[int(is_loop.sum()), *most, int(repeated)]], dtype=torch.int32)
         return data
+
+
+def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Graph:
+    """Build the graph of a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
+    num_nodes, num_edges, device = batch.num_nodes, facts.num_edges, edge_index.device
+    check_edges(num_edges)
+    node_ptr = batch.get("ptr")
+    if node_ptr is None:
+        node_ptr = torch.tensor([0, num_nodes], device=device)
+    segments = node_ptr.to(torch.int32, copy=True)
+    ptr, source_ptr = from_degree(batch[IN_DEGREE]), from_degree(batch[OUT_DEGREE])
+    source, target = edge_index.to(torch.int32, copy=True)
+    edge_ptr = ptr[segments.long()]
+    by_source = batch[BY_SOURCE] + edge_ptr[:-1].repeat_interleave(edge_ptr.diff(), output_size=num_edges)
+    csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=device))
+    csc = Side(source_ptr, target.index_select(0, by_source), by_source)
+    return assemble(csr, csc, segments, facts, anchor=edge_index)
+
+
+def assemble(csr: Side, csc: Side, segments: Tensor, facts: BatchFacts, **options: Any) -> Graph:
+    """The graph of a batch from its finished sides, the node offsets of its graphs int32 [G + 1] and its facts."""
+    found = facts.segments(segments)
+    return Graph(
+        Adjacency(csr, facts.max_in_degree),
+        csr.ptr.numel() - 1,
+        csc=Adjacency(csc, facts.max_out_degree),
+        segments=segments,
+        max_segment=found.longest,
+        node_segments=found,
+        facts=facts,
+        **options,
+    )
 
 
 def build_batch(batch: Any, edge_index: Tensor) -> Graph:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ from pyg_dfgnn.graph.adjacency import (
     transpose,
 )
 from pyg_dfgnn.graph.cache import GraphCache
+from pyg_dfgnn.graph.node_ranges import NodeRanges, pack_segments
 from pyg_dfgnn.graph.tiles import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
+
+if TYPE_CHECKING:
+    from pyg_dfgnn.graph.batch import BatchFacts
 
 FLOWS = ("source_to_target", "target_to_source")
 # Graphs are freed with the tensor they were built from; this bounds what a program holds that keeps them all.
@@ -80,6 +84,9 @@ class Graph:
         csr: Rows are targets (the groups of the softmax), `index` holds sources.
         segments: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
         max_segment: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
+        facts: What the host knows of a batch that it trusts; None elsewhere.
+        bits: Gives the bits of dense blocks for a side and the rows of a window, where the maker of a batch keeps them
+            ready; None elsewhere.
         plans: Launch plans, memoised by dispatch.
         pinned: Whether the cache must keep the graph for as long as its tensor lives (see :meth:`pin`).
     """
@@ -98,6 +105,9 @@ class Graph:
         base: Graph | None = None,
         segments: Tensor | None = None,
         max_segment: int | None = None,
+        node_segments: Segments | None = None,
+        facts: BatchFacts | None = None,
+        bits: Callable[[str, int], Tensor] | None = None,
     ) -> None:
         self.csr = csr
         self.num_src = num_src
@@ -107,6 +117,9 @@ class Graph:
         self.self_loops = self_loops
         self.segments = segments
         self.max_segment = max_segment
+        self.facts, self.bits = facts, bits
+        if node_segments is not None:
+            self.__dict__["node_segments"] = node_segments
         self.plans: dict[Any, Any] = {}
         self.pinned = False
         self._csc = csc
@@ -120,8 +133,11 @@ class Graph:
         self._own_edge_index: Tensor | None = None
         self._own_version: int | None = None
         self._tiles: dict[tuple[str, int, bool], Tiles] = {}
+        self._ranges: dict[tuple[str, int], NodeRanges] = {}
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
+        # Where no sync has ended the build: what another stream has to wait for.
+        self._made: torch.cuda.Event | None = None
         self.reset_streams()
 
     def __repr__(self) -> str:
@@ -200,7 +216,7 @@ class Graph:
         return _resolve(edge_index, num_src, num_dst, self_loops, transposed)
 
     @staticmethod
-    def of_batch(batch: Any, *, self_loops: bool = False) -> Graph:
+    def of_batch(batch: Any, *, self_loops: bool = False, facts: BatchFacts | None = None) -> Graph:
         """The graph of a PyG batch, with the node offsets of its members; convs find it by `batch.edge_index`.
 
         If the members went through :class:`~pyg_dfgnn.graph.SortEdges`, CSR and CSC are built on the batch's device by
@@ -209,12 +225,14 @@ class Graph:
         Args:
             batch: `Batch` or `Data` with one edge type and a tensor `edge_index`.
             self_loops: As in :meth:`of`.
+            facts: What the host knows of a batch whose members are as `SortEdges` has left them: the build then
+                launches a few kernels, checks nothing and waits for nothing.
 
         Raises:
             TypeError: The batch is heterogeneous or its `edge_index` is no integer tensor.
             ValueError: As :meth:`of`; edges were changed after the transform; an edge crosses graphs.
         """
-        from pyg_dfgnn.graph.batch import build_batch
+        from pyg_dfgnn.graph.batch import build_batch, trust_batch
 
         edge_index = batch_edge_index(batch)
         num_nodes = batch.num_nodes
@@ -223,8 +241,8 @@ class Graph:
         if graph is None or graph.segments is None:
             check_sizes(num_nodes, num_nodes)
             with torch.inference_mode(False), torch.no_grad():
-                graph = build_batch(batch, edge_index)
-            _keep(key, edge_index, graph)
+                graph = build_batch(batch, edge_index) if facts is None else trust_batch(batch, edge_index, facts)
+            keep(key, edge_index, graph)
             # A variant with loops made before does not know the segments.
             _cache.entries.pop((*key[:3], True, False), None)
         if not self_loops:
@@ -249,7 +267,7 @@ class Graph:
                     side = trim(side, self.num_edges)
                 else:
                     side = transpose(self.csr.side, self.num_src, self._source_sorted)
-                (max_degree,) = pull(longest(side.ptr))
+                max_degree = pull(longest(side.ptr))[0] if self.facts is None else self.facts.max_out_degree
             self._csc = Adjacency(side, max_degree)
             self.reset_streams()
         return self._csc
@@ -312,8 +330,27 @@ class Graph:
         if found is None:
             side, num_columns = (self.csr, self.num_src) if rows_are == "targets" else (self.csc, self.num_dst)
             with torch.inference_mode(False), torch.no_grad():
-                found = make_tiles(side, num_columns, rows, None if compact else self.node_segments)
+                bits = None if compact or self.bits is None else self.bits(rows_are, rows)
+                found = make_tiles(side, num_columns, rows, None if compact else self.node_segments, bits)
             self._tiles[rows_are, rows, compact] = found
+            self.reset_streams()
+        return found
+
+    def node_ranges(self, rows_are: str, most: int) -> NodeRanges | None:
+        """Ranges of at most `most` nodes that no edge leaves, made on first use; None if there is a longer segment.
+
+        Args:
+            rows_are: `"targets"` or `"sources"`: the side whose edges are counted.
+            most: Nodes of a range.
+        """
+        segments = self.node_segments
+        if segments is None or segments.longest > most:
+            return None
+        found = self._ranges.get((rows_are, most))
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = pack_segments(self.csr if rows_are == "targets" else self.csc, segments, most)
+            self._ranges[rows_are, most] = found
             self.reset_streams()
         return found
 
@@ -356,17 +393,21 @@ class Graph:
         found = [tensor for tensor in maybe if tensor is not None]
         for tiles in list(self._tiles.values()):
             found.extend(tiles.tensors())
+        found.extend(ranges.ptr for ranges in list(self._ranges.values()))
         return [*found, *self.csr.tensors(), *(() if self._csc is None else self._csc.tensors())]
 
     def reset_streams(self) -> None:
         """Forget which streams the allocator knows to read the arrays; to be called when arrays have been added."""
         if self.device.type == "cuda":
-            self._streams = {torch.cuda.current_stream(self.device).cuda_stream}
+            stream = torch.cuda.current_stream(self.device)
+            self._streams = {stream.cuda_stream}
+            if self.facts is not None and not torch.cuda.is_current_stream_capturing():
+                self._made = stream.record_event()
 
     def on_this_stream(self) -> Graph:
         """The graph, once the allocator knows that the current stream reads its arrays; pinned during capture."""
-        # A build ends with a sync, so the arrays are ready for every stream; but their memory belongs to the stream
-        # they were made on, and the allocator must learn of each other one before it hands that memory out again.
+        # A build ends with a sync, or other streams wait for it. But its memory belongs to the stream it was made on,
+        # and the allocator must learn of each other one before it hands that memory out again.
         if self._streams is None:
             return self
         if torch.cuda.is_current_stream_capturing():
@@ -374,6 +415,8 @@ class Graph:
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle not in self._streams:
             stream = torch.cuda.current_stream(self.device)
+            if self._made is not None:
+                stream.wait_event(self._made)
             for tensor in self._tensors():
                 tensor.record_stream(stream)
             self._streams.add(handle)
@@ -455,12 +498,16 @@ def build(
 
 
 def add_loops(base: Graph) -> Graph:
-    """The variant of a graph with self-loops replaced: no sort, one host sync."""
+    """The variant of a graph with self-loops replaced: no sort, one host sync, none for a trusted batch."""
     num_loops = min(base.num_src, base.num_dst)
     check_edges(base.num_edges + num_loops)
     with torch.inference_mode(False), torch.no_grad():
         side, kept_mask, num_kept = replace_self_loops(base.csr.side, num_loops)
-        kept, max_degree = pull(num_kept, longest(side.ptr))
+        facts = None if base.facts is None else base.facts.with_loops()
+        if facts is None:
+            kept, max_degree = pull(num_kept, longest(side.ptr))
+        else:
+            kept, max_degree = facts.num_edges - num_loops, facts.max_in_degree
     return Graph(
         Adjacency(trim(side, kept + num_loops), max_degree),
         base.num_src,
@@ -471,6 +518,8 @@ def add_loops(base: Graph) -> Graph:
         base=base,
         segments=base.segments,
         max_segment=base.max_segment,
+        node_segments=None if facts is None or base.segments is None else facts.segments(base.segments),
+        facts=facts,
     )
 
 
@@ -494,7 +543,8 @@ def batch_edge_index(batch: Any) -> Tensor:
     return edge_index
 
 
-def _keep(key: tuple[Any, ...], edge_index: Tensor, graph: Graph) -> None:
+def keep(key: tuple[Any, ...], edge_index: Tensor, graph: Graph) -> None:
+    """Put a graph where :meth:`Graph.resolve` finds it by its key, for as long as `edge_index` lives unchanged."""
     version: Hashable = forms.version_of(edge_index)
     # Edits of an inference tensor leave no trace, so a graph made from one is never taken for granted.
     if version is not None:
@@ -525,5 +575,5 @@ def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, t
         with torch.inference_mode(False), torch.no_grad():
             edges = forms.read_tensor(edge_index, transposed, hint)
             graph = build(edges, num_src, num_dst, self_loops=self_loops, transposed=transposed, anchor=edge_index)
-    _keep(key, edge_index, graph)
+    keep(key, edge_index, graph)
     return graph

@@ -25,19 +25,30 @@ TILE_ROWS = 16
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows.
+    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows or the graphs of a batch.
 
     Attributes:
         ptr: Node offsets, int32 [num_segments + 1].
         num_segments: Their number.
         longest: Nodes of the longest one.
         histogram: Number of segments by size, (size in units of 16 nodes rounded up, count), ascending.
+        sizes: Nodes of each one on the host, int64 [num_segments], where they are known there.
+        is_simple: Whether no edge occurs twice; None where nobody has looked.
     """
 
     ptr: Tensor
     num_segments: int
     longest: int
     histogram: tuple[tuple[int, int], ...]
+    sizes: Tensor | None = None
+    is_simple: bool | None = None
+
+    @staticmethod
+    def of_sizes(ptr: Tensor, sizes: Tensor, is_simple: bool) -> Segments:
+        """Segments of known sizes (see the attributes): nothing is asked of the device."""
+        units = torch.bincount(_over(sizes, TILE_ROWS)).tolist()
+        histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
+        return Segments(ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, is_simple)
 
 
 @dataclass(frozen=True)
@@ -84,10 +95,15 @@ def find_segments(graph: Graph) -> Segments | None:
     free = across.cumsum(0)[:nodes] == 0
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
     size = ptr.diff()
-    counts = torch.bincount((size + TILE_ROWS - 1) // TILE_ROWS)
+    counts = torch.bincount(_over(size, TILE_ROWS))
     (longest,) = pull(size.max())
     histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
     return Segments(ptr, size.numel(), longest, histogram)
+
+
+def _over(sizes: Tensor, unit: int) -> Tensor:
+    """Units that hold each size."""
+    return (sizes + unit - 1) // unit
 
 
 def area_of(segments: Segments) -> int:
@@ -113,12 +129,23 @@ def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
     return total / max(1, blocks * BLOCK * rows)
 
 
-def _windows(ptr: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def window_count(sizes: Tensor, rows: int) -> Tensor:
+    """Windows of at most `rows` that each segment is cut into."""
+    return _over(sizes, rows)
+
+
+def block_count(sizes: Tensor, rows: int) -> Tensor:
+    """Blocks of the windows of each segment, whose columns are its nodes."""
+    return window_count(sizes, rows) * _over(sizes, BLOCK)
+
+
+def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Cut ranges of rows into windows of at most `rows`: first and last row of each, and the range it is from."""
     size = ptr.diff()
-    count = (size + rows - 1) // rows
+    count = window_count(size, rows)
     first_window = from_degree(count)
-    (num_windows,) = pull(first_window[-1])
+    if num_windows is None:
+        (num_windows,) = pull(first_window[-1])
     of = expand(first_window, num_windows).long()
     # Equal shares, in whole warps.
     share = (size + TILE_ROWS * count - 1) // (TILE_ROWS * count.clamp(min=1)) * TILE_ROWS
@@ -127,38 +154,46 @@ def _windows(ptr: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return first, torch.maximum(first, last), of
 
 
-def make_tiles(side: Adjacency, num_columns: int, rows: int, segments: Segments | None) -> Tiles:
-    """The dense blocks of a side.
+def make_tiles(
+    side: Adjacency, num_columns: int, rows: int, segments: Segments | None, bits: Tensor | None = None
+) -> Tiles:
+    """The dense blocks of a side; no host sync where the host knows the sizes of the segments.
 
     Args:
         side: The side.
         num_columns: Number of nodes at the other end.
         rows: Rows of a window.
         segments: The segments whose nodes are the columns; None lists the columns that occur.
+        bits: `Tiles.bits` of the segments where they are known, for a graph in which no edge occurs twice.
     """
     device = side.ptr.device
+    sizes = None if segments is None else segments.sizes
     if segments is not None:
-        first, last, of = _windows(segments.ptr, rows)
-    else:
-        everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
-        first, last, of = _windows(everything, rows)
-    num_windows = first.numel()
-    window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[expand(side.ptr, side.num_edges).long()]
-    row = expand(side.ptr, side.num_edges) - first[window]
-
-    if segments is not None:
+        known = None if sizes is None else int(window_count(sizes, rows).sum())
+        first, last, of = _windows(segments.ptr, rows, known)
         begin = segments.ptr[of]
         count = segments.ptr[of + 1] - begin
-        position = side.index - begin[window]
     else:
-        distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
-        count = torch.zeros(num_windows, dtype=torch.int32, device=device)
-        count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
-        begin = from_degree(count)[:-1]
-        position = (position - begin[window]).to(torch.int32)
+        everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
+        first, last, of = _windows(everything, rows, -(-side.num_rows // rows))
+    num_windows = first.numel()
+    if bits is None:
+        window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[expand(side.ptr, side.num_edges).long()]
+        row = expand(side.ptr, side.num_edges) - first[window]
+        if segments is not None:
+            position = side.index - begin[window]
+        else:
+            distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
+            count = torch.zeros(num_windows, dtype=torch.int32, device=device)
+            count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
+            begin = from_degree(count)[:-1]
+            position = (position - begin[window]).to(torch.int32)
 
-    first_block = from_degree((count + BLOCK - 1) // BLOCK)
-    num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
+    first_block = from_degree(_over(count, BLOCK))
+    if segments is not None and sizes is not None:
+        num_blocks, max_columns = int(block_count(sizes, rows).sum()), segments.longest
+    else:
+        num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
     columns = None
     if segments is None:
         owner = expand(first_block, num_blocks).long()
@@ -167,14 +202,19 @@ def make_tiles(side: Adjacency, num_columns: int, rows: int, segments: Segments 
         place = begin[owner, None] + torch.minimum(column, count[owner, None] - 1)
         columns = (distinct % max(num_columns, 1)).to(torch.int32)[place.long()].contiguous()
 
-    bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
-    word = (first_block[window] + position // BLOCK).long() * rows + row
-    bits.index_add_(0, word, torch.ones_like(position) << position % BLOCK)
-    (set_bits,) = pull(_count_bits(bits).sum())
+    duplicates = False
+    if bits is None:
+        bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
+        word = (first_block[window] + position // BLOCK).long() * rows + row
+        bits.index_add_(0, word, torch.ones_like(position) << position % BLOCK)
+        if segments is not None and segments.is_simple is not None:
+            duplicates = not segments.is_simple
+        else:
+            # Adding an edge twice carries into other bits, and every carry lowers their number.
+            (set_bits,) = pull(_count_bits(bits).sum())
+            duplicates = set_bits != side.num_edges
     zero = torch.zeros_like(first)
     windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
-    # Adding an edge twice carries into other bits, and every carry lowers their number.
-    duplicates = set_bits != side.num_edges
     return Tiles(
         windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, max_columns, duplicates
     )

@@ -1,0 +1,164 @@
+"""Graphs that stay on the device: a batch is gathered from what all of them are made of, without a sort or a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.data.collate import collate
+
+from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.graph.adjacency import Side, from_degree
+from pyg_dfgnn.graph.batch import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts, assemble
+from pyg_dfgnn.graph.graph import Graph, check_edges, keep
+from pyg_dfgnn.graph.tiles import block_count, make_tiles
+
+# Graphs whose dense blocks are made at a time.
+_GROUP = 1024
+
+
+class ResidentGraphs:
+    """Graphs concatenated on a device, from which batches are gathered.
+
+    `batch` gives what PyG's `Batch.from_data_list` gives for the same graphs. If they went through
+    :class:`~pyg_dfgnn.graph.SortEdges`, the batch comes with its :class:`~pyg_dfgnn.graph.Graph`, which the convs find
+    by `batch.edge_index`. Node ids are kept as int32; all sizes and facts of the graphs stay on the host.
+
+    Args:
+        graphs: With tensors along nodes, edges or one row per graph; at least one.
+        device: Where they are kept.
+
+    Raises:
+        ValueError: There is no graph.
+    """
+
+    def __init__(self, graphs: Sequence[Data], device: torch.device | str = "cpu") -> None:
+        check_range("num_graphs", len(graphs), 1)
+        self.device = torch.device(device)
+        stored, slices, _ = collate(Data, list(graphs), increment=False, add_batch=False)
+        self.nodes = torch.tensor([graph.num_nodes for graph in graphs])
+        self.edges = torch.tensor([graph.num_edges for graph in graphs])
+        self._first_node, self._first_edge = first(self.nodes), first(self.edges)
+        self.facts: Tensor | None = stored.get(FACTS)
+        self._bits: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+        def kept(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, torch.int32)
+
+        source, target = stored.edge_index
+        self._ends = [kept(source), kept(target)]
+        if self.facts is not None:
+            # The targets in the order of the sources, whose positions count from the first edge of each graph.
+            by_source = stored[BY_SOURCE].long() + self._first_edge.repeat_interleave(self.edges)
+            self._ends += [kept(stored[BY_SOURCE]), kept(target[by_source])]
+            self._degrees = [kept(stored[IN_DEGREE]), kept(stored[OUT_DEGREE])]
+        # Along nodes, along edges or one row per graph: told by where each graph begins.
+        self._along: dict[str, list[tuple[str, Tensor]]] = {"node": [], "edge": [], "graph": []}
+        lengths = {"node": self.nodes, "edge": self.edges, "graph": torch.ones_like(self.nodes)}
+        for name, starts in slices.items():
+            value = stored[name]
+            if name in ("edge_index", "num_nodes", BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE):
+                continue
+            kind = next((k for k, n in lengths.items() if torch.equal(torch.as_tensor(starts).diff(), n)), None)
+            if not isinstance(value, Tensor) or kind is None:
+                raise ValueError(f"'graphs' needs tensors along nodes, edges or graphs (got {name!r})")
+            self._along[kind].append((name, value.to(self.device)))
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def batch(self, ids: Tensor) -> Batch:
+        """Gather a batch.
+
+        Args:
+            ids: Which graphs, int64 [G] on the CPU.
+
+        Returns:
+            The batch on the device, `edge_index` as int64.
+        """
+        nodes, edges = self.nodes[ids], self.edges[ids]
+        num_nodes, num_edges = int(nodes.sum()), int(edges.sum())
+        check_edges(num_edges)
+        first_node, first_edge = first(nodes), first(edges)
+        table = torch.stack(
+            [
+                nodes,
+                edges,
+                first_node,
+                first_edge,
+                self._first_node[ids] - first_node,
+                self._first_edge[ids] - first_edge,
+            ]
+        ).to(torch.int32)
+        where = torch.cat([first_node, torch.tensor([num_nodes]), ids])
+        table, where = self._move(table), self._move(where)
+        ptr, graph_ids = where[: len(ids) + 1], where[len(ids) + 1 :]
+
+        def spread(row: int, lengths: int, total: int) -> Tensor:
+            return table[row].repeat_interleave(table[lengths], output_size=total)
+
+        def positions(shift: int, lengths: int, total: int) -> Tensor:
+            return spread(shift, lengths, total).add_(torch.arange(total, dtype=torch.int32, device=self.device))
+
+        node, edge = positions(4, 0, num_nodes), positions(5, 1, num_edges)
+        batch = Batch(_base_cls=Data)
+        for kind, place in (("node", node), ("edge", edge), ("graph", graph_ids)):
+            for name, value in self._along[kind]:
+                batch[name] = value.index_select(0, place)
+        shift = spread(2, 1, num_edges)
+        source, target = (ends.index_select(0, edge).add_(shift) for ends in self._ends[:2])
+        batch.edge_index = torch.empty(2, num_edges, dtype=torch.int64, device=self.device)
+        for row, ends in zip(batch.edge_index, (source, target)):
+            row.copy_(ends)
+        graph_of_node = torch.arange(len(ids), device=self.device)
+        batch.batch = graph_of_node.repeat_interleave(table[0], output_size=num_nodes)
+        batch.ptr = ptr
+        batch.num_nodes = num_nodes
+        batch._num_graphs = len(ids)
+        if self.facts is None:
+            return batch
+        by_source, other = (ends.index_select(0, edge) for ends in self._ends[2:])
+        by_source.add_(spread(3, 1, num_edges))
+        in_ptr, out_ptr = (from_degree(degree.index_select(0, node)) for degree in self._degrees)
+        csr = Side(in_ptr, source, torch.arange(num_edges, dtype=torch.int32, device=self.device))
+        csc = Side(out_ptr, other.add_(shift), by_source)
+        facts = BatchFacts.merge(nodes, num_edges, self.facts[ids])
+
+        def bits(rows_are: str, rows: int) -> Tensor:
+            return self._gather_bits(ids, rows_are, rows)
+
+        graph = assemble(
+            csr, csc, ptr.to(torch.int32), facts, anchor=batch.edge_index, bits=bits if facts.is_simple else None
+        )
+        keep((id(batch.edge_index), num_nodes, num_nodes, False, False), batch.edge_index, graph)
+        return batch
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)
+
+    def _gather_bits(self, ids: Tensor, rows_are: str, rows: int) -> Tensor:
+        """The bits of the dense blocks of a batch, gathered from those of all graphs, which are made once."""
+        found = self._bits.get((rows_are, rows))
+        if found is None:
+            parts = [self._make_bits(part, rows_are, rows) for part in torch.arange(len(self)).split(_GROUP)]
+            found = self._bits[rows_are, rows] = torch.cat(parts), block_count(self.nodes, rows)
+        bits, counts = found
+        here = counts[ids]
+        shift = self._move(torch.stack([first(counts)[ids] - first(here), here]))
+        total = int(here.sum())
+        place = shift[0].repeat_interleave(shift[1], output_size=total).add_(torch.arange(total, device=self.device))
+        return bits.index_select(0, place)
+
+    def _make_bits(self, ids: Tensor, rows_are: str, rows: int) -> Tensor:
+        batch = self.batch(ids)
+        graph = Graph.of_batch(batch)
+        side, columns = (graph.csr, graph.num_src) if rows_are == "targets" else (graph.csc, graph.num_dst)
+        return make_tiles(side, columns, rows, graph.node_segments).bits
+
+
+def first(lengths: Tensor) -> Tensor:
+    """Where each of the parts of these lengths begins."""
+    return lengths.cumsum(0) - lengths
