@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
@@ -169,7 +170,16 @@ for _name, _implementation, _fake in (
 
 
 def _needs_grad(inputs: Inputs) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs[:8])
+    if torch.is_grad_enabled():
+        for tensor in inputs[:7]:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _is_rounded(value: Tensor) -> bool:
+    """Whether backward needs the output in float32: the terms of dS cancel, and 16 bits of it would show."""
+    return value.dtype.itemsize == 2
 
 
 def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -192,10 +202,11 @@ class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, bool, bool], *tensors: Any) -> tuple[Tensor, Tensor]:
-        kernels, graph, _, numbers, exact, tangent = ctx.rest = rest
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
+        kernels, graph, _, numbers = ctx.rest = rest
         inputs = Inputs(*tensors, *numbers)
-        walk = kernels.tangent(graph) if tangent else None
+        walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
+        exact = _is_rounded(inputs.value)
         out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact, walk)
         ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
         ctx.mark_non_differentiable(softmax)
@@ -207,12 +218,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Any, ...]:
         if grad_out is None:
             return (None,) * 9
-        kernels, graph, same, numbers, _, _ = ctx.rest
+        kernels, graph, same, numbers = ctx.rest
         *tensors, out, softmax, tangent = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
         edge_grad = ctx.needs_input_grad[7]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
+
+
+# Function.apply without its look for functorch transforms, which _is_eager has excluded.
+_apply_attention = super(torch.autograd.Function, _Attention).apply
 
 
 class _TracedAttention(torch.autograd.Function):
@@ -293,6 +308,8 @@ def _reference_weights(score: str, graph: Graph, inputs: Inputs, same: bool) -> 
     return reference.gatv2_attention(*edges, *nodes, edge=edge, negative_slope=slope, keep=keep)[1]
 
 
+# Types of tensors that nothing intercepts.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -331,7 +348,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
     found: list[Any] = [score, numbers]
     dtype = None
     for tensor in features:
-        if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        if type(tensor) in _PLAIN:
             if dtype is None:
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
@@ -342,7 +359,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
         else:
             return None
     for tensor in scalars:
-        if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        if type(tensor) in _PLAIN:
             found.append((tensor.shape, tensor.dtype, tensor.device))
         elif tensor is None:
             found.append(None)
@@ -354,7 +371,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
 
 def _recall(graph: Edges, signature: Any) -> Kernels | None:
     """The kernels for arguments like these, if such have passed all checks on this graph before."""
-    if signature is None or type(graph) is not Graph or torch.compiler.is_compiling():
+    if signature is None or not _is_eager(graph):
         return None
     try:
         kernels = graph.plans.get(signature)
@@ -410,43 +427,37 @@ def _without_repeats(arguments: Operands) -> Operands:
 def _run(
     graph: Edges,
     score: str,
+    inputs: Inputs,
     *,
-    value: Tensor,
-    target: Tensor | None = None,
-    key: Tensor | None = None,
-    target_scalars: Tensor | None = None,
-    source_scalars: Tensor | None = None,
-    parameter: Tensor | None = None,
-    edge: Tensor | None = None,
-    scale: float = 1.0,
-    slope: float = 0.0,
-    dropout_p: float = 0.0,
     same: bool = False,
     return_weights: bool = False,
     signature: Any = None,
     kernels: Kernels | None = None,
 ) -> Any:
-    seed = _draw_seed(value.device) if dropout_p > 0.0 else None
-    nodes = (target, key, value, target_scalars, source_scalars, parameter)
-    inputs = Inputs(*nodes, edge, seed, float(scale), float(slope), float(dropout_p))
+    """The result of checked inputs; `kernels` are those of an earlier call with this signature."""
+    value = inputs.value
+    if inputs.dropout > 0.0:
+        inputs = inputs._replace(seed=_draw_seed(value.device))
     needs_grad = _needs_grad(inputs)
-    # The terms of dS cancel, and 16 bits of the output would show.
-    exact = needs_grad and value.dtype.itemsize == 2
-    if _is_eager(graph, value):
-        if kernels is None:
-            kernels = Kernels.of(problem_of(score, inputs), graph)
-            if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
-                graph.plans[signature] = kernels
-        tangent = needs_grad and kernels.wants_tangent(graph)
-        out, softmax = _Attention.apply((kernels, graph, same, inputs[8:], exact, tangent), *inputs[:8])
+    if kernels is None and _is_eager(graph) and type(value) in _PLAIN:
+        kernels = Kernels.of(problem_of(score, inputs), graph)
+        if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
+            graph.plans[signature] = kernels
+    if kernels is not None:
+        rest = kernels, graph, same, inputs[8:]
+        if needs_grad:
+            out, softmax = _apply_attention(rest, *inputs[:8])
+        else:
+            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, False)
         if not return_weights:
             return out
-        return out, _Weights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
+        return out, _Weights.apply((*rest, softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
+    exact = needs_grad and _is_rounded(value)
     # Backward may run under other settings than these, so what forward leaves is not up to the plan.
-    tangent = needs_grad and has_tangent(score, edge is not None) and current().schedule in ("auto", "rows")
+    tangent = needs_grad and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
     out, softmax = _TracedAttention.apply(same, exact, tangent, *arguments)
     if not return_weights:
         return out
@@ -454,14 +465,23 @@ def _run(
         return out, torch.ops.pyg_dfgnn.attention_weights(*_detached(arguments), softmax)
 
 
-def _is_eager(graph: Edges, value: Tensor) -> TypeGuard[Graph]:
-    """Whether nothing traces or intercepts operators, so that their dispatch can be skipped."""
+def _is_eager(graph: Edges) -> TypeGuard[Graph]:
+    """Whether nothing traces, transforms or intercepts operators, so that their dispatch can be skipped."""
     return (
-        isinstance(graph, Graph)
-        and not torch.compiler.is_compiling()
-        and type(value) in (Tensor, torch.nn.Parameter)
+        not torch.compiler.is_compiling()
+        and isinstance(graph, Graph)
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
+
+
+def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
+    """The norms as the kernels take them: their gradient is part of that of the attention."""
+    if _is_eager(graph) and type(x) in _PLAIN:
+        return inverse_norm(x)
+    with torch.no_grad():
+        return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())
 
 
 def _detached(arguments: Any) -> Any:
@@ -543,19 +563,9 @@ def dot_attention(
                 plain.edge_index, plain.num_dst, query, key, value, edge=edge, scale=scale, keep=keep
             )
             return _reference_result(result, return_weights)
-    return _run(
-        graph,
-        "dot",
-        target=query,
-        key=key,
-        value=value,
-        edge=edge,
-        scale=1.0 / math.sqrt(value.shape[2]) if scale is None else scale,
-        dropout_p=dropout_p,
-        return_weights=return_weights,
-        signature=signature,
-        kernels=kernels,
-    )
+    scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
+    inputs = Inputs(query, key, value, None, None, None, edge, None, scale, 0.0, float(dropout_p))
+    return _run(graph, "dot", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
 
 
 def cosine_attention(
@@ -586,47 +596,39 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    graph, device = _check_graph(graph)
-    _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
-    _, heads, channels = x_src.shape
+    signature = _signature("cosine", (dropout_p,), (x_src, x_dst), (beta,)) if isinstance(beta, Tensor) else None
+    kernels = _recall(graph, signature)
+    if kernels is None:
+        graph, device = _check_graph(graph)
     same = x_dst is x_src or (x_dst is None and graph.num_dst == graph.num_src)
     target: Any = x_src if same else x_dst
-    _check("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
-    check_range("dropout_p", dropout_p, 0.0, 1.0)
-    if isinstance(beta, Tensor):
-        check_dtype("beta", beta, _FEATURE_DTYPES)
-        check_device("beta", beta, device)
-        if beta.numel() != 1:
-            raise ValueError(f"'beta' needs one element (got shape {list(beta.shape)})")
-        beta = beta.reshape(1)
-    else:
-        check_range("beta", beta)
-        beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
-    dtype = _common_dtype(x_src, target)
-    x_src, target = x_src.to(dtype), target.to(dtype)
-    if not _fusable("cosine", x_src, dtype, False, dropout_p):
-        plain = _as_graph(graph)
-        keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
-        result = reference.cosine_attention(
-            plain.edge_index, plain.num_dst, x_src, target, beta=beta.to(dtype), keep=keep
-        )
-        return _reference_result(result, return_weights)
-    with torch.no_grad():
-        norm = inverse_norm if _is_eager(graph, x_src) else torch.ops.pyg_dfgnn.attention_inverse_norm
-        source_norms = norm(x_src.detach())
-        target_norms = source_norms if same else norm(target.detach())
-    return _run(
-        graph,
-        "cosine",
-        target=target.detach() if same else target,
-        value=x_src,
-        target_scalars=target_norms,
-        source_scalars=source_norms,
-        parameter=beta.float(),
-        dropout_p=dropout_p,
-        same=same,
-        return_weights=return_weights,
-    )
+    if kernels is None:
+        _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+        _, heads, channels = x_src.shape
+        _check("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
+        check_range("dropout_p", dropout_p, 0.0, 1.0)
+        if isinstance(beta, Tensor):
+            check_dtype("beta", beta, _FEATURE_DTYPES)
+            check_device("beta", beta, device)
+            if beta.numel() != 1:
+                raise ValueError(f"'beta' needs one element (got shape {list(beta.shape)})")
+        else:
+            check_range("beta", beta)
+            beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
+        dtype = _common_dtype(x_src, target)
+        x_src, target = x_src.to(dtype), target.to(dtype)
+        if not _fusable("cosine", x_src, dtype, False, dropout_p):
+            plain = _as_graph(graph)
+            keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
+            result = reference.cosine_attention(
+                plain.edge_index, plain.num_dst, x_src, target, beta=beta.to(dtype).reshape(1), keep=keep
+            )
+            return _reference_result(result, return_weights)
+    source_norms = _inverse_norm(graph, x_src)
+    target_norms = source_norms if same else _inverse_norm(graph, target)
+    beta = beta.float().reshape(1)  # type: ignore[union-attr]
+    inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
+    return _run(graph, "cosine", inputs, same=same, return_weights=return_weights, signature=signature, kernels=kernels)
 
 
 def add_attention(
@@ -688,19 +690,11 @@ def add_attention(
                 keep=keep,
             )
             return _reference_result(result, return_weights)
-    return _run(
-        graph,
-        "add",
-        value=value,
-        source_scalars=alpha_src.float(),
-        target_scalars=_zeros_like_heads(graph, alpha_src) if alpha_dst is None else alpha_dst.float(),
-        edge=None if alpha_edge is None else alpha_edge.float(),
-        slope=negative_slope,
-        dropout_p=dropout_p,
-        return_weights=return_weights,
-        signature=signature,
-        kernels=kernels,
-    )
+    target = _zeros_like_heads(graph, alpha_src) if alpha_dst is None else alpha_dst.float()
+    edge = None if alpha_edge is None else alpha_edge.float()
+    slope, p = float(negative_slope), float(dropout_p)
+    inputs = Inputs(None, None, value, target, alpha_src.float(), None, edge, None, 1.0, slope, p)
+    return _run(graph, "add", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
 
 
 def gatv2_attention(
@@ -764,16 +758,6 @@ def gatv2_attention(
                 keep=keep,
             )
             return _reference_result(result, return_weights)
-    return _run(
-        graph,
-        "gatv2",
-        target=x_dst,
-        value=x_src,
-        parameter=att.float(),
-        edge=edge,
-        slope=negative_slope,
-        dropout_p=dropout_p,
-        return_weights=return_weights,
-        signature=signature,
-        kernels=kernels,
-    )
+    slope, p = float(negative_slope), float(dropout_p)
+    inputs = Inputs(x_dst, None, x_src, None, None, att.float(), edge, None, 1.0, slope, p)
+    return _run(graph, "gatv2", inputs, return_weights=return_weights, signature=signature, kernels=kernels)

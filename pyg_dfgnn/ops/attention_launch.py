@@ -61,12 +61,12 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def _aligned_all(inputs: Inputs) -> list[Any]:
-    return [aligned(a) if isinstance(a, Tensor) else a for a in inputs]
+    return [None if a is None else aligned(a) for a in inputs[:8]] + [*inputs[8:]]
 
 
 def empty_as(tensor: Tensor) -> Tensor:
     """An uninitialised contiguous tensor of the same shape, dtype and device."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 class Walk(Protocol):
@@ -241,15 +241,16 @@ def run_forward(
         inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
         [N_dst, H, C] in float32, None if not asked for.
     """
-    problem, device = kernels.problem, kernels.problem.device
-    heads, channels = problem.heads, problem.channels
-    out = torch.empty((num_dst, heads, channels), dtype=problem.dtype, device=device)
-    softmax = torch.empty((num_dst, heads, 2), dtype=torch.float32, device=device)
-    copy = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device) if exact else None
+    # new_empty and empty_like cost the host half of what torch.empty does.
+    value, heads = inputs.value, kernels.problem.heads
+    shape = (num_dst, heads, kernels.problem.channels)
+    out = value.new_empty(shape)
+    softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32)
+    copy = value.new_empty(shape, dtype=torch.float32) if exact else None
     if tangent is None:
         kernels.forward.forward(_aligned_all(inputs), out, softmax, copy)
         return out, softmax, copy, None
-    derivative = torch.empty((num_dst, heads, channels), dtype=torch.float32, device=device)
+    derivative = value.new_empty(shape, dtype=torch.float32)
     tangent.forward(_aligned_all(inputs), out, softmax, copy, derivative)
     return out, softmax, copy, derivative
 
@@ -278,24 +279,18 @@ def run_backward(
         edge_grad: Whether the edge features need a gradient.
         tangent: Derivative of the output in the target scalars, if the forward pass left it.
     """
-    problem, device = kernels.problem, kernels.problem.device
-    score, heads, channels = problem.score, problem.heads, problem.channels
+    score, heads = kernels.problem.score, kernels.problem.heads
     targets: Any
     targets, sources = kernels.backward(graph)
     ready = _aligned_all(inputs)
+    target, key, value, target_scalars, source_scalars, parameter, edge = ready[:7]
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
 
-    def rows(count: int, dtype: torch.dtype = problem.dtype) -> Tensor:
-        return torch.empty((count, heads, channels), dtype=dtype, device=device)
-
-    def scalars(count: int) -> Tensor:
-        return torch.empty((count, heads), dtype=torch.float32, device=device)
-
-    records = torch.empty((graph.num_dst, heads, 4), dtype=torch.float32, device=device)
-    grad_target = scalars(graph.num_dst) if score == "add" else rows(graph.num_dst)
-    grad_edge = empty_as(inputs.edge) if edge_grad and inputs.edge is not None else None
-    grad_beta = scalars(graph.num_dst) if score == "cosine" else None
-    parameter_sums = rows(targets.parameter_blocks, torch.float32) if score == "gatv2" else None
+    records = softmax.new_empty((graph.num_dst, heads, 4))
+    grad_target = torch.empty_like(target_scalars if score == "add" else target)
+    grad_edge = torch.empty_like(edge) if edge_grad and edge is not None else None
+    grad_beta = torch.empty_like(target_scalars) if score == "cosine" else None
+    parameter_sums = parameter.new_empty((targets.parameter_blocks, *parameter.shape)) if score == "gatv2" else None
     state = None
     if tangent is not None and tangent.numel() and targets.chosen.schedule == "rows":
         targets.nodes(out, aligned(tangent), softmax, grad_out, records, grad_target)
@@ -304,9 +299,9 @@ def run_backward(
             ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
         )
 
-    grad_value = rows(graph.num_src)
-    grad_key = rows(graph.num_src) if score == "dot" else None
-    grad_source = scalars(graph.num_src) if score == "add" else None
+    grad_value = torch.empty_like(value)
+    grad_key = torch.empty_like(key) if score == "dot" else None
+    grad_source = torch.empty_like(source_scalars) if score == "add" else None
     added = grad_target if same else None
     sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, added, state)
 
@@ -411,8 +406,7 @@ def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
-    problem = kernels.problem
-    weights = torch.empty((graph.num_edges, problem.heads), dtype=torch.float32, device=problem.device)
+    weights = softmax.new_empty((graph.num_edges, kernels.problem.heads))
     kernels.weights(graph).weights(_aligned_all(inputs), softmax, weights)
     return weights
 
@@ -420,7 +414,7 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
 def inverse_norm(x: Tensor) -> Tensor:
     """``1 / max(||x||, 1e-12)`` per row and head, [N, H] in float32, of x [N, H, C]."""
     rows, heads, channels = x.shape
-    norms = torch.empty((rows, heads), dtype=torch.float32, device=x.device)
+    norms = x.new_empty((rows, heads), dtype=torch.float32)
     kernel = node_kernel("attention/norm.cu", "attention_inverse_norm", heads, channels, x.dtype)
     kernel(rows, x.device, aligned(x), norms)
     return norms

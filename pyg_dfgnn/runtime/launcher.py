@@ -99,12 +99,12 @@ def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
     for a in arguments:
         if a is None:
             raw.append(0)
-        elif isinstance(a, Tensor):
-            if not a.is_cuda:
-                return tuple(arguments)
+        elif not isinstance(a, Tensor):
+            raw.append(a)
+        elif a.is_cuda:
             raw.append(a.data_ptr())
         else:
-            raw.append(a)
+            return tuple(arguments)
     return tuple(raw)
 
 
@@ -135,7 +135,8 @@ def launch(
     if _override is not None:
         _override(kernel.spec, kernel.entry, grid, block, arguments, shared_bytes)
         return
-    current = torch.cuda.current_device()
+    # torch.cuda.current_device() without its check that CUDA has been initialised: there are arguments on the device.
+    current = torch._C._cuda_getDevice()
     index = current if device.index is None else device.index
     if index != current:
         with torch.cuda.device(index):

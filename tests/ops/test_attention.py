@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from pyg_dfgnn.dispatch import attention as dispatch
@@ -223,6 +224,53 @@ def test_no_gradient_is_asked_for(score, path):
     leaf = next(iter(problem.inputs.values())).clone().requires_grad_()
     with torch.no_grad():
         assert not problem.call(**{next(iter(problem.inputs)): leaf}).requires_grad
+
+
+@pytest.fixture
+def ways(fused, monkeypatch):
+    """Which autograd functions calls go through; a call without any launches its kernels at once."""
+    taken = []
+
+    def counted(name, function):
+        return lambda *arguments: taken.append(name) or function(*arguments)
+
+    monkeypatch.setattr(ops, "_apply_attention", counted("eager", ops._apply_attention))
+    monkeypatch.setattr(ops._TracedAttention, "apply", counted("traced", ops._TracedAttention.apply))
+    return taken
+
+
+def test_no_autograd_without_a_gradient(score, fused, ways):
+    problem = problem_of(score, full=True)
+    results = []
+    for context in (nullcontext, torch.no_grad, torch.inference_mode):
+        leaves = {
+            name: tensor.clone().requires_grad_(context is not nullcontext) for name, tensor in problem.inputs.items()
+        }
+        torch.manual_seed(3)
+        with context():
+            results.append(problem.call(**leaves))
+            assert fused.count("attention_forward") == len(results) and not results[-1].requires_grad
+    assert ways == []
+    torch.manual_seed(3)
+    with_grad = problem.call(**{name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()})
+    assert ways == ["eager"] and with_grad.requires_grad
+    assert all(torch.equal(out, with_grad) for out in results)
+
+
+def test_what_intercepts_operators_sees_them(score, fused, ways):
+    """Also after a call whose kernels the graph remembers."""
+    problem = problem_of(score)
+    expected = problem.call()
+    name, tensor = next(iter(problem.inputs.items()))
+    with Recorder() as recorder:
+        assert torch.equal(problem.call(), expected)
+    assert recorder.calls and ways == ["traced"]
+    # Forward mode and torch.func, for which there are no rules, are refused and not ignored.
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+        problem.call(**{name: forward_ad.make_dual(tensor, torch.ones_like(tensor))})
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda tensor: problem.call(**{name: tensor}).sum())(tensor)
+    assert ways == ["traced"] * 3
 
 
 def test_double_backward_is_refused(score, fused):
