@@ -26,10 +26,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @cache
-def source_digest() -> str:
-    """Eight hex digits over the text of the rooms under measurement: rows of other code are never mixed in."""
+def source_digest(rooms: tuple[str, ...] = MEASURED_ROOMS) -> str:
+    """Eight hex digits over the text of the kernels and rooms: rows of other code are never mixed in."""
     digest = hashlib.sha256()
-    for folder in (kernels_dir(), *(PACKAGE / room for room in MEASURED_ROOMS)):
+    for folder in (kernels_dir(), *(PACKAGE / room for room in rooms)):
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh"):
                 digest.update(path.name.encode() + path.read_bytes())

@@ -1,0 +1,360 @@
+"""Table 2 of the DF-GNN paper: what a training step takes, phase by phase, with each backend.
+
+python -m pyg_dfgnn.bench.table2                                     the graph transformer on the seven data sets
+python -m pyg_dfgnn.bench.table2 -m model=gat_stack,agnn_stack       the other layers
+python -m pyg_dfgnn.bench.table2 datasets=[cora] backends=[pyg,auto] any value of configs/table2.yaml
+
+A command of the bench, not a sweep of train.py: a cell is no run with epochs and a validation split, cells share their
+data sets and are compared with each other before they are timed, and one that does not come back must end alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from pyg_dfgnn.bench import table2_report
+from pyg_dfgnn.bench.results import Table, environment, file_stem, now, source_digest
+from pyg_dfgnn.bench.table2_steps import (
+    PHASES,
+    Backend,
+    Disagreement,
+    Measured,
+    Pace,
+    Reference,
+    Source,
+    measure,
+)
+from pyg_dfgnn.errors import UnsupportedError, check_range
+from pyg_dfgnn.paths import configs_dir
+
+FIELDS = [
+    *"model dataset task synthetic graphs nodes edges backend status".split(),
+    *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
+    *"once n wall_ms first_step_s peak_mb reference loss_difference gradient_difference bound".split(),
+    *"gpu torch cuda pyg cupy commit digest time".split(),
+]
+LOSS_FIELDS = "model dataset backend step loss gpu torch digest".split()
+MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph", "nn", "models", "training")
+"""Rooms whose text decides what a step of ours takes."""
+
+Row = dict[str, Any]
+Message = tuple[Row, list[Row]] | None
+"""The row of a cell and its losses; None: a sign of life."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend on one data set.
+
+    Attributes:
+        dataset: Choice of `data`.
+        backend: What it is trained with.
+        task: Instantiated to the data set; equal for all cells of it.
+    """
+
+    dataset: str
+    backend: Backend
+    task: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """One field per key of `configs/table2.yaml`, which explains them; `model_name` is the choice of `model`.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    model_name: str
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    datasets: list[str]
+    backends: list[str]
+    last: list[str]
+    batch_size: int
+    num_batches: int
+    arguments: dict[str, Any]
+    pace: Pace
+    device: torch.device
+    limit_s: float | None
+    total_limit_s: float
+    folder: Path
+    restart: bool
+    summary: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any], model_name: str) -> Options:
+        """From a resolved config."""
+        values = {**config, "model_name": model_name, "pace": Pace(**config["pace"]), "folder": Path(config["folder"])}
+        if values["device"] == "auto":
+            values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        values["device"] = torch.device(values["device"])
+        for name in ("batch_size", "num_batches"):
+            check_range(name, values[name], 1)
+        return Options(**{field.name: values[field.name] for field in fields(Options)})
+
+    def cells(self) -> list[Cell]:
+        """Data set by data set, what compiles after everything else; composed by Hydra, which must be set up."""
+        first = [backend for backend in self.backends if backend not in self.last]
+        last = [backend for backend in self.backends if backend in self.last]
+        return [self._cell(dataset, name) for part in (first, last) for dataset in self.datasets for name in part]
+
+    def _cell(self, dataset: str, backend: str) -> Cell:
+        cfg = compose("train", [f"data={dataset}", f"backend={backend}", "paths.run=unused"])
+        config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        task, trainer = config["data"]["task"], config["trainer"]
+        if trainer["loader"] is not None:
+            arguments = {**self.arguments, "num_train": self.batch_size * self.num_batches}
+            task.update({name: value for name, value in arguments.items() if name in task})
+        return Cell(
+            dataset,
+            Backend(
+                backend,
+                **config["backend"],
+                compile=trainer.get("compile", False),
+                cuda_graph=trainer.get("cuda_graph", False),
+            ),
+            task,
+        )
+
+
+class Worker:
+    """Measures cells one after the other; what the cells of a data set share is made once.
+
+    Args:
+        options: What to measure.
+        folder: Where references are kept for a process that takes over.
+    """
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.environment = {**environment(options.device), "digest": source_digest(MEASURED_ROOMS)}
+        self._sources: dict[tuple[str, bool], Source] = {}
+        torch.set_float32_matmul_precision("highest")
+
+    def messages(self, cells: Sequence[Cell]) -> Iterator[Message]:
+        """One row per cell, and a sign of life before what takes long."""
+        for cell in cells:
+            yield None
+            base = {
+                "model": self.options.model_name,
+                "dataset": cell.dataset,
+                "backend": cell.backend.name,
+                "bound": self.options.pace.bound,
+                "time": now(),
+                **self.environment,
+            }
+            try:
+                source = self._source(cell)
+            except (FileNotFoundError, ImportError) as error:
+                yield {**base, "status": f"not run: {error}"}, []
+                continue
+            yield None
+            columns = {**source_columns(source), "once": cell.backend.resident(source)}
+            yield self._measure(cell, source, {**base, **columns})
+
+    def _source(self, cell: Cell) -> Source:
+        key = cell.dataset, cell.backend.sort_edges
+        if key not in self._sources:
+            made = (source.task for (dataset, _), source in self._sources.items() if dataset == cell.dataset)
+            task = next(made, None) or instantiate(cell.task, _partial_=True)()
+            on_gpu = self.options.device.type == "cuda"
+            self._sources[key] = Source.of(task, self.options.batch_size, cell.backend.sort_edges, pinned=on_gpu)
+        return self._sources[key]
+
+    def _measure(self, cell: Cell, source: Source, base: Row) -> tuple[Row, list[Row]]:
+        options, path = self.options, self.folder / f"{cell.dataset}.pt"
+        reference = Reference(**torch.load(path, weights_only=True)) if path.exists() else None
+        losses: list[float] = []
+        try:
+            measured = measure(
+                cell.backend, options.model, options.optimizer, source, options.pace, options.device, reference
+            )
+            row, losses = {**base, "status": "ok", **measured_columns(measured, reference)}, measured.reference.losses
+            if reference is None:
+                torch.save(vars(measured.reference), path)
+        except Disagreement as error:
+            row, losses = {**base, "status": f"WRONG: {error}", **error.columns}, error.losses
+        except torch.OutOfMemoryError:
+            row = {**base, "status": "not run: out of memory"}
+        except UnsupportedError as error:
+            row = {**base, "status": "not run: " + "; ".join(error.reasons)}
+        except Exception as error:
+            # A compiler raises anything, and the other cells go on.
+            row = {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+        named = {name: row[name] for name in LOSS_FIELDS if name in row}
+        return row, [{**named, "step": step, "loss": f"{loss:.9g}"} for step, loss in enumerate(losses)]
+
+
+def source_columns(source: Source) -> Row:
+    """What a data set gives to a step, on average over its batches."""
+    batches, task = source.batches, source.task
+    return {
+        "task": task.name,
+        "synthetic": task.synthetic or "",
+        "graphs": 1 if task.full_graph else round(sum(batch.num_graphs for batch in batches) / len(batches)),
+        "nodes": round(sum(batch.num_nodes for batch in batches) / len(batches)),
+        "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
+    }
+
+
+def measured_columns(measured: Measured, reference: Reference | None) -> Row:
+    """Times, memory, and how far the losses are from those of the reference."""
+    times = {f"{phase}_ms": f"{timing.median_ms:.5g}" for phase, timing in measured.timings.items()}
+    spreads = {f"{phase}_iqr_ms": f"{timing.iqr_ms:.3g}" for phase, timing in measured.timings.items()}
+    return {
+        **times,
+        **spreads,
+        **measured.differences,
+        "n": measured.timings["step"].n,
+        "wall_ms": f"{measured.wall_ms:.5g}",
+        "first_step_s": f"{measured.first_step_s:.3f}",
+        "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
+        "reference": "" if reference is None else reference.backend,
+    }
+
+
+def run(options: Options) -> int:
+    """Measure what the results of a model lack, then write its table and figure.
+
+    Args:
+        options: What to measure; Hydra must be set up.
+
+    Returns:
+        0: all done; 1: a result is wrong; 2: stopped early.
+    """
+    stem = options.folder / f"{options.model_name}-{file_stem(options.device)}"
+    table, curves = Table(stem.with_suffix(".csv"), FIELDS), Table(Path(f"{stem}-losses.csv"), LOSS_FIELDS)
+    if options.restart:
+        table.path.unlink(missing_ok=True)
+        curves.path.unlink(missing_ok=True)
+    finished = options.summary or _fill(options, table, curves)
+    rows = table2_report.latest(table.rows())
+    if rows:
+        for path in table2_report.write(stem, rows, table2_report.latest(curves.rows(), "step")):
+            print(path)
+        print(table2_report.times_table(rows))
+    if any(row["status"].startswith("WRONG") for row in rows):
+        return 1
+    return 0 if finished else 2
+
+
+def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[Cell]:
+    """The cells without a row; of ours without one of these sources. Any on a data set needs the first one again."""
+    now_ = {**environment(device), "digest": source_digest(MEASURED_ROOMS)}
+    done = {
+        (row["dataset"], row["backend"], row["digest"])
+        for row in rows
+        if (row["gpu"], row["torch"]) == (now_["gpu"], now_["torch"])
+    }
+    names = {(dataset, backend) for dataset, backend, _ in done}
+
+    def is_done(cell: Cell) -> bool:
+        key = cell.dataset, cell.backend.name
+        return (*key, now_["digest"]) in done if cell.backend.is_ours else key in names
+
+    wanted = {cell.dataset for cell in cells if not is_done(cell)}
+    first = {cell.dataset: cell for cell in reversed(cells)}
+    return [cell for cell in cells if not is_done(cell) or (cell.dataset in wanted and cell is first[cell.dataset])]
+
+
+def _fill(options: Options, table: Table, curves: Table) -> bool:
+    """Whether all cells have been measured."""
+    todo = missing(options.cells(), table.rows(), options.device)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        while todo:
+            for row, losses in _rows(options, tuple(todo), Path(folder)):
+                table.append([row])
+                curves.append(losses)
+                cell = todo.pop(0)
+                took_s = time.perf_counter() - started
+                print(f"[{took_s:5.0f} s] {cell.dataset} {cell.backend.name}: {_summary(row)}", flush=True)
+                if todo and took_s > options.total_limit_s:
+                    print(f"stopped after {options.total_limit_s:g} s; run again to resume")
+                    return False
+    return True
+
+
+def _summary(row: Row) -> str:
+    return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
+
+
+def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Row, list[Row]]]:
+    """Rows of the cells in their order; ends early where a fresh process has to go on."""
+    if options.limit_s is None:
+        yield from (message for message in Worker(options, folder).messages(cells) if message is not None)
+        return
+    # Never forked: a child cannot use the CUDA context of its parent.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(options, cells, folder, sender))
+    process.start()
+    sender.close()
+    try:
+        for cell in cells:
+            message: Message = None
+            reason = ""
+            while message is None and not reason:
+                if not receiver.poll(options.limit_s):
+                    reason = f"no result within {options.limit_s:g} s"
+                    continue
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    process.join()
+                    reason = f"failed: process ended with {process.exitcode}"
+            if message is None:
+                base = {"model": options.model_name, "dataset": cell.dataset, "backend": cell.backend.name}
+                known = {**environment(options.device), "digest": source_digest(MEASURED_ROOMS), "time": now()}
+                yield {**base, **known, "status": reason}, []
+                return
+            yield message
+            # What failed may have left the device unusable.
+            if message[0]["status"].startswith("failed"):
+                return
+    finally:
+        receiver.close()
+        # The group also holds the compiler's own processes.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _work(options: Options, cells: Sequence[Cell], folder: Path, sender: Any) -> None:
+    os.setsid()
+    for message in Worker(options, folder).messages(cells):
+        sender.send(message)
+
+
+@hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="table2")
+def main(config: DictConfig) -> None:
+    """Measure as configured."""
+    values: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    codes.append(run(Options.of(values, HydraConfig.get().runtime.choices["model"])))
+
+
+codes: list[int] = []
+
+if __name__ == "__main__":
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    main()
+    sys.exit(max(codes, default=0))

@@ -1,0 +1,355 @@
+"""Training steps of one backend on one data set: losses beside those of a reference, then the time of each phase."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+
+import pyg_dfgnn
+from pyg_dfgnn import nn as drop_ins
+from pyg_dfgnn.bench import unfused_nn
+from pyg_dfgnn.bench.timing import Timer, Timing
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
+from pyg_dfgnn.training import step as steps
+from pyg_dfgnn.training.metrics import IGNORED
+
+PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
+SUMMED = ("preprocess", "forward", "backward")
+"""What the paper adds up."""
+READ = ("x", "edge_index", "y")
+"""What a step reads of a graph; nothing else travels to the device."""
+MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
+ONCE = 5
+"""How often one whole graph is moved and prepared for a median."""
+
+
+Prepare = Callable[[Data, Data], Any]
+"""Called with a batch on the host and on its device."""
+
+
+class Phases:
+    """Marks the end of each phase of a step: events on a GPU, in captured graphs too; a wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._ends: dict[str, Any] = {}
+        self._captured: dict[int, dict[str, Any]] = {}
+
+    def start(self, batch: int = 0) -> None:
+        """A step begins; `batch` tells apart what is captured once per batch."""
+        self._ends, self._batch = {}, batch
+        self("start")
+
+    def __call__(self, phase: str) -> None:
+        if not self.on_gpu:
+            self._ends[phase] = time.perf_counter()
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        # Only an external event becomes a node of the graph, recorded anew by each replay.
+        event = torch.cuda.Event(enable_timing=True, external=capturing)
+        event.record()
+        (self._captured.setdefault(self._batch, {}) if capturing else self._ends)[phase] = event
+
+    def durations_ms(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last step, of those of the paper, and of the whole; the device is idle."""
+        ends = {**self._captured.get(self._batch, {}), **self._ends}
+        marks = ["start", *(phase for phase in PHASES if phase in ends)]
+        spans = {end: self._between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
+        whole = self._between_ms(ends["start"], ends[marks[-1]])
+        return {**spans, "sum": sum(spans.get(phase, 0.0) for phase in SUMMED), "step": whole}
+
+    def _between_ms(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a data set gives to the steps.
+
+    Attributes:
+        task: The data set.
+        batches: On the host, pinned for a GPU; the only one where the task is one whole graph.
+    """
+
+    task: Task
+    batches: list[Data]
+
+    @staticmethod
+    def of(task: Task, batch_size: int, sort_edges: bool, pinned: bool) -> Source:
+        """The training graphs of a task in batches; the training nodes of a task that is one graph."""
+        graphs, batches = task.splits["train"], []
+        if task.full_graph:
+            graph = graphs[0]
+            batches = [Data(x=graph.x, edge_index=graph.edge_index, y=graph.y.where(graph.train_mask, IGNORED))]
+        else:
+            graphs = [Data(**{key: graph[key] for key in READ}) for graph in graphs]
+            graphs = [SortEdges()(graph) for graph in graphs] if sort_edges else graphs
+            starts = range(0, len(graphs), batch_size)
+            batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]
+        return Source(task, [batch.pin_memory() for batch in batches] if pinned else batches)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a model is trained, as `configs/backend` and the trainer of a run have it.
+
+    Attributes:
+        name: Choice of `backend`.
+        convs: Module that holds the convs.
+        sort_edges: Whether graphs are sorted once, so that no batch is.
+        settings: Of the package.
+        compile: Whether the model is compiled.
+        cuda_graph: Whether the step is captured.
+    """
+
+    name: str
+    convs: str
+    sort_edges: bool
+    settings: dict[str, Any]
+    compile: bool
+    cuda_graph: bool
+
+    @property
+    def is_ours(self) -> bool:
+        return self.convs == drop_ins.__name__
+
+    def resident(self, source: Source) -> bool:
+        """Whether batches stay on the device: one whole graph does, and what a captured graph points to."""
+        return source.task.full_graph or self.cuda_graph
+
+    def preparation(self, model: nn.Module) -> Prepare:
+        """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
+        loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
+        if self.convs == unfused_nn.__name__:
+            return lambda host, batch: unfused_nn.compress(batch.edge_index, batch.num_nodes, loops)
+        if self.is_ours:
+            return lambda host, batch: _graph(host, batch, loops).csc
+        return lambda host, batch: None
+
+
+def _graph(host: Data, batch: Data, self_loops: bool) -> Graph:
+    if not isinstance(batch, Batch):
+        return Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops)
+    facts = BatchFacts.of(host) if "csr_facts" in host else None
+    return Graph.of_batch(batch, self_loops=self_loops, facts=facts)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many steps are taken; the fields are explained in `configs/table2.yaml`.
+
+    Raises:
+        ValueError: No step is left after the warm-up.
+    """
+
+    seed: int
+    steps: int
+    warm_up: int
+    wall_s: float
+    bound: float
+
+    def __post_init__(self) -> None:
+        check_range("warm_up", self.warm_up, 1)
+        check_range("steps", self.steps, self.warm_up + 1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What other backends are compared with: where it started, its losses, and its first gradient."""
+
+    backend: str
+    state: dict[str, Tensor]
+    losses: list[float]
+    gradient: Tensor
+
+    def differences(self, losses: list[float], gradient: Tensor) -> dict[str, float]:
+        """Largest relative difference of the losses, and the relative Frobenius norm of that of the first gradient."""
+        theirs, ours = (torch.tensor(each, dtype=torch.float64) for each in (self.losses, losses))
+        expected, actual = self.gradient.double(), gradient.double()
+        return {
+            "loss_difference": float(((ours - theirs) / theirs).abs().max()),
+            "gradient_difference": float((actual - expected).norm() / expected.norm()),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one backend.
+
+    Attributes:
+        timings: Per phase, and of 'sum' and 'step'.
+        wall_ms: Of one step among many.
+        first_step_s: Wall time of the first step, compilation and capture included.
+        peak_mb: Device memory above what was allocated before; None without a GPU.
+        differences: From the reference.
+        reference: Of these steps, for other backends.
+    """
+
+    timings: dict[str, Timing]
+    wall_ms: float
+    first_step_s: float
+    peak_mb: float | None
+    differences: dict[str, str]
+    reference: Reference
+
+
+class Disagreement(RuntimeError):
+    """The losses or the first gradient are not those of the reference.
+
+    Args:
+        backend: Of the reference.
+        columns: What differs, by how much.
+        losses: Of each step.
+    """
+
+    def __init__(self, backend: str, columns: dict[str, str], losses: list[float]) -> None:
+        what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in columns.items())
+        super().__init__(f"{what} from {backend}")
+        self.columns, self.losses = {**columns, "reference": backend}, losses
+
+
+def first_gradient(model: nn.Module) -> Tensor:
+    """The gradients that a step left in the parameters, one after the other, on the CPU."""
+    return torch.cat([p.grad.detach().flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def measure(
+    backend: Backend,
+    model_config: dict[str, Any],
+    optimizer_config: dict[str, Any],
+    source: Source,
+    pace: Pace,
+    device: torch.device,
+    reference: Reference | None,
+) -> Measured:
+    """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
+
+    Args:
+        backend: Of the step.
+        model_config: Instantiated with the numbers of features and classes, and the convs.
+        optimizer_config: Instantiated with the parameters.
+        source: The batches.
+        pace: How many steps.
+        device: Where.
+        reference: What the losses must agree with; None: these steps become it.
+
+    Raises:
+        Disagreement: The losses or the first gradient differ by more than `pace.bound`.
+        UnsupportedError: The backend cannot run these steps.
+    """
+    timer, task = Timer(device), source.task
+    timer.release()
+    allocated = 0
+    if timer.on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+    with pyg_dfgnn.settings(**backend.settings):
+        torch.manual_seed(pace.seed)
+        convs = importlib.import_module(backend.convs)
+        model = instantiate(model_config, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
+        if reference is not None:
+            model.load_state_dict(reference.state)
+        state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        phases = Phases(device)
+        step = _step(backend, model, optimizer_config, task, phases)
+        turns = _Turns(step, source, backend.preparation(model), device, phases, backend.resident(source))
+        # Each batch is captured by itself, after steps without a capture.
+        captures = (steps.CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
+
+        losses, spans = [], []
+        for index in range(pace.steps):
+            started = time.perf_counter()
+            loss = turns(index)
+            timer.synchronize()
+            if index == 0:
+                first_step_s, gradient = time.perf_counter() - started, first_gradient(model)
+            losses.append(float(loss))
+            if index >= max(pace.warm_up, captures):
+                spans.append(phases.durations_ms())
+        peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
+        differences = {} if reference is None else reference.differences(losses, gradient)
+        columns = {name: f"{value:.2e}" for name, value in differences.items()}
+        # Not 'any larger': a NaN is a disagreement too.
+        if reference is not None and not all(value <= pace.bound for value in differences.values()):
+            raise Disagreement(reference.backend, columns, losses)
+        timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
+        timings |= {phase: Timing.of([span[phase] for span in spans]) for phase in spans[0]}
+
+        count = int(1e3 * pace.wall_s / timings["step"].median_ms)
+        count = min(max(count, MIN_WALL_STEPS), MAX_WALL_STEPS)
+        started = time.perf_counter()
+        for index in range(count):
+            turns(index)
+        timer.synchronize()
+        wall_ms = 1e3 * (time.perf_counter() - started) / count
+    made = Reference(backend.name, state, losses, gradient)
+    return Measured(timings, wall_ms, first_step_s, peak_mb, columns, made)
+
+
+def _step(
+    backend: Backend, model: nn.Module, optimizer_config: dict[str, Any], task: Task, phases: Phases
+) -> Callable[[Data], tuple[Tensor, Tensor]]:
+    optimizer = instantiate(optimizer_config, _partial_=True)(model.parameters())
+    if backend.compile:
+        model.compile(fullgraph=True)
+    kind = steps.CapturedStep if backend.cuda_graph else steps.Step
+    return kind(model, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
+
+
+class _Turns:
+    """One step after the other, each on the next batch.
+
+    One whole graph, and batches that a captured step replays, are moved and prepared once; others by each step.
+
+    Attributes:
+        once: Milliseconds of what is done once, phase by phase, each time that it was tried.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Data], tuple[Tensor, Tensor]],
+        source: Source,
+        prepare: Prepare,
+        device: torch.device,
+        phases: Phases,
+        resident: bool,
+    ) -> None:
+        self.step, self.source, self.prepare, self.device, self.phases = step, source, prepare, device, phases
+        self.once: list[dict[str, float]] = []
+        self._resident: list[Data] = []
+        if resident:
+            self._resident = [self._arrive_alone(batch) for batch in source.batches]
+
+    def __call__(self, index: int) -> Tensor:
+        """The loss of a step, on the device."""
+        index %= len(self.source.batches)
+        self.phases.start(index)
+        batch = self._resident[index] if self._resident else self._arrive(self.source.batches[index])
+        return self.step(batch)[0]
+
+    def _arrive(self, host: Data) -> Data:
+        # New tensors each time, on a CPU too, so that nothing known of an earlier batch is found again.
+        batch = copy(host).apply(lambda tensor: tensor.to(self.device, non_blocking=True, copy=True))
+        self.phases("transfer")
+        self.prepare(host, batch)
+        self.phases("preprocess")
+        return batch
+
+    def _arrive_alone(self, batch: Data) -> Data:
+        for _ in range(ONCE):
+            self.phases.start()
+            arrived = self._arrive(batch)
+            Timer(self.device).synchronize()
+            self.once.append(self.phases.durations_ms())
+        return arrived

@@ -1,0 +1,165 @@
+"""Table 2 on a CPU: phases, the comparison of losses, what cannot run, resumed results, the page and the figure."""
+
+import csv
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from pyg_dfgnn.bench import table2, table2_report, table2_steps
+from pyg_dfgnn.bench.table2_steps import PHASES, Disagreement, Pace, Phases, Reference
+from pyg_dfgnn.paths import configs_dir
+
+TINY = [
+    "device=cpu",
+    "batch_size=2",
+    "num_batches=2",
+    "datasets=[pattern]",
+    "backends=[pyg,unfused,auto]",
+    "pace.steps=4",
+    "pace.warm_up=2",
+    "pace.wall_s=0",
+    "limit_s=null",
+    "model.hidden_channels=8",
+    "model.layers=2",
+    "+arguments.max_size=6",
+    "+arguments.num_patterns=2",
+]
+
+
+@pytest.fixture
+def options(tmp_path):
+    """options(*overrides) of a tiny table; Hydra stays set up for the cells."""
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+
+        def make(*overrides):
+            cfg = compose("table2", [*TINY, f"folder={tmp_path}", *overrides], return_hydra_config=True)
+            name = cfg.hydra.runtime.choices["model"]
+            del cfg.hydra
+            return table2.Options.of(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), name)
+
+        yield make
+
+
+def read(folder, ending):
+    (path,) = folder.glob(f"*{ending}.csv")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def table(options, tmp_path):
+    """table(*overrides) -> (exit code, rows by backend, losses by backend)."""
+
+    def measure(*overrides):
+        code = table2.run(options(*overrides))
+        (path,) = (path for path in tmp_path.glob("*.csv") if not path.stem.endswith("-losses"))
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        losses = {}
+        for row in read(tmp_path, "-losses"):
+            losses.setdefault(row["backend"], []).append(float(row["loss"]))
+        return code, rows, losses
+
+    return measure
+
+
+@pytest.mark.parametrize("model", ["transformer_stack", "gat_stack", "agnn_stack"])
+def test_backends_agree_and_are_timed(table, tmp_path, capsys, model):
+    extra = ["model.heads=2"] if model == "gat_stack" else []
+    code, rows, losses = table(f"model={model}", *extra)
+    assert code == 0 and [row["backend"] for row in rows] == ["pyg", "unfused", "auto"]
+    for row in rows:
+        assert row["status"] == "ok" and row["once"] == "False" and row["n"] == "2"
+        assert all(float(row[f"{phase}_ms"]) >= 0 for phase in (*PHASES, "sum", "step"))
+        parts = sum(float(row[f"{phase}_ms"]) for phase in ("preprocess", "forward", "backward"))
+        assert float(row["sum_ms"]) <= float(row["step_ms"]) and parts == pytest.approx(float(row["sum_ms"]), rel=0.5)
+        assert len(losses[row["backend"]]) == 4
+    assert [row["reference"] for row in rows] == ["", "pyg", "pyg"]
+    assert all(float(row["loss_difference"]) < 1e-4 and float(row["gradient_difference"]) < 1e-4 for row in rows[1:])
+    assert losses["unfused"] == pytest.approx(losses["pyg"], rel=1e-4) and len(set(losses["pyg"])) == 4
+    page = (tmp_path / f"{model}-{rows[0]['gpu'].lower()}.md").read_text()
+    assert "| pattern | unfused |" in page and "1.00x" in page and "PATTERN" in page
+    assert (tmp_path / f"{model}-{rows[0]['gpu'].lower()}.png").read_bytes().startswith(b"\x89PNG")
+    assert "| pattern | auto |" in capsys.readouterr().out
+
+
+def test_one_whole_graph_is_prepared_once(table):
+    _, rows, _ = table("datasets=[reddit_like_small]", "backends=[pyg,auto]")
+    assert {row["status"] for row in rows} == {"ok"} and {row["once"] for row in rows} == {"True"}
+    for row in rows:
+        assert float(row["transfer_ms"]) >= 0 and float(row["preprocess_ms"]) >= 0
+        assert float(row["forward_ms"]) + float(row["backward_ms"]) == pytest.approx(float(row["sum_ms"]), rel=0.5)
+
+
+def test_what_disagrees_has_no_time(table, monkeypatch):
+    unfused = table2_steps.unfused_nn.unfused_attention
+    monkeypatch.setattr(table2_steps.unfused_nn, "unfused_attention", lambda *args: 1.01 * unfused(*args))
+    code, rows, losses = table()
+    wrong = rows[1]
+    assert code == 1 and wrong["status"].startswith("WRONG: loss difference") and wrong["status"].endswith("from pyg")
+    assert wrong["step_ms"] == wrong["wall_ms"] == "" and float(wrong["gradient_difference"]) > 1e-3
+    assert len(losses["unfused"]) == 4 and rows[2]["status"] == "ok"
+
+
+def test_a_nan_disagrees():
+    reference = Reference("pyg", {}, [1.0, 2.0], torch.ones(3))
+    found = reference.differences([1.0, float("nan")], torch.ones(3))
+    assert not found["loss_difference"] <= 1e9 and found["gradient_difference"] == 0
+    assert "from pyg" in str(Disagreement("pyg", {"loss_difference": "nan"}, []))
+
+
+def test_what_cannot_run_says_why(table, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(table2_steps.unfused_nn, "unfused_attention", refuse)
+    code, rows, _ = table()
+    assert code == 0 and [row["status"] for row in rows] == ["ok", "not run: out of memory", "ok"]
+
+
+def test_results_are_resumed(table, monkeypatch):
+    table("backends=[pyg,auto]")
+    _, rows, _ = table("backends=[pyg,auto]")
+    assert [row["backend"] for row in rows] == ["pyg", "auto"]
+    # A new backend needs the losses of the first again, in a process that lacks them.
+    _, rows, _ = table()
+    assert [row["backend"] for row in rows] == ["pyg", "auto", "pyg", "unfused"]
+    # Other sources: only ours is measured anew.
+    monkeypatch.setattr(table2, "source_digest", lambda rooms: "other")
+    _, rows, losses = table()
+    assert [row["backend"] for row in rows[4:]] == ["pyg", "auto"] and rows[-1]["digest"] == "other"
+
+
+def test_a_limit_ends_one_cell_alone(table, monkeypatch):
+    code, rows, _ = table("limit_s=120", "backends=[pyg,auto]")
+    assert code == 0 and [row["status"] for row in rows] == ["ok", "ok"]
+    code, rows, _ = table("limit_s=0.01", "backends=[pyg,auto]", "restart=true")
+    assert code == 0 and {row["status"] for row in rows} == {"no result within 0.01 s"}
+
+
+def test_total_limit(table):
+    code, rows, _ = table("total_limit_s=0")
+    assert code == 2 and [row["backend"] for row in rows] == ["pyg"]
+
+
+def test_phases_follow_each_other():
+    phases = Phases(torch.device("cpu"))
+    phases.start()
+    for phase in ("forward", "backward", "optimizer"):
+        phases(phase)
+    found = phases.durations_ms()
+    assert list(found) == ["forward", "backward", "optimizer", "sum", "step"]
+    assert found["sum"] == found["forward"] + found["backward"] <= found["step"]
+
+
+@pytest.mark.parametrize(("values", "name"), [((0, 0), "warm_up"), ((2, 2), "steps")])
+def test_wrong_pace(values, name):
+    with pytest.raises(ValueError, match=f"'{name}' needs a value >= "):
+        Pace(0, values[1], values[0], 1.0, 1e-3)
+
+
+def test_latest_row_counts():
+    cells = [{"model": "m", "dataset": "d", "backend": "b", "step": step, "at": at} for at in (0, 1) for step in (0, 1)]
+    assert [row["at"] for row in table2_report.latest(cells, "step")] == [1, 1]
