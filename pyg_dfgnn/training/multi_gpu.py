@@ -1,0 +1,254 @@
+"""Check and time training on several GPUs: `torchrun --nproc_per_node=2 -m pyg_dfgnn.training.multi_gpu`.
+
+Three things are compared with what process 0 does alone: the losses of runs of `train.py` at the same global batch,
+forward and backward over a graph whose nodes are partitioned, and the time of a training step on the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+
+import pyg_dfgnn.nn as convs
+from pyg_dfgnn import models
+from pyg_dfgnn.datasets import LaplacianEncoding, pattern
+from pyg_dfgnn.datasets.generators import chung_lu
+from pyg_dfgnn.distributed import Group, PartitionedGraph, partition, wrap
+from pyg_dfgnn.graph import Graph, SortEdges
+from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.run import train
+from pyg_dfgnn.training.step import Step
+
+LOSS_TOLERANCE = 1e-3
+"""Relative, of a mean over an epoch: optimizers make differences of rounding grow."""
+GRADIENT_TOLERANCE = 5e-5
+"""Relative Frobenius norm in float32, over all layers of a model."""
+EFFICIENCY = 0.9
+"""Share of the ideal speed-up that a step needs: 1.8 on two GPUs."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number: `value` needs to be at most, or for a speed-up at least, `needed`."""
+
+    check: str
+    model: str
+    processes: int
+    quantity: str
+    value: float
+    needed: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """ "ok", "FAILED" or nothing."""
+        if self.needed is None:
+            return ""
+        good = self.value >= self.needed if self.quantity == "speed-up" else self.value <= self.needed
+        return "ok" if good else "FAILED"
+
+
+def same_losses(group: Group, small: bool) -> list[Result]:
+    """Runs of all processes and of one, on batches that do not divide evenly: largest relative difference of a loss."""
+    graphs, max_size = (10, 8) if small else (299, 34)
+    overrides = ["data=pattern_small", f"data.task.num_train={graphs}", "data.task.num_val=9", "data.task.num_test=3"]
+    overrides += [f"trainer.loader.batch_size={max(group.size, graphs // 3)}", "trainer.epochs=3"]
+    overrides += [f"data.task.max_size={max_size}", "trainer.progress=false", f"device={group.device.type}"]
+    results = []
+    for model in ("gt_small", "transformer_stack"):
+        losses = [
+            _losses([f"model={model}", *overrides], each) if each is group or group.is_main else None
+            for each in (group, Group(device=group.device))
+        ]
+        group.barrier()
+        if group.is_main:
+            shared, alone = (torch.tensor(loss) for loss in losses)
+            difference = float(((shared - alone) / alone).abs().max())
+            results.append(Result("losses", model, group.size, "relative difference", difference, LOSS_TOLERANCE))
+    return results
+
+
+def _losses(overrides: list[str], group: Group) -> list[list[float]]:
+    with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        train(compose("train", [*overrides, f"paths.run={folder}"]), group)
+        if not group.is_main:
+            return []
+        with open(Path(folder) / "metrics.csv") as stream:
+            return [[float(row["train_loss"]), float(row["val_loss"])] for row in csv.DictReader(stream)]
+
+
+def same_partitioned(group: Group, small: bool) -> list[Result]:
+    """Forward and backward over a partitioned graph and over the whole one: errors, times and what is exchanged."""
+    num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
+    edge_index = chung_lu(num_nodes, mean, most, 0, "cpu").edge_index
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(num_nodes, 64, generator=generator), torch.randint(8, (num_nodes,), generator=generator)
+    part = partition(edge_index, num_nodes, group)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "GT": lambda: models.TransformerStack(64, 8, convs, layers=3),
+        "GAT": lambda: models.GAT(64, 8, convs, hidden_channels=16, layers=3, dropout=0.0),
+        "AGNN": lambda: models.AGNN(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
+    }
+    results = []
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        single = make().to(group.device)
+        model = copy.deepcopy(single)
+        shared = _Pass(wrap(model, group), part, part.local(x), part.local(y), group)
+        found = [group.gather(each) for each in (shared(), shared.x_grad() / group.size)] + [_flat_grad(model)]
+        shared_ms = group_time_ms(shared, group, small)
+        group.barrier()
+        if group.is_main:
+            whole = edge_index.to(group.device)
+            alone = _Pass(single, whole, x.to(group.device), y.to(group.device), Group(device=group.device))
+            expected = [alone(), alone.x_grad(), _flat_grad(single)]
+            alone_ms = group_time_ms(alone, Group(device=group.device), small)
+            for quantity, left, right in zip(("error of logits", "error of dx", "error of dW"), found, expected):
+                error = float((left - right).norm() / right.norm())
+                results.append(Result("partition", name, group.size, quantity, error, GRADIENT_TOLERANCE))
+            results.append(Result("partition", name, 1, "ms per forward and backward", alone_ms))
+            results.append(Result("partition", name, group.size, "ms per forward and backward", shared_ms))
+        group.barrier()
+    halo, edges = group.counts(part.num_halo), group.counts(part.edge_index.size(1))
+    results.append(Result("partition", "graph", group.size, "halo per own node", sum(halo) / num_nodes))
+    results.append(Result("partition", "graph", group.size, "largest part of the edges", max(edges) / sum(edges)))
+    return results
+
+
+class _Pass:
+    """Forward and backward of a model over a graph; the same call on all processes."""
+
+    def __init__(self, model: nn.Module, edges: Tensor | PartitionedGraph, x: Tensor, y: Tensor, group: Group) -> None:
+        self.model, self.edges, self.y, self.group = model, edges, y, group
+        self.x = x.clone().requires_grad_()
+
+    def __call__(self) -> Tensor:
+        self.model.zero_grad()
+        self.x.grad = None
+        logits = self.model(self.x, self.edges)
+        self.group.mean(F.cross_entropy(logits, self.y, reduction="sum"), self.y.numel()).backward()
+        return logits.detach()
+
+    def x_grad(self) -> Tensor:
+        assert self.x.grad is not None
+        return self.x.grad
+
+
+def _flat_grad(model: nn.Module) -> Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def throughput(group: Group, small: bool) -> list[Result]:
+    """Graphs per second of training steps on one batch of PATTERN graphs, resident on the GPUs."""
+    num_graphs = 4 * group.size if small else 2048
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "GT, 8 attention layers": lambda: models.TransformerStack(3, 2, convs, layers=2 if small else 8),
+        "GT, 10 blocks": lambda: models.GraphTransformer(3, 2, convs, layers=1 if small else 10),
+    }
+    distinct = min(num_graphs, 512)
+    task = pattern(distinct, 1, 1, max_size=8 if small else 34).map(LaplacianEncoding(2)).map(SortEdges())
+    graphs = task.splits["train"] * (num_graphs // distinct)
+    results = []
+    for name, make in makers.items():
+        rates = []
+        for each in (Group(device=group.device), group):
+            rate = 0.0
+            if each is group or group.is_main:
+                torch.manual_seed(0)
+                rate = num_graphs / group_time_ms(_Steps(make().to(group.device), graphs, each, name), each, small)
+            rates.append(1e3 * rate)
+            group.barrier()
+        if group.is_main:
+            for size, rate in zip((1, group.size), rates):
+                results.append(Result("throughput", name, size, "graphs per second", rate))
+            needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
+            results.append(Result("throughput", name, group.size, "speed-up", rates[1] / rates[0], needed))
+    return results
+
+
+class _Steps:
+    """Training steps on this process's share of a batch."""
+
+    def __init__(self, model: nn.Module, graphs: list[Data], group: Group, name: str) -> None:
+        self.batch: Any = Batch.from_data_list(graphs[group.rank :: group.size]).to(group.device)
+        Graph.of_batch(self.batch)
+        if "attention" in name:
+            del self.batch.pe
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        parallel = model if group.size == 1 else wrap(model, group)
+        self.step = Step(parallel, optimizer, loss_weights=True, group=group)
+
+    def __call__(self) -> Tensor:
+        return self.step(self.batch)[0]
+
+
+def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:
+    """Mean wall time of a call in a loop, of the slowest process."""
+    warm_ups, calls = (1, 2) if small else (5, 20)
+    for _ in range(warm_ups):
+        call()
+    _synchronize(group)
+    group.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronize(group)
+    return max(group.counts(round(1e9 * (time.perf_counter() - start)))) / 1e6 / calls
+
+
+def _synchronize(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def main(arguments: list[str] | None = None) -> bool:
+    """Run all checks; process 0 prints a table and writes a CSV. Returns whether everything was as needed."""
+    parser = argparse.ArgumentParser(description="Check and time training on several GPUs.")
+    parser.add_argument("--csv", default="outputs/multi_gpu.csv", help="file to write (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="miniature graphs, to try it on a CPU")
+    chosen = parser.parse_args(arguments)
+    group = Group.of_environment(chosen.device)
+    results: list[Result] = []
+    for check in (same_losses, same_partitioned, throughput):
+        start = time.perf_counter()
+        found = check(group, chosen.small)
+        if group.is_main:
+            results += found
+            for result in found:
+                needed = "" if result.needed is None else f"(needs {result.needed:g})"
+                print(
+                    f"{result.check:11}{result.model:24}{result.processes:2}  {result.quantity:28}"
+                    f"{result.value:12.4g}  {needed:16}{result.verdict}"
+                )
+            print(f"{check.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
+    if group.is_main:
+        path = Path(chosen.csv)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as stream:
+            columns = [*(field.name for field in fields(Result)), "verdict"]
+            writer = csv.DictWriter(stream, fieldnames=columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({**asdict(result), "verdict": result.verdict} for result in results)
+        print(path)
+    failed = sum(result.verdict == "FAILED" for result in results)
+    return sum(group.counts(failed)) == 0
+
+
+if __name__ == "__main__":
+    good = main()
+    Group.close()
+    sys.exit(not good)
