@@ -1,13 +1,62 @@
-"""The files a run leaves behind: metrics as JSON and CSV, and curves."""
+"""The files a run leaves behind: environment and metrics as JSON, metrics per epoch as CSV, and curves."""
 
 from __future__ import annotations
 
 import csv
 import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
+
+import pyg_dfgnn
+
+# What decides the numbers and times of a run; CuPy under either of its names.
+_PACKAGES = (
+    "torch",
+    "torch_geometric",
+    "numpy",
+    "hydra-core",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "pyg-lib",
+    "torch-sparse",
+)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a run ran on: command, versions of packages, commit of a source tree, and the GPU if it uses one."""
+    found: dict[str, Any] = {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "pyg_dfgnn": pyg_dfgnn.__version__,
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted": _git("status", "--porcelain", "--untracked-files=no"),
+        "device": str(device),
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return found
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the tree that this package lies in; None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def write_metrics(folder: Path, summary: dict[str, Any], history: list[dict[str, float]]) -> tuple[Path, Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,15 @@ import torch
 import torch_geometric
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch_geometric.data import Data
+from torch import nn
+from torch.optim import Optimizer
 
 import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.report import plot_curves, write_metrics
+from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(config)))
     folder = Path(config["paths"]["run"])
     folder.mkdir(parents=True, exist_ok=True)
+    if group.is_main:
+        OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+        (folder / "environment.json").write_text(json.dumps(environment(device), indent=2) + "\n")
     resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
     with pyg_dfgnn.settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
@@ -65,10 +70,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
-        prepare = None
-        if config["backend"]["sort_edges"] and device.type == "cuda" and not task.full_graph:
-            task, prepare = task.map(SortEdges()), _register
-        optimizer = instantiate(cfg.optimizer, _partial_=True)(model.parameters())
+        optimizer = make_optimizer(cfg.optimizer, model, device)
         scheduler = instantiate(cfg.scheduler, _partial_=True)(optimizer)
         trainer = Trainer(
             model,
@@ -80,7 +82,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             config,
             seed=config["seed"],
             group=group,
-            prepare=prepare,
+            sort_edges=config["backend"]["sort_edges"] and device.type == "cuda",
             **config["trainer"],
         )
         if resumed is not None:
@@ -98,6 +100,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "best_epoch": best_epoch,
         "epochs": trainer.epoch,
         "train_time_s": sum(row["time_s"] for row in trainer.history),
+        "prepare_time_s": trainer.prepare_s,
         "task": task.name,
         "model": type(model).__name__,
         "convs": config["backend"]["convs"],
@@ -118,9 +121,17 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     return results[config["returns"]]
 
 
-def _register(batch: Data) -> None:
-    # Built by scans from what SortEdges stored; the convs find it by batch.edge_index.
-    Graph.of_batch(batch)
+def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -> Optimizer:
+    """The optimizer that a config names, on a GPU with one kernel for all parameters where it has one.
+
+    Args:
+        config: `_target_` and arguments; `fused` and `foreach` are left as they are given.
+        model: Whose parameters it steps.
+        device: Where they are.
+    """
+    make = instantiate(config, _partial_=True)
+    is_open = "fused" in inspect.signature(make.func).parameters and not {"fused", "foreach"} & config.keys()
+    return make(model.parameters(), **({"fused": True} if is_open and device.type == "cuda" else {}))
 
 
 def choose_device(name: str) -> torch.device:

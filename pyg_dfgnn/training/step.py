@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from pyg_dfgnn.training.metrics import cross_entropy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Mark = Callable[[str], None]
+Work = Callable[[], tuple[Tensor, Tensor]]
 
 
 def _no_mark(phase: str) -> None:
@@ -95,3 +97,151 @@ class Step:
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+class Recording:
+    """Work on a GPU that was captured as a CUDA graph; `results` are where each replay writes."""
+
+    def __init__(self, work: Work, stream: torch.cuda.Stream, pool: Any) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
+            self.results = work()
+
+    def replay(self) -> tuple[Tensor, Tensor]:
+        """Launch the work again."""
+        self.graph.replay()
+        return self.results
+
+
+class Recorder:
+    """One stream and one memory pool for all recordings: they never run at the same time, so they share memory.
+
+    Args:
+        device: A CUDA device.
+
+    Raises:
+        ValueError: The device is no CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"'cuda_graph' needs a CUDA device (got {device})")
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run(self, work: Work) -> tuple[Tensor, Tensor]:
+        """Launch work on the stream of the recordings, as it has to be a few times before it is captured."""
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            results = work()
+        current.wait_stream(self.stream)
+        for result in results:
+            result.record_stream(current)
+        return results
+
+    def record(self, work: Work) -> Recording:
+        """Capture work without running it."""
+        return Recording(work, self.stream, self.pool)
+
+
+class CapturedStep(Step):
+    """A training step that is captured as a CUDA graph and replayed: one launch for all its kernels.
+
+    The first steps on a batch run one by one, count as any other, and find out what has to be known: plans, compiled
+    kernels, the state of the optimizer. What follows replays, with the random numbers and learning rates that single
+    launches would take. A capture belongs to the tensors of its batch: a replay reads what they hold by then.
+
+    Args:
+        model: As in :class:`Step`.
+        optimizer: One that torch can capture: Adam, AdamW and others with the argument `capturable`.
+        mark: Called while the step is captured and not when it runs.
+        recorder: Captures; one for the model's device if None.
+        **options: As in :class:`Step`; without loss scaling, which decides on the host whether to step.
+
+    Raises:
+        ValueError: The model is not on a CUDA device, or the precision or the optimizer cannot be captured.
+    """
+
+    WARM_UPS = 3
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        mark: Mark | None = None,
+        recorder: Recorder | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, optimizer, **options)
+        self.recorder = recorder or Recorder(self.device)
+        if self.scaler.is_enabled():
+            raise ValueError("'precision' needs fp32 or bf16 with cuda_graph: loss scaling is not captured (got fp16)")
+        if any("capturable" not in group for group in optimizer.param_groups):
+            kind = type(optimizer).__name__
+            raise ValueError(f"'optimizer' needs the argument 'capturable' with cuda_graph, as Adam has (got {kind})")
+        self.capture_mark = mark or _no_mark
+        self._found: dict[tuple[str, int], _Captured] = {}
+        self._rates: list[Tensor] = []
+
+    def __call__(self, batch: Data) -> tuple[Tensor, Tensor]:
+        """Take one step, as :meth:`Step.__call__`; the next step on this batch overwrites the logits it returns."""
+        self._set_rates()
+        loss, logits = self._run("step", batch, lambda: super(CapturedStep, self).__call__(batch))
+        return loss.clone(), logits
+
+    def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
+        """Loss and logits of a batch; the next evaluation of this batch overwrites them."""
+        return self._run("evaluate", batch, lambda: super(CapturedStep, self).evaluate(batch))
+
+    def _run(self, kind: str, batch: Data, work: Work) -> tuple[Tensor, Tensor]:
+        found = self._found.setdefault((kind, id(batch)), _Captured(batch))
+        if found.recording is None and found.runs < self.WARM_UPS:
+            found.runs += 1
+            return self.recorder.run(work)
+        if found.recording is None:
+            with self._capturing():
+                found.recording = self.recorder.record(work)
+        return found.recording.replay()
+
+    def _set_rates(self) -> None:
+        """Hand the learning rates of the groups to the tensors that a replay reads, and make the optimizer ready."""
+        groups = self.optimizer.param_groups
+        if not self._rates:
+            for group in groups:
+                group["capturable"] = True
+            # Steps counted before this, perhaps by a run that was resumed, may be counted on the host.
+            for state in self.optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(self.device, torch.float32)
+            self._rates = [torch.zeros((), device=self.device) for _ in groups]
+            self._known: list[float | None] = [None] * len(groups)
+        for position, group in enumerate(groups):
+            if group["lr"] != self._known[position]:
+                self._rates[position].fill_(group["lr"])
+                self._known[position] = float(group["lr"])
+
+    @contextmanager
+    def _capturing(self) -> Any:
+        """Learning rates as tensors, so that schedulers, which set numbers, reach the replays; phases are marked."""
+        groups = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates):
+            group["lr"] = rate
+        self.mark = self.capture_mark
+        try:
+            yield
+        finally:
+            self.mark = _no_mark
+            for group, number in zip(groups, numbers):
+                group["lr"] = number
+
+
+class _Captured:
+    """What is known of the work on one batch, which it keeps alive."""
+
+    def __init__(self, batch: Data) -> None:
+        self.batch = batch
+        self.runs = 0
+        self.recording: Recording | None = None

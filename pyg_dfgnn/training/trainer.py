@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch_geometric.data import Data
-from torch_geometric.loader import DataLoader
 from tqdm import tqdm
 
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.distributed import Group, own_part, shared_loader, wrap
+from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.metrics import IGNORED, Score
-from pyg_dfgnn.training.step import Step
+from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
+from pyg_dfgnn.training.metrics import Score
+from pyg_dfgnn.training.step import CapturedStep, Step
 
 log = logging.getLogger(__name__)
 
 MONITORS = ("val_accuracy", "val_loss")
+# How an optimizer launches its kernels, not what it computes.
+_LAUNCHES = ("capturable", "foreach", "fused")
 
 
 class Trainer:
@@ -45,15 +49,21 @@ class Trainer:
         patience: Stop after this many epochs without a better one; None trains all epochs.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
+        sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
+        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`).
+        compile: Call the model through `torch.compile(fullgraph=True)`.
+        prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
+        resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
+        sort_edges: Sort the edges of each graph once, so that no mini-batch is sorted.
         seed: Decides the order of the mini-batches.
         group: The processes that train together: they share each mini-batch, or each owns a part of the whole graph.
-        prepare: Called with each batch on its device, before the model sees it.
         checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
         log_every: Epochs between two log lines where no progress bar is shown.
         progress: Show a progress bar; None: only on a terminal.
 
     Raises:
-        ValueError: An argument is not among its choices, out of range, or `loader` does not fit the task.
+        ValueError: An argument is not among its choices, out of range, or does not fit the task, the device or the
+            group.
     """
 
     def __init__(
@@ -70,10 +80,15 @@ class Trainer:
         monitor: str = "val_accuracy",
         patience: int | None = None,
         precision: str = "fp32",
-        loader: dict[str, Any] | None = None,
+        loader: Mapping[str, Any] | None = None,
+        sampler: Mapping[str, Any] | None = None,
+        cuda_graph: bool = False,
+        compile: bool = False,
+        prefetch: bool = False,
+        resident: bool | None = None,
+        sort_edges: bool = False,
         seed: int = 0,
         group: Group | None = None,
-        prepare: Callable[[Data], None] | None = None,
         checkpoint_every: int = 1,
         log_every: int = 1,
         progress: bool | None = None,
@@ -87,29 +102,49 @@ class Trainer:
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
             raise ValueError(f"'loader' needs {needed} (got {loader})")
+        if sampler is not None and not task.full_graph:
+            raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         self.group = group = group or Group()
+        alone = {"cuda_graph": cuda_graph, "compile": compile, "sampler": sampler is not None}
+        for name, given in alone.items():
+            if given and group.size > 1:
+                raise ValueError(f"'{name}' needs one process (got {group.size})")
         if group.size > 1 and task.full_graph:
             task = task.map(lambda graph: own_part(graph, group))
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.epochs, self.monitor, self.patience = epochs, monitor, patience
-        self.step = Step(
-            model if group.size == 1 else wrap(model, group),
+        called: Any = model if group.size == 1 else wrap(model, group)
+        if compile:
+            # One compilation for batches of all sizes.
+            called = torch.compile(called, fullgraph=True, dynamic=not task.full_graph or sampler is not None)
+        self.step = (CapturedStep if cuda_graph else Step)(
+            called,
             optimizer,
             loss_weights=task.loss_weights,
             graph_level=task.level == "graph",
             precision=precision,
             group=group,
         )
-        self.prepare = prepare
         self.checkpoint_every, self.log_every, self.progress = checkpoint_every, log_every, progress
         self.seed = seed
         self.order = torch.Generator().manual_seed(seed)
         self.epoch = 0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, Any] | None = None
-        self._batches = self._whole_graph() if loader is None else self._loaders(loader)
+        self._batches: dict[str, Any]
+        if loader is None:
+            self._batches = whole_graph(task, device)
+            if sampler is not None:
+                (graph,) = task.splits["train"]
+                source = sampled(graph, device, sampler, self.order)
+                self._batches["train"] = Batches(source, Seeds(device), device, prefetch=prefetch)
+        else:
+            self._batches = graph_batches(
+                task, device, loader, self.order, group, sort_edges=sort_edges, resident=resident, prefetch=prefetch
+            )
         self._state = self.state()
+        self._is_between_epochs = True
 
     def fit(self) -> None:
         """Train until the last epoch or until no better epoch was seen for `patience` epochs.
@@ -127,10 +162,12 @@ class Trainer:
         )
         try:
             while self.epoch < self.epochs and not self._is_stale():
-                row = self._run_epoch(bar)
+                with _interrupts_after(is_short=steps == 1):
+                    row = self._run_epoch(bar)
                 if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
-                    log.info(_line(row, self.epochs))
-                bar.set_postfix({key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")})
+                    log.info(_line(row, self.epochs, self._remaining_s()))
+                if not bar.disable:
+                    bar.set_postfix({key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")})
                 if self.epoch % self.checkpoint_every == 0:
                     self.save()
         except KeyboardInterrupt:
@@ -145,7 +182,7 @@ class Trainer:
         """Loss and accuracy of the model as it is on "train", "val" or "test"."""
         score = self._score()
         self.model.eval()
-        for batch in self._on_device(split):
+        for batch in self._batches[split]:
             score.add(*self.step.evaluate(batch), batch.y)
         score.gather(self.group)
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
@@ -175,7 +212,7 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state; the following epochs equal those of a run that was never stopped."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step.scaler.load_state_dict(state["scaler"])
         self.epoch, self.history, self.best = state["epoch"], list(state["history"]), state["best"]
@@ -185,6 +222,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the last whole epoch and the best parameters."""
+        if self._is_between_epochs:
+            self._state = self.state()
         if not self.group.is_main:
             return
         checkpoint.save(self.folder / "checkpoints" / "last.pt", self._state)
@@ -193,6 +232,7 @@ class Trainer:
 
     def _run_epoch(self, bar: tqdm) -> dict[str, float]:
         start = time.perf_counter()
+        self._is_between_epochs = False
         lr = self.optimizer.param_groups[0]["lr"]
         trained = self._train_epoch(bar)
         validated = self.evaluate("val")
@@ -208,7 +248,10 @@ class Trainer:
         # From here on the epoch counts; an interrupt before it leaves the state of the epoch before.
         self.epoch, self.best = epoch, best
         self.history.append(row)
-        self._state = self.state()
+        self._is_between_epochs = True
+        # An epoch of one step takes less time than a copy of everything, and is not interrupted.
+        if len(self._batches["train"]) > 1:
+            self._state = self.state()
         return row
 
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
@@ -217,31 +260,21 @@ class Trainer:
         if not self.task.full_graph:
             self.group.seed_dropout(self.model, self.seed, self.epoch)
         self.model.train()
-        for batch in self._on_device("train"):
+        for batch in self._batches["train"]:
             score.add(*self.step(batch), batch.y)
             bar.update()
         score.gather(self.group)
         return {"train_loss": score.loss, "train_accuracy": score.metric}
 
-    def _on_device(self, split: str) -> Iterator[Data]:
-        for batch in self._batches[split]:
-            batch = batch.to(self.device, non_blocking=True)
-            if self.prepare is not None:
-                self.prepare(batch)
-            yield batch
+    @property
+    def prepare_s(self) -> float:
+        """Seconds that the host has spent on making mini-batches."""
+        return sum(each.host_s for each in self._batches.values() if isinstance(each, Batches))
 
-    def _whole_graph(self) -> dict[str, Any]:
-        return {split: [_labelled(graph.to(self.device), split)] for split, (graph,) in self.task.splits.items()}
-
-    def _loaders(self, options: dict[str, Any]) -> dict[str, Any]:
-        pinned = {"pin_memory": self.device.type == "cuda", **options}
-        return {
-            split: self._loader(graphs, shuffle=split == "train", generator=self.order, **pinned)
-            for split, graphs in self.task.splits.items()
-        }
-
-    def _loader(self, graphs: list[Data], **options: Any) -> DataLoader:
-        return DataLoader(graphs, **options) if self.group.size == 1 else shared_loader(graphs, self.group, **options)
+    def _remaining_s(self) -> float:
+        """Estimate for the epochs to come, if none is saved by stopping early."""
+        times = [row["time_s"] for row in self.history]
+        return (self.epochs - self.epoch) * sum(times) / len(times)
 
     def _score(self) -> Score:
         return Score(self.task.num_classes, self.task.metric, self.device)
@@ -253,13 +286,30 @@ class Trainer:
         return self.patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self.patience
 
 
-def _labelled(graph: Data, split: str) -> Data:
-    """The graph with the labels of one split, all others ignored; tensors are shared."""
-    graph = copy.copy(graph)
-    graph.y = graph.y.masked_fill(~graph[f"{split}_mask"], IGNORED)
-    return graph
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer, but keep how it launches its kernels: that belongs to the device of this run."""
+    kept = [{name: group[name] for name in _LAUNCHES if name in group} for group in optimizer.param_groups]
+    groups = [{**saved, **own} for saved, own in zip(state["param_groups"], kept, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
-def _line(row: dict[str, float], epochs: int) -> str:
+@contextmanager
+def _interrupts_after(is_short: bool) -> Iterator[None]:
+    """Hold a keyboard interrupt back until a short block has ended."""
+    if not is_short or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _line(row: dict[str, float], epochs: int, remaining_s: float) -> str:
     values = "  ".join(f"{key} {row[key]:.4f}" for key in ("train_loss", "train_accuracy", "val_loss", "val_accuracy"))
-    return f"epoch {row['epoch']}/{epochs}  {values}  {row['time_s']:.2f} s"
+    remaining = f", {tqdm.format_interval(remaining_s)} left" if remaining_s else ""
+    return f"epoch {row['epoch']}/{epochs}  {values}  {row['time_s']:.2f} s{remaining}"

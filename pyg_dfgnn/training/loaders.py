@@ -1,0 +1,210 @@
+"""Where batches come from: one whole graph, graphs collated on the host or on the device, sampled neighbours."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch_geometric.typing
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, NeighborLoader
+
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.distributed import Group, shared_loader
+from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.training.metrics import IGNORED
+
+# The share of a GPU's memory that graphs may take which are not asked to stay there.
+_RESIDENT_SHARE = 0.25
+
+
+class Batches:
+    """The batches of a split, made on the device that uses them.
+
+    Args:
+        source: Gives the batches, on the host or on the device.
+        prepare: Brings a batch to the device and completes it.
+        device: Where they are used.
+        prefetch: Make them on a stream of their own, while the device is at work on the batch before.
+
+    Attributes:
+        host_s: Seconds that the host has spent on making batches.
+    """
+
+    def __init__(
+        self, source: Any, prepare: Callable[[Data], Data], device: torch.device, *, prefetch: bool = False
+    ) -> None:
+        self.source, self.prepare, self.device = source, prepare, device
+        self.stream = torch.cuda.Stream(device) if prefetch and device.type == "cuda" else None
+        self.host_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Data]:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        source = iter(self.source)
+        while True:
+            started = time.perf_counter()
+            # Steps do not wait for the device: the one on the batch before has been enqueued and is running.
+            with torch.cuda.stream(self.stream):
+                batch = next(source, None)
+                if batch is None:
+                    return
+                batch = self.prepare(batch)
+            if self.stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self.stream)
+                # The memory belongs to the other stream, which must not use it again while this one reads.
+                batch.record_stream(current)
+            self.host_s += time.perf_counter() - started
+            yield batch
+
+
+class ResidentLoader:
+    """Batches of graphs that stay on the device: what moves is which graphs.
+
+    Args:
+        graphs: Of one split.
+        batch_size: Graphs of a batch; the last one may have fewer.
+        order: Draws the permutation of each epoch; None keeps the order.
+    """
+
+    def __init__(self, graphs: ResidentGraphs, batch_size: int, order: torch.Generator | None = None) -> None:
+        self.graphs, self.batch_size, self.order = graphs, batch_size, order
+
+    def __len__(self) -> int:
+        return -(-len(self.graphs) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Data]:
+        count = len(self.graphs)
+        ids = torch.arange(count) if self.order is None else torch.randperm(count, generator=self.order)
+        return (self.graphs.batch(part) for part in ids.split(self.batch_size))
+
+
+def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
+    """The one graph of a task on the device, once per split with the labels of that split and all others ignored."""
+    # PyG moves a graph in place, and a sampler needs it where it is.
+    moved = task.map(lambda graph: copy.copy(graph).to(device))
+    return {split: [labelled(graph, split)] for split, (graph,) in moved.splits.items()}
+
+
+def labelled(graph: Data, split: str) -> Data:
+    """The graph with the labels of one split, all others ignored; tensors are shared."""
+    graph = copy.copy(graph)
+    graph.y = graph.y.masked_fill(~graph[f"{split}_mask"], IGNORED)
+    return graph
+
+
+def graph_batches(
+    task: Task,
+    device: torch.device,
+    options: Mapping[str, Any],
+    order: torch.Generator,
+    group: Group,
+    *,
+    sort_edges: bool,
+    resident: bool | None,
+    prefetch: bool,
+) -> dict[str, Batches]:
+    """Mini-batches of the graphs of each split.
+
+    Args:
+        task: Many graphs.
+        device: Where the batches are used.
+        options: Arguments of PyG's DataLoader.
+        order: Draws the order of the training graphs.
+        group: The processes that share each batch.
+        sort_edges: Sort each graph once, so that a batch comes with its graph and no batch is sorted.
+        resident: Keep all graphs on the device and gather batches there; None: on a GPU that has the room.
+        prefetch: As in :class:`Batches`.
+
+    Raises:
+        ValueError: The graphs should be resident on several processes.
+    """
+    if sort_edges:
+        task = task.map(SortEdges())
+    if resident is None:
+        resident = device.type == "cuda" and group.size == 1 and _fits(task, device)
+    if resident and group.size > 1:
+        raise ValueError(f"'resident' needs one process (got {group.size})")
+    if resident:
+        size, prepare = options["batch_size"], _as_it_is
+        sources: dict[str, Any] = {
+            split: ResidentLoader(ResidentGraphs(graphs, device), size, order if split == "train" else None)
+            for split, graphs in task.splits.items()
+        }
+    else:
+        rest = {"pin_memory": device.type == "cuda", "generator": order, **options}
+        make = DataLoader if group.size == 1 else _Shared(group)
+        sources = {split: make(graphs, shuffle=split == "train", **rest) for split, graphs in task.splits.items()}
+        prepare = _Move(device, sort_edges)
+    return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
+
+
+def sampled(graph: Data, device: torch.device, options: Mapping[str, Any], order: torch.Generator) -> NeighborLoader:
+    """Mini-batches of sampled neighbours of the training nodes, which alone keep their labels.
+
+    Args:
+        graph: The whole graph, on the CPU.
+        device: Where the batches are used.
+        options: `num_neighbors`, `batch_size` and other arguments of PyG's NeighborLoader.
+        order: Draws the order of the training nodes.
+
+    Raises:
+        ValueError: PyG has no library to sample with.
+    """
+    if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
+        raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
+    given = {"pin_memory": device.type == "cuda", **options}
+    return NeighborLoader(graph, input_nodes=graph.train_mask, shuffle=True, generator=order, **given)
+
+
+class Seeds:
+    """Brings a batch of sampled neighbours to the device; only the nodes that were sampled for keep their labels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, batch: Data) -> Data:
+        batch = batch.to(self.device, non_blocking=True)
+        batch.y = batch.y.clone()
+        batch.y[batch.batch_size :] = IGNORED
+        return batch
+
+
+class _Shared:
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, graphs: list[Data], **options: Any) -> DataLoader:
+        return shared_loader(graphs, self.group, **options)
+
+
+class _Move:
+    """Brings a collated batch to the device, with its graph if the graphs were sorted."""
+
+    def __init__(self, device: torch.device, is_sorted: bool) -> None:
+        self.device, self.is_sorted = device, is_sorted
+
+    def __call__(self, batch: Data) -> Data:
+        facts = BatchFacts.of(batch) if self.is_sorted else None
+        batch = batch.to(self.device, non_blocking=True)
+        if facts is not None:
+            Graph.of_batch(batch, facts=facts)
+        return batch
+
+
+def _as_it_is(batch: Data) -> Data:
+    return batch
+
+
+def _fits(task: Task, device: torch.device) -> bool:
+    """Whether all graphs take a small share of the device's memory."""
+    graphs = [graph for part in task.splits.values() for graph in part]
+    held = sum(value.nbytes for graph in graphs for _, value in graph if isinstance(value, torch.Tensor))
+    return held <= _RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
