@@ -12,6 +12,8 @@ from torch_geometric.loader import DataLoader
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.graph import SortEdges
+from pyg_dfgnn.graph.batch import BY_SOURCE
 
 
 class SharedBatches(Sampler[list[int]]):
@@ -48,7 +50,7 @@ def empty_graph(graph: Data, label: int = -100) -> Data:
     """A graph without nodes, of the attributes and dtypes of another, whose own label, if any, is one to ignore."""
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
     empty.y = torch.full_like(empty.y, label)
-    return empty
+    return SortEdges()(empty) if BY_SOURCE in empty else empty
 
 
 def shared_loader(
