@@ -152,7 +152,7 @@ def photograph_superpixels(
     files = [f"{split}.pickle" for split in SPLITS]
     like = f"data={stem.replace('-', '_')}_like is generated instead."
     published = RawFiles(name, files, (f"lrgb/{stem}/raw", f"{stem}/raw"), search, like)
-    pixels = RawFiles("the photographs", ("bsds500_subset.tar.gz",), ("bsds500",), search, like)
+    pixels = _photograph_files(search)
     if not _from_pixels(source, published, pixels):
         root = Path(cache).expanduser() / "lrgb"
 
@@ -361,6 +361,10 @@ def _cifar10(folder: Path, seed: int) -> Images:
     )
     bound = len(train) * 7 // 8
     return {"train": train[:bound], "val": train[bound:], "test": test}
+
+
+def _photograph_files(search: Folders) -> RawFiles:
+    return RawFiles("the photographs", ("bsds500_subset.tar.gz",), ("bsds500",), search)
 
 
 def _photographs(folder: Path) -> Images:

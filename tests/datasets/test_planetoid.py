@@ -1,6 +1,5 @@
 """Citation graphs: where files are looked for, what is said when they are missing, PubMed's made-up features."""
 
-import os
 import pickle
 from pathlib import Path
 
@@ -9,10 +8,9 @@ import pytest
 import torch
 
 from pyg_dfgnn.datasets import planetoid, pubmed_made_features
+from tests.datasets.real import SEARCH
 
 scipy_sparse = pytest.importorskip("scipy.sparse")
-
-SEARCH = [os.environ.get("PYG_DFGNN_DATA", "data"), "data", "../shared/data"]
 
 
 def write_raw(folder, name="Cora", num_classes=3, num_train=6, num_all=520, num_test=10):

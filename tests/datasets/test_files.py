@@ -1,0 +1,99 @@
+"""Made graphs are kept whole and told apart by their parameters; raw files are found, copied or asked for."""
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from pyg_dfgnn.datasets import files
+from pyg_dfgnn.datasets.files import RawFiles, cached, need_extra
+
+
+def make_splits(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def graph(num_nodes, num_edges):
+        edge_index = torch.randint(max(num_nodes, 1), (2, num_edges), generator=generator)
+        x = torch.rand(num_nodes, 3, generator=generator)
+        return Data(x=x, edge_index=edge_index, edge_attr=torch.rand(num_edges, 2), y=torch.tensor([num_nodes]))
+
+    return {"train": [graph(5, 9), graph(1, 0), graph(3, 4)], "test": [graph(2, 2)]}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for split in left:
+        assert len(left[split]) == len(right[split])
+        for first, second in zip(left[split], right[split]):
+            assert first.keys() == second.keys()
+            for key in first.keys():
+                assert torch.equal(first[key], second[key]), key
+
+
+def test_made_once_and_read_back_the_same(tmp_path):
+    splits, calls = make_splits(), []
+
+    def make():
+        calls.append(1)
+        return splits
+
+    first, second = (cached(tmp_path, "graphs", {"seed": 0, "noise": 0.5}, make) for _ in range(2))
+    assert len(calls) == 1
+    assert_same(first, splits)
+    assert_same(second, splits)
+    cached(tmp_path, "graphs", {"seed": 1, "noise": 0.5}, make)
+    cached(None, "graphs", {"seed": 0, "noise": 0.5}, make)
+    assert len(calls) == 3 and len(list((tmp_path / "made").iterdir())) == 2
+
+
+def test_what_was_read_can_be_changed_without_changing_the_file(tmp_path):
+    for _ in range(2):
+        graph = cached(tmp_path, "graphs", {}, make_splits)["train"][0]
+        assert not (graph.x == 7).any()
+        graph.x.fill_(7)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    def save(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, "graphs", {}, make_splits)
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_raw_files_are_taken_from_the_first_whole_folder(tmp_path):
+    for place, names in (("a/set/raw", ("one",)), ("b/raw", ("one", "two")), ("c/set/raw", ("one", "two"))):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text(f"{place} {name}")
+    raw_files = RawFiles("Set", ("one", "two"), ("set/raw", "raw"), [tmp_path / part for part in "abc"])
+    assert raw_files.need() == tmp_path / "b" / "raw"
+    assert raw_files.sizes(tmp_path / "b" / "raw") == [9, 9]
+    raw = tmp_path / "cache"
+    assert raw_files.load(raw, False, lambda: (raw / "two").read_text()) == "b/raw two"
+    assert sorted(path.name for path in raw.iterdir()) == ["one", "two"]
+
+
+def test_missing_raw_files_are_named(tmp_path):
+    (tmp_path / "set" / "raw").mkdir(parents=True)
+    (tmp_path / "set" / "raw" / "one").touch()
+    raw_files = RawFiles("Set", ("one", "two"), ("set/raw",), [tmp_path, tmp_path], "data=set_like is generated.")
+    with pytest.raises(FileNotFoundError) as caught:
+        raw_files.load(tmp_path / "cache", False, lambda: None)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the raw files of Set were not found. Put one, two into one of"
+    assert lines[1:2] == [f"  {tmp_path / 'set' / 'raw'} (lacks two)"]
+    assert "set/raw in the environment variable PYG_DFGNN_DATA" in lines[2] and lines[3:] == [raw_files.hint]
+
+    def fail():
+        raise OSError("no network")
+
+    with pytest.raises(FileNotFoundError, match=r"(?s)Put one, two.*The download failed: OSError\('no network'\)"):
+        raw_files.load(tmp_path / "cache", True, fail)
+
+
+def test_missing_package_names_the_extra():
+    with pytest.raises(ModuleNotFoundError, match=r"pictures need nothing_like_it: pip install 'pyg_dfgnn\[data\]'"):
+        need_extra("nothing_like_it.part", "pictures")

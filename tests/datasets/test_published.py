@@ -1,0 +1,115 @@
+"""Published counts against what the data configs load, and the table of both."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch_geometric.data import Data
+
+from pyg_dfgnn.datasets import Task, __main__, published
+from pyg_dfgnn.datasets.__main__ import describe, load
+from pyg_dfgnn.datasets.published import DATA, TABLE_1, Entry, Size, deviations, size_of
+from pyg_dfgnn.paths import configs_dir
+from tests.datasets.real import SEARCH
+
+CONFIGS = sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml"))
+SMALL = [name for name in CONFIGS if name.endswith("_small")]
+REAL = ["cora", "citeseer", "pubmed_made_features", "cornell5", "tolokers", "minesweeper", "squirrel", "photo"]
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty cache and no data files."""
+    monkeypatch.setenv("PYG_DFGNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYG_DFGNN_DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_entries_and_configs_agree():
+    assert len(TABLE_1) == 12 and set(DATA) | set(SMALL) == set(CONFIGS)
+    for name, entry in DATA.items():
+        assert all(tolerance >= 0 for tolerance in entry.tolerance), name
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_have_the_published_counts(name, tmp_path):
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        task_config = compose("train", [f"data={name}"]).data.task
+    make = instantiate(task_config, _partial_=True)
+    changes = {"search": SEARCH, "cache": tmp_path, "download": False}
+    try:
+        task = make(**{key: value for key, value in changes.items() if key in task_config})
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        pytest.skip(str(error))
+    assert size_of(task) == DATA[name].size and task.full_graph
+    (graph,) = task.splits["train"]
+    masks = torch.stack([graph[f"{split}_mask"] for split in ("train", "val", "test")])
+    assert (masks.sum(dim=0) <= 1).all() and (masks.sum(dim=1) > 0).all()
+    assert (graph.y[masks.any(dim=0)] >= 0).all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_sets_load(name, here):
+    task = load(name)
+    assert task.synthetic
+    y = torch.cat([graph.y for graphs in task.splits.values() for graph in graphs])
+    assert 0 <= int(y.min()) <= int(y.max()) < task.num_classes
+    assert max(graph.num_nodes for graphs in task.splits.values() for graph in graphs) < 12_000
+
+
+@pytest.mark.parametrize("name", ["reddit_like", "proteins_like", "ppa_like"])
+def test_large_graphs_keep_their_degrees_when_scaled(name, here):
+    """A 16th of the nodes with a 16th of the edges at each."""
+    scale, entry = 1 / 16, DATA[name]
+    mean = scale * entry.size.mean_degree
+    overrides = [f"task.scale={scale}", f"task.mean_degree={mean}", "task.num_features=4", "task.cache=null"]
+    size = size_of(load(name, overrides))
+    assert size.nodes == round(scale * entry.size.nodes)
+    assert size.mean_degree == pytest.approx(mean, rel=0.05)
+    assert size.max_degree == pytest.approx(scale * entry.size.max_degree, rel=0.15)
+
+
+def test_size_and_deviations():
+    edge_index = torch.tensor([[0, 1, 2], [1, 1, 0]])
+    graphs = [Data(x=torch.ones(3, 2), edge_index=edge_index, y=torch.zeros(3)), Data(x=torch.ones(1, 2))]
+    graphs[1].edge_index = edge_index[:, :0]
+    size = size_of(Task("x", {"train": graphs, "test": graphs[:1]}, 2, 2))
+    assert size == Size(2, 2.0, 1.5, 2, 2, 2) and size.mean_degree == 0.75
+    entry = Entry("X", Size(2, 2.5, 1.5, None, 2, 2), (0.3, 0.1, 0.0))
+    assert deviations(size, entry) == {"nodes": (pytest.approx(-0.2), 0.3), "edges": (0.0, 0.1)}
+
+
+def test_describe_named_sets(here, monkeypatch):
+    table = describe(["cluster"], ["task.num_train=2000", "task.num_val=1", "task.num_test=1"]).splitlines()
+    assert len(table) == 2 and table[0].split() == " ".join(__main__.HEADER).split()
+    assert (
+        "12,000 / 2,002" in table[1] and "4,303 / 4," in table[1] and "fresh graphs by the published recipe" in table[1]
+    )
+    assert "OFF" not in table[1] and "(2 %)" in table[1]
+    changed = replace(DATA["cluster"], tolerance=(0.0, 0.0, 0.0))
+    monkeypatch.setitem(published.DATA, "cluster", changed)
+    assert "OFF nodes" in describe(["cluster"], ["task.num_train=200"])
+
+
+def test_describe_says_what_is_not_here(here, monkeypatch):
+    monkeypatch.setattr(__main__, "load", lambda name, overrides: pytest.fail(name))
+    monkeypatch.setattr(__main__, "TABLE_1", {name: entry for name, entry in TABLE_1.items() if entry.large})
+    assert describe().count("not loaded: large, name it: describe ") == 4
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    row = describe(["cora"], ["task.download=false", f"task.search=[{here}]", f"task.cache={here}"]).splitlines()[1]
+    assert row.endswith("not loaded: the raw files of Cora were not found") and "2,708 / -" in row
+
+
+def test_command(here):
+    command = [sys.executable, "-m", "pyg_dfgnn.datasets", "describe"]
+    root = configs_dir().parent
+    done = subprocess.run([*command, "reddit_like_small", "task.scale=0.01"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and "2,330" in done.stdout and "0.01 of the nodes" in done.stdout
+    done = subprocess.run([*command, "nothing"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2 and "'data' needs one of" in done.stderr and "(got 'nothing')" in done.stderr
