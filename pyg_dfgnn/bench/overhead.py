@@ -1,34 +1,82 @@
-"""Host microseconds of one kernel launch, and of a forward and a forward+backward through autograd, on graph (b).
+"""Host microseconds of one launch, and of a forward and a forward+backward of the op and of the conv, on graph (b).
 
-``python -m pyg_dfgnn.bench.overhead`` appends to ``results/bench/<gpu>-overhead.csv`` and prints the table.
+``python -m pyg_dfgnn.bench.overhead`` appends to ``results/bench/<gpu>-overhead.csv`` and prints the table. Without a
+GPU every launch goes nowhere: what is left is the host's part without the driver.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from pyg_dfgnn import nn
 from pyg_dfgnn.bench.cases.attention import LAYERS, SCORES, AttentionCase, fused, make_grad_out, make_inputs
-from pyg_dfgnn.bench.graphs import benchmark_graph
+from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph
 from pyg_dfgnn.bench.prepare import Prepared
 from pyg_dfgnn.bench.results import Table, environment, file_stem, markdown, now
 from pyg_dfgnn.bench.timing import Timer
+from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.runtime import launcher
 
 FIELDS = (
     "layer heads channels what kernels host_us host_us_per_kernel gpu torch cuda pyg cupy commit digest time".split()
 )
 REPETITIONS = 300
+CONVS = {"dot": nn.TransformerConv, "cosine": nn.AGNNConv, "add": nn.GATConv, "gatv2": nn.GATv2Conv}
+
+Call = Callable[[], Tensor]
+
+
+@contextmanager
+def fused_anywhere(device: torch.device) -> Iterator[None]:
+    """The fused path also on a CPU, with every launch left out."""
+    if device.type in fused_device_types:
+        yield
+        return
+    fused_device_types.add(device.type)
+    try:
+        with launcher.override(lambda *launch: None):
+            yield
+    finally:
+        fused_device_types.discard(device.type)
+
+
+def op_call(case: AttentionCase, graph: Prepared) -> tuple[Call, list[Tensor], Tensor]:
+    """A call of the op, what it may be differentiated by, and a gradient of its output."""
+    inputs = {name: tensor.requires_grad_() for name, tensor in make_inputs(case, graph.bench).items()}
+    grad_out = make_grad_out(case, graph.bench, {name: tensor.detach() for name, tensor in inputs.items()})
+    return partial(fused, case, graph.fused, inputs), list(inputs.values()), grad_out
+
+
+def conv_call(case: AttentionCase, graph: BenchGraph) -> tuple[Call, list[Tensor], Tensor] | None:
+    """As :func:`op_call` for the drop-in conv; None where it has no such layer."""
+    if case.score == "cosine" and case.heads > 1:
+        return None
+    width = case.heads * case.channels
+    arguments = () if case.score == "cosine" else (width, case.channels, case.heads)
+    conv = CONVS[case.score](*arguments).to(graph.device)
+    x = torch.randn(graph.num_dst, width, device=graph.device)
+    return partial(conv, x, graph.edge_index), list(conv.parameters()), torch.ones_like(x)
+
+
+def count(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """The launches of a call, recorded instead of made."""
+    launches: list[tuple[Any, ...]] = []
+    with launcher.override(lambda *launch: launches.append(launch)):
+        call()
+    return launches
 
 
 def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
-    """Rows for one launch of the forward kernel, one forward, one forward+backward: the host's time, device idle.
+    """Rows for one launch of the forward kernel, and for forward and forward+backward of the op and of the conv.
 
     Args:
         case: The layer.
@@ -36,34 +84,30 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
         timer: The clock.
         repetitions: Calls per median.
     """
-    inputs = {name: tensor.requires_grad_() for name, tensor in make_inputs(case, graph.bench).items()}
-    grad_out = make_grad_out(case, graph.bench, {name: tensor.detach() for name, tensor in inputs.items()})
-    leaves = list(inputs.values())
-
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return fused(case, graph.fused, inputs)
-
-    def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(fused(case, graph.fused, inputs), leaves, grad_out)
-
-    both()
-    launches: list[tuple[Any, ...]] = []
-    with launcher.override(lambda *launch: launches.append(launch)):
-        forward()
-        forward_kernels = len(launches)
-        both()
+    device = graph.bench.device
     rows = []
-    for spec, entry, grid, block, arguments, shared_bytes in launches[:forward_kernels]:
-        if "forward" in spec.path:
-            kernel, device = launcher.Kernel(spec, entry), graph.bench.device
-            launch = partial(launcher.launch, kernel, grid, block, launcher.addresses(arguments), device, shared_bytes)
-            rows.append(("launch", 1, timer.host_us(launch, repetitions)))
-            break
-    rows.append(("fwd", forward_kernels, timer.host_us(forward, repetitions)))
-    rows.append(("fwd+bwd", len(launches) - forward_kernels, timer.host_us(both, repetitions)))
+    for name, made in (("", op_call(case, graph)), ("conv ", conv_call(case, graph.bench))):
+        if made is None:
+            continue
+        call, leaves, grad_out = made
+        forward = torch.no_grad()(call)
+
+        def both(call: Call = call, leaves: Any = leaves, grad_out: Tensor = grad_out) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(call(), leaves, grad_out)
+
+        both()
+        launches = count(forward)
+        if not name:
+            for spec, entry, grid, block, arguments, shared_bytes in launches:
+                if "forward" in spec.path:
+                    kernel, raw = launcher.Kernel(spec, entry), launcher.addresses(arguments)
+                    launch = partial(launcher.launch, kernel, grid, block, raw, device, shared_bytes)
+                    rows.append(("launch", 1, timer.host_us(launch, repetitions)))
+                    break
+        rows.append((f"{name}fwd", len(launches), timer.host_us(forward, repetitions)))
+        rows.append((f"{name}fwd+bwd", len(count(both)), timer.host_us(both, repetitions)))
     base = {"layer": LAYERS[case.score], "heads": case.heads, "channels": case.channels, "time": now()}
-    base |= environment(graph.bench.device)
+    base |= environment(device)
     return [
         {
             **base,
@@ -85,12 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a miniature graph")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
+    table = Table(options.out / f"{file_stem(device)}-overhead.csv", FIELDS)
     graph = Prepared.of(benchmark_graph("b", device, small=options.small))
     timer = Timer(device)
     rows = []
-    for score, (heads, channels) in ((s, size) for s in options.scores for size in ((1, 128), (8, 16))):
-        rows += measure(AttentionCase(score, heads, channels), graph, timer, options.repetitions)
-    Table(options.out / f"{file_stem(device)}-overhead.csv", FIELDS).append(rows)
+    with fused_anywhere(device):
+        for score, (heads, channels) in ((s, size) for s in options.scores for size in ((1, 128), (8, 16))):
+            rows += measure(AttentionCase(score, heads, channels), graph, timer, options.repetitions)
+    table.append(rows)
     shown = FIELDS[: FIELDS.index("gpu")]
     print(markdown(shown, ([row[name] for name in shown] for row in rows)))
     return 0

@@ -517,19 +517,21 @@ def test_every_implementation_predicts_its_memory():
 def test_overhead_command(tmp_path, capsys):
     arguments = ["--small", "--device", "cpu", "--repetitions", "3", "--scores", "dot", "--out", str(tmp_path)]
     assert overhead.main(arguments) == 0
-    assert "| GT | 8 | 16 | fwd+bwd |" in capsys.readouterr().out
+    assert "| GT | 8 | 16 | conv fwd+bwd | 3 |" in capsys.readouterr().out
 
 
-def test_overhead_counts_and_repeats_launches(monkeypatch):
+@pytest.mark.parametrize("score", overhead.SCORES)
+def test_overhead_counts_and_repeats_launches(score):
     from pyg_dfgnn.bench.prepare import Prepared
-    from pyg_dfgnn.dispatch import attention as dispatch
     from pyg_dfgnn.runtime import launcher
 
-    monkeypatch.setattr(dispatch, "fused_device_types", {"cpu"})
     settings(schedule="rows")
     graph = Prepared.of(benchmark_graph("b", "cpu", small=True))
     launched = []
-    with launcher.override(lambda spec, entry, *rest: launched.append(entry)):
-        rows = overhead.measure(AttentionCase("dot", 1, 8), graph, Timer(CPU), repetitions=2)
-    assert [(row["what"], row["kernels"]) for row in rows] == [("launch", 1), ("fwd", 1), ("fwd+bwd", 3)]
+    with overhead.fused_anywhere(CPU), launcher.override(lambda spec, entry, *rest: launched.append(entry)):
+        rows = overhead.measure(AttentionCase(score, 1, 8), graph, Timer(CPU), repetitions=2)
+    norms = int(score == "cosine")
+    expected = {"launch": 1, "fwd": 1 + norms, "fwd+bwd": 3 + norms}
+    expected |= {f"conv {what}": expected[what] for what in ("fwd", "fwd+bwd")}
+    assert {row["what"]: row["kernels"] for row in rows} == expected
     assert launched.count("attention_backward_sources") >= 3
