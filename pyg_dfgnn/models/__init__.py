@@ -1,4 +1,4 @@
-"""Attention models for node classification.
+"""Attention models for classification of nodes or, through the mean over its nodes, of graphs.
 
 Each takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; parameters, their
 names and their initialisation are the same either way.

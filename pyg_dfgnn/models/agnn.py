@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyg_dfgnn.models.pool import mean_pool
+
 
 class AGNN(nn.Module):
     """Propagation by cosine attention between two linear layers.
@@ -38,9 +40,15 @@ class AGNN(nn.Module):
         self.convs = nn.ModuleList(convs.AGNNConv(requires_grad=index > 0) for index in range(layers))
         self.lin_out = nn.Linear(hidden_channels, out_channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+    def forward(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+    ) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+
+        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        """
         x = self.lin_in(F.dropout(x, self.dropout, self.training)).relu()
         for conv in self.convs:
             x = conv(x, edge_index)
+        x = mean_pool(x, batch, num_graphs)
         return self.lin_out(F.dropout(x, self.dropout, self.training))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.models.pool import mean_pool
 
 
 class GAT(nn.Module):
@@ -55,12 +56,17 @@ class GAT(nn.Module):
             in_channels = hidden_channels * heads
         self.convs.append(conv(in_channels, out_channels, out_heads, concat=False, dropout=dropout, residual=residual))
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+    def forward(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+    ) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+
+        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        """
         for index, conv in enumerate(self.convs):
             x = F.elu(x) if index else x
             x = conv(F.dropout(x, self.dropout, self.training), edge_index)
-        return x
+        return mean_pool(x, batch, num_graphs)
 
 
 class GATv2(GAT):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_choice, check_shape
+from pyg_dfgnn.models.pool import mean_pool
 
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
@@ -67,8 +68,17 @@ class GraphTransformer(nn.Module):
             nn.Linear(hidden_channels // 4, out_channels),
         )
 
-    def forward(self, x: Tensor, edge_index: Tensor, pe: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        pe: Tensor | None = None,
+        batch: Tensor | None = None,
+        num_graphs: int | None = None,
+    ) -> Tensor:
         """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` with `pe [N, pe_size]`.
+
+        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
 
         Raises:
             ValueError: `pe` is missing or has another shape.
@@ -84,7 +94,7 @@ class GraphTransformer(nn.Module):
             h = h + self.embed_pe(pe)
         for block in self.blocks:
             h = block(h, edge_index)
-        return self.readout(h)
+        return self.readout(mean_pool(h, batch, num_graphs))
 
 
 class _Block(nn.Module):

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pyg_dfgnn.models.pool import mean_pool
+
 
 class TransformerStack(nn.Module):
     """Only attention layers with their projections, the part of a graph transformer that timings compare.
@@ -44,9 +46,14 @@ class TransformerStack(nn.Module):
         )
         self.lin_out = nn.Linear(hidden_channels, out_channels)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`."""
+    def forward(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+    ) -> Tensor:
+        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+
+        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        """
         x = self.lin_in(x)
         for conv in self.convs:
             x = conv(x, edge_index)
-        return self.lin_out(x)
+        return self.lin_out(mean_pool(x, batch, num_graphs))

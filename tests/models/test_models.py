@@ -34,9 +34,9 @@ def inputs():
     return torch.randn(num_nodes, 5), edge_index, torch.randn(num_nodes, 2)
 
 
-def call(model, inputs):
+def call(model, inputs, **graphs):
     x, edge_index, pe = inputs
-    return model(x, edge_index, pe=pe) if getattr(model, "pe_size", 0) else model(x, edge_index)
+    return model(x, edge_index, **({"pe": pe} if getattr(model, "pe_size", 0) else {}), **graphs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,3 +99,18 @@ def test_wrong_arguments():
         GAT(5, 3, torch_geometric.nn, layers=0)
     with pytest.raises(ValueError, match=r"'hidden_channels' needs a multiple of heads=3 \(got 16\)"):
         TransformerStack(5, 3, torch_geometric.nn, hidden_channels=16, heads=3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_of_a_batch_are_classified_one_by_one(inputs, name):
+    x, edge_index, pe = inputs
+    model = build(name, torch_geometric.nn).eval()
+    alone = [
+        call(model, (x, edge_index, pe), batch=torch.zeros(20, dtype=torch.long), num_graphs=1),
+        call(model, (2 * x, edge_index.flip(1), pe), batch=torch.zeros(20, dtype=torch.long), num_graphs=1),
+    ]
+    both = (torch.cat([x, 2 * x]), torch.cat([edge_index, edge_index.flip(1) + 20], dim=1), torch.cat([pe, pe]))
+    # The third graph has no nodes.
+    logits = call(model, both, batch=torch.arange(2).repeat_interleave(20), num_graphs=3)
+    assert logits.shape == (3, 3)
+    torch.testing.assert_close(logits[:2], torch.cat(alone))
