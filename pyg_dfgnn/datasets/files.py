@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -73,20 +73,21 @@ class RawFiles:
         Raises:
             FileNotFoundError: The files are nowhere and the download is not wanted or failed.
         """
-        if self._missing(raw):
-            local = self.find()
+        local = self.find()
+        if local is None and not download and self._missing(raw):
+            raise self.not_found()
+        raw.mkdir(parents=True, exist_ok=True)
+        # One process copies, downloads and processes; the others of a distributed run wait for it.
+        with FileLock(raw.parent / ".lock"):
             if local is not None:
-                raw.mkdir(parents=True, exist_ok=True)
-                for file in self.files:
+                for file in self._missing(raw):
                     # Whole or not at all, as an interrupted copy would pass for the file.
                     shutil.copyfile(local / file, raw / f"{file}.partial")
                     os.replace(raw / f"{file}.partial", raw / file)
-            elif not download:
-                raise self.not_found()
-        try:
-            return make()
-        except OSError as error:
-            raise FileNotFoundError(f"{self.not_found()}\nThe download failed: {error!r}") from error
+            try:
+                return make()
+            except OSError as error:
+                raise FileNotFoundError(f"{self.not_found()}\nThe download failed: {error!r}") from error
 
     def not_found(self) -> FileNotFoundError:
         """The error that says where to put which file."""
@@ -122,7 +123,8 @@ def cached(
 ) -> dict[str, list[Data]]:
     """What `make` returns, kept on disk under the name and the parameters.
 
-    A file is written whole or not at all. Tensors are mapped from it, so that reading costs no time before their use.
+    A file is written whole or not at all, by one process while others wait for it. Tensors are mapped from it, so that
+    reading costs no time before their use.
 
     Args:
         cache: Folder; None keeps nothing.
@@ -135,16 +137,13 @@ def cached(
     text = json.dumps(parameters, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     file = Path(cache).expanduser() / "made" / f"{name}-{digest}.pt"
-    if not file.is_file():
-        packed = {split: pack(graphs) for split, graphs in make().items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=f"{file.stem}-", suffix=".partial", dir=file.parent)
-        os.close(handle)
-        try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        if not file.is_file():
+            packed = {split: pack(graphs) for split, graphs in make().items()}
+            partial = file.with_suffix(".partial")
             torch.save({"parameters": text, "splits": packed}, partial)
             os.replace(partial, file)
-        finally:
-            Path(partial).unlink(missing_ok=True)
     splits = torch.load(file, mmap=True, weights_only=True)["splits"]
     return {split: unpack(packed) for split, packed in splits.items()}
 

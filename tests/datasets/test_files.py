@@ -14,7 +14,12 @@ def make_splits(seed=0):
     def graph(num_nodes, num_edges):
         edge_index = torch.randint(max(num_nodes, 1), (2, num_edges), generator=generator)
         x = torch.rand(num_nodes, 3, generator=generator)
-        return Data(x=x, edge_index=edge_index, edge_attr=torch.rand(num_edges, 2), y=torch.tensor([num_nodes]))
+        return Data(
+            x=x,
+            edge_index=edge_index,
+            edge_attr=torch.rand(num_edges, 2, generator=generator),
+            y=torch.tensor([num_nodes]),
+        )
 
     return {"train": [graph(5, 9), graph(1, 0), graph(3, 4)], "test": [graph(2, 2)]}
 
@@ -42,7 +47,7 @@ def test_made_once_and_read_back_the_same(tmp_path):
     assert_same(second, splits)
     cached(tmp_path, "graphs", {"seed": 1, "noise": 0.5}, make)
     cached(None, "graphs", {"seed": 0, "noise": 0.5}, make)
-    assert len(calls) == 3 and len(list((tmp_path / "made").iterdir())) == 2
+    assert len(calls) == 3 and len(list((tmp_path / "made").glob("*.pt"))) == 2
 
 
 def test_what_was_read_can_be_changed_without_changing_the_file(tmp_path):
@@ -53,13 +58,16 @@ def test_what_was_read_can_be_changed_without_changing_the_file(tmp_path):
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    def save(*_):
+    def save(_, path):
+        path.write_bytes(b"half a file")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(files.torch, "save", save)
     with pytest.raises(KeyboardInterrupt):
         cached(tmp_path, "graphs", {}, make_splits)
-    assert list((tmp_path / "made").iterdir()) == []
+    assert list((tmp_path / "made").glob("*.pt")) == []
+    monkeypatch.undo()
+    assert_same(cached(tmp_path, "graphs", {}, make_splits), make_splits())
 
 
 def test_raw_files_are_taken_from_the_first_whole_folder(tmp_path):

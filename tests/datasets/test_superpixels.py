@@ -234,7 +234,7 @@ def test_wrong_arguments(tmp_path, make, wrong, message):
 def test_real_pixels(tmp_path, config):
     entry, name = DATA[config], config.split("_")[0].upper()
     try:
-        task = image_superpixels(name, source="pixels", num_graphs=150, search=SEARCH, cache=tmp_path)
+        task = image_superpixels(name, source="pixels", num_graphs=80, search=SEARCH, cache=tmp_path)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     sizes = torch.tensor([graph.num_nodes for graphs in task.splits.values() for graph in graphs])
