@@ -222,7 +222,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
         }
 #if JOINED
         if (has_chunks(a)) {
-            float* shared_sums = reinterpret_cast<float*>(shared_memory);
+            float* shared_sums = reinterpret_cast<float*>(dynamic_shared());
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_sums(shared_sums, slot, l, sums);
             __syncthreads();

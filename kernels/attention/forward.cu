@@ -264,7 +264,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
         merge_slots(state);
 #if JOINED
         if (has_chunks(a)) {
-            float* states = reinterpret_cast<float*>(shared_memory);
+            float* states = reinterpret_cast<float*>(dynamic_shared());
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_state(states, ITEMS, slot, l, state);
             __syncthreads();

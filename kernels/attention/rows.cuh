@@ -79,9 +79,10 @@ __device__ __forceinline__ void for_each_item(const Adjacency& a, const Lanes& l
 #endif
 }
 
-#if JOINED || IN_SHARED
-extern __shared__ uint4 shared_memory[];
-#endif
+__device__ __forceinline__ uint4* dynamic_shared() {
+    extern __shared__ uint4 memory[];
+    return memory;
+}
 
 #if IN_SHARED
 // A copy of rows first ... last - 1 of an array [rows, ROW] in shared memory, `used` bytes from its start, which then
@@ -89,7 +90,7 @@ extern __shared__ uint4 shared_memory[];
 template <int ROW, class T>
 __device__ __forceinline__ const T* share(const T* from, int first, int last, int& used) {
     constexpr int PIECE = ROW * sizeof(T) % 16 == 0 ? 16 : 4;
-    char* to = reinterpret_cast<char*>(shared_memory) + used;
+    char* to = reinterpret_cast<char*>(dynamic_shared()) + used;
     const char* begin = reinterpret_cast<const char*>(from + (i64)first * ROW);
     const int bytes = (last - first) * ROW * (int)sizeof(T);
     for (int i = threadIdx.x * PIECE; i < bytes; i += 32 * WARPS * PIECE) {

@@ -39,13 +39,17 @@ class RowsPass:
     schedule: ClassVar[str] = "rows"
 
     def __str__(self) -> str:
-        c = self.constants
         sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
-        return (
-            f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
-            f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp, "
-            f"chunks of {self.max_edges} edges{sweep}"
-        )
+        joined = " joined in a block" if self.constants["JOINED"] else ""
+        return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
+
+
+def layout(c: Mapping[str, int]) -> str:
+    """The constants of a walk over rows in words."""
+    return (
+        f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
+        f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
+    )
 
 
 def items_per_block(constants: Mapping[str, int]) -> int:
@@ -201,6 +205,11 @@ _GATHERS = {
     "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
     "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
 }
+def gathers(problem: AttentionProblem, walk: str) -> int:
+    """Feature rows gathered per edge in a pass."""
+    return _GATHERS["forward" if walk == "tangent" else walk][problem.score]
+
+
 # What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
 _CACHE_SHARE = {
     4: {"forward": 0.8, "targets": 0.8, "sources": 0.6},

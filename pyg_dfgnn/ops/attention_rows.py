@@ -31,7 +31,7 @@ class RowsWalk:
 
     def __init__(self, walk: str, chosen: RowsPass, graph: Graph) -> None:
         self.chosen = chosen
-        side, num_columns = (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+        side = graph.csc if walk == "sources" else graph.csr
         self.device = graph.device
         self.num_rows = side.num_rows
         constants = chosen.constants
@@ -43,9 +43,9 @@ class RowsWalk:
         self.items_per_block = items_per_block(constants)
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
-        self._lay_out(side, num_columns)
+        self._lay_out(walk, graph, side)
 
-    def _lay_out(self, side: Adjacency, num_columns: int) -> None:
+    def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
         """Prepare the launches of one pass: which thread block works on what."""
         chosen = self.chosen
         self.chunks: Sequence[Chunks | None]
@@ -53,6 +53,7 @@ class RowsWalk:
             self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if chosen.constants["JOINED"] else 0)]
             arrays = (side.ptr, side.index, side.edge_id)
         else:
+            num_columns = graph.num_dst if walk == "sources" else graph.num_src
             swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
             self.chunks = swept.chunks
             arrays = (swept.ptr, swept.index, swept.edge_id)
@@ -70,7 +71,7 @@ class RowsWalk:
     ) -> tuple[Any, ...]:
         listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
         sizes = (self.num_rows, 0 if chunks is None else chunks.num_chunks, self.chosen.max_edges)
-        return addresses((*arrays, *listed, node_ptr, *sizes, block, self.chosen.blocks))
+        return addresses((*arrays, *listed, node_ptr, *sizes, block, len(self.chunks)))
 
     def forward(
         self,
@@ -165,13 +166,13 @@ class RowsWalk:
         device = self.device
         joined = self.chosen.constants["JOINED"]
         partial = None if joined else _states(self.max_chunks, self.state_elements, device)
-        carry = _states(self.num_rows, self.state_elements, device) if self.chosen.blocks > 1 else None
+        carry = _states(self.num_rows, self.state_elements, device) if len(self.chunks) > 1 else None
         arguments = addresses((*inputs, *outputs, partial, carry))
         for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
             launch(self.kernel, self.grid, self.threads, sweep + arguments, device, self.shared_bytes)
             if chunks is not None and not joined:
                 grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
-                sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, self.chosen.blocks)
+                sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, len(self.chunks))
                 merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
                 launch(self.merge, grid, self.threads, addresses(merge), device)
 
