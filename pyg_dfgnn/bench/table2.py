@@ -128,8 +128,8 @@ class Options:
             Backend(
                 backend,
                 **config["backend"],
-                compile=trainer.get("compile", False),
-                cuda_graph=trainer.get("cuda_graph", False),
+                compile=trainer["compile"],
+                cuda_graph=trainer["cuda_graph"],
             ),
             task,
         )

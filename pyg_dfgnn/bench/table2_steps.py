@@ -23,6 +23,7 @@ from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
 from pyg_dfgnn.training import step as steps
 from pyg_dfgnn.training.metrics import IGNORED
+from pyg_dfgnn.training.run import make_optimizer
 
 PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
 SUMMED = ("preprocess", "forward", "backward")
@@ -42,7 +43,7 @@ class Phases:
     """Marks the end of each phase of a step: events on a GPU, in captured graphs too; a wall clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device, self.on_gpu = device, device.type == "cuda"
         self._ends: dict[str, Any] = {}
         self._captured: dict[int, dict[str, Any]] = {}
 
@@ -226,8 +227,8 @@ def first_gradient(model: nn.Module) -> Tensor:
 
 def measure(
     backend: Backend,
-    model_config: dict[str, Any],
-    optimizer_config: dict[str, Any],
+    model_config: Any,
+    optimizer_config: Any,
     source: Source,
     pace: Pace,
     device: torch.device,
@@ -298,13 +299,16 @@ def measure(
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer_config: dict[str, Any], task: Task, phases: Phases
+    backend: Backend, model: nn.Module, optimizer_config: Any, task: Task, phases: Phases
 ) -> Callable[[Data], tuple[Tensor, Tensor]]:
-    optimizer = instantiate(optimizer_config, _partial_=True)(model.parameters())
+    optimizer = make_optimizer(optimizer_config, model, phases.device)
+    called: Any = model
     if backend.compile:
-        model.compile(fullgraph=True)
+        # Compilations of one model class count together, and end in an error beyond a number.
+        torch._dynamo.reset()
+        called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
     kind = steps.CapturedStep if backend.cuda_graph else steps.Step
-    return kind(model, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
+    return kind(called, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
 
 
 class _Turns:

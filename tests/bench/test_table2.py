@@ -144,6 +144,29 @@ def test_total_limit(table):
     assert code == 2 and [row["backend"] for row in rows] == ["pyg"]
 
 
+def test_compiled_cells_come_last(options):
+    cells = options("datasets=[pattern,cluster]", "backends=[pyg_compile,pyg]").cells()
+    named = [(cell.dataset, cell.backend.name, cell.backend.compile) for cell in cells]
+    assert named == [
+        ("pattern", "pyg", False),
+        ("cluster", "pyg", False),
+        ("pattern", "pyg_compile", True),
+        ("cluster", "pyg_compile", True),
+    ]
+
+
+def test_the_table_of_the_paper():
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        options = table2.Options.of(OmegaConf.to_container(compose("table2"), resolve=True), "transformer_stack")
+        cells = options.cells()
+    assert (options.model["layers"], options.model["hidden_channels"], options.model["heads"]) == (8, 128, 1)
+    assert options.batch_size == 1024 and options.pace.steps == 50 and len(cells) == 7 * 5
+    assert [cell.backend.name for cell in cells[:4]] == ["pyg", "unfused", "auto", "auto_graph"]
+    assert cells[2].backend.is_ours and cells[3].backend.cuda_graph and not cells[0].backend.is_ours
+    sizes = {cell.dataset: cell.task.get("num_train") for cell in cells}
+    assert sizes["pattern"] == sizes["coco_sp_like"] == 2048 and sizes["cora"] is None
+
+
 def test_phases_follow_each_other():
     phases = Phases(torch.device("cpu"))
     phases.start()
