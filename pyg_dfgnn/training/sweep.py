@@ -1,4 +1,8 @@
-"""Collect the runs of a sweep: `python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00 --csv runs.csv`."""
+"""Collect the runs of sweeps: rows per run, means over seeds beside published numbers, curves.
+
+python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00 --csv runs.csv
+python -m pyg_dfgnn.training.sweep multirun/a multirun/b --csv runs.csv --markdown table.md --png curves.png
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,148 @@ import argparse
 import csv
 import json
 import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+KEY = ("task", "model", "metric", "convs", "device", "setting")
+"""What runs agree in that differ by their seed alone, or by a split that the seed decides."""
+PUBLISHED_FIELDS = ("task", "model", "metric", "mean", "std", "source")
 
-def collect(folder: str | Path) -> list[dict[str, Any]]:
-    """The metrics of each finished run below a folder, with the overrides it was started with, in run order.
+Row = dict[str, Any]
+Groups = dict[tuple[str, ...], list[Row]]
+
+
+def collect(*folders: str | Path) -> list[Row]:
+    """The metrics of each finished run below the folders, with its own folder and overrides, in run order.
 
     Raises:
-        FileNotFoundError: There is no finished run.
+        FileNotFoundError: A folder has no finished run.
     """
-    files = sorted(Path(folder).rglob("metrics.json"), key=lambda file: (len(file.parent.name), str(file)))
-    if not files:
-        raise FileNotFoundError(f"'folder' needs at least one run with metrics.json (got {folder})")
     rows = []
-    for file in files:
-        overrides = OmegaConf.load(file.parent / ".hydra" / "overrides.yaml")
-        rows.append({"overrides": " ".join(overrides), **json.loads(file.read_text())})
+    for folder in folders:
+        files = sorted(Path(folder).rglob("metrics.json"), key=lambda file: (len(file.parent.name), str(file)))
+        if not files:
+            raise FileNotFoundError(f"'folder' needs at least one run with metrics.json (got {folder})")
+        for file in files:
+            overrides = list(OmegaConf.load(file.parent / ".hydra" / "overrides.yaml"))
+            rows.append({"run": str(file.parent), "overrides": " ".join(overrides), **json.loads(file.read_text())})
     return rows
 
 
+def by_seed(rows: Iterable[Row]) -> Groups:
+    """The runs of each setting, which differ by their seed.
+
+    Raises:
+        ValueError: Two runs of a setting have the same seed, so they are not what a mean is taken over.
+    """
+    groups: Groups = {}
+    for row in rows:
+        setting = " ".join(word for word in row["overrides"].split() if not word.startswith("seed="))
+        groups.setdefault(tuple(str({**row, "setting": setting}[name]) for name in KEY), []).append(row)
+    for key, runs in groups.items():
+        seeds = [row["seed"] for row in runs]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"'folders' need runs that differ by their seeds (got {seeds} of {', '.join(key)})")
+    return groups
+
+
+def summary(values: Sequence[float]) -> str:
+    """Mean and sample standard deviation in percent."""
+    spread = f" +- {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{100 * statistics.mean(values):.2f}{spread}"
+
+
+def read_published(path: str | Path) -> dict[tuple[str, ...], Mapping[str, str]]:
+    """Published results by (task, model, metric), from a CSV with the columns `PUBLISHED_FIELDS`, in percent.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    with open(path, newline="") as stream:
+        reader = csv.DictReader(stream)
+        if tuple(reader.fieldnames or ()) != PUBLISHED_FIELDS:
+            raise ValueError(f"'published' needs the columns {', '.join(PUBLISHED_FIELDS)} (got {reader.fieldnames})")
+        return {(row["task"], row["model"], row["metric"]): row for row in reader}
+
+
+def markdown(groups: Groups, published: Mapping[tuple[str, ...], Mapping[str, str]]) -> str:
+    """One line per setting: test metric over seeds, best epoch, time, and the published result with its source."""
+    lines = [
+        "| task | model | metric | convs | device | setting | seeds | test, % | epochs | s per run "
+        "| published, % | source | made up |",
+        "|---" * 13 + "|",
+    ]
+    for key, runs in sorted(groups.items()):
+        known = published.get(key[:3])
+        cells = [
+            *key,
+            len(runs),
+            summary([run["test_accuracy"] for run in runs]),
+            f"{statistics.mean(run['epochs'] for run in runs):.0f}",
+            f"{statistics.mean(run['train_time_s'] for run in runs):.0f}",
+            f"{known['mean']} +- {known['std']}" if known else "-",
+            known["source"] if known else "-",
+            runs[0].get("synthetic") or "-",
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(groups: Groups) -> Figure:
+    """Validation metric over the epochs, mean and range over the seeds: one panel per task and model."""
+    panels = list(dict.fromkeys(key[:3] for key in sorted(groups)))
+    drawn = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels):
+        for key, runs in sorted(groups.items()):
+            if key[:3] == panel:
+                curves = [_curve(run) for run in runs]
+                # Runs that stopped early end the mean where the shortest does.
+                epochs = range(1, min(map(len, curves)) + 1)
+                steps = list(zip(*curves))
+                (line,) = axes.plot(epochs, [statistics.mean(step) for step in steps], label=" ".join(key[3:]))
+                axes.fill_between(
+                    epochs, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.2
+                )
+        axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="epoch", ylabel=f"validation {panel[2]}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return drawn
+
+
+def _curve(run: Row) -> list[float]:
+    with open(Path(run["run"]) / "metrics.csv", newline="") as stream:
+        return [float(row["val_accuracy"]) for row in csv.DictReader(stream)]
+
+
 def main() -> None:
-    """Print mean and standard deviation of the test accuracy, and write one row per run."""
-    parser = argparse.ArgumentParser(description="Collect the runs of a sweep.")
-    parser.add_argument("folder", help="run folder of the sweep")
-    parser.add_argument("--csv", required=True, help="file to write")
+    """Print mean and standard deviation of the test metric of each setting, and write what is asked for."""
+    parser = argparse.ArgumentParser(description="Collect the runs of sweeps.")
+    parser.add_argument("folders", nargs="+", help="run folders of the sweeps")
+    parser.add_argument("--csv", required=True, help="file to write: one row per run")
+    parser.add_argument("--markdown", help="file to write: one line per setting, over its seeds")
+    parser.add_argument("--png", help="file to write: curves of the settings")
+    parser.add_argument("--published", help=f"CSV with the columns {', '.join(PUBLISHED_FIELDS)}")
     arguments = parser.parse_args()
-    rows = collect(arguments.folder)
+    rows = collect(*arguments.folders)
+    groups = by_seed(rows)
+    fields = dict.fromkeys(name for row in rows for name in row)
     with open(arguments.csv, "w", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(stream, fieldnames=list(fields), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    accuracies = [100 * row["test_accuracy"] for row in rows]
-    spread = f" +- {statistics.stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
-    print(f"test accuracy {statistics.mean(accuracies):.2f}{spread} % over {len(rows)} runs: {arguments.csv}")
+    if arguments.markdown:
+        published = read_published(arguments.published) if arguments.published else {}
+        Path(arguments.markdown).write_text(markdown(groups, published))
+    if arguments.png:
+        figure(groups).savefig(arguments.png, dpi=110)
+    for (task, model, metric, convs, *_), runs in groups.items():
+        values = [run["test_accuracy"] for run in runs]
+        print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
+    print(arguments.csv)
 
 
 if __name__ == "__main__":

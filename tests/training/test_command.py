@@ -35,7 +35,7 @@ def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sweep", str(sweep), "--csv", str(tmp_path / "runs.csv")])
     sweep_module.main()
     mean = 50 * (rows[0]["test_accuracy"] + rows[1]["test_accuracy"])
-    assert f"test accuracy {mean:.2f} +- " in capsys.readouterr().out
+    assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
     with open(tmp_path / "runs.csv") as stream:
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
