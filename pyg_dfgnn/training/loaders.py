@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch_geometric.typing
+from torch.utils.data import RandomSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NeighborLoader
 
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.distributed import Group, shared_loader
+from pyg_dfgnn.distributed import Group, SharedBatches, empty_graph, shared_loader
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
 
@@ -71,19 +73,36 @@ class ResidentLoader:
     Args:
         graphs: Of one split.
         batch_size: Graphs of a batch; the last one may have fewer.
+        device: Where they stay.
         order: Draws the permutation of each epoch; None keeps the order.
+        group: The processes that share each batch.
+
+    Raises:
+        ValueError: `batch_size` is smaller than the number of processes.
     """
 
-    def __init__(self, graphs: ResidentGraphs, batch_size: int, order: torch.Generator | None = None) -> None:
-        self.graphs, self.batch_size, self.order = graphs, batch_size, order
+    def __init__(
+        self,
+        graphs: list[Data],
+        batch_size: int,
+        device: torch.device,
+        order: torch.Generator | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self.group = group or Group()
+        check_range("batch_size", batch_size, self.group.size)
+        self.count, self.batch_size, self.order = len(graphs), batch_size, order
+        # For a process that goes without in a short last batch.
+        self.graphs = ResidentGraphs(graphs if self.group.size == 1 else [*graphs, empty_graph(graphs[0])], device)
 
     def __len__(self) -> int:
-        return -(-len(self.graphs) // self.batch_size)
+        return -(-self.count // self.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        count = len(self.graphs)
-        ids = torch.arange(count) if self.order is None else torch.randperm(count, generator=self.order)
-        return (self.graphs.batch(part) for part in ids.split(self.batch_size))
+        ids = torch.arange(self.count) if self.order is None else torch.randperm(self.count, generator=self.order)
+        for batch in ids.split(self.batch_size):
+            own = batch[self.group.rank :: self.group.size]
+            yield self.graphs.batch(own if len(own) else torch.tensor([self.count]))
 
 
 def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
@@ -122,20 +141,15 @@ def graph_batches(
         sort_edges: Sort each graph once, so that a batch comes with its graph and no batch is sorted.
         resident: Keep all graphs on the device and gather batches there; None: on a GPU that has the room.
         prefetch: As in :class:`Batches`.
-
-    Raises:
-        ValueError: The graphs should be resident on several processes.
     """
     if sort_edges:
         task = task.map(SortEdges())
     if resident is None:
-        resident = device.type == "cuda" and group.size == 1 and _fits(task, device)
-    if resident and group.size > 1:
-        raise ValueError(f"'resident' needs one process (got {group.size})")
+        resident = device.type == "cuda" and _fits(task, device)
     if resident:
         size, prepare = options["batch_size"], _as_it_is
         sources: dict[str, Any] = {
-            split: ResidentLoader(ResidentGraphs(graphs, device), size, order if split == "train" else None)
+            split: ResidentLoader(graphs, size, device, order if split == "train" else None, group)
             for split, graphs in task.splits.items()
         }
     else:
@@ -146,7 +160,9 @@ def graph_batches(
     return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
 
 
-def sampled(graph: Data, device: torch.device, options: Mapping[str, Any], order: torch.Generator) -> NeighborLoader:
+def sampled(
+    graph: Data, device: torch.device, options: Mapping[str, Any], order: torch.Generator, group: Group
+) -> NeighborLoader:
     """Mini-batches of sampled neighbours of the training nodes, which alone keep their labels.
 
     Args:
@@ -154,26 +170,39 @@ def sampled(graph: Data, device: torch.device, options: Mapping[str, Any], order
         device: Where the batches are used.
         options: `num_neighbors`, `batch_size` and other arguments of PyG's NeighborLoader.
         order: Draws the order of the training nodes.
+        group: The processes that share each batch of training nodes.
 
     Raises:
         ValueError: PyG has no library to sample with.
     """
     if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
         raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
-    given = {"pin_memory": device.type == "cuda", **options}
-    return NeighborLoader(graph, input_nodes=graph.train_mask, shuffle=True, generator=order, **given)
+    given = {"pin_memory": device.type == "cuda", "generator": order, **options}
+    nodes = graph.train_mask.nonzero().view(-1)
+    if group.size == 1:
+        return NeighborLoader(graph, input_nodes=nodes, shuffle=True, **given)
+    # One node more, for a process that goes without in a short last batch: see Seeds.
+    sampler = RandomSampler(range(len(nodes)), generator=order)
+    batches = SharedBatches(sampler, given.pop("batch_size"), group, filler=len(nodes))
+    return NeighborLoader(graph, input_nodes=torch.cat([nodes, nodes[:1]]), batch_sampler=batches, **given)
 
 
 class Seeds:
-    """Brings a batch of sampled neighbours to the device; only the nodes that were sampled for keep their labels."""
+    """Brings a batch of sampled neighbours to the device; only the nodes that were sampled for keep their labels.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: Where the batch is used.
+        count: Training nodes; one with this number is a filler and counts for nothing.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.device, self.count = device, count
 
     def __call__(self, batch: Data) -> Data:
+        seeds = 0 if int(batch.input_id[0]) == self.count else batch.batch_size
         batch = batch.to(self.device, non_blocking=True)
         batch.y = batch.y.clone()
-        batch.y[batch.batch_size :] = IGNORED
+        batch.y[seeds:] = IGNORED
         return batch
 
 

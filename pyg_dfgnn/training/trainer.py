@@ -105,12 +105,9 @@ class Trainer:
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         self.group = group = group or Group()
-        alone = {"cuda_graph": cuda_graph, "compile": compile, "sampler": sampler is not None}
-        for name, given in alone.items():
+        for name, given in {"cuda_graph": cuda_graph, "compile": compile}.items():
             if given and group.size > 1:
                 raise ValueError(f"'{name}' needs one process (got {group.size})")
-        if group.size > 1 and task.full_graph:
-            task = task.map(lambda graph: own_part(graph, group))
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.epochs, self.monitor, self.patience = epochs, monitor, patience
@@ -134,11 +131,13 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self._batches: dict[str, Any]
         if loader is None:
-            self._batches = whole_graph(task, device)
+            own = task if group.size == 1 else task.map(lambda graph: own_part(graph, group))
+            self._batches = whole_graph(own, device)
             if sampler is not None:
                 (graph,) = task.splits["train"]
-                source = sampled(graph, device, sampler, self.order)
-                self._batches["train"] = Batches(source, Seeds(device), device, prefetch=prefetch)
+                source = sampled(graph, device, sampler, self.order, group)
+                seeds = Seeds(device, int(graph.train_mask.sum()))
+                self._batches["train"] = Batches(source, seeds, device, prefetch=prefetch)
         else:
             self._batches = graph_batches(
                 task, device, loader, self.order, group, sort_edges=sort_edges, resident=resident, prefetch=prefetch
@@ -257,7 +256,7 @@ class Trainer:
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
         # The parts of a whole graph draw alike: they need the same signs of encodings.
-        if not self.task.full_graph:
+        if isinstance(self._batches["train"], Batches):
             self.group.seed_dropout(self.model, self.seed, self.epoch)
         self.model.train()
         for batch in self._batches["train"]:

@@ -5,10 +5,14 @@ import csv
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from torch_geometric import typing
+from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 from pyg_dfgnn import training
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training import loaders
 from tests.datasets.test_planetoid import write_raw
 
 # Batches of 4, 4 and 1 graphs: in the last one a process goes without.
@@ -52,7 +56,7 @@ def train_all(folder, raw):
     citation = ["data=cora", f"paths.data=[{raw}]", f"paths.cache={raw / 'cache'}"]
     runs = {
         "gt": [*PATTERN, "model=gt_small"],
-        "gat": [*PATTERN, "model=gat", "model.dropout=0"],
+        "gat": [*PATTERN, "model=gat", "model.dropout=0", "trainer.resident=true"],
         "whole": [*citation, "model=gat", "model.dropout=0", "trainer.checkpoint_every=1"],
     }
     for name, overrides in runs.items():
@@ -65,23 +69,82 @@ def train_all(folder, raw):
         else:
             assert not list((folder / f"{group.rank}").iterdir())
         group.barrier()
-    # Two epochs alone, the third by all, with dropout: what is drawn depends on seed, epoch and process only.
-    half, rest = folder / "half", folder / ("rest" if group.is_main else f"{group.rank}")
+
+
+def resume_all(folder):
+    group = Group.of_environment("cpu")
+
+    def own(name):
+        return folder / name if group.is_main else folder / f"{group.rank}"
+
+    # Two epochs alone, the third by all.
+    model = [*PATTERN, "model=gt_small"]
     if group.is_main:
-        run(half, *runs["gt"], "trainer.epochs=2", group=Group())
+        run(folder / "whole", *model, group=Group())
+        run(folder / "half", *model, "trainer.epochs=2", group=Group())
     group.barrier()
-    run(rest, *runs["gt"], f"resume={half}")
+    run(own("rest"), *model, f"resume={folder / 'half'}")
     if group.is_main:
-        assert_same_run(folder / "gt-1", rest)
-    dropout = [*PATTERN, "model=gat"]
+        assert_same_run(folder / "whole", folder / "rest")
+    # With dropout: what is drawn depends on seed, epoch and process only.
+    model = [*PATTERN, "model=gat"]
     for name, more in (("d", []), ("d-half", ["trainer.epochs=2"]), ("d-rest", [f"resume={folder / 'd-half'}"])):
-        run(folder / name if group.is_main else folder / f"{group.rank}", *dropout, *more)
+        run(own(name), *model, *more)
         group.barrier()
     if group.is_main:
         assert history(folder / "d") == history(folder / "d-rest")
 
 
-@pytest.mark.parametrize("size", [2])
-def test_runs_equal_one_process(launch, tmp_path, size):
+def test_runs_equal_one_process(launch, tmp_path):
     write_raw(tmp_path / "Cora" / "raw")
-    launch(size, train_all, tmp_path, tmp_path)
+    launch(2, train_all, tmp_path, tmp_path)
+
+
+def test_resume_with_another_number_of_processes(launch, tmp_path):
+    launch(2, resume_all, tmp_path)
+
+
+class AllNeighbors(BaseSampler):
+    """Two hops of all in-neighbours, in plain torch."""
+
+    def __init__(self, graph):
+        self.edge_index, self.num_nodes = graph.edge_index, graph.num_nodes
+
+    def sample_from_nodes(self, index):
+        reached, edges = index.node, torch.zeros(self.edge_index.size(1), dtype=torch.bool)
+        for _ in range(2):
+            edges |= torch.isin(self.edge_index[1], reached)
+            reached = torch.cat([reached, self.edge_index[0, edges]])
+        rest = reached.unique()
+        node = torch.cat([index.node, rest[~torch.isin(rest, index.node)]])
+        place = torch.zeros(self.num_nodes, dtype=torch.long)
+        place[node] = torch.arange(len(node))
+        ids = edges.nonzero().view(-1)
+        row, col = place[self.edge_index[:, ids]]
+        return SamplerOutput(node, row, col, ids, metadata=(index.input_id, None))
+
+    def sample_from_edges(self, index, neg_sampling=None):
+        raise NotImplementedError
+
+
+def all_neighbors(graph, num_neighbors, **options):
+    assert num_neighbors == [-1, -1]
+    return NodeLoader(graph, AllNeighbors(graph), **options)
+
+
+def train_sampled(folder, raw):
+    """Without dropping neighbours the shares of a batch make up the batch."""
+    loaders.NeighborLoader, typing.WITH_PYG_LIB = all_neighbors, True
+    group = Group.of_environment("cpu")
+    overrides = ["data=cora", f"paths.data=[{raw}]", f"paths.cache={raw / 'cache'}", "model=gat", "model.dropout=0"]
+    # Batches of all but one training node, and of that one.
+    overrides += ["+trainer.sampler.num_neighbors=[-1,-1]", "+trainer.sampler.batch_size=5"]
+    run(folder / f"{group.rank}", *overrides)
+    if group.is_main:
+        run(folder / "alone", *overrides, group=Group())
+        assert_same_run(folder / "alone", folder / "0")
+
+
+def test_sampled_batches_equal_one_process(launch, tmp_path):
+    write_raw(tmp_path / "Cora" / "raw")
+    launch(2, train_sampled, tmp_path / "runs", tmp_path)
