@@ -91,6 +91,9 @@ CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
 BY_NAME: Mapping[str, Candidate] = MappingProxyType({**CANDIDATES, **attention_paper.ABLATIONS})
 """The candidates, and those that no rule chooses."""
 
+REFILLABLE = ("rows", "tiles")
+"""Schedules whose launches stay valid when other edges are put into the arrays of a graph (see `Graph.is_fixed`)."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -233,6 +236,9 @@ def options(
         offers = {}
         for name in names:
             candidate = BY_NAME[name]
+            if graph.is_fixed and name not in REFILLABLE:
+                offers[name] = Option(name, ("its launches depend on edges that others will replace",))
+                continue
             reasons = candidate.reasons_against(problem, walk, graph)
             if strict and not candidate.deterministic:
                 reasons = [*reasons, "its results may differ between runs"]

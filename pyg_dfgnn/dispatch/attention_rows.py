@@ -194,6 +194,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         **lanes,
         "UNROLL": _unroll(walk, problem, elements),
         "MIN_BLOCKS": _min_blocks(walk, problem, elements),
+        "ORDERED": 0,
         "JOINED": 0,
         "RESIDENT": 0,
     }
@@ -260,6 +261,9 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if walk == "weights":
         return replace(plan_pass(problem, "forward", graph), blocks=1)
     rows, num_columns = _side(walk, graph)
+    if graph.is_fixed:
+        # A list of long rows, or of blocks of columns, would not fit the edges to come.
+        return RowsPass(pass_constants(problem, walk, wide=True), rows.max_degree, 1)
     constants = pass_constants(problem, walk, wide=True)
     # Too few edges in the average row to keep its slots busy for two steps: packing rows beats sharing their edges.
     if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:

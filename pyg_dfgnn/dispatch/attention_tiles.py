@@ -115,6 +115,8 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     if reasons:
         return reasons
     warps, compact = _window(problem, graph)
+    if compact and graph.is_fixed:
+        return ["columns cannot be listed: other edges will take the place of these"]
     if compact and _splits(problem):
         # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.
         return ["listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"]

@@ -2,7 +2,18 @@
 
 from pyg_dfgnn.graph.adjacency import Adjacency, Chunks, ColumnBlocks
 from pyg_dfgnn.graph.batch import BatchFacts, SortEdges
+from pyg_dfgnn.graph.frame import Frame
 from pyg_dfgnn.graph.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.resident import ResidentGraphs
 
-__all__ = ["Adjacency", "BatchFacts", "Chunks", "ColumnBlocks", "EdgeSet", "Graph", "ResidentGraphs", "SortEdges"]
+__all__ = [
+    "Adjacency",
+    "BatchFacts",
+    "Chunks",
+    "ColumnBlocks",
+    "EdgeSet",
+    "Frame",
+    "Graph",
+    "ResidentGraphs",
+    "SortEdges",
+]

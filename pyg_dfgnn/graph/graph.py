@@ -88,8 +88,11 @@ class Graph:
         bits: Gives the bits of dense blocks for a side and the rows of a window, where the maker of a batch keeps them
             ready; None elsewhere.
         plans: Launch plans, memoised by dispatch.
+        is_fixed: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
         pinned: Whether the cache must keep the graph for as long as its tensor lives (see :meth:`pin`).
     """
+
+    is_fixed = False
 
     def __init__(
         self,
@@ -247,7 +250,7 @@ class Graph:
             _cache.entries.pop((*key[:3], True, False), None)
         if not self_loops:
             return graph.on_this_stream()
-        return Graph.resolve(edge_index, num_nodes, num_nodes, True, False) if graph._anchor else add_loops(graph)
+        return Graph.resolve(edge_index, num_nodes, num_nodes, True, False) if graph._anchor else graph.with_loops()
 
     @staticmethod
     def clear_cache() -> None:
@@ -271,6 +274,10 @@ class Graph:
             self._csc = Adjacency(side, max_degree)
             self.reset_streams()
         return self._csc
+
+    def with_loops(self) -> Graph:
+        """A graph of the same edges with self-loops replaced, to be kept by the cache."""
+        return add_loops(self)
 
     @property
     def edge_index(self) -> Tensor:
@@ -570,7 +577,7 @@ def _resolve(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, t
     check_sizes(num_src, num_dst)
     base = _cache.get((*key[:3], False, transposed), edge_index, version) if self_loops else None
     if base is not None:
-        graph = add_loops(base.on_this_stream())
+        graph = base.on_this_stream().with_loops()
     else:
         with torch.inference_mode(False), torch.no_grad():
             edges = forms.read_tensor(edge_index, transposed, hint)

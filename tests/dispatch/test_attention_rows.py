@@ -241,6 +241,8 @@ def test_passes_of_the_zoo(case, score):
 class FakeGraph:
     """What the cost model reads of a square graph."""
 
+    is_fixed = False
+
     def __init__(self, num_nodes, num_edges, max_degree, max_segment=None):
         self.num_src = self.num_dst = num_nodes
         self.num_edges, self.max_segment, self.node_segments = num_edges, max_segment, None
