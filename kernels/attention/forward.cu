@@ -162,13 +162,13 @@ __device__ __forceinline__ bool is_in(int part, float own, float other, float ed
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
-                  const int* chunk_end, const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block,
-                  i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
+                  const int* chunk_end, const int* row_order, const int* node_ptr, i64 num_rows, i64 num_chunks,
+                  i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
                   double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
                   float* partial, float* carry) {
-    Adjacency a = {ptr,      index,      edge_id,   chunk_row, chunk_begin, chunk_end, node_ptr,
-                   num_rows, num_chunks, max_edges, block,     num_blocks,  0};
+    Adjacency a = {ptr,      index,    edge_id,    chunk_row, chunk_begin, chunk_end,  row_order,
+                   node_ptr, num_rows, num_chunks, max_edges, block,       num_blocks, 0};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Results results = {out, softmax, exact, tangent, (float)slope};

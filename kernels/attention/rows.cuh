@@ -4,6 +4,8 @@
 // Chunks come first. A warp holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each
 // with UNROLL edges in flight. All lanes of a warp take the same number of steps, so warp collectives use the full mask.
 //
+// With ORDERED light rows are taken in the order row_order, longest first, so that rows of a thread block end together.
+//
 // With JOINED the chunks of a row lie in one thread block, which joins their states in shared memory. Otherwise they are
 // left in `partial`, for a merge kernel.
 //
@@ -26,6 +28,7 @@ struct Adjacency {
     const int* chunk_row;
     const int* chunk_begin;
     const int* chunk_end;
+    const int* row_order;
     const int* node_ptr;
     i64 num_rows, num_chunks, max_edges, block, num_blocks;
     int first_edge;
@@ -54,7 +57,7 @@ __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
         item = {row, a.chunk_begin[w], a.chunk_end[w], w, true, false};
         item.first = item.begin == a.begin(item.row);
     } else if (w - a.num_chunks < a.num_rows) {
-        const int row = (int)(w - a.num_chunks);
+        const int row = ORDERED ? a.row_order[w - a.num_chunks] : (int)(w - a.num_chunks);
         const int begin = a.begin(row), end = a.end(row);
         if (end - begin <= a.max_edges) item = {row, begin, end, -1, true, true};
     }

@@ -65,8 +65,8 @@ class Adjacency:
         self.num_rows = self.ptr.numel() - 1
         self.num_edges = self.index.numel()
         self.max_degree = max_degree
-        self._chunks: dict[tuple[int, int], Chunks] = {}
-        self._blocks: dict[tuple[int, int], ColumnBlocks] = {}
+        self._chunks: dict[tuple[int, int, bool], Chunks] = {}
+        self._blocks: dict[tuple[int, int, bool], ColumnBlocks] = {}
         self._block_edges: dict[int, int] = {}
         self._position: Tensor | None = None
         self._ascending: tuple[Tensor, Tensor] | None = None
@@ -84,23 +84,33 @@ class Adjacency:
             pull(row[-1:].sum())
         return row
 
-    def chunks(self, max_edges: int, group: int = 0) -> Chunks | None:
+    @cached_property
+    def row_order(self) -> Tensor:
+        """The rows by descending length, int32 [num_rows]; made on first use."""
+        with torch.inference_mode(False):
+            order = self.ptr.diff().argsort(descending=True, stable=True).to(torch.int32)
+            pull(order[-1:].sum())
+        return order
+
+    def chunks(self, max_edges: int, group: int = 0, ordered: bool = False) -> Chunks | None:
         """Chunk list of the rows longer than `max_edges`; None if there is none. Kept per argument.
 
         Args:
             max_edges: Edges of a chunk.
             group: If not 0, the chunks of each row lie in one group of so many (see :func:`group_heavy_rows`).
+            ordered: Take rows in the order of `row_order` rather than ascending; groups have an order of their own.
         """
         if self.max_degree <= max_edges:
             return None
-        found = self._chunks.get((max_edges, group))
+        found = self._chunks.get((max_edges, group, ordered))
         if found is None:
             with torch.inference_mode(False):
                 if group:
                     found = group_heavy_rows(self.ptr, max_edges, group)
                 else:
-                    found = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges)
-            self._chunks[max_edges, group] = found
+                    order = self.row_order if ordered else None
+                    found = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges, order)
+            self._chunks[max_edges, group, ordered] = found
         return found
 
     def ascending(self, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -112,12 +122,13 @@ class Adjacency:
             self._ascending = self.index[order], self.edge_id[order]
         return self._ascending
 
-    def column_blocks(self, count: int, max_edges: int, num_columns: int) -> ColumnBlocks:
+    def column_blocks(self, count: int, max_edges: int, num_columns: int, ordered: bool = False) -> ColumnBlocks:
         """The edges of each row grouped by `count` equal ranges of their other end, kept per argument."""
-        found = self._blocks.get((count, max_edges))
+        found = self._blocks.get((count, max_edges, ordered))
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                found = self._blocks[count, max_edges] = ColumnBlocks(self, count, max_edges, num_columns)
+                found = ColumnBlocks(self, count, max_edges, num_columns, ordered)
+            self._blocks[count, max_edges, ordered] = found
         return found
 
     def block_edges(self, rows: int) -> int:
@@ -142,8 +153,7 @@ class Adjacency:
     def tensors(self) -> list[Tensor]:
         """All arrays that exist so far, chunk lists included."""
         found = [self.ptr, self.index, self.edge_id]
-        if "row" in self.__dict__:
-            found.append(self.row)
+        found.extend(self.__dict__[name] for name in ("row", "row_order") if name in self.__dict__)
         if self._position is not None:
             found.append(self._position)
         for chunks in list(self._chunks.values()):
@@ -161,10 +171,11 @@ class ColumnBlocks:
         index: As `Adjacency.index`, in the order of `Adjacency.ascending`, whatever the count.
         edge_id: As `Adjacency.edge_id`, in this order.
         count: Number of blocks.
-        chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None.
+        chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None; rows ascend, or are
+            in the order of `Adjacency.row_order`.
     """
 
-    def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int) -> None:
+    def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int, ordered: bool) -> None:
         self.count = count
         self.index, self.edge_id = side.ascending(num_columns)
         block = self.index.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
@@ -176,8 +187,11 @@ class ColumnBlocks:
         for b in range(count):
             begin, end = self.ptr[b:-1:count].contiguous(), self.ptr[b + 1 :: count].contiguous()
             (longest_row,) = pull((end - begin).max() if side.num_rows else begin.sum())
-            heavy = longest_row > max_edges
-            self.chunks.append(split_heavy_rows(begin, end, side.num_edges, max_edges) if heavy else None)
+            chunks = None
+            if longest_row > max_edges:
+                order = side.row_order if ordered else None
+                chunks = split_heavy_rows(begin, end, side.num_edges, max_edges, order)
+            self.chunks.append(chunks)
 
     def tensors(self) -> list[Tensor]:
         """All arrays."""
@@ -301,7 +315,9 @@ def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor
     return Side(new_ptr, place(ends, node), place(new_id[edge_id.long()], num_kept + node)), kept, num_kept
 
 
-def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int) -> Chunks:
+def split_heavy_rows(
+    begin: Tensor, end: Tensor, num_edges: int, max_edges: int, order: Tensor | None = None
+) -> Chunks:
     """Cut the rows longer than `max_edges` into chunks (see :class:`Chunks`).
 
     Args:
@@ -309,7 +325,13 @@ def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int)
         end: One past the last edge of each row, int32 [num_rows].
         num_edges: At least as many as the edges of all rows.
         max_edges: Edges of a chunk.
+        order: A permutation of the rows, int32 [num_rows], in which they are taken; None is ascending.
     """
+    if order is not None:
+        chunks = split_heavy_rows(begin[order], end[order], num_edges, max_edges)
+        row, heavy_row = order[chunks.row], order[chunks.heavy_row]
+        pull(heavy_row[-1:].sum())
+        return Chunks(row, chunks.begin, chunks.end, heavy_row, chunks.heavy_ptr)
     degree = end - begin
     heavy = degree > max_edges
     count = torch.where(heavy, (degree - 1) // max_edges + 1, 0)

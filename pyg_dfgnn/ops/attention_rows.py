@@ -47,31 +47,36 @@ class RowsWalk:
 
     def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
         """Prepare the launches of one pass: which thread block works on what."""
-        chosen = self.chosen
+        chosen, constants = self.chosen, self.chosen.constants
+        ordered, joined = bool(constants["ORDERED"]), bool(constants["JOINED"])
         self.chunks: Sequence[Chunks | None]
         if chosen.blocks == 1:
-            self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if chosen.constants["JOINED"] else 0)]
+            self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if joined else 0, ordered)]
             arrays = (side.ptr, side.index, side.edge_id)
         else:
             num_columns = graph.num_dst if walk == "sources" else graph.num_src
-            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns)
+            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns, ordered)
             self.chunks = swept.chunks
             arrays = (swept.ptr, swept.index, swept.edge_id)
         self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
-        self.shared_bytes = 0
-        if chosen.constants["JOINED"]:
-            self.shared_bytes = 4 * self.items_per_block * self.state_elements if self.max_chunks else 0
-        self.sweeps = [self._arguments(arrays, block, chunks) for block, chunks in enumerate(self.chunks)]
+        self.shared_bytes = 4 * self.items_per_block * self.state_elements if joined and self.max_chunks else 0
+        order = side.row_order if ordered else None
+        self.sweeps = [self._arguments(arrays, block, chunks, order) for block, chunks in enumerate(self.chunks)]
         # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
         self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
         self.parameter_blocks = self.grid[0]
 
     def _arguments(
-        self, arrays: Sequence[Tensor], block: int, chunks: Chunks | None, node_ptr: Tensor | None = None
+        self,
+        arrays: Sequence[Tensor],
+        block: int = 0,
+        chunks: Chunks | None = None,
+        row_order: Tensor | None = None,
+        node_ptr: Tensor | None = None,
     ) -> tuple[Any, ...]:
         listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
         sizes = (self.num_rows, 0 if chunks is None else chunks.num_chunks, self.chosen.max_edges)
-        return addresses((*arrays, *listed, node_ptr, *sizes, block, len(self.chunks)))
+        return addresses((*arrays, *listed, row_order, node_ptr, *sizes, block, len(self.chunks)))
 
     def forward(
         self,
