@@ -161,6 +161,7 @@ def test_the_table_of_the_paper():
         cells = options.cells()
     assert (options.model["layers"], options.model["hidden_channels"], options.model["heads"]) == (8, 128, 1)
     assert options.batch_size == 1024 and options.pace.steps == 50 and len(cells) == 7 * 5
+    assert options.optimizer["lr"] == 1e-3
     assert [cell.backend.name for cell in cells[:4]] == ["pyg", "unfused", "auto", "auto_graph"]
     assert cells[2].backend.is_ours and cells[3].backend.cuda_graph and not cells[0].backend.is_ours
     sizes = {cell.dataset: cell.task.get("num_train") for cell in cells}
