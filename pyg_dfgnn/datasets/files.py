@@ -149,12 +149,14 @@ def cached(
 
 
 def pack(graphs: Sequence[Data]) -> Packed:
-    """One tensor per attribute of graphs that have the same attributes."""
+    """One tensor per attribute of graphs that have the same attributes; empties the graphs, to hold nothing twice."""
     packed = {}
     for key in graphs[0].keys():
         values = [graph[key] for graph in graphs]
         dim = _dim(key)
         packed[key] = torch.cat(values, dim), torch.tensor([value.size(dim) for value in values])
+        for graph in graphs:
+            del graph[key]
     return packed
 
 

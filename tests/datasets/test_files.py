@@ -39,7 +39,7 @@ def test_made_once_and_read_back_the_same(tmp_path):
 
     def make():
         calls.append(1)
-        return splits
+        return make_splits()
 
     first, second = (cached(tmp_path, "graphs", {"seed": 0, "noise": 0.5}, make) for _ in range(2))
     assert len(calls) == 1
