@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.training.buckets import Buckets
 from pyg_dfgnn.training.metrics import cross_entropy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,17 +151,19 @@ class CapturedStep(Step):
 
     The first steps on a batch run one by one, count as any other, and find out what has to be known: plans, compiled
     kernels, the state of the optimizer. What follows replays, with the random numbers and learning rates that single
-    launches would take. A capture belongs to the tensors of its batch: a replay reads what they hold by then.
+    launches would take. A capture belongs to the tensors of its batch, which it keeps: a replay reads what they hold by
+    then. So a batch is either one that comes again and again, or it is padded to the size of a bucket and put there.
 
     Args:
         model: As in :class:`Step`.
         optimizer: One that torch can capture: Adam, AdamW and others with the argument `capturable`.
+        padded: Whether batches are all different and go to :class:`Buckets`; evaluation then launches one by one.
         mark: Called while the step is captured and not when it runs.
         recorder: Captures; one for the model's device if None.
         **options: As in :class:`Step`; without loss scaling, which decides on the host whether to step.
 
     Raises:
-        ValueError: The model is not on a CUDA device, or the precision or the optimizer cannot be captured.
+        ValueError: The model is not on a CUDA device, or the precision, the optimizer or the model cannot be captured.
     """
 
     WARM_UPS = 3
@@ -170,6 +173,7 @@ class CapturedStep(Step):
         model: nn.Module,
         optimizer: Optimizer,
         *,
+        padded: bool = False,
         mark: Mark | None = None,
         recorder: Recorder | None = None,
         **options: Any,
@@ -181,6 +185,7 @@ class CapturedStep(Step):
         if any("capturable" not in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
             raise ValueError(f"'optimizer' needs the argument 'capturable' with cuda_graph, as Adam has (got {kind})")
+        self.buckets = Buckets(model, self.graph_level) if padded else None
         self.capture_mark = mark or _no_mark
         self._found: dict[tuple[str, int], _Captured] = {}
         self._rates: list[Tensor] = []
@@ -188,11 +193,17 @@ class CapturedStep(Step):
     def __call__(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Take one step, as :meth:`Step.__call__`; the next step on this batch overwrites the logits it returns."""
         self._set_rates()
-        loss, logits = self._run("step", batch, lambda: super(CapturedStep, self).__call__(batch))
-        return loss.clone(), logits
+        if self.buckets is None:
+            loss, logits = self._run("step", batch, lambda: super(CapturedStep, self).__call__(batch))
+            return loss.clone(), logits
+        with self.buckets.active(self.buckets.place(batch)) as room:
+            loss, logits = self._run("step", room, lambda: super(CapturedStep, self).__call__(room))
+        return loss.clone(), logits[: batch.y.numel()]
 
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Loss and logits of a batch; the next evaluation of this batch overwrites them."""
+        if self.buckets is not None:
+            return super().evaluate(batch)
         return self._run("evaluate", batch, lambda: super(CapturedStep, self).evaluate(batch))
 
     def _run(self, kind: str, batch: Data, work: Work) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ class Trainer:
             raise ValueError(f"'loader' needs {needed} (got {loader})")
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
+        if sampler is not None and cuda_graph:
+            raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
         self.group = group = group or Group()
         for name, given in {"cuda_graph": cuda_graph, "compile": compile}.items():
             if given and group.size > 1:
@@ -115,7 +118,8 @@ class Trainer:
         if compile:
             # One compilation for batches of all sizes.
             called = torch.compile(called, fullgraph=True, dynamic=not task.full_graph or sampler is not None)
-        self.step = (CapturedStep if cuda_graph else Step)(
+        make = partial(CapturedStep, padded=not task.full_graph) if cuda_graph else Step
+        self.step = make(
             called,
             optimizer,
             loss_weights=task.loss_weights,

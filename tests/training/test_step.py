@@ -1,0 +1,225 @@
+"""Captured steps take the steps of single launches; here what a GPU would replay is run again by the host."""
+
+import copy
+
+import pytest
+import torch
+import torch_geometric.nn
+from torch import nn
+from torch_geometric.data import Batch, Data
+
+from pyg_dfgnn.models import GAT, GraphTransformer
+from pyg_dfgnn.training import buckets as buckets_module
+from pyg_dfgnn.training.buckets import Buckets, CountedBatchNorm
+from pyg_dfgnn.training.metrics import IGNORED
+from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+
+
+class HostRecorder:
+    """Keeps work to run it again, with the learning rates that were in the optimizer while it was recorded."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.runs = self.recordings = self.replays = 0
+
+    def run(self, work):
+        self.runs += 1
+        return work()
+
+    def record(self, work):
+        self.recordings += 1
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        assert self.runs
+        self.rates = rates
+        recorder = self
+
+        class Recording:
+            def replay(self):
+                recorder.replays += 1
+                numbers = [group["lr"] for group in recorder.optimizer.param_groups]
+                for group, rate in zip(recorder.optimizer.param_groups, rates):
+                    group["lr"] = rate
+                results = work()
+                for group, number in zip(recorder.optimizer.param_groups, numbers):
+                    group["lr"] = number
+                return results
+
+        return Recording()
+
+
+def graph(size, seed, label=None):
+    generator = torch.Generator().manual_seed(seed)
+    edge_index = (torch.rand(size, size, generator=generator) < 0.3).nonzero().t().contiguous()
+    y = torch.randint(3, (size,), generator=generator) if label is None else torch.tensor([label])
+    return Data(x=torch.randn(size, 5, generator=generator), edge_index=edge_index, y=y, pe=torch.randn(size, 2))
+
+
+def batches(graph_level=False):
+    sizes = ([9, 14, 11], [12, 8, 10], [10, 10, 9], [6, 9], [30, 40, 20])
+    return [
+        Batch.from_data_list([graph(n, 10 * i + j, j % 3 if graph_level else None) for j, n in enumerate(part)])
+        for i, part in enumerate(sizes)
+    ]
+
+
+def pair(make, **options):
+    """The same model with an eager and with a captured step."""
+    torch.manual_seed(1)
+    model = make()
+    steps = []
+    for kind in (Step, CapturedStep):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(twin.parameters(), lr=0.01, fused=True)
+        extra = {"recorder": HostRecorder(optimizer), **options} if kind is CapturedStep else {}
+        shared = {name: value for name, value in options.items() if name != "padded"}
+        steps.append(kind(twin, optimizer, **{**shared, **extra}))
+    return steps
+
+
+def transformer(dropout=0.0, norm="batch"):
+    options = {"hidden_channels": 16, "heads": 2, "layers": 2, "dropout": dropout, "norm": norm}
+    return GraphTransformer(5, 3, torch_geometric.nn, **options, pe_size=0)
+
+
+def train(step, given, scheduler, epochs=4):
+    schedule = scheduler(step.optimizer)
+    losses = []
+    torch.manual_seed(7)
+    for _ in range(epochs):
+        for batch in given:
+            loss, logits = step(batch)
+            losses.append(loss)
+            assert logits.size(0) == batch.y.numel()
+        schedule.step()
+    return torch.stack(losses)
+
+
+def assert_same_parameters(left, right, **tolerance):
+    for (name, a), (_, b) in zip(left.model.state_dict().items(), right.model.state_dict().items(), strict=True):
+        torch.testing.assert_close(a, b, msg=name, **tolerance)
+
+
+SCHEDULES = {
+    "constant": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_replays_equal_single_launches(schedule):
+    (whole,) = batches()[:1]
+    eager, captured = pair(lambda: transformer(dropout=0.3, norm="layer"))
+    want, found = (train(step, [whole], SCHEDULES[schedule], epochs=12) for step in (eager, captured))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert_same_parameters(eager, captured, rtol=1e-4, atol=1e-5)
+    recorder = captured.recorder
+    assert (recorder.runs, recorder.recordings, recorder.replays) == (CapturedStep.WARM_UPS, 1, 9)
+    # As numbers they would be those of the capture for ever.
+    assert all(isinstance(rate, torch.Tensor) for rate in recorder.rates)
+    assert all(isinstance(group["lr"], float) for group in captured.optimizer.param_groups)
+
+
+def test_evaluation_is_captured_too():
+    (whole,) = batches()[:1]
+    eager, captured = pair(transformer)
+    for step in (eager, captured):
+        step.model.eval()
+    for _ in range(CapturedStep.WARM_UPS + 3):
+        for a, b in zip(eager.evaluate(whole), captured.evaluate(whole)):
+            torch.testing.assert_close(a, b)
+    assert captured.recorder.recordings == 1 and captured.recorder.replays == 3
+
+
+@pytest.mark.parametrize("graph_level", [False, True], ids=["nodes", "graphs"])
+@pytest.mark.parametrize("loss_weights", [False, True], ids=["plain", "weighted"])
+def test_padded_batches_equal_the_batches(graph_level, loss_weights):
+    given = batches(graph_level)
+    eager, captured = pair(transformer, padded=True, graph_level=graph_level, loss_weights=loss_weights)
+    want, found = (train(step, given, SCHEDULES["cosine"]) for step in (eager, captured))
+    # Adam makes whole steps of gradients that are rounding errors, such as those of biases before a batch norm.
+    torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-4)
+    # Four batches share a bucket, the large one has its own.
+    assert captured.recorder.recordings == 2 and captured.recorder.replays > 8
+    norms = [module for module in captured.model.modules() if isinstance(module, CountedBatchNorm)]
+    assert norms and all(module.counted is None for module in norms)
+    captured.model.load_state_dict(eager.model.state_dict())
+    for step in (eager, captured):
+        step.model.eval()
+    for batch in given:
+        for a, b in zip(captured.evaluate(batch), eager.evaluate(batch)):
+            torch.testing.assert_close(a, b)
+
+
+def test_one_padded_step_is_exact():
+    (batch,) = batches()[:1]
+    model = transformer().double()
+    padded = copy.deepcopy(model)
+    batch.x = batch.x.double()
+    buckets = Buckets(padded, graph_level=False)
+    with buckets.active(buckets.place(batch)) as room:
+        assert room.num_nodes > batch.num_nodes and room.edge_index.size(1) > batch.num_edges
+        out = padded(room.x, room.edge_index)
+        loss = torch.nn.functional.cross_entropy(out, room.y, ignore_index=IGNORED)
+        loss.backward()
+    want = model(batch.x, batch.edge_index)
+    torch.nn.functional.cross_entropy(want, batch.y).backward()
+    torch.testing.assert_close(out[: batch.num_nodes], want)
+    for (name, a), (_, b) in zip(padded.named_parameters(), model.named_parameters()):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+    for (name, a), (_, b) in zip(padded.named_buffers(), model.named_buffers()):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_convs_of_ours_need_sorted_graphs():
+    import pyg_dfgnn.nn
+
+    model = GAT(5, 3, pyg_dfgnn.nn)
+    with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
+        Buckets(model, graph_level=False).place(batches()[0])
+
+
+def test_a_resumed_optimizer_counts_on():
+    (whole,) = batches()[:1]
+    eager, captured = pair(transformer)
+    eager(whole)
+    captured.model.load_state_dict(eager.model.state_dict())
+    captured.optimizer.load_state_dict(copy.deepcopy(eager.optimizer.state_dict()))
+    losses = [(eager(whole)[0], captured(whole)[0]) for _ in range(6)]
+    for a, b in losses:
+        torch.testing.assert_close(a, b)
+    assert all(state["step"] == 7 for state in captured.optimizer.state.values())
+
+
+def test_marks():
+    (whole,) = batches()[:1]
+    seen = []
+    model = transformer()
+    step = Step(model, torch.optim.Adam(model.parameters()), mark=seen.append)
+    step(whole)
+    assert seen == ["forward", "backward", "optimizer"]
+
+
+def adam(model, **options):
+    return torch.optim.Adam(model.parameters(), **options)
+
+
+def test_what_cannot_be_captured():
+    model = transformer()
+    with pytest.raises(ValueError, match=r"'cuda_graph' needs a CUDA device \(got cpu\)"):
+        Recorder(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"'cuda_graph' needs a CUDA device \(got cpu\)"):
+        CapturedStep(model, adam(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'optimizer' needs the argument 'capturable' .* \(got SGD\)"):
+        CapturedStep(model, optimizer, recorder=HostRecorder(optimizer))
+    with pytest.raises(ValueError, match=r"'precision' needs fp32 or bf16 with cuda_graph"):
+        CapturedStep(model, adam(model), precision="fp16", recorder=HostRecorder(None))
+    with pytest.raises(ValueError, match=r"'precision' needs one of"):
+        Step(model, adam(model), precision="fp8")
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), torch_geometric.nn.GraphNorm(4)], ids=lambda m: type(m).__name__)
+def test_norms_that_padding_would_change(layer):
+    with pytest.raises(ValueError, match=rf"'model' needs BatchNorm1d or LayerNorm .* \(got {type(layer).__name__}\)"):
+        buckets_module.Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), graph_level=False)
