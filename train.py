@@ -34,7 +34,8 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as scratch:
             if int(os.environ.get("RANK", 0)) > 0:
                 # The run folder belongs to process 0.
-                first = next((at for at, word in enumerate(sys.argv) if "=" in word), len(sys.argv))
+                words = enumerate(sys.argv[1:], 1)
+                first = next((at for at, word in words if "=" in word and word[0] != "-"), len(sys.argv))
                 sys.argv[first:first] = [f"hydra.run.dir={scratch}", f"hydra.sweep.dir={scratch}"]
             main()
         Group.close()

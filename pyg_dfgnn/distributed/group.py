@@ -65,7 +65,8 @@ class Group:
                 raise ValueError(f"'device' needs auto, cpu or cuda with {size} processes (got '{device}')")
             local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if local >= gpus:
-                raise ValueError(f"'nproc_per_node' needs at most one process per GPU: {gpus} found (got > {local})")
+                given = f"{gpus} found (got {local + 1} or more)"
+                raise ValueError(f"'nproc_per_node' needs at most one process per GPU: {given}")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         # Kept for the life of the process: the store of torchrun cannot serve a second group under the same keys.

@@ -54,7 +54,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """ "ok", "FAILED" or nothing."""
+        """Either "ok" or "FAILED"; empty where nothing is needed."""
         if self.needed is None:
             return ""
         good = self.value >= self.needed if self.quantity == "speed-up" else self.value <= self.needed
@@ -187,7 +187,7 @@ class _Steps:
         Graph.of_batch(self.batch)
         if "attention" in name:
             del self.batch.pe
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=group.device.type == "cuda")
         parallel = model if group.size == 1 else wrap(model, group)
         self.step = Step(parallel, optimizer, loss_weights=True, group=group)
 
