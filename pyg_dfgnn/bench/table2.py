@@ -167,8 +167,7 @@ class Worker:
                 yield {**base, "status": f"not run: {error}"}, []
                 continue
             yield None
-            columns = {**source_columns(source), "once": cell.backend.resident(source)}
-            yield self._measure(cell, source, {**base, **columns})
+            yield self._measure(cell, source, {**base, **source_columns(source)})
 
     def _source(self, cell: Cell) -> Source:
         key = cell.dataset, cell.backend.sort_edges
@@ -212,6 +211,7 @@ def source_columns(source: Source) -> Row:
         "graphs": 1 if task.full_graph else round(sum(batch.num_graphs for batch in batches) / len(batches)),
         "nodes": round(sum(batch.num_nodes for batch in batches) / len(batches)),
         "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
+        "once": task.full_graph,
     }
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,11 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self._ends: dict[str, Any] = {}
-        self._captured: dict[int, dict[str, Any]] = {}
+        self._captures: list[dict[str, Any]] = []
 
-    def start(self, batch: int = 0) -> None:
-        """A step begins; `batch` tells apart what is captured once per batch."""
-        self._ends, self._batch = {}, batch
+    def start(self) -> None:
+        """A step begins."""
+        self._ends = {}
         self("start")
 
     def __call__(self, phase: str) -> None:
@@ -60,15 +61,22 @@ class Phases:
         # Only an external event becomes a node of the graph, recorded anew by each replay.
         event = torch.cuda.Event(enable_timing=True, external=capturing)
         event.record()
-        (self._captured.setdefault(self._batch, {}) if capturing else self._ends)[phase] = event
+        if capturing and phase == "forward":
+            self._captures.append({})
+        (self._captures[-1] if capturing else self._ends)[phase] = event
 
     def durations_ms(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, of those of the paper, and of the whole; the device is idle."""
-        ends = {**self._captured.get(self._batch, {}), **self._ends}
+        ends = {**self._replayed(), **self._ends}
         marks = ["start", *(phase for phase in PHASES if phase in ends)]
         spans = {end: self._between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
         whole = self._between_ms(ends["start"], ends[marks[-1]])
         return {**spans, "sum": sum(spans.get(phase, 0.0) for phase in SUMMED), "step": whole}
+
+    def _replayed(self) -> dict[str, Any]:
+        """The events of the capture that was replayed last, {} without captures."""
+        start = self._ends["start"]
+        return max(self._captures, key=lambda ends: self._between_ms(start, ends["optimizer"]), default={})
 
     def _between_ms(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
@@ -124,10 +132,6 @@ class Backend:
     @property
     def is_ours(self) -> bool:
         return self.convs == drop_ins.__name__
-
-    def resident(self, source: Source) -> bool:
-        """Whether batches stay on the device: one whole graph does, and what a captured graph points to."""
-        return source.task.full_graph or self.cuda_graph
 
     def preparation(self, model: nn.Module) -> Prepare:
         """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
@@ -264,8 +268,8 @@ def measure(
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         phases = Phases(device)
         step = _step(backend, model, optimizer_config, task, phases)
-        turns = _Turns(step, source, backend.preparation(model), device, phases, backend.resident(source))
-        # Each batch is captured by itself, after steps without a capture.
+        turns = _Turns(step, source, backend.preparation(model), device, phases)
+        # At worst each batch is captured by itself, after steps without a capture.
         captures = (steps.CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
 
         losses, spans = [], []
@@ -307,14 +311,14 @@ def _step(
         # Compilations of one model class count together, and end in an error beyond a number.
         torch._dynamo.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
-    kind = steps.CapturedStep if backend.cuda_graph else steps.Step
+    kind = partial(steps.CapturedStep, padded=not task.full_graph) if backend.cuda_graph else steps.Step
     return kind(called, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
 
 
 class _Turns:
     """One step after the other, each on the next batch.
 
-    One whole graph, and batches that a captured step replays, are moved and prepared once; others by each step.
+    One whole graph is moved and prepared once; batches by each step.
 
     Attributes:
         once: Milliseconds of what is done once, phase by phase, each time that it was tried.
@@ -327,19 +331,22 @@ class _Turns:
         prepare: Prepare,
         device: torch.device,
         phases: Phases,
-        resident: bool,
     ) -> None:
         self.step, self.source, self.prepare, self.device, self.phases = step, source, prepare, device, phases
         self.once: list[dict[str, float]] = []
-        self._resident: list[Data] = []
-        if resident:
-            self._resident = [self._arrive_alone(batch) for batch in source.batches]
+        self._resident: Data | None = None
+        for _ in range(ONCE if source.task.full_graph else 0):
+            self.phases.start()
+            self._resident = self._arrive(source.batches[0])
+            Timer(device).synchronize()
+            self.once.append(self.phases.durations_ms())
 
     def __call__(self, index: int) -> Tensor:
         """The loss of a step, on the device."""
-        index %= len(self.source.batches)
-        self.phases.start(index)
-        batch = self._resident[index] if self._resident else self._arrive(self.source.batches[index])
+        self.phases.start()
+        batch = self._resident
+        if batch is None:
+            batch = self._arrive(self.source.batches[index % len(self.source.batches)])
         return self.step(batch)[0]
 
     def _arrive(self, host: Data) -> Data:
@@ -349,11 +356,3 @@ class _Turns:
         self.prepare(host, batch)
         self.phases("preprocess")
         return batch
-
-    def _arrive_alone(self, batch: Data) -> Data:
-        for _ in range(ONCE):
-            self.phases.start()
-            arrived = self._arrive(batch)
-            Timer(self.device).synchronize()
-            self.once.append(self.phases.durations_ms())
-        return arrived

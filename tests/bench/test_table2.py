@@ -178,6 +178,39 @@ def test_phases_follow_each_other():
     assert found["sum"] == found["forward"] + found["backward"] <= found["step"]
 
 
+def test_phases_of_the_capture_that_was_replayed(monkeypatch):
+    """Events of a captured graph are recorded anew by each replay; here time is a counter."""
+    clock, capturing = iter(range(100)), False
+
+    class Event:
+        def __init__(self, enable_timing, external):
+            assert enable_timing and external is capturing
+
+        def record(self):
+            self.time = next(clock)
+
+        def elapsed_time(self, end):
+            return end.time - self.time
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    phases = Phases(torch.device("cuda"))
+    for _ in range(2):
+        phases.start()
+        capturing = True
+        for phase in ("forward", "backward", "optimizer"):
+            phases(phase)
+        capturing = False
+    for captured in (0, 1, 0):
+        phases.start()
+        phases("transfer")
+        next(clock)
+        for event in phases._captures[captured].values():
+            event.record()
+        expected = {"transfer": 1, "forward": 2, "backward": 1, "optimizer": 1, "sum": 3, "step": 5}
+        assert phases.durations_ms() == expected
+
+
 @pytest.mark.parametrize(("values", "name"), [((0, 0), "warm_up"), ((2, 2), "steps")])
 def test_wrong_pace(values, name):
     with pytest.raises(ValueError, match=f"'{name}' needs a value >= "):

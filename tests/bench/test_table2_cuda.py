@@ -21,8 +21,7 @@ def test_backends_agree_and_are_timed(table, dataset, model):  # noqa: F811
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "sum", "step")}
         assert all(0 <= time_ms < 1e3 for time_ms in times.values()) and times["forward"] > 0 and times["backward"] > 0
         assert float(row["peak_mb"]) > 0 and row["n"] in ("3", "4")
-    resident = {row["backend"]: row["once"] for row in rows}
-    assert resident["auto_graph"] == "True" and resident["auto"] == str(dataset != "pattern")
+    assert {row["once"] for row in rows} == {str(dataset != "pattern")}
 
 
 def test_a_process_of_its_own(table):  # noqa: F811
