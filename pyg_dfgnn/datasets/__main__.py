@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 from pyg_dfgnn.datasets.published import DATA, TABLE_1, Entry, Size, deviations, size_of
@@ -77,7 +78,7 @@ def main() -> None:
     names = [argument for argument in arguments if "=" not in argument]
     try:
         print(describe(names, [argument for argument in arguments if "=" in argument]))
-    except ValueError as error:
+    except (ValueError, HydraException) as error:
         parser.error(str(error))
 
 

@@ -111,8 +111,8 @@ def test_command(here, monkeypatch, capsys):
     root = configs_dir().parent
     done = subprocess.run([*command, "reddit_like_small", "task.scale=0.01"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0 and "2,330" in done.stdout and "0.01 of the nodes" in done.stdout
-    monkeypatch.setattr(sys, "argv", ["datasets", "describe", "nothing"])
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main()
-    message = capsys.readouterr().err
-    assert "'data' needs one of" in message and "(got 'nothing')" in message
+    for words, part in ((["nothing"], "'data' needs one of"), (["cora", "task.colour=1"], "task.colour")):
+        monkeypatch.setattr(sys, "argv", ["datasets", "describe", *words])
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main()
+        assert part in capsys.readouterr().err
