@@ -73,10 +73,10 @@ Training steps of `{first["model"]}` on {first["gpu"]}, torch {first["torch"]}, 
 float32 without TF32.
 
 `sum` is what the paper adds up: preprocess, forward (with the loss) and backward of one step. `once`: one whole graph
-stays on the device, so its transfer and preprocess are no part of a step nor of its sum. A captured step pads batches to
-a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster` is
-against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the reference;
-`gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time."""
+stays on the device, so its transfer and preprocess are no part of a step nor of its sum. A captured step pads batches
+to a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster`
+is against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the
+reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time."""
     sets = {row["dataset"]: row for row in rows if row.get("task")}
     described = [
         [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()
