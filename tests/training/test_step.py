@@ -51,7 +51,7 @@ def graph(size, seed, label=None):
     generator = torch.Generator().manual_seed(seed)
     edge_index = (torch.rand(size, size, generator=generator) < 0.3).nonzero().t().contiguous()
     y = torch.randint(3, (size,), generator=generator) if label is None else torch.tensor([label])
-    return Data(x=torch.randn(size, 5, generator=generator), edge_index=edge_index, y=y, pe=torch.randn(size, 2))
+    return Data(x=torch.randn(size, 5, generator=generator), edge_index=edge_index, y=y)
 
 
 def batches(graph_level=False):
@@ -154,10 +154,11 @@ def test_one_padded_step_is_exact():
     (batch,) = batches()[:1]
     model = transformer().double()
     padded = copy.deepcopy(model)
-    batch.x = batch.x.double()
+    batch.x, batch.pe = batch.x.double(), torch.randn(batch.num_nodes, 2)
     buckets = Buckets(padded, graph_level=False)
     with buckets.active(buckets.place(batch)) as room:
         assert room.num_nodes > batch.num_nodes and room.edge_index.size(1) > batch.num_edges
+        assert torch.equal(room.pe[: batch.num_nodes], batch.pe) and not room.pe[batch.num_nodes :].any()
         out = padded(room.x, room.edge_index)
         loss = torch.nn.functional.cross_entropy(out, room.y, ignore_index=IGNORED)
         loss.backward()

@@ -1,0 +1,186 @@
+"""On a GPU: captured steps equal single ones, batches are whole where they are used, nothing waits for the device."""
+
+import copy
+
+import pytest
+import torch
+from torch_geometric.data import Batch
+
+import pyg_dfgnn.nn
+from pyg_dfgnn.distributed import Group
+from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
+from pyg_dfgnn.settings import settings
+from pyg_dfgnn.training.loaders import Batches, ResidentLoader, graph_batches
+from pyg_dfgnn.training.step import CapturedStep, Step
+from tests.graph.test_resident import assert_same
+from tests.training.test_step import SCHEDULES, graph, train
+
+pytestmark = pytest.mark.cuda
+CUDA = torch.device("cuda")
+MODELS = {
+    "gt": lambda p: GraphTransformer(
+        5, 3, pyg_dfgnn.nn, hidden_channels=64, heads=4, layers=3, pe_size=0, dropout=p, attention_dropout=p
+    ),
+    "gat": lambda p: GAT(5, 3, pyg_dfgnn.nn, dropout=p),
+    "agnn": lambda p: AGNN(5, 3, pyg_dfgnn.nn, dropout=p),
+}
+
+
+@pytest.fixture(autouse=True)
+def fused_only():
+    with settings(fallback="error"):
+        yield
+
+
+def pair(name, dropout, **options):
+    torch.manual_seed(1)
+    model = MODELS[name](dropout).to(CUDA)
+    steps = []
+    for kind in (Step, CapturedStep):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(twin.parameters(), lr=0.003, fused=True)
+        steps.append(kind(twin, optimizer, **(options if kind is CapturedStep else {})))
+    return steps
+
+
+def graphs(count=40):
+    return [SortEdges()(graph(10 + 7 * i % 30, i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_graph(name, dropout, schedule):
+    whole = Batch.from_data_list(graphs()).to(CUDA)
+    eager, captured = pair(name, dropout)
+    want, found = (train(step, [whole], SCHEDULES[schedule], epochs=20) for step in (eager, captured))
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    for step in (eager, captured):
+        step.model.eval()
+    for _ in range(CapturedStep.WARM_UPS + 2):
+        evaluated = captured.evaluate(whole)
+    captured.model.load_state_dict(eager.model.state_dict())
+    evaluated = captured.evaluate(whole)
+    for a, b in zip(evaluated, eager.evaluate(whole)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "rows", "tiles"])
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_batches(name, schedule):
+    resident = ResidentGraphs(graphs(), CUDA)
+    parts = torch.randperm(40, generator=torch.Generator().manual_seed(3)).split(8)
+    given = [resident.batch(part) for part in parts]
+    with settings(schedule=schedule, fallback="log"):
+        eager, captured = pair(name, 0.0, padded=True)
+        want, found = (train(step, given, SCHEDULES["cosine"], epochs=4) for step in (eager, captured))
+    torch.testing.assert_close(found, want, rtol=5e-3, atol=5e-4)
+    assert any(each.recording is not None for each in captured._found.values())
+    assert len(captured.buckets.found) < len(given)
+
+
+def test_dropout_on_padded_batches():
+    """What is drawn depends on the shapes, so single launches run on the padded batches too."""
+    resident = ResidentGraphs(graphs(), CUDA)
+    given = [resident.batch(part) for part in torch.arange(40).split(8)] * 4
+    losses = []
+    for warm_ups in (CapturedStep.WARM_UPS, 10**6):
+        _, step = pair("gt", 0.5, padded=True)
+        step.WARM_UPS = warm_ups
+        losses.append(train(step, given, SCHEDULES["constant"], epochs=1))
+    torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=5e-4)
+    assert losses[0].std() > 0
+
+
+def test_a_captured_step_does_not_wait():
+    whole = Batch.from_data_list(graphs()).to(CUDA)
+    _, step = pair("gt", 0.5)
+    for _ in range(CapturedStep.WARM_UPS + 1):
+        step(whole)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(whole)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("made_by", ["resident", "trusted"])
+def test_a_batch_costs_no_sync(made_by):
+    data = graphs()
+    resident = ResidentGraphs(data, CUDA)
+    checked = Graph.of_batch(Batch.from_data_list(data).to(CUDA))
+    pinned = Batch.from_data_list(data).pin_memory()
+    ids = torch.arange(len(data))
+    # The bits of all graphs are made once, on the CPU's word of their sizes.
+    resident.batch(ids).edge_index.sum().item()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        if made_by == "resident":
+            batch = resident.batch(ids)
+            graph_of = Graph.of_batch(batch)
+        else:
+            facts = BatchFacts.of(pinned)
+            batch = pinned.to(CUDA, non_blocking=True)
+            graph_of = Graph.of_batch(batch, facts=facts)
+        looped = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
+        tiles = [graph_of.tiles(side, 64, False) for side in ("targets", "sources")]
+        assert looped.csc.max_degree > 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(graph_of, checked)
+    for side, found in zip(("targets", "sources"), tiles):
+        want = checked.tiles(side, 64, False) if checked.node_segments is not None else None
+        assert found.num_windows > 0 and (want is None or not want.has_duplicates)
+    want = Graph.of_batch(Batch.from_data_list(data).to(CUDA), self_loops=True)
+    assert all(torch.equal(a, b) for a, b in zip(looped.csc.side, want.csc.side))
+
+
+def test_prefetched_batches_are_whole():
+    data = graphs(60)
+    resident = ResidentGraphs(data, CUDA)
+    sums = []
+    for prefetch in (False, True):
+        source = ResidentLoader(resident, 6, torch.Generator().manual_seed(0))
+        seen = []
+        for _ in range(5):
+            for batch in Batches(source, lambda b: b, CUDA, prefetch=prefetch):
+                # The device is busy with this batch while the next is made.
+                torch.cuda._sleep(2_000_000)
+                csr = Graph.of(batch.edge_index, batch.num_nodes).csr
+                seen.append((csr.index.long() * csr.edge_id).sum() + (batch.x.sum() * 1e4).long())
+        sums.append(torch.stack(seen))
+    assert torch.equal(*sums)
+
+
+def test_loaders_give_the_same_graphs():
+    from pyg_dfgnn.datasets import Task
+
+    data = graphs(12)
+    plain = [graph(10 + 7 * i % 30, i) for i in range(12)]
+    task = Task("t", {"val": plain}, 5, 3)
+    order = torch.Generator()
+    options = {"batch_size": 5}
+    for resident in (False, True):
+        found = graph_batches(task, CUDA, options, order, Group(), sort_edges=True, resident=resident, prefetch=True)[
+            "val"
+        ]
+        for batch, part in zip(found, torch.arange(12).split(5), strict=True):
+            want = Batch.from_data_list([data[i] for i in part]).to(CUDA)
+            for name in ("x", "y", "edge_index", "batch", "ptr"):
+                assert torch.equal(batch[name], want[name]), name
+            assert Graph.of_batch(batch).facts is not None
+
+
+@pytest.mark.parametrize("model", ["gt_small", "gat"])
+def test_run_with_captured_steps(run, model):
+    from tests.training.test_run import history
+
+    same = [f"model={model}", "device=cuda", "backend.settings.fallback=error", "scheduler=cosine"]
+    same += ["model.pe_size=0"] if model == "gt_small" else ["model.dropout=0"]
+    same += ["trainer.resident=true"]
+    (_, eager), (_, captured) = run("eager", *same, "backend=auto"), run("captured", *same, "backend=auto_graph")
+    for row, want in zip(history(captured), history(eager), strict=True):
+        for key in ("train_loss", "val_loss"):
+            assert float(row[key]) == pytest.approx(float(want[key]), rel=1e-2), key
