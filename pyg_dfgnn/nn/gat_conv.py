@@ -11,6 +11,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, editable, methods_of, weights_dtype, with_weights
 from pyg_dfgnn.ops.attention import add_attention
+from pyg_dfgnn.ops.attention_terms import attention_terms
 
 
 class GATConv(FusedConv, conv.GATConv):
@@ -69,11 +70,11 @@ class GATConv(FusedConv, conv.GATConv):
         res = None if self.res is None or x_dst is None else self.res(x_dst)
         lin_src, lin_dst = (self.lin, self.lin) if self.lin is not None else (self.lin_src, self.lin_dst)
         h_src = lin_src(x_src).view(-1, self.heads, self.out_channels)
-        alpha_src, alpha_dst = (h_src * self.att_src).sum(dim=-1), None
-        if x_dst is not None:
-            shared = x_dst is x_src and lin_dst is lin_src
-            h_dst = h_src if shared else lin_dst(x_dst).view(-1, self.heads, self.out_channels)
-            alpha_dst = (h_dst * self.att_dst).sum(dim=-1)
+        shared = x_dst is x_src and lin_dst is lin_src
+        alpha_src, alpha_dst = attention_terms(h_src, self.att_src, self.att_dst if shared else None)
+        if not shared and x_dst is not None:
+            h_dst = lin_dst(x_dst).view(-1, self.heads, self.out_channels)
+            alpha_dst, _ = attention_terms(h_dst, self.att_dst)
 
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
         alpha_edge = None if edge_attr is None else self._edge_logits(edge_attr)

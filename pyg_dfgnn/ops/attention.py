@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
@@ -32,6 +31,7 @@ from pyg_dfgnn.ops.attention_launch import (
     run_forward,
     run_weights,
 )
+from pyg_dfgnn.ops.eager import PLAIN, is_eager, needs_grad
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
@@ -169,14 +169,6 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"pyg_dfgnn::{_name}", _fake, lib=_library)
 
 
-def _needs_grad(inputs: Inputs) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in inputs[:7]:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
 def _is_rounded(value: Tensor) -> bool:
     """Whether backward needs the output in float32: the terms of dS cancel, and 16 bits of it would show."""
     return value.dtype.itemsize == 2
@@ -226,7 +218,7 @@ class _Attention(torch.autograd.Function):
         return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
-# Function.apply without its look for functorch transforms, which _is_eager has excluded.
+# Function.apply without its look for functorch transforms, which is_eager has excluded.
 _apply_attention = super(torch.autograd.Function, _Attention).apply
 
 
@@ -308,8 +300,6 @@ def _reference_weights(score: str, graph: Graph, inputs: Inputs, same: bool) -> 
     return reference.gatv2_attention(*edges, *nodes, edge=edge, negative_slope=slope, keep=keep)[1]
 
 
-# Types of tensors that nothing intercepts.
-_PLAIN = (Tensor, torch.nn.Parameter)
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -348,7 +338,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
     found: list[Any] = [score, numbers]
     dtype = None
     for tensor in features:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             if dtype is None:
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
@@ -359,7 +349,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
         else:
             return None
     for tensor in scalars:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             found.append((tensor.shape, tensor.dtype, tensor.device))
         elif tensor is None:
             found.append(None)
@@ -438,14 +428,14 @@ def _run(
     value = inputs.value
     if inputs.dropout > 0.0:
         inputs = inputs._replace(seed=_draw_seed(value.device))
-    needs_grad = _needs_grad(inputs)
-    if kernels is None and _is_eager(graph) and type(value) in _PLAIN:
+    tracked = needs_grad(inputs[:7])
+    if kernels is None and _is_eager(graph) and type(value) in PLAIN:
         kernels = Kernels.of(problem_of(score, inputs), graph)
         if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
             graph.plans[signature] = kernels
     if kernels is not None:
         rest = kernels, graph, same, inputs[8:]
-        if needs_grad:
+        if tracked:
             out, softmax = _apply_attention(rest, *inputs[:8])
         else:
             out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, False)
@@ -455,9 +445,9 @@ def _run(
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    exact = needs_grad and _is_rounded(value)
+    exact = tracked and _is_rounded(value)
     # Backward may run under other settings than these, so what forward leaves is not up to the plan.
-    tangent = needs_grad and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
+    tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
     out, softmax = _TracedAttention.apply(same, exact, tangent, *arguments)
     if not return_weights:
         return out
@@ -466,19 +456,12 @@ def _run(
 
 
 def _is_eager(graph: Edges) -> TypeGuard[Graph]:
-    """Whether nothing traces, transforms or intercepts operators, so that their dispatch can be skipped."""
-    return (
-        not torch.compiler.is_compiling()
-        and isinstance(graph, Graph)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+    return is_eager() and isinstance(graph, Graph)
 
 
 def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
     """The norms as the kernels take them: their gradient is part of that of the attention."""
-    if _is_eager(graph) and type(x) in _PLAIN:
+    if _is_eager(graph) and type(x) in PLAIN:
         return inverse_norm(x)
     with torch.no_grad():
         return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())

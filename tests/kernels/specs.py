@@ -51,9 +51,8 @@ def attention_specs() -> list[Spec]:
 def node_specs() -> list[Spec]:
     """The kernels that read nodes and no edges."""
     constants = [node_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
-    return [
-        Spec(f"attention/{stem}.cu", tuple(each.items())) for stem in ("norm", "backward_nodes") for each in constants
-    ]
+    stems = ("norm", "terms", "backward_nodes")
+    return [Spec(f"attention/{stem}.cu", tuple(each.items())) for stem in stems for each in constants]
 
 
 def all_specs() -> list[Spec]:
