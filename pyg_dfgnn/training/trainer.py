@@ -116,8 +116,8 @@ class Trainer:
         self.epochs, self.monitor, self.patience = epochs, monitor, patience
         called: Any = model if group.size == 1 else wrap(model, group)
         if compile:
-            # One compilation for batches of all sizes.
-            called = torch.compile(called, fullgraph=True, dynamic=not task.full_graph or sampler is not None)
+            # Sizes that change from batch to batch become variables in a second compilation.
+            called = torch.compile(called, fullgraph=True)
         make = partial(CapturedStep, padded=not task.full_graph) if cuda_graph else Step
         self.step = make(
             called,

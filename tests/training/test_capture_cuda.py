@@ -139,10 +139,9 @@ def test_a_batch_costs_no_sync(made_by):
 
 def test_prefetched_batches_are_whole():
     data = graphs(60)
-    resident = ResidentGraphs(data, CUDA)
     sums = []
     for prefetch in (False, True):
-        source = ResidentLoader(resident, 6, torch.Generator().manual_seed(0))
+        source = ResidentLoader(data, 6, CUDA, torch.Generator().manual_seed(0))
         seen = []
         for _ in range(5):
             for batch in Batches(source, lambda b: b, CUDA, prefetch=prefetch):

@@ -1,0 +1,141 @@
+"""Where batches come from, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import torch_geometric.typing
+from torch_geometric.data import Batch
+
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.distributed import Group
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.training import loaders
+from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
+from pyg_dfgnn.training.metrics import IGNORED
+from tests.training.test_run import assert_equal, history, parameters
+from tests.training.test_step import graph
+
+CPU = torch.device("cpu")
+
+
+def task_of(count=7):
+    splits = {"train": [graph(6 + i, i) for i in range(count)], "val": [graph(5, 90), graph(8, 91)]}
+    return Task("test", splits, 5, 3)
+
+
+@pytest.mark.parametrize("sort_edges", [False, True], ids=["plain", "sorted"])
+@pytest.mark.parametrize("resident", [False, True], ids=["host", "resident"])
+def test_each_graph_once_per_epoch(resident, sort_edges):
+    task, order = task_of(), torch.Generator().manual_seed(0)
+    options = {"batch_size": 3, "num_workers": 0}
+    made = graph_batches(task, CPU, options, order, Group(), sort_edges=sort_edges, resident=resident, prefetch=True)
+    orders = []
+    for _ in range(2):
+        assert len(made["train"]) == 3
+        batches = list(made["train"])
+        assert [batch.num_graphs for batch in batches] == [3, 3, 1]
+        seen = [len(part) for batch in batches for part in batch.x.split(batch.ptr.diff().tolist())]
+        assert sorted(seen) == [graph.num_nodes for graph in task.splits["train"]]
+        orders.append(seen)
+        for batch in batches:
+            if sort_edges:
+                assert Graph.of(batch.edge_index, batch.num_nodes).facts is not None
+    assert orders[0] != orders[1] and made["train"].host_s > 0
+    (val,) = made["val"]
+    want = Batch.from_data_list(task.splits["val"])
+    assert torch.equal(val.x, want.x) and torch.equal(val.y, want.y) and torch.equal(val.ptr, want.ptr)
+
+
+def test_whole_graph_has_the_labels_of_one_split():
+    data = graph(12, 0)
+    for position, split in enumerate(("train", "val", "test")):
+        data[f"{split}_mask"] = torch.arange(12) % 3 == position
+    found = whole_graph(Task("test", {split: [data] for split in ("train", "val", "test")}, 5, 3), CPU)
+    for position, split in enumerate(("train", "val", "test")):
+        (view,) = found[split]
+        counted = torch.arange(12) % 3 == position
+        assert torch.equal(view.y[counted], data.y[counted]) and (view.y[~counted] == IGNORED).all()
+        assert view.x is found["train"][0].x and view.edge_index is found["train"][0].edge_index
+    assert (data.y != IGNORED).all()
+
+
+def test_sampling_needs_a_library(monkeypatch):
+    data = graph(12, 0)
+    data.train_mask = torch.ones(12, dtype=torch.bool)
+    for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
+        monkeypatch.setattr(torch_geometric.typing, name, False)
+    with pytest.raises(ValueError, match="'sampler' needs pyg-lib or torch-sparse"):
+        sampled(data, CPU, {"num_neighbors": [2], "batch_size": 4}, torch.Generator(), Group())
+
+
+def test_sampling_takes_the_training_nodes(monkeypatch):
+    data = graph(12, 0)
+    data.train_mask = torch.arange(12) < 8
+    given = {}
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
+    monkeypatch.setattr(loaders, "NeighborLoader", lambda *args, **kwargs: given.update(kwargs, data=args[0]))
+    order = torch.Generator()
+    sampled(data, CPU, {"num_neighbors": [2], "batch_size": 4}, order, Group())
+    assert torch.equal(given["input_nodes"], torch.arange(8)) and given["generator"] is order and given["shuffle"]
+    assert given["num_neighbors"] == [2] and given["batch_size"] == 4 and not given["pin_memory"]
+
+
+def test_only_seeds_keep_their_labels():
+    batch = graph(12, 0)
+    batch.input_id, batch.batch_size, labels = torch.arange(4), 4, batch.y.clone()
+    found = Seeds(CPU, 8)(batch)
+    assert torch.equal(found.y[:4], labels[:4]) and (found.y[4:] == IGNORED).all()
+
+
+def test_resident_run_resumes(run):
+    same = ["trainer.resident=true", "scheduler=constant"]
+    _, whole = run("whole", *same)
+    _, half = run("half", *same, "trainer.epochs=2")
+    _, resumed = run("resumed", *same, f"resume={half}")
+    assert history(resumed) == history(whole)
+    assert_equal(parameters(resumed), parameters(whole))
+
+
+@pytest.mark.parametrize("backend", ["pyg_compile", "auto"])
+def test_compiled_run_equals_the_eager_one(run, monkeypatch, backend):
+    compile = torch.compile
+    seen = []
+
+    def traced(model, *, fullgraph):
+        # All of what is traced, and none of the minutes of code generation.
+        seen.append(fullgraph)
+        return compile(model, fullgraph=fullgraph, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+    same = ["trainer.epochs=2", "model.pe_size=0", "model.layers=1"]
+    _, eager = run("eager", *same)
+    _, compiled = run("compiled", *same, f"backend={backend}", "trainer.compile=true")
+    assert seen == [True]
+    for row, want in zip(history(compiled), history(eager), strict=True):
+        for key, value in want.items():
+            assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key
+
+
+def test_environment_of_a_run(run, caplog):
+    caplog.set_level("INFO")
+    _, folder = run("run", "trainer.epochs=2")
+    found = json.loads((folder / "environment.json").read_text())
+    assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
+    assert {"python", "command", "commit", "device", "torch_geometric", "pyg_dfgnn"} <= found.keys()
+    assert "hidden_channels: 32" in (folder / "config.yaml").read_text()
+    assert " left" in caplog.text
+    assert json.loads((folder / "metrics.json").read_text())["prepare_time_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["backend=auto_graph"], r"'cuda_graph' needs a CUDA device \(got cpu\)"),
+        (["trainer.sampler={num_neighbors: [2], batch_size: 4}"], "'sampler' needs null: the task is many graphs"),
+    ],
+    ids=["cuda_graph", "sampler"],
+)
+def test_refused(run, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        run("run", *overrides)
