@@ -86,20 +86,26 @@ struct TargetInputs {
     const void* edge;
 };
 
+#if RESIDENT
+// What the rows of the thread block gather, with IN_SHARED as copies.
+__device__ __forceinline__ TargetInputs bring_targets(const ScoreInputs& in, const TargetInputs& whole, Adjacency& a) {
+    TargetInputs gathered = whole;
+    find_nodes(a);
 #if IN_SHARED
-// Copies what the rows of the thread block gather.
-__device__ __forceinline__ TargetInputs share_targets(const ScoreInputs& in, const float* records,
-                                                      const storage_t* grad_out, Adjacency& a) {
-    TargetInputs shared = {nullptr, nullptr, nullptr, nullptr, in.edge};
-    const int first = a.node_ptr[blockIdx.x], last = a.node_ptr[blockIdx.x + 1];
     int used = 0;
-    if (HAS_TARGET_VECTOR) shared.target = share<ROW_STRIDE>(in.target, first, last, used);
-    shared.grad_out = share<ROW_STRIDE>(grad_out, first, last, used);
-    shared.records = share<4 * HEADS>(records, first, last, used);
-    if (HAS_NODE_SCALARS) shared.scalars = share<HEADS>(in.target_scalars, first, last, used);
-    share_edges(a, first, last, used);
-    finish_copies();
-    return shared;
+    if (HAS_TARGET_VECTOR) gathered.target = share<ROW_STRIDE>(whole.target, a.first_node, a.last_node, used);
+    gathered.grad_out = share<ROW_STRIDE>(whole.grad_out, a.first_node, a.last_node, used);
+    gathered.records = share<4 * HEADS>(whole.records, a.first_node, a.last_node, used);
+    if (HAS_NODE_SCALARS) gathered.scalars = share<HEADS>(whole.scalars, a.first_node, a.last_node, used);
+    share_edges(a, used);
+#endif
+    Ahead ahead = nodes_ahead(a);
+    if (HAS_TARGET_VECTOR) ask_for<ROW_STRIDE>(ahead, whole.target);
+    ask_for<ROW_STRIDE>(ahead, whole.grad_out);
+    ask_for<4 * HEADS>(ahead, whole.records);
+    if (HAS_KEY) ask_for<ROW_STRIDE>(ahead, in.key);
+    ask_for<ROW_STRIDE>(ahead, in.value);
+    return gathered;
 }
 #endif
 
@@ -185,27 +191,30 @@ __device__ __forceinline__ Targets load_targets(const TargetInputs& in, const St
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_sources(const int* ptr, const int* index, const int* edge_id, const int* chunk_row,
-                           const int* chunk_begin, const int* chunk_end, const int* row_order,
-                           const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
+                           const int* chunk_begin, const int* chunk_end, const int* chunk_join,
+                           const int* row_order, const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges,
+                           i64 block, i64 num_blocks,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
                            const float* records, const storage_t* grad_out, storage_t* grad_key,
                            storage_t* grad_value, float* grad_source, const storage_t* grad_target, float* partial,
                            float* carry) {
-    Adjacency a = {ptr,      index,    edge_id,    chunk_row, chunk_begin, chunk_end,  row_order,
-                   node_ptr, num_rows, num_chunks, max_edges, block,       num_blocks, 0};
+    Adjacency a = {ptr,       index,    edge_id,  chunk_row,  chunk_begin, chunk_end, chunk_join,
+                   row_order, node_ptr, num_rows, num_chunks, max_edges,   block,     num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Lanes l = lane_layout();
-#if IN_SHARED
-    const TargetInputs gathered = share_targets(in, records, grad_out, a);
-#else
-    const TargetInputs gathered = {in.target, grad_out, in.target_scalars, records, in.edge};
+    TargetInputs gathered = {in.target, grad_out, in.target_scalars, records, in.edge};
+#if RESIDENT
+    gathered = bring_targets(in, gathered, a);
 #endif
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
 
+#if IN_SHARED
+    finish_copies();
+#endif
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item);
 
@@ -299,7 +308,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_sums(shared_sums, ITEMS, slot, l, sums);
             __syncthreads();
-            sums = add_chunks(zero_source_sums(), shared_sums, ITEMS, slot, slot + chunks_to_join(a, item), l);
+            sums = add_chunks(zero_source_sums(), shared_sums, ITEMS, slot, slot + item.join, l);
             finishes = item.first && l.edge_slot == 0;
         }
 #endif

@@ -94,21 +94,25 @@ __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, con
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_targets(const int* ptr, const int* index, const int* edge_id, const int* chunk_row,
-                           const int* chunk_begin, const int* chunk_end, const int* row_order,
-                           const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks,
+                           const int* chunk_begin, const int* chunk_end, const int* chunk_join,
+                           const int* row_order, const int* node_ptr, i64 num_rows, i64 num_chunks, i64 max_edges,
+                           i64 block, i64 num_blocks,
                            const storage_t* target, const storage_t* key, const storage_t* value,
                            const float* target_scalars, const float* source_scalars, const float* parameter,
                            const void* edge, const u64* seed, double scale, double slope, double dropout,
                            const void* out, const float* softmax, const storage_t* grad_out, float* records,
                            void* grad_target, float* grad_beta, void* grad_edge, float* parameter_sums, float* partial,
                            float* carry) {
-    Adjacency a = {ptr,      index,    edge_id,    chunk_row, chunk_begin, chunk_end,  row_order,
-                   node_ptr, num_rows, num_chunks, max_edges, block,       num_blocks, 0};
+    Adjacency a = {ptr,       index,    edge_id,  chunk_row,  chunk_begin, chunk_end, chunk_join,
+                   row_order, node_ptr, num_rows, num_chunks, max_edges,   block,     num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Lanes l = lane_layout();
-#if IN_SHARED
-    const ScoreInputs gathered = share_sources(in, a);
+#if RESIDENT
+    const ScoreInputs gathered = bring_sources(in, a);
+    Ahead ahead = nodes_ahead(a);
+    ask_for<ROW_STRIDE>(ahead, grad_out);
+    ask_for<ROW_STRIDE>(ahead, static_cast<const float*>(out));
 #else
     const ScoreInputs& gathered = in;
 #endif
@@ -116,6 +120,9 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
     const u64 key64 = DROPOUT ? *in.seed : 0;
     Part parameter_acc = zero_part();
 
+#if IN_SHARED
+    finish_copies();
+#endif
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item);
 
@@ -226,7 +233,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_sums(shared_sums, slot, l, sums);
             __syncthreads();
-            sums = add_chunks(zero_target_sums(), shared_sums, slot, slot + chunks_to_join(a, item), l);
+            sums = add_chunks(zero_target_sums(), shared_sums, slot, slot + item.join, l);
             finishes = item.first && l.edge_slot == 0;
         }
 #endif

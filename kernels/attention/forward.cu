@@ -135,13 +135,23 @@ __device__ __forceinline__ Softmax load_state(const float* buffer, i64 count, i6
 // EDGE_SLOTS-th in turn, then the slots are merged.
 __device__ __forceinline__ void merge_chunks(Softmax& state, const float* buffer, i64 count, int begin, int end,
                                              const Lanes& l) {
+    // The maximum first, so that what follows it does not form a chain.
+    HeadValues max = state.max;
+    const float* maxima = buffer + PARTS * count * ROW_STRIDE;
+#pragma unroll 4
+    for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
+        const HeadValues other = load_state_heads(maxima, c, l);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) max.x[h] = fmaxf(max.x[h], other.x[h]);
+    }
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) raise_max(state, h, max.x[h]);
+#pragma unroll 2
     for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
         const Softmax other = load_state(buffer, count, c, l);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
-            const float max = fmaxf(state.max.x[h], other.max.x[h]);
-            const float factor = fast_exp2(other.max.x[h] - finite(max));
-            raise_max(state, h, max);
+            const float factor = fast_exp2(other.max.x[h] - finite(max.x[h]));
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 state.sum[part].x[h] = fmaf(other.sum[part].x[h], factor, state.sum[part].x[h]);
@@ -162,25 +172,28 @@ __device__ __forceinline__ bool is_in(int part, float own, float other, float ed
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
-                  const int* chunk_end, const int* row_order, const int* node_ptr, i64 num_rows, i64 num_chunks,
-                  i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
+                  const int* chunk_end, const int* chunk_join, const int* row_order, const int* node_ptr, i64 num_rows,
+                  i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
                   double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
                   float* partial, float* carry) {
-    Adjacency a = {ptr,      index,    edge_id,    chunk_row, chunk_begin, chunk_end,  row_order,
-                   node_ptr, num_rows, num_chunks, max_edges, block,       num_blocks, 0};
+    Adjacency a = {ptr,       index,    edge_id,  chunk_row,  chunk_begin, chunk_end, chunk_join,
+                   row_order, node_ptr, num_rows, num_chunks, max_edges,   block,     num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
-#if IN_SHARED
-    const ScoreInputs gathered = share_sources(in, a);
+#if RESIDENT
+    const ScoreInputs gathered = bring_sources(in, a);
 #else
     const ScoreInputs& gathered = in;
 #endif
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
 
+#if IN_SHARED
+    finish_copies();
+#endif
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item), full_steps = num_full_steps(item);
 
@@ -269,7 +282,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
             if (l.edge_slot == 0) store_state(states, ITEMS, slot, l, state);
             __syncthreads();
             state = empty_softmax();
-            merge_chunks(state, states, ITEMS, slot, slot + chunks_to_join(a, item), l);
+            merge_chunks(state, states, ITEMS, slot, slot + item.join, l);
             if (item.first && l.edge_slot == 0) store_row(state, item.row, l, results);
             return;
         }

@@ -83,17 +83,22 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
     return n;
 }
 
+#if RESIDENT
+// What the rows of the thread block gather, with IN_SHARED as copies.
+__device__ __forceinline__ ScoreInputs bring_sources(const ScoreInputs& in, Adjacency& a) {
+    ScoreInputs gathered = in;
+    find_nodes(a);
 #if IN_SHARED
-// Copies what the rows of the thread block gather.
-__device__ __forceinline__ ScoreInputs share_sources(const ScoreInputs& in, Adjacency& a) {
-    ScoreInputs shared = in;
-    const int first = a.node_ptr[blockIdx.x], last = a.node_ptr[blockIdx.x + 1];
     int used = 0;
-    if (HAS_KEY) shared.key = share<ROW_STRIDE>(in.key, first, last, used);
-    shared.value = share<ROW_STRIDE>(in.value, first, last, used);
-    if (HAS_NODE_SCALARS) shared.source_scalars = share<HEADS>(in.source_scalars, first, last, used);
-    share_edges(a, first, last, used);
-    finish_copies();
-    return shared;
+    if (HAS_KEY) gathered.key = share<ROW_STRIDE>(in.key, a.first_node, a.last_node, used);
+    gathered.value = share<ROW_STRIDE>(in.value, a.first_node, a.last_node, used);
+    if (HAS_NODE_SCALARS) gathered.source_scalars = share<HEADS>(in.source_scalars, a.first_node, a.last_node, used);
+    share_edges(a, used);
+#endif
+    Ahead ahead = nodes_ahead(a);
+    if (HAS_KEY) ask_for<ROW_STRIDE>(ahead, in.key);
+    ask_for<ROW_STRIDE>(ahead, in.value);
+    if (HAS_TARGET_VECTOR) ask_for<ROW_STRIDE>(ahead, in.target);
+    return gathered;
 }
 #endif

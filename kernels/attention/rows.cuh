@@ -28,10 +28,12 @@ struct Adjacency {
     const int* chunk_row;
     const int* chunk_begin;
     const int* chunk_end;
+    const int* chunk_join;
     const int* row_order;
     const int* node_ptr;
     i64 num_rows, num_chunks, max_edges, block, num_blocks;
-    int first_edge;
+    // With RESIDENT: the thread block's nodes, and the first edge of their rows.
+    int first_node, last_node, first_edge;
 
     __device__ __forceinline__ int begin(i64 row) const { return SWEPT ? ptr[row * num_blocks + block] : ptr[row]; }
     __device__ __forceinline__ int end(i64 row) const {
@@ -45,21 +47,26 @@ struct Item {
     int row, begin, end;
     i64 chunk;
     bool active, first;
+    // With JOINED: of the first chunk of a row the number of them all, else 0.
+    int join;
 };
 
 __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
     const i64 warp = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     const i64 w = warp * WARP_ROWS + l.row_slot;
-    Item item = {0, 0, 0, -1, false, false};
+    Item item = {0, 0, 0, -1, false, false, 0};
     if (w < a.num_chunks) {
-        const int row = a.chunk_row[w];
-        if (JOINED && row < 0) return item;
-        item = {row, a.chunk_begin[w], a.chunk_end[w], w, true, false};
+        item = {a.chunk_row[w], a.chunk_begin[w], a.chunk_end[w], w, true, false, 0};
+#if JOINED
+        item.join = a.chunk_join[w];
+        item.first = item.join > 0;
+#else
         item.first = item.begin == a.begin(item.row);
+#endif
     } else if (w - a.num_chunks < a.num_rows) {
         const int row = ORDERED ? a.row_order[w - a.num_chunks] : (int)(w - a.num_chunks);
         const int begin = a.begin(row), end = a.end(row);
-        if (end - begin <= a.max_edges) item = {row, begin, end, -1, true, true};
+        if (end - begin <= a.max_edges) item = {row, begin, end, -1, true, true, 0};
     }
     return item;
 }
@@ -68,12 +75,11 @@ __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
 template <class Walk>
 __device__ __forceinline__ void for_each_item(const Adjacency& a, const Lanes& l, const Walk& walk) {
 #if RESIDENT
-    const int last = a.node_ptr[blockIdx.x + 1];
-    for (int row = a.node_ptr[blockIdx.x] + threadIdx.x / 32 * WARP_ROWS; row < last; row += ITEMS) {
-        Item item = {row, a.first_edge, a.first_edge, -1, false, false};
-        if (row + l.row_slot < last) {
+    for (int row = a.first_node + threadIdx.x / 32 * WARP_ROWS; row < a.last_node; row += ITEMS) {
+        Item item = {row, a.first_edge, a.first_edge, -1, false, false, 0};
+        if (row + l.row_slot < a.last_node) {
             item.row = row + l.row_slot;
-            item = {item.row, a.begin(item.row), a.end(item.row), -1, true, true};
+            item = {item.row, a.begin(item.row), a.end(item.row), -1, true, true, 0};
         }
         walk(item);
     }
@@ -87,8 +93,49 @@ __device__ __forceinline__ uint4* dynamic_shared() {
     return memory;
 }
 
+#if RESIDENT
+__device__ __forceinline__ void find_nodes(Adjacency& a) {
+    a.first_node = a.node_ptr[blockIdx.x];
+    a.last_node = a.node_ptr[blockIdx.x + 1];
+}
+
+// The nodes of a thread block that will run about when this one has ended, and a thread that asks for each of their
+// arrays to be brought to the L2 cache.
+struct Ahead {
+    int first, last, asked;
+};
+
+__device__ __forceinline__ Ahead nodes_ahead(const Adjacency& a) {
+    Ahead ahead = {0, 0, 0};
+#if AHEAD && !defined(PYG_DFGNN_EMULATOR) && __CUDA_ARCH__ >= 900
+    u32 multiprocessors;
+    asm("mov.u32 %0, %nsmid;" : "=r"(multiprocessors));
+    const u32 block = blockIdx.x + multiprocessors * MIN_BLOCKS;
+    if (block < gridDim.x) {
+        ahead.first = a.node_ptr[block];
+        ahead.last = a.node_ptr[block + 1];
+    }
+#endif
+    return ahead;
+}
+
+template <int ROW, class T>
+__device__ __forceinline__ void ask_for(Ahead& ahead, const T* rows) {
+#if AHEAD && !defined(PYG_DFGNN_EMULATOR) && __CUDA_ARCH__ >= 900
+    constexpr int BYTES = ROW * sizeof(T);
+    if constexpr (BYTES % 16 == 0) {
+        if (threadIdx.x == 32 * (ahead.asked++ % WARPS) && ahead.first < ahead.last) {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rows + (i64)ahead.first * ROW),
+                         "r"((ahead.last - ahead.first) * BYTES)
+                         : "memory");
+        }
+    }
+#endif
+}
+#endif
+
 #if IN_SHARED
-// A copy of rows first ... last - 1 of an array [rows, ROW] in shared memory, `used` bytes from its start, which then
+// A copy of the thread block's rows of an array [rows, ROW] in shared memory, `used` bytes from its start, which then
 // counts the copy too. The result is indexed as the whole array; to be read after finish_copies().
 template <int ROW, class T>
 __device__ __forceinline__ const T* share(const T* from, int first, int last, int& used) {
@@ -107,11 +154,11 @@ __device__ __forceinline__ const T* share(const T* from, int first, int last, in
     return reinterpret_cast<const T*>(to) - (i64)first * ROW;
 }
 
-__device__ __forceinline__ void share_edges(Adjacency& a, int first, int last, int& used) {
-    const int begin = a.ptr[first], end = a.ptr[last];
+__device__ __forceinline__ void share_edges(Adjacency& a, int& used) {
+    const int begin = a.ptr[a.first_node], end = a.ptr[a.last_node];
     a.first_edge = begin;
     a.index = share<1>(a.index, begin, end, used);
-    a.ptr = share<1>(a.ptr, first, last + 1, used);
+    a.ptr = share<1>(a.ptr, a.first_node, a.last_node + 1, used);
 }
 
 __device__ __forceinline__ void finish_copies() {
@@ -124,13 +171,6 @@ __device__ __forceinline__ void finish_copies() {
 #if JOINED
 // Whether this thread block works on chunks, all of it.
 __device__ __forceinline__ bool has_chunks(const Adjacency& a) { return (i64)blockIdx.x * ITEMS < a.num_chunks; }
-
-// The number of chunks of the item's row if the item is the first of them, else 0. All but the last are equally long.
-__device__ __forceinline__ int chunks_to_join(const Adjacency& a, const Item& item) {
-    if (!item.first) return 0;
-    const int length = item.end - item.begin;
-    return (a.end(item.row) - item.begin + length - 1) / length;
-}
 
 __device__ __forceinline__ int item_slot(const Lanes& l) { return threadIdx.x / 32 * WARP_ROWS + l.row_slot; }
 #endif

@@ -8,12 +8,12 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_weights(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
-                  const int* chunk_end, const int* row_order, const int* node_ptr, i64 num_rows, i64 num_chunks,
-                  i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
+                  const int* chunk_end, const int* chunk_join, const int* row_order, const int* node_ptr, i64 num_rows,
+                  i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
                   const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
                   double slope, double dropout, const float* softmax, float* weights_out) {
-    const Adjacency a = {ptr,      index,    edge_id,    chunk_row, chunk_begin, chunk_end,  row_order,
-                         node_ptr, num_rows, num_chunks, max_edges, block,       num_blocks, 0};
+    const Adjacency a = {ptr,       index,    edge_id,  chunk_row,  chunk_begin, chunk_end, chunk_join,
+                   row_order, node_ptr, num_rows, num_chunks, max_edges,   block,     num_blocks};
     const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
                             edge,      seed, (float)scale, (float)slope, (float)dropout};
     const Lanes l = lane_layout();

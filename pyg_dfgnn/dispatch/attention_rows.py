@@ -197,6 +197,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         "ORDERED": 0,
         "JOINED": 0,
         "RESIDENT": 0,
+        "AHEAD": 0,
     }
 
 
@@ -238,8 +239,13 @@ def _max_edges(num_edges: int, max_degree: int) -> int:
     Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
     longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges.
     """
-    balanced = 128 if max_degree <= 128 else 1.5 * math.sqrt(max_degree)
-    return max(32, min(1024, _power_of_two(max(1, num_edges // 16384, round(balanced)))))
+    length = 128 if max_degree <= 128 else 1.5 * math.sqrt(max_degree)
+    return max(32, min(1024, _power_of_two(max(_balanced(num_edges), round(length)))))
+
+
+def _balanced(num_edges: int) -> int:
+    """Edges of a chunk that spread a graph over some 16,000 warps."""
+    return _power_of_two(max(1, num_edges // 16384))
 
 
 def _side(walk: str, graph: Graph) -> tuple[Adjacency, int]:
@@ -270,7 +276,33 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
         constants = pass_constants(problem, walk, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
-    return RowsPass(constants, _max_edges(rows.num_edges, rows.max_degree), blocks)
+    if blocks > 1:
+        return RowsPass({**constants, "ORDERED": 1}, _ORDERED_EDGES, blocks)
+    max_edges = _max_edges(rows.num_edges, rows.max_degree)
+    return _joined(constants, rows, max_edges) or RowsPass(constants, max_edges, 1)
+
+
+_ORDERED_EDGES = 1024
+"""Edges of a chunk where the longest rows come first, so that none is left to the end."""
+_JOINED_WARPS = 8
+_JOINED_EDGES = 16
+"""Edges that a chunk should have at least to be worth its part in joining."""
+_JOINED_BYTES = 48 << 10
+
+
+def _joined(constants: Mapping[str, int], rows: Adjacency, max_edges: int) -> RowsPass | None:
+    """The pass with the chunks of a row joined in its thread block, which spares the merge launch.
+
+    None where one block cannot walk the longest row in chunks of `max_edges`, or hold the states of its chunks, or
+    where a graph without longer rows has warps enough to fill the device anyway.
+    """
+    constants = {**constants, "WARPS": _JOINED_WARPS, "MIN_BLOCKS": 1, "JOINED": 1}
+    items = items_per_block(constants)
+    # At most two sums of a row's width and three numbers per head.
+    if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
+        return None
+    longest = max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
+    return RowsPass(constants, longest, 1) if longest <= max_edges and longest < rows.max_degree else None
 
 
 # Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.

@@ -30,22 +30,32 @@ class Chunks:
     """Rows with more than `max_edges` edges (heavy rows), cut into chunks of at most `max_edges`.
 
     Attributes:
-        row: Row of each chunk, int32 [num_chunks]; -1 for none.
+        row: Row of each chunk, int32 [num_chunks].
         begin: First edge of each chunk, a position in `Adjacency.index`, int32 [num_chunks].
         end: One past the last edge of each chunk, int32 [num_chunks].
         heavy_row: Heavy rows in the order of their chunks, int32 [num_heavy].
         heavy_ptr: Chunk range of each heavy row, int32 [num_heavy + 1].
+        join: At the first chunk of a row their number, else 0, int32 [num_chunks]; None unless in groups.
     """
 
-    def __init__(self, row: Tensor, begin: Tensor, end: Tensor, heavy_row: Tensor, heavy_ptr: Tensor) -> None:
+    def __init__(
+        self,
+        row: Tensor,
+        begin: Tensor,
+        end: Tensor,
+        heavy_row: Tensor,
+        heavy_ptr: Tensor,
+        join: Tensor | None = None,
+    ) -> None:
         self.row, self.begin, self.end = row, begin, end
-        self.heavy_row, self.heavy_ptr = heavy_row, heavy_ptr
+        self.heavy_row, self.heavy_ptr, self.join = heavy_row, heavy_ptr, join
         self.num_chunks = row.numel()
         self.num_heavy = heavy_row.numel()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All arrays."""
-        return self.row, self.begin, self.end, self.heavy_row, self.heavy_ptr
+        arrays = (self.row, self.begin, self.end, self.heavy_row, self.heavy_ptr, self.join)
+        return tuple(array for array in arrays if array is not None)
 
 
 class Adjacency:
@@ -362,7 +372,7 @@ def group_heavy_rows(ptr: Tensor, max_edges: int, group: int) -> Chunks:
     """Cut the rows longer than `max_edges` into chunks so that those of a row lie in one group of the list.
 
     A row is cut into a power of two of equal chunks, the last ones shorter or empty, and rows with more chunks come
-    first: then none begins in one group and ends in the next. The last group is filled up with chunks of no row.
+    first: then none begins in one group and ends in the next. The last group is filled up with chunks without edges.
 
     Args:
         ptr: Edge range of each row, int32 [num_rows + 1]; none is longer than `group * max_edges`.
@@ -384,11 +394,12 @@ def group_heavy_rows(ptr: Tensor, max_edges: int, group: int) -> Chunks:
     place = torch.arange(num_chunks, dtype=torch.int32, device=ptr.device) - heavy_ptr[owner]
     begin = torch.minimum(ptr[row] + place * length, ptr[row + 1])
     end = torch.minimum(begin + length, ptr[row + 1])
+    join = torch.where(place == 0, count[owner], 0)
     unused = -num_chunks % group
 
-    def filled(values: Tensor, value: int) -> Tensor:
-        return torch.nn.functional.pad(values.to(torch.int32), (0, unused), value=value)
+    def filled(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values.to(torch.int32), (0, unused))
 
-    chunks = Chunks(filled(row, -1), filled(begin, 0), filled(end, 0), heavy.to(torch.int32), heavy_ptr)
-    pull(chunks.end[-1])
+    chunks = Chunks(filled(row), filled(begin), filled(end), heavy.to(torch.int32), heavy_ptr, filled(join))
+    pull(sum(array[-1] for array in chunks.tensors()))
     return chunks

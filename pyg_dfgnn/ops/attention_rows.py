@@ -74,7 +74,7 @@ class RowsWalk:
         row_order: Tensor | None = None,
         node_ptr: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        listed = (None, None, None) if chunks is None else (chunks.row, chunks.begin, chunks.end)
+        listed = (None,) * 4 if chunks is None else (chunks.row, chunks.begin, chunks.end, chunks.join)
         sizes = (self.num_rows, 0 if chunks is None else chunks.num_chunks, self.chosen.max_edges)
         return addresses((*arrays, *listed, row_order, node_ptr, *sizes, block, len(self.chunks)))
 
