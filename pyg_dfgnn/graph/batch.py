@@ -121,6 +121,14 @@ class SortEdges(BaseTransform):
         return data
 
 
+class BatchAdjacency(Adjacency):
+    """A side of a batch with facts, where a bound does that needs no host sync."""
+
+    def block_edges(self, rows: int) -> int:
+        """At least the most edges of any block of `rows` consecutive rows."""
+        return min(self.num_edges, rows * self.max_degree)
+
+
 def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Graph:
     """Build the graph of a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
     num_nodes, num_edges, device = batch.num_nodes, facts.num_edges, edge_index.device
@@ -142,9 +150,9 @@ def assemble(csr: Side, csc: Side, segments: Tensor, facts: BatchFacts, **option
     """The graph of a batch from its finished sides, the node offsets of its graphs int32 [G + 1] and its facts."""
     found = facts.segments(segments)
     return Graph(
-        Adjacency(csr, facts.max_in_degree),
+        BatchAdjacency(csr, facts.max_in_degree),
         csr.ptr.numel() - 1,
-        csc=Adjacency(csc, facts.max_out_degree),
+        csc=BatchAdjacency(csc, facts.max_out_degree),
         segments=segments,
         max_segment=found.longest,
         node_segments=found,

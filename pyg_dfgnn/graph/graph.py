@@ -271,7 +271,7 @@ class Graph:
                 else:
                     side = transpose(self.csr.side, self.num_src, self._source_sorted)
                 max_degree = pull(longest(side.ptr))[0] if self.facts is None else self.facts.max_out_degree
-            self._csc = Adjacency(side, max_degree)
+            self._csc = type(self.csr)(side, max_degree)
             self.reset_streams()
         return self._csc
 
@@ -516,7 +516,7 @@ def add_loops(base: Graph) -> Graph:
         else:
             kept, max_degree = facts.num_edges - num_loops, facts.max_in_degree
     return Graph(
-        Adjacency(trim(side, kept + num_loops), max_degree),
+        type(base.csr)(trim(side, kept + num_loops), max_degree),
         base.num_src,
         self_loops=True,
         transposed=base._transposed,

@@ -153,6 +153,8 @@ def graph_batches(
             for split, graphs in task.splits.items()
         }
     else:
+        if sort_edges:
+            task = task.map(_narrow)
         rest = {"pin_memory": device.type == "cuda", "generator": order, **options}
         make = DataLoader if group.size == 1 else _Shared(group)
         sources = {split: make(graphs, shuffle=split == "train", **rest) for split, graphs in task.splits.items()}
@@ -224,8 +226,16 @@ class _Move:
         facts = BatchFacts.of(batch) if self.is_sorted else None
         batch = batch.to(self.device, non_blocking=True)
         if facts is not None:
+            batch.edge_index = batch.edge_index.long()
             Graph.of_batch(batch, facts=facts)
         return batch
+
+
+def _narrow(graph: Data) -> Data:
+    # Half the bytes to collate and to move.
+    graph = copy.copy(graph)
+    graph.edge_index = graph.edge_index.int()
+    return graph
 
 
 def _as_it_is(batch: Data) -> Data:

@@ -170,7 +170,8 @@ class Trainer:
                 if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
                     log.info(_line(row, self.epochs, self._remaining_s()))
                 if not bar.disable:
-                    bar.set_postfix({key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")})
+                    shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
+                    bar.set_postfix(shown, refresh=False)
                 if self.epoch % self.checkpoint_every == 0:
                     self.save()
         except KeyboardInterrupt:
@@ -247,7 +248,7 @@ class Trainer:
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}
         best = self.best
         if best is None or self._is_better(row[self.monitor], best[self.monitor]):
-            best = {"epoch": epoch, self.monitor: row[self.monitor], "model": copy.deepcopy(self.model.state_dict())}
+            best = {"epoch": epoch, self.monitor: row[self.monitor], "model": self._keep_model()}
         # From here on the epoch counts; an interrupt before it leaves the state of the epoch before.
         self.epoch, self.best = epoch, best
         self.history.append(row)
@@ -278,6 +279,15 @@ class Trainer:
         """Estimate for the epochs to come, if none is saved by stopping early."""
         times = [row["time_s"] for row in self.history]
         return (self.epochs - self.epoch) * sum(times) / len(times)
+
+    def _keep_model(self) -> dict[str, Any]:
+        """A copy of the model's state, in the memory of the best one before."""
+        live = self.model.state_dict()
+        if self.best is None:
+            return copy.deepcopy(live)
+        kept = self.best["model"]
+        torch._foreach_copy_(list(kept.values()), list(live.values()))
+        return kept
 
     def _score(self) -> Score:
         return Score(self.task.num_classes, self.task.metric, self.device)

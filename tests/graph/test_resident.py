@@ -55,12 +55,14 @@ def test_facts_are_those_of_the_batch():
 def test_trusted_batch_equals_the_checked_one(no_sync):
     data = [SortEdges()(member) for member in members()]
     checked = Graph.of_batch(Batch.from_data_list(data))
+    most = checked.csr.block_edges(8)
     batch = Batch.from_data_list(data)
     no_sync()
     graph = Graph.of_batch(batch, facts=BatchFacts.of(batch))
     assert_same(graph, checked)
     assert Graph.of(batch.edge_index, batch.num_nodes) is graph
     assert graph.node_segments.longest == graph.max_segment
+    assert graph.csr.num_edges >= graph.csr.block_edges(8) >= most
 
 
 @pytest.mark.parametrize("made_by", ["trusted", "resident"])
