@@ -31,7 +31,7 @@ class ResidentGraphs:
         device: Where they are kept.
 
     Raises:
-        ValueError: There is no graph.
+        ValueError: There is no graph, int32 cannot count the edges of all, or an attribute is of another kind.
     """
 
     def __init__(self, graphs: Sequence[Data], device: torch.device | str = "cpu") -> None:
@@ -40,6 +40,7 @@ class ResidentGraphs:
         stored, slices, _ = collate(Data, list(graphs), increment=False, add_batch=False)
         self.nodes = torch.tensor([graph.num_nodes for graph in graphs])
         self.edges = torch.tensor([graph.num_edges for graph in graphs])
+        check_edges(int(self.edges.sum()))
         self._first_node, self._first_edge = first(self.nodes), first(self.edges)
         self.facts: Tensor | None = stored.get(FACTS)
         self._bits: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
@@ -82,48 +83,36 @@ class ResidentGraphs:
         num_nodes, num_edges = int(nodes.sum()), int(edges.sum())
         check_edges(num_edges)
         first_node, first_edge = first(nodes), first(edges)
-        table = torch.stack(
-            [
-                nodes,
-                edges,
-                first_node,
-                first_edge,
-                self._first_node[ids] - first_node,
-                self._first_edge[ids] - first_edge,
-            ]
-        ).to(torch.int32)
-        where = torch.cat([first_node, torch.tensor([num_nodes]), ids])
-        table, where = self._move(table), self._move(where)
+        shifts = [first_node, first_edge, self._first_node[ids] - first_node, self._first_edge[ids] - first_edge]
+        table = self._move(torch.stack([nodes, edges, *shifts]).to(torch.int32))
+        where = self._move(torch.cat([first_node, torch.tensor([num_nodes]), ids]))
         ptr, graph_ids = where[: len(ids) + 1], where[len(ids) + 1 :]
+        graph_of_node = torch.repeat_interleave(table[0], output_size=num_nodes)
+        graph_of_edge = torch.repeat_interleave(table[1], output_size=num_edges)
+        edge_id = torch.arange(num_edges, dtype=torch.int32, device=self.device)
+        node = table[4].index_select(0, graph_of_node)
+        node += torch.arange(num_nodes, dtype=torch.int32, device=self.device)
+        edge = table[5].index_select(0, graph_of_edge).add_(edge_id)
 
-        def spread(row: int, lengths: int, total: int) -> Tensor:
-            return table[row].repeat_interleave(table[lengths], output_size=total)
-
-        def positions(shift: int, lengths: int, total: int) -> Tensor:
-            return spread(shift, lengths, total).add_(torch.arange(total, dtype=torch.int32, device=self.device))
-
-        node, edge = positions(4, 0, num_nodes), positions(5, 1, num_edges)
         batch = Batch(_base_cls=Data)
         for kind, place in (("node", node), ("edge", edge), ("graph", graph_ids)):
             for name, value in self._along[kind]:
                 batch[name] = value.index_select(0, place)
-        shift = spread(2, 1, num_edges)
-        source, target = (ends.index_select(0, edge).add_(shift) for ends in self._ends[:2])
+        shift = table[2].index_select(0, graph_of_edge)
+        source = self._ends[0].index_select(0, edge).add_(shift)
         batch.edge_index = torch.empty(2, num_edges, dtype=torch.int64, device=self.device)
-        for row, ends in zip(batch.edge_index, (source, target)):
-            row.copy_(ends)
-        graph_of_node = torch.arange(len(ids), device=self.device)
-        batch.batch = graph_of_node.repeat_interleave(table[0], output_size=num_nodes)
+        batch.edge_index[0] = source
+        torch.add(self._ends[1].index_select(0, edge), shift, out=batch.edge_index[1])
+        batch.batch = graph_of_node.long()
         batch.ptr = ptr
         batch.num_nodes = num_nodes
         batch._num_graphs = len(ids)
         if self.facts is None:
             return batch
-        by_source, other = (ends.index_select(0, edge) for ends in self._ends[2:])
-        by_source.add_(spread(3, 1, num_edges))
+        by_source = self._ends[2].index_select(0, edge).add_(table[3].index_select(0, graph_of_edge))
+        target = self._ends[3].index_select(0, edge).add_(shift)
         in_ptr, out_ptr = (from_degree(degree.index_select(0, node)) for degree in self._degrees)
-        csr = Side(in_ptr, source, torch.arange(num_edges, dtype=torch.int32, device=self.device))
-        csc = Side(out_ptr, other.add_(shift), by_source)
+        csr, csc = Side(in_ptr, source, edge_id), Side(out_ptr, target, by_source)
         facts = BatchFacts.merge(nodes, num_edges, self.facts[ids])
 
         def bits(rows_are: str, rows: int) -> Tensor:
