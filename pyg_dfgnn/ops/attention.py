@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
@@ -31,7 +30,7 @@ from pyg_dfgnn.ops.attention_launch import (
     run_forward,
     run_weights,
 )
-from pyg_dfgnn.ops.eager import PLAIN, is_eager, needs_grad
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
@@ -218,8 +217,7 @@ class _Attention(torch.autograd.Function):
         return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
-# Function.apply without its look for functorch transforms, which is_eager has excluded.
-_apply_attention = super(torch.autograd.Function, _Attention).apply
+_apply_attention = apply_of(_Attention)
 
 
 class _TracedAttention(torch.autograd.Function):

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.ops.attention_launch import aligned
 from pyg_dfgnn.ops.attention_rows import node_kernel
-from pyg_dfgnn.ops.eager import PLAIN, is_eager, needs_grad
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
@@ -36,7 +35,7 @@ def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> t
     """
     vectors = (first,) if second is None else (first, second)
     if is_eager() and all(type(tensor) in PLAIN for tensor in (x, *vectors)) and _has_kernel(x):
-        found = _Terms.apply(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
+        found = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
         return _pair(found)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])
 
@@ -81,6 +80,9 @@ class _Terms(torch.autograd.Function):
         launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
         totals = sums.sum(dim=1, keepdim=True).unbind()
         return grad_x, *(total.to(a.dtype) for total, a in zip(totals, vectors))
+
+
+_apply_terms = apply_of(_Terms)
 
 
 def _pair(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -1,10 +1,12 @@
-"""Whether a call may launch its kernels at once."""
+"""Calls that launch their kernels at once: when that is allowed, and autograd at the least cost."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad, function
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors that nothing intercepts."""
@@ -27,3 +29,19 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
+
+
+def apply_of(kind: type[Function]) -> Callable[..., Any]:
+    """`kind.apply` without its look for torch.func transforms, which :func:`is_eager` has excluded."""
+    return super(Function, kind).apply  # type: ignore[misc]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of this name, at no cost where no second derivative is asked for."""
+    guarded = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run

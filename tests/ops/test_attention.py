@@ -179,7 +179,7 @@ def small_cache(monkeypatch):
     """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
     monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=4096))
     monkeypatch.setattr(attention_rows, "_MIN_BLOCK_EDGES", 1)
-    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: 4)
+    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 4)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
