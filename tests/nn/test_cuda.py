@@ -128,6 +128,24 @@ def test_compile(key, graph):
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("key", CONVS)
+def test_a_cached_call_never_waits_for_the_device(key, graph):
+    x, edge_index = graph
+    conv, _ = build(key)
+    rest = arguments(key, edge_index)
+
+    def step():
+        conv(x, edge_index, *rest).square().sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_dropout_follows_the_generator(graph):
     x, edge_index = graph
     conv = ours.GATConv(FEATURES, 8, heads=2, dropout=0.5).cuda()
