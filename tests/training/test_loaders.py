@@ -1,18 +1,25 @@
 """Where batches come from, and what is refused."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
 import torch_geometric.typing
+from hydra import compose, initialize_config_dir
 from torch_geometric.data import Batch
 
+from pyg_dfgnn import training
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import loaders
+from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
+from tests.datasets.test_planetoid import write_raw
 from tests.training.test_run import assert_equal, history, parameters
 from tests.training.test_step import graph
 
@@ -139,3 +146,54 @@ def test_environment_of_a_run(run, caplog):
 def test_refused(run, overrides, message):
     with pytest.raises(ValueError, match=message):
         run("run", *overrides)
+
+
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+def test_interrupt_in_the_middle_of_an_epoch(run, monkeypatch, loader):
+    same = {"resident": ["trainer.resident=true"], "workers": ["trainer.loader.num_workers=1"]}[loader]
+    same += ["scheduler=cosine", "model.dropout=0.3", "trainer.checkpoint_every=100"]
+    _, whole = run("whole", *same)
+    calls = _interrupt_at(monkeypatch, 7, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", *same)
+    monkeypatch.undo()
+    assert len(calls) == 7 and torch.load(whole.parent / "stopped" / "checkpoints" / "last.pt")["epoch"] == 1
+    _, resumed = run("resumed", *same, f"resume={whole.parent / 'stopped'}")
+    assert history(resumed) == history(whole)
+    assert_equal(parameters(resumed), parameters(whole))
+
+
+def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch):
+    write_raw(tmp_path / "Cora" / "raw")
+    same = ["data=cora", "model=gat", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
+    same += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
+
+    def go(folder, *overrides):
+        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+            training.train(compose("train", [*same, f"paths.run={tmp_path / folder}", *overrides]))
+        return tmp_path / folder
+
+    whole = go("whole")
+    # In training of the third epoch: two losses per epoch.
+    _interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        go("stopped")
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "stopped" / "checkpoints" / "last.pt")["epoch"] == 3
+    resumed = go("resumed", f"resume={tmp_path / 'stopped'}")
+    assert history(resumed) == history(whole)
+    for file in ("last.pt", "best.pt"):
+        assert_equal(parameters(resumed, file), parameters(whole, file))
+
+
+def _interrupt_at(monkeypatch, count, interrupt):
+    cross_entropy, calls = step_module.cross_entropy, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count:
+            interrupt()
+        return cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(step_module, "cross_entropy", interrupted)
+    return calls
