@@ -1,3 +1,7 @@
+#ifndef IN_SHARED
+#define IN_SHARED 0
+#endif
+
 // What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources. `in` has
 // them in shared memory with RESIDENT, but for the edges.
 struct Neighbours {
