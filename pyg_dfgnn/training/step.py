@@ -105,7 +105,8 @@ class Recording:
 
     def __init__(self, work: Work, stream: torch.cuda.Stream, pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
+        # A loader may pin memory in a thread of its own meanwhile.
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.results = work()
 
     def replay(self) -> tuple[Tensor, Tensor]:
