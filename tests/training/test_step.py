@@ -8,11 +8,15 @@ import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Batch, Data
 
+from pyg_dfgnn.graph import ResidentGraphs, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
+from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training import buckets as buckets_module
 from pyg_dfgnn.training.buckets import Buckets, CountedBatchNorm
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
 
 
 class HostRecorder:
@@ -224,3 +228,19 @@ def test_what_cannot_be_captured():
 def test_norms_that_padding_would_change(layer):
     with pytest.raises(ValueError, match=rf"'model' needs BatchNorm1d or LayerNorm .* \(got {type(layer).__name__}\)"):
         buckets_module.Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), graph_level=False)
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+def test_padded_batches_on_the_kernels():
+    import pyg_dfgnn.nn
+
+    def make():
+        return GraphTransformer(5, 3, pyg_dfgnn.nn, hidden_channels=16, heads=1, layers=1, pe_size=0)
+
+    resident = ResidentGraphs([SortEdges()(graph(6 + i, i)) for i in range(6)])
+    given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
+    with settings(schedule="tiles", fallback="error"), emulated_device() as launched:
+        eager, captured = pair(make, padded=True)
+        want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+    assert captured.recorder.replays == 2 and "attention_tiles_forward" in launched
