@@ -8,6 +8,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, editable, methods_of, weights_dtype
+from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.attention import dot_attention
 
 
@@ -67,9 +68,12 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        query = self.lin_query(x_dst).view(-1, self.heads, self.out_channels)
-        key = self.lin_key(x_src).view(-1, self.heads, self.out_channels)
-        value = self.lin_value(x_src).view(-1, self.heads, self.out_channels)
+        if x_src is x_dst:
+            layers = (self.lin_query, self.lin_key, self.lin_value)
+            query, key, value, *skip = project(x_src, *layers, *((self.lin_skip,) if self.root_weight else ()))
+        else:
+            query, key, value, skip = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src), []
+        query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in (query, key, value))
 
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
@@ -88,7 +92,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
 
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if self.root_weight:
-            x_r = self.lin_skip(x_dst)
+            x_r = skip[0] if skip else self.lin_skip(x_dst)
             if self.lin_beta is not None:
                 beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
                 out = beta * x_r + (1 - beta) * out
