@@ -53,7 +53,8 @@ def _is_supported(heads: int, channels: int, dtype: torch.dtype, device: torch.d
 def run_terms(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """The products with each vector, by kernel."""
     rows, heads, channels = x.shape
-    terms = tuple(x.new_empty((rows, heads), dtype=torch.float32) for _ in vectors)
+    first = x.new_empty((rows, heads), dtype=torch.float32)
+    terms = (first,) if len(vectors) == 1 else (first, torch.empty_like(first))
     run = node_kernel(_PATH, "attention_terms", heads, channels, x.dtype)
     run(rows, x.device, aligned(x), *_pair([aligned(a.float()) for a in vectors]), *_pair(terms))
     return terms
