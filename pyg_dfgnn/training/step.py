@@ -74,7 +74,9 @@ class Step:
         self.optimizer.zero_grad()
         loss, logits = self.forward(batch)
         self.mark("forward")
-        self.scaler.scale(loss).backward()
+        # One device needs no thread of its own, and handing over to it takes as long as many launches.
+        with torch.autograd.set_multithreading_enabled(self.group.size > 1):
+            self.scaler.scale(loss).backward()
         self.mark("backward")
         self.scaler.step(self.optimizer)
         self.scaler.update()
