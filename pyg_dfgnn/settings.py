@@ -11,7 +11,7 @@ from pyg_dfgnn.errors import check_choice
 RULES = ("auto", "autotune", "paper")
 SCHEDULES = (
     *RULES,
-    *("rows", "tiles", "smmf", "pmf"),
+    *("rows", "resident", "tiles", "smmf", "pmf"),
     # Forward passes of smmf with some or all of its optimisations off.
     "feature_parallel",
     *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),

@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
     if (SCORE == SCORE_ADD) store_heads(grad_source, row, l, sums.scalar);
 }
 
-// What the rows of the CSC gather: in shared memory with RESIDENT, but for the edges.
+// What the rows of the CSC gather: with IN_SHARED in shared memory, but for the edges.
 struct TargetInputs {
     const storage_t *target, *grad_out;
     const float *scalars, *records;
@@ -88,7 +88,7 @@ struct TargetInputs {
 
 #if RESIDENT
 // What the rows of the thread block gather, with IN_SHARED as copies.
-__device__ __forceinline__ TargetInputs bring_targets(const ScoreInputs& in, const TargetInputs& whole, Adjacency& a) {
+__device__ __forceinline__ TargetInputs bring_targets(const TargetInputs& whole, Adjacency& a) {
     TargetInputs gathered = whole;
     find_nodes(a);
 #if IN_SHARED
@@ -99,12 +99,6 @@ __device__ __forceinline__ TargetInputs bring_targets(const ScoreInputs& in, con
     if (HAS_NODE_SCALARS) gathered.scalars = share<HEADS>(whole.scalars, a.first_node, a.last_node, used);
     share_edges(a, used);
 #endif
-    Ahead ahead = nodes_ahead(a);
-    if (HAS_TARGET_VECTOR) ask_for<ROW_STRIDE>(ahead, whole.target);
-    ask_for<ROW_STRIDE>(ahead, whole.grad_out);
-    ask_for<4 * HEADS>(ahead, whole.records);
-    if (HAS_KEY) ask_for<ROW_STRIDE>(ahead, in.key);
-    ask_for<ROW_STRIDE>(ahead, in.value);
     return gathered;
 }
 #endif
@@ -207,7 +201,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
     const Lanes l = lane_layout();
     TargetInputs gathered = {in.target, grad_out, in.target_scalars, records, in.edge};
 #if RESIDENT
-    gathered = bring_targets(in, gathered, a);
+    gathered = bring_targets(gathered, a);
 #endif
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;

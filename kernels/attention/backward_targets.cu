@@ -110,9 +110,6 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
     const Lanes l = lane_layout();
 #if RESIDENT
     const ScoreInputs gathered = bring_sources(in, a);
-    Ahead ahead = nodes_ahead(a);
-    ask_for<ROW_STRIDE>(ahead, grad_out);
-    ask_for<ROW_STRIDE>(ahead, static_cast<const float*>(out));
 #else
     const ScoreInputs& gathered = in;
 #endif

@@ -1,9 +1,5 @@
-#ifndef IN_SHARED
-#define IN_SHARED 0
-#endif
-
-// What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources. `in` has
-// them in shared memory with RESIDENT, but for the edges.
+// What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources. With
+// IN_SHARED `in` has them in shared memory, but for the edges.
 struct Neighbours {
     Packed values[UNROLL];
 #if HAS_KEY
@@ -99,10 +95,6 @@ __device__ __forceinline__ ScoreInputs bring_sources(const ScoreInputs& in, Adja
     if (HAS_NODE_SCALARS) gathered.source_scalars = share<HEADS>(in.source_scalars, a.first_node, a.last_node, used);
     share_edges(a, used);
 #endif
-    Ahead ahead = nodes_ahead(a);
-    if (HAS_KEY) ask_for<ROW_STRIDE>(ahead, in.key);
-    ask_for<ROW_STRIDE>(ahead, in.value);
-    if (HAS_TARGET_VECTOR) ask_for<ROW_STRIDE>(ahead, in.target);
     return gathered;
 }
 #endif

@@ -165,6 +165,8 @@ __device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, 
     return step;
 }
 
+// Rows are gathered from global memory.
+#define IN_SHARED 0
 #include "attention/gather.cuh"
 
 // What a warp that walks over edges knows of their target, read again where the row changes.

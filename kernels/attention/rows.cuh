@@ -9,8 +9,9 @@
 // With JOINED the chunks of a row lie in one thread block, which joins their states in shared memory. Otherwise they are
 // left in `partial`, for a merge kernel.
 //
-// With RESIDENT a thread block owns the nodes node_ptr[b] ... node_ptr[b + 1] - 1, which no edge leaves, and copies what
-// its rows gather to shared memory, once. Its warps take its rows in turn, heavy or not.
+// With RESIDENT a thread block owns the nodes node_ptr[b] ... node_ptr[b + 1] - 1, which no edge leaves. Its warps take
+// its rows in turn, heavy or not, so that what they gather stays near: in the L1 cache, or with IN_SHARED in shared
+// memory, where it is copied once.
 //
 // A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so that
 // the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts from
@@ -19,7 +20,6 @@
 
 #define ITEMS (WARPS * WARP_ROWS)
 #define SWEPT (!JOINED && !RESIDENT)
-#define IN_SHARED (RESIDENT == 2)
 
 struct Adjacency {
     const int* ptr;
@@ -97,40 +97,6 @@ __device__ __forceinline__ uint4* dynamic_shared() {
 __device__ __forceinline__ void find_nodes(Adjacency& a) {
     a.first_node = a.node_ptr[blockIdx.x];
     a.last_node = a.node_ptr[blockIdx.x + 1];
-}
-
-// The nodes of a thread block that will run about when this one has ended, and a thread that asks for each of their
-// arrays to be brought to the L2 cache.
-struct Ahead {
-    int first, last, asked;
-};
-
-__device__ __forceinline__ Ahead nodes_ahead(const Adjacency& a) {
-    Ahead ahead = {0, 0, 0};
-#if AHEAD && !defined(PYG_DFGNN_EMULATOR) && __CUDA_ARCH__ >= 900
-    u32 multiprocessors;
-    asm("mov.u32 %0, %nsmid;" : "=r"(multiprocessors));
-    const u32 block = blockIdx.x + multiprocessors * MIN_BLOCKS;
-    if (block < gridDim.x) {
-        ahead.first = a.node_ptr[block];
-        ahead.last = a.node_ptr[block + 1];
-    }
-#endif
-    return ahead;
-}
-
-template <int ROW, class T>
-__device__ __forceinline__ void ask_for(Ahead& ahead, const T* rows) {
-#if AHEAD && !defined(PYG_DFGNN_EMULATOR) && __CUDA_ARCH__ >= 900
-    constexpr int BYTES = ROW * sizeof(T);
-    if constexpr (BYTES % 16 == 0) {
-        if (threadIdx.x == 32 * (ahead.asked++ % WARPS) && ahead.first < ahead.last) {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rows + (i64)ahead.first * ROW),
-                         "r"((ahead.last - ahead.first) * BYTES)
-                         : "memory");
-        }
-    }
-#endif
 }
 #endif
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pyg_dfgnn.dispatch import attention_paper, attention_rows, attention_tiles, autotune
+from pyg_dfgnn.dispatch import attention_paper, attention_resident, attention_rows, attention_tiles, autotune
 from pyg_dfgnn.dispatch.attention_problem import SCORES, STORAGE, WALKS, AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.errors import UnsupportedError
@@ -83,7 +83,13 @@ class Candidate(Protocol):
 
 
 CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
-    {"rows": attention_rows, "tiles": attention_tiles, "smmf": attention_paper.smmf, "pmf": attention_paper.pmf}
+    {
+        "rows": attention_rows,
+        "resident": attention_resident,
+        "tiles": attention_tiles,
+        "smmf": attention_paper.smmf,
+        "pmf": attention_paper.pmf,
+    }
 )
 """The schedules by name. `rows` runs everything, so it is what the others fall back to."""
 

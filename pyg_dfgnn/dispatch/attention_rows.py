@@ -111,15 +111,23 @@ _LOADS = {
     },
     2: {"targets": {"dot": 2, "cosine": 2, "add": 2}, "sources": {"cosine": 2, "add": 2}},
 }
+# The same where lanes to spare go to further rows.
+_PACKED_LOADS = {2: {"forward": {"dot": 2}, "sources": {"dot": 2}}}
 _MIN_ROW_LANES = 8
 
 
 def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
-    """The layout of a pass: the loads of a lane that were fastest, as long as a row keeps several lanes busy."""
-    heads, channels, itemsize = problem.heads, problem.channels, problem.dtype.itemsize
-    loads = _LOADS[itemsize].get(walk, {}).get(problem.score, 1)
+    """The layout of a pass: the loads of a lane that were fastest."""
+    loads = _LOADS[problem.dtype.itemsize].get(walk, {}).get(problem.score, 1)
+    if not wide:
+        loads = _PACKED_LOADS.get(problem.dtype.itemsize, {}).get(walk, {}).get(problem.score, loads)
+    return fitting_lanes(problem, loads, wide)
+
+
+def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingProxyType[str, int]:
+    """The layout with at most so many loads of a lane per row: fewer where the row would keep few lanes busy."""
     while True:
-        lanes = lane_constants(heads, channels, itemsize, wide, loads)
+        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads)
         if loads == 1 or (lanes["HEAD_LANES"] > 1 and lanes["HEAD_LANES"] * lanes["HEAD_SLOTS"] >= _MIN_ROW_LANES):
             return lanes
         loads //= 2
@@ -155,7 +163,7 @@ _MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
         "sources": {"dot": 5, "cosine": 5, "add": 6},
     },
     (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
-    (2, 16): {"sources": {"add": 4}},
+    (2, 16): {"sources": {"dot": 5, "add": 4}},
 }
 
 
@@ -197,7 +205,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         "ORDERED": 0,
         "JOINED": 0,
         "RESIDENT": 0,
-        "AHEAD": 0,
+        "IN_SHARED": 0,
     }
 
 
@@ -207,6 +215,8 @@ _GATHERS = {
     "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
     "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
 }
+
+
 def gathers(problem: AttentionProblem, walk: str) -> int:
     """Feature rows gathered per edge in a pass."""
     return _GATHERS["forward" if walk == "tangent" else walk][problem.score]
@@ -248,7 +258,7 @@ def _balanced(num_edges: int) -> int:
     return _power_of_two(max(1, num_edges // 16384))
 
 
-def _side(walk: str, graph: Graph) -> tuple[Adjacency, int]:
+def side_of(walk: str, graph: Graph) -> tuple[Adjacency, int]:
     """The rows that a pass walks and the number of columns it gathers from."""
     return (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
 
@@ -266,7 +276,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     """
     if walk == "weights":
         return replace(plan_pass(problem, "forward", graph), blocks=1)
-    rows, num_columns = _side(walk, graph)
+    rows, num_columns = side_of(walk, graph)
     if graph.is_fixed:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return RowsPass(pass_constants(problem, walk, wide=True), rows.max_degree, 1)
@@ -279,30 +289,44 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if blocks > 1:
         return RowsPass({**constants, "ORDERED": 1}, _ORDERED_EDGES, blocks)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
-    return _joined(constants, rows, max_edges) or RowsPass(constants, max_edges, 1)
+    joined = _joined(constants, walk, rows, max_edges)
+    if joined is not None:
+        return joined
+    if rows.max_degree > max_edges:
+        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, _ORDERED_EDGES), 1)
+    return RowsPass(constants, max_edges, 1)
 
 
 _ORDERED_EDGES = 1024
-"""Edges of a chunk where the longest rows come first, so that none is left to the end."""
+"""Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
 _JOINED_WARPS = 8
-_JOINED_EDGES = 16
+_JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""
 _JOINED_BYTES = 48 << 10
+"""Shared memory for the states of a block's chunks."""
+_FEW_BLOCKS = 264
+"""Thread blocks that a device runs at once even if each takes many registers."""
 
 
-def _joined(constants: Mapping[str, int], rows: Adjacency, max_edges: int) -> RowsPass | None:
+def _joined(constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges: int) -> RowsPass | None:
     """The pass with the chunks of a row joined in its thread block, which spares the merge launch.
 
-    None where one block cannot walk the longest row in chunks of `max_edges`, or hold the states of its chunks, or
-    where a graph without longer rows has warps enough to fill the device anyway.
+    None where one block cannot walk the longest row in chunks of `max_edges` or hold the states of its chunks, and
+    where no row is too long.
     """
+    elements = constants["LANE_HEADS"] * constants["LANE_VECS"] * constants["VEC"]
     constants = {**constants, "WARPS": _JOINED_WARPS, "MIN_BLOCKS": 1, "JOINED": 1}
     items = items_per_block(constants)
     # At most two sums of a row's width and three numbers per head.
     if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
         return None
-    longest = max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
-    return RowsPass(constants, longest, 1) if longest <= max_edges and longest < rows.max_degree else None
+    length = max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
+    if length > max_edges or length >= rows.max_degree:
+        return None
+    # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
+    if elements == 8 and (walk == "targets" or (walk == "forward" and rows.num_rows <= items * _FEW_BLOCKS)):
+        constants["UNROLL"] = max(4, constants["UNROLL"])
+    return RowsPass(constants, length, 1)
 
 
 # Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.
@@ -325,9 +349,8 @@ STEP_S = 0.43e-6
 """Time from one step of a row to the next, which depends on it."""
 
 
-def _issued(walk: str, problem: AttentionProblem, rows: Adjacency, chosen: RowsPass) -> float:
-    """Warp instructions of a pass."""
-    c = chosen.constants
+def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
+    """Warp instructions of a pass with the constants ``c``."""
     gathers, heads = _GATHERS[walk][problem.score], c["LANE_HEADS"]
     elements = heads * c["LANE_VECS"] * c["VEC"]
     converted = elements * gathers if problem.dtype.itemsize == 2 else 0
@@ -340,7 +363,7 @@ def _issued(walk: str, problem: AttentionProblem, rows: Adjacency, chosen: RowsP
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
     steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])
-    return groups * (steps * step + chosen.blocks * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[walk])
+    return groups * (steps * step + sweeps * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[walk])
 
 
 def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
@@ -359,7 +382,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
     the longest row takes its steps in turn. Gathers among the few nodes of a small segment stay within a multiprocessor
     and count as instructions alone. With the tangent at hand the pass over targets reads nodes only.
     """
-    rows, num_columns = _side(walk, graph)
+    rows, num_columns = side_of(walk, graph)
     if walk == "targets" and problem.tangent:
         read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
         return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
@@ -376,7 +399,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
         {
             "memory": (moved + carried) / gpu.memory_bytes_per_s,
             "gathers": gathered / gpu.cache_bytes_per_s,
-            "instructions": _issued(walk, problem, rows, chosen) / gpu.instructions_per_s,
+            "instructions": issued(walk, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
             "longest row": chain * STEP_S,
         },
         {"launches": chosen.blocks * gpu.launch_s},

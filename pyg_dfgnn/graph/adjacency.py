@@ -181,8 +181,8 @@ class ColumnBlocks:
         index: As `Adjacency.index`, in the order of `Adjacency.ascending`, whatever the count.
         edge_id: As `Adjacency.edge_id`, in this order.
         count: Number of blocks.
-        chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None; rows ascend, or are
-            in the order of `Adjacency.row_order`.
+        chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None; rows ascend or
+            are in the order of `Adjacency.row_order`.
     """
 
     def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int, ordered: bool) -> None:
@@ -325,9 +325,7 @@ def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor
     return Side(new_ptr, place(ends, node), place(new_id[edge_id.long()], num_kept + node)), kept, num_kept
 
 
-def split_heavy_rows(
-    begin: Tensor, end: Tensor, num_edges: int, max_edges: int, order: Tensor | None = None
-) -> Chunks:
+def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int, order: Tensor | None = None) -> Chunks:
     """Cut the rows longer than `max_edges` into chunks (see :class:`Chunks`).
 
     Args:
@@ -401,5 +399,5 @@ def group_heavy_rows(ptr: Tensor, max_edges: int, group: int) -> Chunks:
         return torch.nn.functional.pad(values.to(torch.int32), (0, unused))
 
     chunks = Chunks(filled(row), filled(begin), filled(end), heavy.to(torch.int32), heavy_ptr, filled(join))
-    pull(sum(array[-1] for array in chunks.tensors()))
+    pull(*(array[-1] for array in chunks.tensors()))
     return chunks

@@ -25,6 +25,7 @@ from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention_paper import PaperWalk
+from pyg_dfgnn.ops.attention_resident import ResidentWalk
 from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
 from pyg_dfgnn.ops.attention_tiles import TilesWalk
 from pyg_dfgnn.settings import Settings, current
@@ -139,7 +140,12 @@ class Walk(Protocol):
 
 
 SCHEDULES: Mapping[str, Callable[[str, Any, Graph], Walk]] = MappingProxyType(
-    {"rows": RowsWalk, "tiles": TilesWalk, **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk)}
+    {
+        "rows": RowsWalk,
+        "resident": ResidentWalk,
+        "tiles": TilesWalk,
+        **dict.fromkeys(("smmf", "pmf", *ABLATIONS), PaperWalk),
+    }
 )
 """The class of each schedule in :data:`pyg_dfgnn.dispatch.attention.CANDIDATES`."""
 

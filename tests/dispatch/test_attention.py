@@ -276,8 +276,9 @@ def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
 
     monkeypatch.setattr(dispatch.attention_rows, "cost", fail)
     gatv2 = replace(PROBLEM, score="gatv2")
+    bipartite = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, 4)
     for walks in (FORWARD, BACKWARD):
-        assert choose(gatv2, GRAPH, walks, Settings())[0].chosen.schedule == "rows"
+        assert choose(gatv2, bipartite, walks, Settings())[0].chosen.schedule == "rows"
         assert choose(PROBLEM, GRAPH, walks, Settings(schedule="rows"))[0].chosen.schedule == "rows"
 
 

@@ -232,7 +232,7 @@ def test_passes_of_the_zoo(case, score):
     for walk in WALKS:
         found = plan_pass(replace(PROBLEM, score=score), walk, graph_of(case))
         assert found.constants["WARP_ROWS"] * found.constants["EDGE_SLOTS"] >= 1 and found.blocks == 1
-        assert 16 <= found.max_edges <= 1024
+        assert 8 <= found.max_edges <= 1024
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ GRAPHS = {
 # Milliseconds of the passes on an H200, one head of 128: forward, targets, sources; None: not measured.
 MEASURED = {
     ("dot", torch.float32): {"c": (13.3, 13.6, 14.6), "d": (9.01, 9.15, 9.6), "e": (0.070, 0.087, 0.098)},
-    ("dot", torch.bfloat16): {"c": (6.9, 8.06, 11.5), "d": (4.56, 4.96, 7.0), "e": (0.057, 0.062, 0.098)},
+    ("dot", torch.bfloat16): {"c": (6.9, 8.06, 11.5), "d": (4.56, 4.96, 7.0), "e": (0.055, 0.062, 0.087)},
     ("add", torch.float32): {"c": (6.82, None, 7.51), "d": (4.65, None, 5.05), "e": (0.036, None, 0.059)},
     ("add", torch.bfloat16): {"c": (3.84, None, 5.5), "d": (2.58, None, 3.47), "e": (0.044, None, 0.050)},
     ("cosine", torch.float32): {"c": (7.06, 7.75, 14.6), "d": (4.75, 4.88, 9.72), "e": (0.046, 0.063, 0.093)},

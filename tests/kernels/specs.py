@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
 from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants
 from pyg_dfgnn.runtime.compiler import Spec
@@ -48,6 +49,28 @@ def attention_specs() -> list[Spec]:
     ]
 
 
+def block_specs() -> list[Spec]:
+    """The row kernels whose thread blocks work together, and those that take rows in another order."""
+    axes = {
+        "score": SCORES,
+        "dtype": DTYPES,
+        "shape": ((1, 128), (8, 16), (2, 20)),
+        "mode": ("joined", "ordered", "resident"),
+        "wide": (False, True),
+    }
+    specs = []
+    for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
+        for stem, walk in WALKS.items():
+            changed = {"ORDERED": 1} if row["mode"] == "ordered" else {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
+            constants = {**pass_constants(problem(row), walk, row["wide"]), **changed}
+            if row["mode"] == "resident":
+                constants = attention_resident.constants_of(problem(row), walk)
+            if row["mode"] == "resident" and stem == "weights":
+                continue
+            specs.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
+    return specs
+
+
 def node_specs() -> list[Spec]:
     """The kernels that read nodes and no edges."""
     constants = [node_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
@@ -56,7 +79,7 @@ def node_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + node_specs() + paper_specs() + tiles_specs()
+    return attention_specs() + block_specs() + node_specs() + paper_specs() + tiles_specs()
 
 
 def label(spec: Spec) -> str:
@@ -64,6 +87,10 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
-    options += [name.lower() for name in ("EDGE", "DROPOUT", "TANGENT", "SPLIT", "LISTED") if c.get(name)]
+    options += [
+        name.lower()
+        for name in ("EDGE", "DROPOUT", "TANGENT", "ORDERED", "JOINED", "RESIDENT", "SPLIT", "LISTED")
+        if c.get(name)
+    ]
     width = f"slots{c['EDGE_SLOTS']}" if "EDGE_SLOTS" in c else f"warps{c['WARPS']}"
     return "-".join([Path(spec.path).stem, *options, width])

@@ -1,0 +1,197 @@
+"""The schedule `resident`: the kernels of `rows` on batches of small graphs, which stay on one multiprocessor.
+
+A thread block owns a range of nodes that no edge leaves, copies what its rows gather to shared memory, and walks its
+rows as `rows` does: a row of features travels once, however many edges read it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pyg_dfgnn.dispatch import attention_rows as rows
+from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.node_ranges import NodeRanges
+
+hands_over = False
+deterministic = True
+
+MAX_DEGREE = 512
+"""Longest row that one group of lanes may walk alone."""
+_RESERVED = 1024
+"""Shared memory that the system takes of each block."""
+
+
+@dataclass(frozen=True)
+class ResidentPass:
+    """One walk over ranges of nodes, a thread block each.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        most_nodes: Nodes of a range.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    most_nodes: int
+    shared_bytes: int
+    schedule: ClassVar[str] = "resident"
+
+    @property
+    def max_edges(self) -> int:
+        """Longest row: none is split."""
+        return MAX_DEGREE
+
+    def __str__(self) -> str:
+        place = f"in {self.shared_bytes} bytes of shared memory" if self.shared_bytes else "through the L1 cache"
+        warps = self.constants["WARPS"]
+        return f"{rows.layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
+
+
+def ranges_of(graph: Graph, walk: str, most_nodes: int) -> NodeRanges | None:
+    """The ranges of nodes that a pass works on, kept with the graph."""
+    return graph.node_ranges("sources" if walk == "sources" else "targets", most_nodes)
+
+
+def node_bytes(problem: AttentionProblem, walk: str) -> int:
+    """Shared memory per node: the gathered rows of features, numbers and records per head, and where its row ends."""
+    scalars = 4 * problem.heads if problem.score in ("add", "cosine") else 0
+    records = 16 * problem.heads if walk == "sources" else 0
+    return rows.gathers(problem, walk) * problem.row_bytes + scalars + records + 4
+
+
+def shared_bytes(problem: AttentionProblem, walk: str, ranges: NodeRanges) -> int:
+    """Dynamic shared memory of a block; each of up to six arrays starts at a multiple of 16 bytes."""
+    return ranges.most_nodes * node_bytes(problem, walk) + 4 * ranges.most_edges + 4 + 6 * 16
+
+
+def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | None:
+    """The ranges of the pass: as long as lets the planned number of blocks share a multiprocessor, if any do."""
+    capacity = gpu_of(problem.device).shared_bytes + _RESERVED
+    for blocks in range(constants_of(problem, walk)["MIN_BLOCKS"], 0, -1):
+        room = capacity // blocks - _RESERVED
+        most = room // node_bytes(problem, walk)
+        ranges = ranges_of(graph, walk, most)
+        while ranges is not None and shared_bytes(problem, walk, ranges) > room:
+            # What the edges take is known only now.
+            most = ranges.most_nodes - -(-(shared_bytes(problem, walk, ranges) - room) // node_bytes(problem, walk))
+            ranges = ranges_of(graph, walk, most)
+        if ranges is not None:
+            return ranges
+    return None
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """Every reason why the schedule cannot run a pass."""
+    reasons = []
+    if problem.row_bytes % 4:
+        reasons.append(f"rows of {problem.row_bytes} bytes are no multiple of 4")
+    lanes = constants_of(problem, walk)
+    if problem.heads > lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]:
+        reasons.append(f"a warp takes {lanes['HEAD_SLOTS'] * lanes['LANE_HEADS']} heads at once, not {problem.heads}")
+    if graph.num_edges == 0:
+        reasons.append("the graph has no edges")
+    longest = max(graph.csr.max_degree, graph.csc.max_degree if walk == "sources" else 0)
+    if longest > MAX_DEGREE:
+        reasons.append(f"a row has {longest} edges, a warp takes up to {MAX_DEGREE}")
+    if reasons:
+        return reasons
+    segments = graph.node_segments
+    if segments is None:
+        return ["sources and targets are not the same nodes"]
+    if _ranges(problem, walk, graph) is None:
+        needed = segments.longest * node_bytes(problem, walk)
+        limit = gpu_of(problem.device).shared_bytes
+        return [f"{segments.longest} nodes with edges between them need {needed} bytes and more, a block has {limit}"]
+    return []
+
+
+# Loads of a lane per row, UNROLL, warps of a block and blocks per multiprocessor, from timings on an H200 (dot) and
+# from the registers that the kernels need (others): 24 warps leave 80 registers, 18 leave 96.
+_LAYOUTS = {
+    (4, "forward"): {"dot": (2, 2, 12, 2), "cosine": (2, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (2, 2, 12, 2)},
+    (4, "targets"): {"dot": (2, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+    (4, "sources"): {"dot": (2, 1, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (2, 1, 12, 2)},
+    (2, "forward"): {"dot": (2, 2, 6, 4), "cosine": (1, 2, 12, 2), "add": (2, 2, 6, 4), "gatv2": (1, 2, 12, 2)},
+    (2, "targets"): {"dot": (2, 2, 6, 3), "cosine": (1, 1, 12, 2), "add": (2, 2, 6, 4), "gatv2": (1, 1, 8, 2)},
+    (2, "sources"): {"dot": (2, 2, 6, 2), "cosine": (1, 1, 9, 2), "add": (1, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+}
+# The same with several heads: in float32 two loads of a head would lie in the banks of those of the next head but one.
+_LAYOUTS_OF_HEADS = {
+    (4, "forward"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (1, 4, 12, 2), "gatv2": (1, 2, 12, 2)},
+    (4, "targets"): {"dot": (1, 4, 12, 2), "add": (1, 4, 12, 2)},
+    (4, "sources"): {"dot": (1, 2, 12, 2), "gatv2": (1, 2, 12, 2)},
+    (2, "sources"): {"dot": (2, 1, 6, 3)},
+}
+
+
+def _layout(problem: AttentionProblem, walk: str) -> tuple[int, int, int, int]:
+    key, score = (problem.dtype.itemsize, walk), problem.score
+    several = _LAYOUTS_OF_HEADS.get(key, {}) if problem.heads > 1 else {}
+    return several.get(score, _LAYOUTS[key][score])
+
+
+def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
+    """What the kernel of a pass is specialised by."""
+    loads, unroll, warps, blocks = _layout(problem, walk)
+    lanes = rows.fitting_lanes(problem, loads, wide=False)
+    whole = problem.channels == lanes["HEAD_LANES"] * lanes["LANE_VECS"] * lanes["VEC"]
+    if lanes["LANE_HEADS"] * lanes["LANE_VECS"] > loads or not whole or problem.edge or problem.dropout:
+        # More registers than were timed.
+        warps, blocks = 8, 1
+    # As timed: 4 % faster through the L1 cache, all others are slower.
+    near = walk == "forward" and problem.score == "dot" and problem.dtype.itemsize == 4 and problem.heads == 1
+    return {
+        **rows.pass_constants(problem, walk, wide=False),
+        **lanes,
+        "UNROLL": unroll,
+        "WARPS": warps,
+        "MIN_BLOCKS": blocks,
+        "RESIDENT": 1,
+        "IN_SHARED": int(not near),
+    }
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> ResidentPass:
+    """The pass of one walk."""
+    ranges = _ranges(problem, walk, graph)
+    assert ranges is not None
+    constants = constants_of(problem, walk)
+    shared = shared_bytes(problem, walk, ranges) if constants["IN_SHARED"] else 0
+    return ResidentPass(constants, ranges.most_nodes, shared)
+
+
+# Node tensors that a pass reads or writes, for one [N, H, C].
+_NODE_TENSORS = {
+    "dot": {"forward": 4, "targets": 6, "sources": 6},
+    "cosine": {"forward": 2, "targets": 4, "sources": 4},
+    "add": {"forward": 2, "targets": 3, "sources": 3},
+    "gatv2": {"forward": 3, "targets": 5, "sources": 4},
+}
+SHARED_BYTES_PER_S = 25e12
+"""Rate at which all multiprocessors read shared memory."""
+WORK = {"forward": 0.88, "targets": 0.82, "sources": 0.89}
+"""Time of the instructions over that of `rows`, fitted to 12 passes on an H200 (rms of the logarithm 0.07)."""
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass: as `rows`, but gathers come from shared memory.
+
+    Fewer blocks on a multiprocessor than the registers allow hide less of what each of them waits for.
+    """
+    side, _ = rows.side_of(walk, graph)
+    c = chosen.constants
+    fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
+    waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
+    gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
+    moved = _NODE_TENSORS[problem.score][walk] * side.num_rows * problem.row_bytes + 4 * side.num_edges
+    issued = rows.issued(walk, problem, side, c)
+    return Cost(
+        {
+            "memory": moved / gpu.memory_bytes_per_s,
+            "gathers": gathered / SHARED_BYTES_PER_S,
+            "instructions": WORK[walk] * waiting * issued / gpu.instructions_per_s,
+        },
+        {"launch": gpu.launch_s},
+    )

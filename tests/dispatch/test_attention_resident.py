@@ -1,0 +1,98 @@
+"""The schedule `resident`: where it can run, its passes and its costs."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pyg_dfgnn.bench.graphs import benchmark_graph
+from pyg_dfgnn.dispatch import attention_resident as resident
+from pyg_dfgnn.dispatch import attention_rows as rows
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention import SCORES, WALKS, AttentionProblem
+from pyg_dfgnn.graph import Graph
+
+PROBLEM = AttentionProblem("dot", 1, 128, torch.float32, torch.device("cpu"), False, False, True)
+# Microseconds of the passes on an H200, heads and dtype: forward, targets, sources.
+MEASURED = {
+    (1, torch.float32): (55.4, 68.7, 80.2),
+    (8, torch.float32): (57.4, 76.9, 83.4),
+    (1, torch.bfloat16): (42.7, 51.7, 69.2),
+    (8, torch.bfloat16): (48.1, 52.6, 64.5),
+}
+
+
+@pytest.fixture(scope="module")
+def superpixels():
+    """The batch of 1,024 graphs of 71 nodes that was timed."""
+    bench = benchmark_graph("e", "cpu")
+    return Graph.of(bench.edge_index, bench.num_src, bench.num_dst)
+
+
+def batch(size, count=3):
+    """Rings side by side."""
+    node = torch.arange(size * count)
+    return Graph.of(torch.stack([node, node // size * size + (node + 1) % size]), size * count)
+
+
+@pytest.mark.parametrize(
+    ("change", "graph", "reason"),
+    [
+        ({"channels": 3, "dtype": torch.bfloat16}, batch(4), "rows of 6 bytes are no multiple of 4"),
+        ({"heads": 64, "channels": 32}, batch(4), "a warp takes .* heads at once, not 64"),
+        ({}, Graph.of(torch.empty(2, 0, dtype=torch.long), 4), "the graph has no edges"),
+        ({}, Graph.of(torch.tensor([[0], [1]]), 2, 3), "sources and targets are not the same nodes"),
+        ({}, Graph.of(torch.zeros(2, 600, dtype=torch.long), 4), "a row has 600 edges, a warp takes up to 512"),
+        ({}, batch(300), r"300 nodes .* need \d+ bytes and more, a block has 232448"),
+    ],
+)
+def test_reasons(change, graph, reason):
+    for walk in WALKS:
+        (found,) = resident.reasons_against(replace(PROBLEM, **change), walk, graph)
+        assert re.search(reason, found)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
+    for heads, channels in ((1, 128), (8, 16), (4, 64), (2, 40)):
+        problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
+        for walk in WALKS:
+            assert not resident.reasons_against(problem, walk, superpixels)
+            found = resident.plan_pass(problem, walk, superpixels)
+            ranges = resident.ranges_of(superpixels, walk, found.most_nodes)
+            assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["RESIDENT"] == 1
+            if found.constants["IN_SHARED"]:
+                assert found.shared_bytes >= 71 * resident.node_bytes(problem, walk) + 4 * ranges.most_edges
+                assert found.shared_bytes <= gpu.H200.shared_bytes and "shared memory" in str(found)
+            else:
+                assert found.shared_bytes == 0 and "L1 cache" in str(found)
+
+
+def test_as_many_blocks_as_planned(superpixels):
+    """Two thread blocks of float32 share a multiprocessor, and three or more of 16 bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for walk in WALKS:
+            found = resident.plan_pass(replace(PROBLEM, dtype=dtype), walk, superpixels)
+            blocks = found.constants["MIN_BLOCKS"]
+            assert blocks * (found.shared_bytes + 1024) <= gpu.H200.shared_bytes + 1024
+
+
+@pytest.mark.parametrize(("heads", "dtype"), MEASURED, ids=str)
+def test_estimates_are_near_what_was_measured(heads, dtype, superpixels):
+    problem = replace(PROBLEM, heads=heads, channels=128 // heads, dtype=dtype)
+    for walk, measured in zip(WALKS, MEASURED[heads, dtype], strict=True):
+        chosen = resident.plan_pass(problem, walk, superpixels)
+        seconds = resident.cost(problem, walk, superpixels, chosen, gpu.H200).seconds
+        assert 1 / 1.2 < 1e6 * seconds / measured < 1.2, walk
+        # All of these were faster than `rows`.
+        others = rows.cost(problem, walk, superpixels, rows.plan_pass(problem, walk, superpixels), gpu.H200).seconds
+        assert seconds < others, walk
+
+
+def test_fewer_blocks_hide_less(superpixels):
+    chosen = resident.plan_pass(PROBLEM, "targets", superpixels)
+    alone = replace(chosen, shared_bytes=gpu.H200.shared_bytes)
+    shared, slow = (resident.cost(PROBLEM, "targets", superpixels, each, gpu.H200) for each in (chosen, alone))
+    assert slow.seconds > 1.2 * shared.seconds

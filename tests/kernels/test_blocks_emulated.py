@@ -1,0 +1,133 @@
+"""Row kernels whose thread blocks join chunks or hold whole graphs, and rows in another order, on the emulator."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import attention_resident, attention_rows
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.settings import settings
+from tests.emu import ORDERS
+from tests.emu.loader import compiler
+from tests.kernels.covering import Row, covering
+from tests.kernels.emulated import emulated_device
+from tests.kernels.test_emulated import NAMES, Problem, build_graph, check, heavy_graph, label, square_graph
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+
+
+def batch_graph() -> tuple[list[tuple[int, int]], int, int]:
+    """Small graphs side by side: single nodes, nodes without edges, loops and a duplicate."""
+    generator = torch.Generator().manual_seed(3)
+    edges, first = [(0, 1), (0, 1)], 0
+    for size in (5, 1, 9, 3, 3, 12, 2, 7, 4):
+        pairs = (torch.rand(size, size, generator=generator) < 0.5).nonzero() + first
+        edges += [(int(j), int(i)) for j, i in pairs]
+        first += size
+    return edges, first, first
+
+
+GRAPHS = {"heavy": heavy_graph, "square": square_graph, "batch": batch_graph}
+
+
+def cases(
+    graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: tuple[str, ...] = dispatch.SCORES
+) -> list[Row]:
+    axes = {
+        "score": scores,
+        "graph": graphs,
+        "shape": shapes,
+        "dtype": tuple(NAMES) if scores == dispatch.SCORES else (torch.float32,),
+        "edge": (False, True),
+        "dropout": (0.0, 0.3),
+        "order": ORDERS,
+    }
+    rows = covering(axes, lambda row: not (row["edge"] and row["score"] == "cosine"))
+    return [{**row, "heads": row["shape"][0], "channels": row["shape"][1]} for row in rows]
+
+
+def run(row: Row) -> set[str]:
+    torch.manual_seed(0)
+    graph = build_graph(*GRAPHS[row["graph"]]())
+    problem = Problem(row["score"], graph, *row["shape"], row["dtype"], row["edge"])
+    return set(check(problem, graph, row["dropout"], row["order"]))
+
+
+@pytest.fixture
+def joined(monkeypatch, default_settings):
+    """Chunks of two edges and more; nothing is left to a merge kernel."""
+    settings(schedule="rows")
+    monkeypatch.setattr(attention_rows, "_JOINED_EDGES", 2)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch, default_settings):
+    """Ranges of a few nodes for two warps, so that the rows of a block take several rounds."""
+    settings(schedule="resident", fallback="error")
+    constants = attention_resident.constants_of
+    monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
+    monkeypatch.setattr(attention_resident, "_ranges", lambda problem, walk, graph: graph.node_ranges("targets", 14))
+    monkeypatch.setattr(attention_rows, "has_tangent", lambda *a: False)
+
+
+JOINED = cases(("heavy", "square"), ((1, 128), (3, 7), (8, 16)))
+
+
+@pytest.mark.parametrize("row", JOINED, ids=map(label, JOINED))
+def test_joined_chunks(joined, row):
+    launched = run(row)
+    assert {"attention_forward", "attention_backward_sources"} <= launched
+    assert not [name for name in launched if name.endswith("_merge")]
+
+
+RESIDENT = cases(("batch",), ((1, 128), (8, 16), (2, 10)))
+
+
+@pytest.mark.parametrize("row", RESIDENT, ids=map(label, RESIDENT))
+def test_resident_rows(small_blocks, row):
+    assert {"attention_forward", "attention_backward_targets", "attention_backward_sources"} <= run(row)
+
+
+@pytest.mark.parametrize("in_shared", [0, 1], ids=["cache", "shared"])
+def test_resident_rows_of_either_memory(small_blocks, in_shared, monkeypatch):
+    constants = attention_resident.constants_of
+    monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "IN_SHARED": in_shared})
+    graph = build_graph(*batch_graph())
+    check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
+
+
+ORDERED = cases(("heavy", "square"), ((1, 128), (8, 16)), ("dot", "add"))
+
+
+@pytest.mark.parametrize("row", ORDERED, ids=map(label, ORDERED))
+def test_ordered_rows(default_settings, monkeypatch, row):
+    """Rows by descending length, with chunks that are merged, swept where a warp has one row."""
+    settings(schedule="rows")
+    monkeypatch.setattr(attention_rows, "_JOINED_BYTES", 0)
+    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: 2)
+    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 3)
+    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 2)
+    assert "attention_forward_merge" in run(row)
+
+
+@pytest.mark.parametrize("schedule", ["rows", "resident"])
+@pytest.mark.parametrize("score", ["cosine", "gatv2"])
+def test_thread_order_changes_no_bit(score, schedule, default_settings):
+    settings(schedule=schedule, fallback="error")
+    graph = build_graph(*(batch_graph if schedule == "resident" else heavy_graph)())
+    problem = Problem(score, graph, 2, 8, torch.float32, edge=False)
+    call = getattr(ops, f"{score}_attention")
+    results = []
+    for order in ORDERS:
+        with emulated_device(order, seed=2):
+            results.append(problem.run(lambda **inputs: call(graph, **inputs)))
+    for other in results[1:]:
+        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
+
+
+def test_nodes_without_edges():
+    """A range whose rows are all empty, next to one that has edges."""
+    graph = Graph.of(torch.tensor([[0, 1, 40], [1, 0, 40]]), 60)
+    with settings(schedule="resident", fallback="error"):
+        check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
