@@ -64,7 +64,8 @@ __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
         item.first = item.begin == a.begin(item.row);
 #endif
     } else if (w - a.num_chunks < a.num_rows) {
-        const int row = ORDERED ? a.row_order[w - a.num_chunks] : (int)(w - a.num_chunks);
+        const int place = (int)(w - a.num_chunks);
+        const int row = ORDERED ? __ldg(a.row_order + place) : place;
         const int begin = a.begin(row), end = a.end(row);
         if (end - begin <= a.max_edges) item = {row, begin, end, -1, true, true, 0};
     }

@@ -235,6 +235,25 @@ def test_passes_of_the_zoo(case, score):
         assert 8 <= found.max_edges <= 1024
 
 
+@pytest.mark.parametrize("walk", WALKS)
+def test_long_rows_are_joined_in_a_block_or_come_first(walk, monkeypatch):
+    problem = replace(PROBLEM, heads=1, channels=128)
+
+    def kind(degree, *, num_edges=100_000, **changes):
+        graph = FakeGraph(20_000, num_edges, degree)
+        found = plan_pass(replace(problem, **changes), walk, graph)
+        c = found.constants
+        assert not c["JOINED"] or degree <= found.max_edges * rows.items_per_block(c)
+        return "joined" if c["JOINED"] else "ordered" if c["ORDERED"] else "plain"
+
+    assert [kind(degree) for degree in (4, 8, 40, 170, 500, 40_000)] == ["plain"] * 2 + ["joined"] * 3 + ["ordered"]
+    # Rows too wide for the states of a block's chunks, and a graph with warps enough.
+    assert kind(170, heads=8, channels=128) == "ordered"
+    assert kind(100, num_edges=10_000_000) == "plain"
+    swept = plan_pass(problem, walk, GRAPHS["c"])
+    assert swept.blocks > 1 and swept.constants["ORDERED"] and not swept.constants["JOINED"]
+
+
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ from tests.kernels.specs import all_specs, label
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-# ptxas may park one or two registers outside the loops to fit one more block on an SM; more than that is a spill.
-SPILL_LIMIT_BYTES = 16
+# ptxas may park a few registers outside the loops to fit one more block on an SM; more than that is a spill.
+SPILL_LIMIT_BYTES = 32
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
 TILES_SPILL_LIMIT_BYTES = 64

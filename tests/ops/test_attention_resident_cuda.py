@@ -1,0 +1,71 @@
+"""The schedule `resident` and joined chunks on a GPU: against float64, the same bits in every run, capture."""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.runtime.compiler import precompile
+from pyg_dfgnn.settings import settings
+from tests.ops.problems import SCORES
+from tests.ops.test_attention_cuda import DEVICE, assert_equal, assert_matches, capture, setup_of
+from tests.ops.test_attention_tiles_cuda import superpixels
+from tests.zoo import hub, sbm
+
+pytestmark = pytest.mark.cuda
+
+# Heads, channels, dtype, edge features and dropout.
+SETUPS = [
+    (1, 128, torch.float32, False),
+    (8, 16, torch.float32, False),
+    (1, 128, torch.bfloat16, False),
+    (8, 16, torch.float16, False),
+    (2, 20, torch.float32, True),
+]
+# A hub of 170 edges is what one thread block joins.
+GRID = [("resident", superpixels()), ("resident", sbm(num_graphs=30, nodes=40)), ("rows", hub(170))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels():
+    """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
+    specs = {}
+    with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+        for score, setup, (schedule, case) in product(SCORES, SETUPS, GRID):
+            with settings(schedule=schedule):
+                setup_of(score, case, *setup).run()
+    precompile(specs, workers=min(16, os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize(("schedule", "case"), GRID, ids=str)
+@pytest.mark.parametrize("score", SCORES)
+def test_against_float64(score, schedule, case):
+    for setup in SETUPS:
+        problem = setup_of(score, case, *setup)
+        with settings(schedule=schedule, fallback="error"):
+            torch.manual_seed(3)
+            actual = problem.run()
+            torch.manual_seed(3)
+            out, actual["weights"] = problem.call(return_weights=True)
+            assert torch.equal(out, actual["out"])
+            torch.manual_seed(3)
+            keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
+            assert_matches(problem, actual, keep)
+            torch.manual_seed(3)
+            assert_equal(problem.run(), actual)
+
+
+@pytest.mark.parametrize(("schedule", "case"), GRID[1:], ids=str)
+def test_capture(schedule, case):
+    problem = setup_of("dot", case, 1, 128, torch.float32, False)
+    results = {}
+    with settings(schedule=schedule, fallback="error"):
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()}
+        captured = capture(problem, leaves, results)
+        captured.replay()
+        torch.cuda.synchronize()
+        expected = problem.run()
+    assert_equal({name: results[name] for name in expected}, expected)
