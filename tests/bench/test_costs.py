@@ -61,7 +61,7 @@ def path(tmp_path):
 def test_reads_the_passes_that_candidates_can_run(path):
     samples = costs.read(path, CPU, small=True)
     assert {sample.schedule for sample in samples} <= set(CANDIDATES) and {s.walk for s in samples} == set(WALKS)
-    assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"rows"}
+    assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"rows", "resident"}
     assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "rows")
     left = {s.problem.tangent for s in samples if s.walk == "targets" and s.schedule == "rows" and s.case[1] == "add"}
     assert left == {True}

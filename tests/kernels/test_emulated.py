@@ -148,6 +148,7 @@ def small_chunks(monkeypatch, default_settings):
     """Rows of more than a few edges count as heavy in the schedule under test."""
     settings(schedule="rows")
     monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: CHUNK)
+    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", CHUNK)
     torch.manual_seed(0)
 
 
