@@ -163,15 +163,20 @@ _MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
         "sources": {"dot": 5, "cosine": 5, "add": 6},
     },
     (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
-    (2, 16): {"sources": {"dot": 5, "add": 4}},
+    (2, 16): {"sources": {"add": 4}},
 }
+# The same where lanes to spare go to further rows.
+_PACKED_MIN_BLOCKS = {(2, 16): {"sources": {"dot": 5}}}
 
 
-def _min_blocks(walk: str, problem: AttentionProblem, elements: int) -> int:
+def _min_blocks(walk: str, problem: AttentionProblem, elements: int, packed: bool) -> int:
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     if problem.edge or problem.dropout:
         return 1
-    found = _MIN_BLOCKS.get((problem.dtype.itemsize, elements), {}).get(walk, {}).get(problem.score, 1)
+    key, score = (problem.dtype.itemsize, elements), problem.score
+    found = _MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, 1)
+    if packed:
+        found = _PACKED_MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, found)
     # Each head has a record of its own.
     return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
 
@@ -201,7 +206,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         **tangent,
         **lanes,
         "UNROLL": _unroll(walk, problem, elements),
-        "MIN_BLOCKS": _min_blocks(walk, problem, elements),
+        "MIN_BLOCKS": _min_blocks(walk, problem, elements, lanes["WARP_ROWS"] > 1),
         "ORDERED": 0,
         "JOINED": 0,
         "RESIDENT": 0,
