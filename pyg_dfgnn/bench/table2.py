@@ -263,6 +263,7 @@ def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], device: to
         (row["dataset"], row["backend"], row["digest"])
         for row in rows
         if (row["gpu"], row["torch"]) == (now_["gpu"], now_["torch"])
+        and not row["status"].startswith(("failed", "no result"))
     }
     names = {(dataset, backend) for dataset, backend, _ in done}
 

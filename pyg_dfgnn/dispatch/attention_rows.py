@@ -294,7 +294,8 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if blocks > 1:
         return RowsPass({**constants, "ORDERED": 1}, _ORDERED_EDGES, blocks)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
-    joined = _joined(constants, walk, rows, max_edges)
+    # A list of chunks asks the device for its length, which a batch that came without a sync should not.
+    joined = None if graph.facts is not None else _joined(constants, walk, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:

@@ -124,14 +124,15 @@ class Group:
         own[self.rank] = count
         return self.sum(own).tolist()
 
-    def seed_dropout(self, model: nn.Module, seed: int, epoch: int) -> None:
-        """Give each process random numbers of its own for an epoch, if the model drops anything.
+    def seed_dropout(self, model: nn.Module, seed: int, epoch: int, *, alike: bool = False) -> None:
+        """Give each process random numbers of its own for an epoch, or all the same, if the model drops anything.
 
         Without dropout all processes go on drawing alike, so that what is drawn once per step, such as the signs of
         encodings, is the same as in one process. The numbers depend on nothing else, so a resumed run draws them too.
         """
         if self.size > 1 and any(_dropout(module) > 0 for module in model.modules()):
-            state = np.random.SeedSequence([seed, epoch, self.rank]).generate_state(1)
+            words = [seed, epoch] if alike else [seed, epoch, self.rank]
+            state = np.random.SeedSequence(words).generate_state(1)
             torch.manual_seed(int(state[0]))
 
     def barrier(self) -> None:

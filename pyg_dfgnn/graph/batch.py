@@ -132,6 +132,9 @@ class BatchAdjacency(Adjacency):
 def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Graph:
     """Build the graph of a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
     num_nodes, num_edges, device = batch.num_nodes, facts.num_edges, edge_index.device
+    sizes = edge_index.size(1), batch[BY_SOURCE].numel(), batch[IN_DEGREE].numel(), int(facts.nodes.sum())
+    if sizes != (num_edges, num_edges, num_nodes, num_nodes):
+        raise ValueError("'batch' needs the edges that SortEdges saw: they or the nodes were changed after it")
     check_edges(num_edges)
     node_ptr = batch.get("ptr")
     if node_ptr is None:

@@ -20,12 +20,14 @@ class NodeRanges:
         num_ranges: Their number.
         most_nodes: Nodes of the longest one.
         most_edges: Most edges of the rows of any one.
+        bound: What they were packed for; packed for it again they are the same, for `most_nodes` they may not be.
     """
 
     ptr: Tensor
     num_ranges: int
     most_nodes: int
     most_edges: int
+    bound: int
 
 
 def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
@@ -39,4 +41,4 @@ def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
     starts[1:] = interval[1:] != interval[:-1]
     ptr = torch.cat([begin[starts], segments.ptr[-1:]])
     most_nodes, most_edges = pull(ptr.diff().max(), side.ptr[ptr.long()].diff().max())
-    return NodeRanges(ptr, ptr.numel() - 1, most_nodes, most_edges)
+    return NodeRanges(ptr, ptr.numel() - 1, most_nodes, most_edges, most)

@@ -24,7 +24,8 @@ def project(x: Tensor, *layers: torch.nn.Module) -> Sequence[Tensor]:
     Returns:
         As many tensors [N, F'].
     """
-    if not is_eager() or x.size(0) > _MAX_ROWS or not all(map(_is_plain, layers)):
+    few = type(x) in PLAIN and x.layout is torch.strided and x.size(0) <= _MAX_ROWS
+    if not few or not is_eager() or not all(map(_is_plain, layers)):
         return [layer(x) for layer in layers]
     weights = [layer._parameters["weight"] for layer in layers]
     biases = [layer._parameters["bias"] for layer in layers]
@@ -42,7 +43,9 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     own = layer.__dict__
     return (
         type(layer) is Linear
-        and type(layer._parameters["weight"]) in PLAIN
+        # Pruning, weight normalisation and replicas keep the weight elsewhere.
+        and type(layer._parameters.get("weight")) in PLAIN
+        and "bias" in layer._parameters
         and "forward" not in own
         and not any([own[name] for name in _HOOKS])
         and not _has_any_global_hook()

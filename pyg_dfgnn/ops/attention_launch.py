@@ -295,7 +295,9 @@ def run_backward(
 
     records = softmax.new_empty((graph.num_dst, heads, 4))
     grad_target = torch.empty_like(target_scalars if score == "add" else target)
-    grad_edge = torch.empty_like(edge) if edge_grad and edge is not None else None
+    # A fixed graph has room for more edges than there are.
+    room = torch.zeros_like if graph.is_fixed else torch.empty_like
+    grad_edge = room(edge) if edge_grad and edge is not None else None
     grad_beta = torch.empty_like(target_scalars) if score == "cosine" else None
     parameter_sums = parameter.new_empty((targets.parameter_blocks, *parameter.shape)) if score == "gatv2" else None
     state = None
@@ -413,7 +415,8 @@ def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
-    weights = softmax.new_empty((graph.num_edges, kernels.problem.heads))
+    make = softmax.new_zeros if graph.is_fixed else softmax.new_empty
+    weights = make((graph.num_edges, kernels.problem.heads))
     kernels.weights(graph).weights(_aligned_all(inputs), softmax, weights)
     return weights
 

@@ -13,7 +13,7 @@ class ResidentWalk(RowsWalk):
     chosen: Any
 
     def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
-        ranges = ranges_of(graph, walk, self.chosen.most_nodes)
+        ranges = ranges_of(graph, walk, self.chosen.bound)
         assert ranges is not None
         self.chunks = [None]
         self.max_chunks = 0

@@ -34,7 +34,8 @@ def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> t
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
     vectors = (first,) if second is None else (first, second)
-    if is_eager() and all(type(tensor) in PLAIN for tensor in (x, *vectors)) and _has_kernel(x):
+    fits = all(a.shape == (1, *x.shape[1:]) and a.device == x.device for a in vectors)
+    if fits and is_eager() and all(type(tensor) in PLAIN for tensor in (x, *vectors)) and _has_kernel(x):
         found = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
         return _pair(found)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])

@@ -43,7 +43,7 @@ class Kernel:
         found = self._functions.get((device_index, shared_bytes))
         if found is None:
             kernel = module(self.spec, device_index).get_function(self.entry)
-            if shared_bytes > _DEFAULT_SHARED_BYTES:
+            if shared_bytes + kernel.shared_size_bytes > _DEFAULT_SHARED_BYTES:
                 # One limit for all handles of the function, so it must not fall.
                 kernel.max_dynamic_shared_size_bytes = max(shared_bytes, kernel.max_dynamic_shared_size_bytes)
             # The module must outlive its handle.

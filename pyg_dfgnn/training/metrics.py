@@ -50,6 +50,8 @@ def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, group: Group
         counts = average(class_counts(y, logits.size(1)))
         weight = class_weights(counts)
         total = (weight * counts).sum()
+        # One class alone weighs nothing: a loss of 0 instead of 0 / 0.
+        total = torch.where(total > 0, total, 1.0)
     else:
         weight, total = None, average((y != IGNORED).sum())
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
@@ -59,13 +61,13 @@ class Score:
     """Loss and metric over batches, kept on the device until they are read.
 
     All metrics are taken over the whole split, so they do not depend on the batch size; the published benchmark of
-    PATTERN and CLUSTER averages the balanced accuracy over its batches. A class without labels counts 0 in a mean over
-    the classes.
+    PATTERN and CLUSTER averages the balanced accuracy over its batches. A class without labels counts 0 in that mean.
 
     Args:
         num_classes: K.
         metric: "accuracy"; "balanced_accuracy", the mean over the classes of the share that was found; "macro_f1", the
-            mean over the classes of the F1 score; or "roc_auc", the area under the ROC curve of two classes.
+            mean of the F1 score over the classes that are there or predicted; or "roc_auc", the area under the ROC
+            curve of two classes.
         device: Of the logits.
 
     Raises:
@@ -116,7 +118,9 @@ class Score:
             return float(right.sum() / total.sum())
         if self.kind == "balanced_accuracy":
             return float((right / total.clamp(min=1)).mean())
-        return float((2 * right / (total + counted.sum(dim=0)).clamp(min=1)).mean())
+        # A class that is neither there nor predicted does not count, as in scikit-learn.
+        seen = total + counted.sum(dim=0)
+        return float((2 * right / seen.clamp(min=1)).sum() / (seen > 0).sum().clamp(min=1))
 
 
 def roc_auc(score: Tensor, y: Tensor) -> float:

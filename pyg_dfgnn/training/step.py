@@ -154,8 +154,9 @@ class CapturedStep(Step):
 
     The first steps on a batch run one by one, count as any other, and find out what has to be known: plans, compiled
     kernels, the state of the optimizer. What follows replays, with the random numbers and learning rates that single
-    launches would take. A capture belongs to the tensors of its batch, which it keeps: a replay reads what they hold by
-    then. So a batch is either one that comes again and again, or it is padded to the size of a bucket and put there.
+    launches on the same tensors would take; dropout on padded batches depends on the room of their bucket. A capture
+    belongs to the tensors of its batch, which it keeps: a replay reads what they hold by then. So a batch is either one
+    that comes again and again, or it is padded to the size of a bucket and put there.
 
     Args:
         model: As in :class:`Step`.

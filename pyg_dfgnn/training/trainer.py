@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import signal
 import threading
 import time
@@ -260,9 +261,10 @@ class Trainer:
 
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
-        # The parts of a whole graph draw alike: they need the same signs of encodings.
-        if isinstance(self._batches["train"], Batches):
-            self.group.seed_dropout(self.model, self.seed, self.epoch)
+        # Parts of a whole graph need the same signs of encodings, which are drawn before any dropout.
+        whole = not isinstance(self._batches["train"], Batches)
+        alike = whole and getattr(self.model, "pe_size", 0) > 0
+        self.group.seed_dropout(self.model, self.seed, self.epoch, alike=alike)
         self.model.train()
         for batch in self._batches["train"]:
             score.add(*self.step(batch), batch.y)
@@ -293,6 +295,9 @@ class Trainer:
         return Score(self.task.num_classes, self.task.metric, self.device)
 
     def _is_better(self, value: float, best: float) -> bool:
+        # The metric of a split may be undefined in an epoch.
+        if math.isnan(best):
+            return not math.isnan(value)
         return value < best if self.monitor.endswith("loss") else value > best
 
     def _is_stale(self) -> bool:

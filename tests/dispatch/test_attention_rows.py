@@ -261,6 +261,7 @@ class FakeGraph:
     """What the cost model reads of a square graph."""
 
     is_fixed = False
+    facts = None
 
     def __init__(self, num_nodes, num_edges, max_degree, max_segment=None):
         self.num_src = self.num_dst = num_nodes

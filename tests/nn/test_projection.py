@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_dfgnn.nn import projection
@@ -74,6 +75,23 @@ def test_what_is_called_layer_by_layer(products, monkeypatch):
     assert seen[-2:] == ["global"] * 2
     monkeypatch.setattr(projection, "_MAX_ROWS", 8)
     project(x, *layers)
+    assert products == []
+
+
+def test_weights_kept_elsewhere_and_sparse_input(products):
+    """Pruned and normalised layers, a weight that is set as a plain tensor, sparse features."""
+    x = torch.randn(9, 5)
+    pruned, normalised, plain = layers_of(2), layers_of(2), layers_of(2)
+    torch.nn.utils.prune.l1_unstructured(pruned[0], "weight", 0.5)
+    torch.nn.utils.weight_norm(normalised[0])
+    weight = plain[0].weight.detach().clone()
+    del plain[0].weight
+    plain[0].weight = weight
+    for layers in (pruned, normalised, plain):
+        assert all(map(torch.equal, project(x, *layers), [layer(x) for layer in layers]))
+    layers = layers_of(2)
+    for sparse in (x.to_sparse(), x.to_sparse_csr()):
+        torch.testing.assert_close(list(project(sparse, *layers)), [layer(x) for layer in layers])
     assert products == []
 
 

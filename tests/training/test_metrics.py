@@ -31,6 +31,13 @@ def test_balanced_loss():
     assert cross_entropy(LOGITS, Y, loss_weights=True).item() == pytest.approx(total / (3 / 2 + 4 / 3 + 5 / 6))
 
 
+def test_one_class_alone_has_no_weighted_loss():
+    logits = torch.randn(5, 4, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((5,), 2), loss_weights=True)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == 0.0 and not grad.any()
+
+
 def test_half_precision_logits_give_a_full_precision_loss():
     loss = cross_entropy(LOGITS.bfloat16(), Y, loss_weights=True)
     assert loss.dtype == torch.float32
@@ -54,7 +61,8 @@ def test_ignored_labels_change_nothing():
     [
         ("accuracy", 4 / 6),
         ("balanced_accuracy", (2 / 3 + 1 / 2 + 0 + 1) / 4),
-        ("macro_f1", (4 / 6 + 2 / 4 + 0 + 1) / 4),
+        # Class 2 is neither there nor predicted.
+        ("macro_f1", (4 / 6 + 2 / 4 + 1) / 3),
     ],
 )
 def test_metric_does_not_depend_on_batches(metric, expected):
