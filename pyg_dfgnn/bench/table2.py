@@ -10,6 +10,8 @@ data sets and are compared with each other before they are timed, and one that d
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,12 @@ from pyg_dfgnn.errors import UnsupportedError, check_range
 from pyg_dfgnn.paths import configs_dir
 
 FIELDS = [
-    *"model dataset task synthetic graphs nodes edges backend status".split(),
+    *"model setting dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
     *"once n wall_ms first_step_s peak_mb reference loss_difference gradient_difference bound".split(),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
-LOSS_FIELDS = "model dataset backend step loss gpu torch digest".split()
+LOSS_FIELDS = "model setting dataset backend step loss gpu torch digest".split()
 MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph", "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
@@ -110,6 +112,17 @@ class Options:
             check_range(name, values[name], 1)
         return Options(**{field.name: values[field.name] for field in fields(Options)})
 
+    @property
+    def setting(self) -> str:
+        """Digest of all that a time depends on beside the data set and the backend: rows of another are not its own."""
+        measured = (self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, asdict(self.pace))
+        return hashlib.sha256(json.dumps(measured, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+    def provenance(self) -> Row:
+        """What the rows of a cell were made with."""
+        named = {"model": self.model_name, "setting": self.setting}
+        return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
+
     def cells(self) -> list[Cell]:
         """Data set by data set, what compiles after everything else; composed by Hydra, which must be set up."""
         first = [backend for backend in self.backends if backend not in self.last]
@@ -145,7 +158,7 @@ class Worker:
 
     def __init__(self, options: Options, folder: Path) -> None:
         self.options, self.folder = options, folder
-        self.environment = {**environment(options.device), "digest": source_digest(MEASURED_ROOMS)}
+        self.environment = options.provenance()
         self._sources: dict[tuple[str, bool], Source] = {}
         torch.set_float32_matmul_precision("highest")
 
@@ -154,7 +167,6 @@ class Worker:
         for cell in cells:
             yield None
             base = {
-                "model": self.options.model_name,
                 "dataset": cell.dataset,
                 "backend": cell.backend.name,
                 "bound": self.options.pace.bound,
@@ -246,9 +258,12 @@ def run(options: Options) -> int:
         table.path.unlink(missing_ok=True)
         curves.path.unlink(missing_ok=True)
     finished = options.summary or _fill(options, table, curves)
-    rows = table2_report.latest(table.rows())
+    rows, losses = (
+        table2_report.latest([row for row in each.rows() if row["setting"] == options.setting], *keys)
+        for each, keys in ((table, ()), (curves, ("step",)))
+    )
     if rows:
-        for path in table2_report.write(stem, rows, table2_report.latest(curves.rows(), "step")):
+        for path in table2_report.write(stem, rows, losses):
             print(path)
         print(table2_report.times_table(rows))
     if any(row["status"].startswith("WRONG") for row in rows):
@@ -256,14 +271,16 @@ def run(options: Options) -> int:
     return 0 if finished else 2
 
 
-def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[Cell]:
-    """The cells without a row; of ours without one of these sources. Any on a data set needs the first one again."""
-    now_ = {**environment(device), "digest": source_digest(MEASURED_ROOMS)}
+def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], now_: Mapping[str, Any]) -> list[Cell]:
+    """The cells without a row of this provenance; that of ours includes the sources.
+
+    Any cell on a data set needs the first one again.
+    """
+    same = ("setting", "gpu", "torch")
     done = {
         (row["dataset"], row["backend"], row["digest"])
         for row in rows
-        if (row["gpu"], row["torch"]) == (now_["gpu"], now_["torch"])
-        and not row["status"].startswith(("failed", "no result"))
+        if all(row[name] == now_[name] for name in same) and not row["status"].startswith(("failed", "no result"))
     }
     names = {(dataset, backend) for dataset, backend, _ in done}
 
@@ -278,7 +295,7 @@ def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], device: to
 
 def _fill(options: Options, table: Table, curves: Table) -> bool:
     """Whether all cells have been measured."""
-    todo = missing(options.cells(), table.rows(), options.device)
+    todo = missing(options.cells(), table.rows(), options.provenance())
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         while todo:
@@ -323,9 +340,8 @@ def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[tup
                     process.join()
                     reason = f"failed: process ended with {process.exitcode}"
             if message is None:
-                base = {"model": options.model_name, "dataset": cell.dataset, "backend": cell.backend.name}
-                known = {**environment(options.device), "digest": source_digest(MEASURED_ROOMS), "time": now()}
-                yield {**base, **known, "status": reason}, []
+                base = {**options.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "time": now()}
+                yield {**base, "status": reason}, []
                 return
             yield message
             # What failed may have left the device unusable.

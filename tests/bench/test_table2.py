@@ -220,3 +220,16 @@ def test_wrong_pace(values, name):
 def test_latest_row_counts():
     cells = [{"model": "m", "dataset": "d", "backend": "b", "step": step, "at": at} for at in (0, 1) for step in (0, 1)]
     assert [row["at"] for row in table2_report.latest(cells, "step")] == [1, 1]
+
+
+def test_rows_of_another_setting_and_failures_do_not_count(options):
+    first, other = options(), options("num_batches=3")
+    assert first.setting == options().setting != other.setting
+    cells = first.cells()
+    rows = [
+        {**first.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "status": "ok"} for cell in cells
+    ]
+    assert table2.missing(cells, rows, first.provenance()) == []
+    assert table2.missing(cells, rows, other.provenance()) == cells
+    rows[-1]["status"] = "no result within 1 s"
+    assert table2.missing(cells, rows, first.provenance())[-1] == cells[-1]
