@@ -9,7 +9,9 @@ from tests.kernels.specs import all_specs, label
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 # ptxas may park a few registers outside the loops to fit one more block on an SM; more than that is a spill.
-SPILL_LIMIT_BYTES = 32
+SPILL_LIMIT_BYTES = 16
+# Parked outside the loop on the older architecture alone: blocks per multiprocessor are chosen for the main one.
+PARKED = {("sm_80", "backward_sources-cosine-H1-C128-float32"): 28}
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
 TILES_SPILL_LIMIT_BYTES = 64
@@ -29,7 +31,8 @@ def test_compiles_without_warnings_and_spills(spec, arch):
     assert compiled.cubin
     assert not compiled.warnings
     assert compiled.usage
-    limit = TILES_SPILL_LIMIT_BYTES if "/tiles_" in spec.path else SPILL_LIMIT_BYTES
+    parked = (size for (on, start), size in PARKED.items() if on == arch and label(spec).startswith(start))
+    limit = TILES_SPILL_LIMIT_BYTES if "/tiles_" in spec.path else next(parked, SPILL_LIMIT_BYTES)
     for usage in compiled.usage:
         assert usage.spill_bytes <= limit, usage
         assert usage.stack_bytes <= limit, usage
