@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,8 @@ class Trainer:
         epochs: Most epochs.
         monitor: "val_accuracy" or "val_loss"; decides the best epoch and early stopping.
         patience: Stop after this many epochs without a better one; None trains all epochs.
+        max_time_s: Start no epoch that would end later than so many seconds after the call of :meth:`fit`, if it takes
+            as long as those before it; None: no limit.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
@@ -81,6 +84,7 @@ class Trainer:
         epochs: int,
         monitor: str = "val_accuracy",
         patience: int | None = None,
+        max_time_s: float | None = None,
         precision: str = "fp32",
         loader: Mapping[str, Any] | None = None,
         sampler: Mapping[str, Any] | None = None,
@@ -101,6 +105,8 @@ class Trainer:
         check_range("log_every", log_every, 1)
         if patience is not None:
             check_range("patience", patience, 1)
+        if max_time_s is not None:
+            check_range("max_time_s", max_time_s, 0.0)
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
             raise ValueError(f"'loader' needs {needed} (got {loader})")
@@ -114,7 +120,7 @@ class Trainer:
                 raise ValueError(f"'{name}' needs one process (got {group.size})")
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
-        self.epochs, self.monitor, self.patience = epochs, monitor, patience
+        self.epochs, self.monitor, self.patience, self.max_time_s = epochs, monitor, patience, max_time_s
         called: Any = model if group.size == 1 else wrap(model, group)
         if compile:
             # Sizes that change from batch to batch become variables in a second compilation.
@@ -151,12 +157,13 @@ class Trainer:
         self._is_between_epochs = True
 
     def fit(self) -> None:
-        """Train until the last epoch or until no better epoch was seen for `patience` epochs.
+        """Train until the last epoch, for `max_time_s`, or until no better epoch was seen for `patience` epochs.
 
         Raises:
             KeyboardInterrupt: As it came, after the state of the last whole epoch was saved.
         """
         steps = len(self._batches["train"])
+        started = time.perf_counter()
         bar = tqdm(
             total=self.epochs * steps,
             initial=self.epoch * steps,
@@ -165,7 +172,7 @@ class Trainer:
             dynamic_ncols=True,
         )
         try:
-            while self.epoch < self.epochs and not self._is_stale():
+            while self.epoch < self.epochs and not self._is_stale() and not self._is_late(started):
                 with _interrupts_after(is_short=steps == 1):
                     row = self._run_epoch(bar)
                 if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
@@ -279,8 +286,7 @@ class Trainer:
 
     def _remaining_s(self) -> float:
         """Estimate for the epochs to come, if none is saved by stopping early."""
-        times = [row["time_s"] for row in self.history]
-        return (self.epochs - self.epoch) * sum(times) / len(times)
+        return (self.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
 
     def _keep_model(self) -> dict[str, Any]:
         """A copy of the model's state, in the memory of the best one before."""
@@ -299,6 +305,13 @@ class Trainer:
         if math.isnan(best):
             return not math.isnan(value)
         return value < best if self.monitor.endswith("loss") else value > best
+
+    def _is_late(self, started: float) -> bool:
+        if self.max_time_s is None or not self.history:
+            return False
+        end = time.perf_counter() - started + statistics.fmean(row["time_s"] for row in self.history)
+        # The processes decide alike.
+        return max(self.group.counts(int(end > self.max_time_s))) > 0
 
     def _is_stale(self) -> bool:
         return self.patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self.patience

@@ -8,6 +8,7 @@ import torch
 
 from pyg_dfgnn import training
 from pyg_dfgnn.training import step as step_module
+from pyg_dfgnn.training import trainer as trainer_module
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
 
@@ -16,6 +17,11 @@ def history(folder):
     """Rows of metrics.csv without the times."""
     with open(folder / "metrics.csv") as stream:
         return [{key: value for key, value in row.items() if key != "time_s"} for row in csv.DictReader(stream)]
+
+
+def times(folder):
+    with open(folder / "metrics.csv") as stream:
+        return [row["time_s"] for row in csv.DictReader(stream)]
 
 
 def parameters(folder, file="last.pt"):
@@ -130,6 +136,18 @@ def test_early_stopping(run):
     assert summary["best_epoch"] == 1 and summary["epochs"] == 4
 
 
+def test_time_limit(run, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: float(next(clock)))
+    # A clock that counts how often it is read, a few times around an epoch too; the limit falls into the fifth.
+    _, folder = run("run", "trainer.epochs=1")
+    per_epoch = float(times(folder)[0])
+    _, folder = run("limited", "trainer.epochs=20", f"trainer.max_time_s={4.5 * (per_epoch + 2)}")
+    assert len(history(folder)) == 4
+    _, folder = run("none", "trainer.epochs=20", "trainer.max_time_s=0")
+    assert len(history(folder)) == 1
+
+
 def test_best_by_loss(run):
     _, folder = run("run", "trainer.monitor=val_loss", "optimizer.lr=0.05", "trainer.epochs=6")
     summary = json.loads((folder / "metrics.json").read_text())
@@ -170,6 +188,7 @@ def test_whole_graph(tmp_path):
     [
         (["trainer.precision=fp8"], ValueError, r"'precision' needs one of 'fp32', 'bf16', 'fp16' \(got 'fp8'\)"),
         (["trainer.monitor=loss"], ValueError, r"'monitor' needs one of 'val_accuracy', 'val_loss' \(got 'loss'\)"),
+        (["trainer.max_time_s=-1"], ValueError, r"'max_time_s' needs a value >= 0.0 \(got -1\)"),
         (["trainer.epochs=0"], ValueError, r"'epochs' needs a value >= 1 \(got 0\)"),
         (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),
         (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
