@@ -23,6 +23,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
 from pyg_dfgnn.training import step as steps
+from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_optimizer
 
@@ -267,7 +268,7 @@ def measure(
             model.load_state_dict(reference.state)
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         phases = Phases(device)
-        step = _step(backend, model, optimizer_config, task, phases)
+        step = _step(backend, model, optimizer_config, source, phases)
         turns = _Turns(step, source, backend.preparation(model), device, phases)
         # At worst each batch is captured by itself, after steps without a capture.
         captures = (steps.CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
@@ -303,15 +304,19 @@ def measure(
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer_config: Any, task: Task, phases: Phases
+    backend: Backend, model: nn.Module, optimizer_config: Any, source: Source, phases: Phases
 ) -> Callable[[Data], tuple[Tensor, Tensor]]:
+    task = source.task
     optimizer = make_optimizer(optimizer_config, model, phases.device)
     called: Any = model
     if backend.compile:
         # Compilations of one model class count together, and end in an error beyond a number.
         torch._dynamo.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
-    kind = partial(steps.CapturedStep, padded=not task.full_graph) if backend.cuda_graph else steps.Step
+    room = None
+    if not task.full_graph:
+        room = Room.of(task.splits["train"], max(batch.num_graphs for batch in source.batches))
+    kind = partial(steps.CapturedStep, padded=room) if backend.cuda_graph else steps.Step
     return kind(called, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import norm as graph_norms
 
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Frame, Graph
 from pyg_dfgnn.nn.fused import FusedConv
 from pyg_dfgnn.training.metrics import IGNORED
 
-# Room of a bucket beyond its first batch: this many standard deviations of a sum of so many graphs, and this share.
+# Room beyond the mean batch: this many standard deviations and this share of it, and twice as much per level.
 _DEVIATIONS, _SHARE = 3.0, 1 / 64
 # These compare the nodes of a graph or batch, isolated ones included.
 _REFUSED = (
@@ -55,29 +57,71 @@ class CountedBatchNorm(nn.BatchNorm1d):
         return (normal * self.weight + self.bias if self.affine else normal).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Room:
+    """What batches of some graphs need, which decides the sizes of their buckets: in each run the same.
+
+    Attributes:
+        num_graphs: Most graphs of a batch.
+        nodes: Mean and standard deviation of the nodes of such a batch.
+        edges: The same of its edges.
+    """
+
+    num_graphs: int
+    nodes: tuple[float, float]
+    edges: tuple[float, float]
+
+    @staticmethod
+    def of(graphs: Sequence[Data], batch_size: int) -> Room:
+        """The room of batches of so many graphs out of these, drawn at random.
+
+        Raises:
+            ValueError: There are no graphs, or `batch_size` is below 1.
+        """
+        check_range("batch_size", batch_size, 1)
+        check_range("len(graphs)", len(graphs), 1)
+        sizes = torch.tensor([[graph.num_nodes, graph.num_edges] for graph in graphs], dtype=torch.float64)
+        means = (batch_size * sizes.mean(dim=0)).tolist()
+        deviations = (batch_size**0.5 * sizes.std(dim=0, correction=0)).tolist()
+        nodes, edges = zip(means, deviations)
+        return Room(batch_size, nodes, edges)
+
+    def sizes(self, level: int) -> tuple[int, int]:
+        """Nodes and edges of the buckets of a level, of which 0 takes nearly every batch."""
+        nodes, edges = (
+            -(-int(mean + 2**level * (_DEVIATIONS * deviation + _SHARE * mean) + 1) // 64) * 64
+            for mean, deviation in (self.nodes, self.edges)
+        )
+        return nodes, edges
+
+    def level(self, batch: Data) -> int:
+        """The first level with room for a batch and for one more node."""
+        assert batch.num_nodes is not None
+        level = 0
+        while batch.num_nodes >= self.sizes(level)[0] or batch.num_edges > self.sizes(level)[1]:
+            level += 1
+        return level
+
+
 class Bucket:
     """Room for batches: tensors of fixed size whose rows behind a batch stand for isolated nodes without labels.
 
     Args:
-        batch: The first batch; decides how much room there is.
+        batch: The first batch.
         graph: Its graph, if the convs are ours.
         graph_level: Whether labels belong to graphs.
+        room: Of all batches.
+        level: How much of it.
 
     Attributes:
         batch: What a step is captured on.
     """
 
-    def __init__(self, batch: Data, graph: Graph | None, graph_level: bool) -> None:
-        sizes = batch.ptr.diff().double()
-        count = sizes.numel()
-        # Edges of dense graphs vary twice as much as nodes.
-        spread = float(sizes.std() / sizes.mean()) if count > 1 else 1.0
-        slack = _DEVIATIONS * spread / count**0.5 + _SHARE
-        assert batch.num_nodes is not None
-        self.num_nodes = -(-int(batch.num_nodes * (1 + slack) + 1) // 64) * 64
-        self.num_edges = -(-int(batch.num_edges * (1 + 2 * slack) + 1) // 64) * 64
+    def __init__(self, batch: Data, graph: Graph | None, graph_level: bool, room: Room, level: int) -> None:
+        self.level = level
+        self.num_nodes, self.num_edges = room.sizes(level)
         # The last graph holds what is behind the batch.
-        self.num_graphs = count + 1
+        self.num_graphs = room.num_graphs + 1
         self.graph_level = graph_level
         self.batch = Data(edge_index=batch.edge_index.new_empty(2, self.num_edges))
         for name in ("x", "pe"):
@@ -91,15 +135,9 @@ class Bucket:
         if graph is not None:
             self.frame = Frame(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
 
-    def takes(self, batch: Data, graph: Graph | None) -> bool:
-        """Whether a batch has room."""
-        assert batch.num_nodes is not None
-        return (
-            batch.num_nodes < self.num_nodes
-            and batch.num_edges <= self.num_edges
-            and batch.num_graphs < self.num_graphs
-            and (self.frame is None or graph is None or self.frame.takes(graph))
-        )
+    def takes(self, graph: Graph | None, level: int) -> bool:
+        """Whether it is of the level of a batch with this graph and has room."""
+        return level == self.level and (self.frame is None or graph is None or self.frame.takes(graph))
 
     def put(self, batch: Data, graph: Graph | None) -> None:
         """Put a batch in that :meth:`takes` has nothing against."""
@@ -119,17 +157,20 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of a run: each batch goes to the smallest one that has room, or to a new one.
+    """The buckets of a run: each batch goes to one of its level that has room, or to a new one.
+
+    So the sizes that a model sees for a batch, and what it draws for them, do not depend on the batches before.
 
     Args:
         model: Its batch norms become :class:`CountedBatchNorm`, in place.
         graph_level: Whether labels belong to graphs.
+        room: Of all batches.
 
     Raises:
         ValueError: A layer of the model compares nodes in a way that isolated ones would change.
     """
 
-    def __init__(self, model: nn.Module, graph_level: bool) -> None:
+    def __init__(self, model: nn.Module, graph_level: bool, room: Room) -> None:
         for module in model.modules():
             if type(module) is nn.BatchNorm1d:
                 module.__class__ = CountedBatchNorm
@@ -137,7 +178,7 @@ class Buckets:
         for module in model.modules():
             if isinstance(module, _REFUSED) and module not in self.norms:
                 raise ValueError(f"'model' needs BatchNorm1d or LayerNorm with padding (got {type(module).__name__})")
-        self.graph_level = graph_level
+        self.graph_level, self.room = graph_level, room
         self.has_kernels = any(isinstance(module, FusedConv) for module in model.modules())
         self.found: list[Bucket] = []
 
@@ -145,14 +186,16 @@ class Buckets:
         """Put a batch into a bucket.
 
         Raises:
-            ValueError: The model's convs are ours, and the graphs did not go through `SortEdges`.
+            ValueError: The batch has more graphs than there is room for, or the model's convs are ours and the graphs
+                did not go through `SortEdges`.
         """
+        check_range("num_graphs", batch.num_graphs, 1, self.room.num_graphs)
         graph = Graph.of_batch(batch) if self.has_kernels else None
-        able = [bucket for bucket in self.found if bucket.takes(batch, graph)]
-        if not able:
-            able = [Bucket(batch, graph, self.graph_level)]
-            self.found += able
-        bucket = min(able, key=lambda each: (each.num_nodes, each.num_edges))
+        level = self.room.level(batch)
+        bucket = next((bucket for bucket in self.found if bucket.takes(graph, level)), None)
+        if bucket is None:
+            bucket = Bucket(batch, graph, self.graph_level, self.room, level)
+            self.found.append(bucket)
         bucket.put(batch, graph)
         return bucket
 

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.training.buckets import Buckets
+from pyg_dfgnn.training.buckets import Buckets, Room
 from pyg_dfgnn.training.metrics import cross_entropy
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -161,7 +161,8 @@ class CapturedStep(Step):
     Args:
         model: As in :class:`Step`.
         optimizer: One that torch can capture: Adam, AdamW and others with the argument `capturable`.
-        padded: Whether batches are all different and go to :class:`Buckets`; evaluation then launches one by one.
+        padded: The room of batches that are all different and go to :class:`Buckets`; evaluation then launches one by
+            one. None: the same batches come again.
         mark: Called while the step is captured and not when it runs.
         recorder: Captures; one for the model's device if None.
         **options: As in :class:`Step`; without loss scaling, which decides on the host whether to step.
@@ -177,7 +178,7 @@ class CapturedStep(Step):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        padded: bool = False,
+        padded: Room | None = None,
         mark: Mark | None = None,
         recorder: Recorder | None = None,
         **options: Any,
@@ -189,7 +190,7 @@ class CapturedStep(Step):
         if any("capturable" not in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
             raise ValueError(f"'optimizer' needs the argument 'capturable' with cuda_graph, as Adam has (got {kind})")
-        self.buckets = Buckets(model, self.graph_level) if padded else None
+        self.buckets = None if padded is None else Buckets(model, self.graph_level, padded)
         self.capture_mark = mark or _no_mark
         self._found: dict[tuple[str, int], _Captured] = {}
         self._rates: list[Tensor] = []

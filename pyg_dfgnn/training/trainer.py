@@ -25,6 +25,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
+from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
 from pyg_dfgnn.training.step import CapturedStep, Step
@@ -125,7 +126,8 @@ class Trainer:
         if compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
-        make = partial(CapturedStep, padded=not task.full_graph) if cuda_graph else Step
+        room = None if loader is None else Room.of(task.splits["train"], loader.get("batch_size", 1))
+        make = partial(CapturedStep, padded=room) if cuda_graph else Step
         self.step = make(
             called,
             optimizer,

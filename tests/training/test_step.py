@@ -11,8 +11,7 @@ from torch_geometric.data import Batch, Data
 from pyg_dfgnn.graph import ResidentGraphs, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training import buckets as buckets_module
-from pyg_dfgnn.training.buckets import Buckets, CountedBatchNorm
+from pyg_dfgnn.training.buckets import Buckets, CountedBatchNorm, Room
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 from tests.emu.loader import compiler
@@ -64,6 +63,10 @@ def batches(graph_level=False):
         Batch.from_data_list([graph(n, 10 * i + j, j % 3 if graph_level else None) for j, n in enumerate(part)])
         for i, part in enumerate(sizes)
     ]
+
+
+def room(given):
+    return Room.of([graph for batch in given for graph in batch.to_data_list()], 3)
 
 
 def pair(make, **options):
@@ -138,7 +141,7 @@ def test_evaluation_is_captured_too():
 @pytest.mark.parametrize("loss_weights", [False, True], ids=["plain", "weighted"])
 def test_padded_batches_equal_the_batches(graph_level, loss_weights):
     given = batches(graph_level)
-    eager, captured = pair(transformer, padded=True, graph_level=graph_level, loss_weights=loss_weights)
+    eager, captured = pair(transformer, padded=room(given[:4]), graph_level=graph_level, loss_weights=loss_weights)
     want, found = (train(step, given, SCHEDULES["cosine"]) for step in (eager, captured))
     # Adam makes whole steps of gradients that are rounding errors, such as those of biases before a batch norm.
     torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-4)
@@ -159,12 +162,12 @@ def test_one_padded_step_is_exact():
     model = transformer().double()
     padded = copy.deepcopy(model)
     batch.x, batch.pe = batch.x.double(), torch.randn(batch.num_nodes, 2)
-    buckets = Buckets(padded, graph_level=False)
-    with buckets.active(buckets.place(batch)) as room:
-        assert room.num_nodes > batch.num_nodes and room.edge_index.size(1) > batch.num_edges
-        assert torch.equal(room.pe[: batch.num_nodes], batch.pe) and not room.pe[batch.num_nodes :].any()
-        out = padded(room.x, room.edge_index)
-        loss = torch.nn.functional.cross_entropy(out, room.y, ignore_index=IGNORED)
+    buckets = Buckets(padded, False, room([batch]))
+    with buckets.active(buckets.place(batch)) as wide:
+        assert wide.num_nodes > batch.num_nodes and wide.edge_index.size(1) > batch.num_edges
+        assert torch.equal(wide.pe[: batch.num_nodes], batch.pe) and not wide.pe[batch.num_nodes :].any()
+        out = padded(wide.x, wide.edge_index)
+        loss = torch.nn.functional.cross_entropy(out, wide.y, ignore_index=IGNORED)
         loss.backward()
     want = model(batch.x, batch.edge_index)
     torch.nn.functional.cross_entropy(want, batch.y).backward()
@@ -176,12 +179,39 @@ def test_one_padded_step_is_exact():
         torch.testing.assert_close(a, b, msg=name)
 
 
+def test_a_batch_has_the_same_room_in_every_run():
+    """Dropout draws for all of it, so a run that goes on elsewhere in an epoch has to find the same."""
+    given = batches()
+    wide = room(given)
+    drawn = []
+    for order in (given, given[::-1], given[2:] + given[:2]):
+        buckets = Buckets(transformer(), False, wide)
+        placed = [buckets.place(batch) for batch in order]
+        drawn.append({id(batch): (bucket.num_nodes, bucket.num_edges) for batch, bucket in zip(order, placed)})
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_room():
+    (small,), large = [graph(8, 0)], graph(400, 1)
+    wide = Room.of([graph(n, n) for n in (10, 20, 30)], 4)
+    assert wide.nodes == (pytest.approx(80), pytest.approx(2 * (200 / 3) ** 0.5))
+    # 80 + 3 * 16.3 + 80 / 64 nodes, in units of 64, and twice as much beyond the mean.
+    assert [wide.sizes(level)[0] for level in range(3)] == [192, 192, 320]
+    assert wide.level(small) == 0 and 0 < wide.level(large) < 9
+    nodes, edges = wide.sizes(wide.level(large))
+    assert large.num_nodes < nodes and large.num_edges <= edges
+    with pytest.raises(ValueError, match=r"'num_graphs' needs a value in \[1, 4\] \(got 5\)"):
+        Buckets(transformer(), False, wide).place(Batch.from_data_list([small] * 5))
+    with pytest.raises(ValueError, match=r"'batch_size' needs a value >= 1 \(got 0\)"):
+        Room.of([small], 0)
+
+
 def test_convs_of_ours_need_sorted_graphs():
     import pyg_dfgnn.nn
 
-    model = GAT(5, 3, pyg_dfgnn.nn)
+    model, given = GAT(5, 3, pyg_dfgnn.nn), batches()
     with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
-        Buckets(model, graph_level=False).place(batches()[0])
+        Buckets(model, False, room(given)).place(given[0])
 
 
 def test_a_resumed_optimizer_counts_on():
@@ -227,7 +257,7 @@ def test_what_cannot_be_captured():
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), torch_geometric.nn.GraphNorm(4)], ids=lambda m: type(m).__name__)
 def test_norms_that_padding_would_change(layer):
     with pytest.raises(ValueError, match=rf"'model' needs BatchNorm1d or LayerNorm .* \(got {type(layer).__name__}\)"):
-        buckets_module.Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), graph_level=False)
+        Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), False, room(batches()))
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -239,8 +269,9 @@ def test_padded_batches_on_the_kernels():
 
     resident = ResidentGraphs([SortEdges()(graph(6 + i, i)) for i in range(6)])
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
+    wide = Room.of([graph(6 + i, i) for i in range(6)], 2)
     with settings(schedule="tiles", fallback="error"), emulated_device() as launched:
-        eager, captured = pair(make, padded=True)
+        eager, captured = pair(make, padded=wide)
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
     assert captured.recorder.replays == 2 and "attention_tiles_forward" in launched
