@@ -51,11 +51,6 @@ class ResidentPass:
         return f"{rows.layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
 
 
-def ranges_of(graph: Graph, walk: str, bound: int) -> NodeRanges | None:
-    """The ranges of at most `bound` nodes that a pass works on, kept with the graph."""
-    return graph.node_ranges("sources" if walk == "sources" else "targets", bound)
-
-
 def node_bytes(problem: AttentionProblem, walk: str) -> int:
     """Shared memory per node: the gathered rows of features, numbers and records per head, and where its row ends."""
     scalars = 4 * problem.heads if problem.score in ("add", "cosine") else 0
@@ -82,11 +77,11 @@ def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | 
     for blocks in range(constants["MIN_BLOCKS"], 0, -1):
         room = capacity // blocks - _RESERVED - _static_bytes(problem, walk, constants)
         most = room // node_bytes(problem, walk)
-        ranges = ranges_of(graph, walk, most)
+        ranges = graph.node_ranges(most)
         while ranges is not None and shared_bytes(problem, walk, ranges) > room:
             # What the edges take is known only now.
             most = ranges.most_nodes - -(-(shared_bytes(problem, walk, ranges) - room) // node_bytes(problem, walk))
-            ranges = ranges_of(graph, walk, most)
+            ranges = graph.node_ranges(most)
         if ranges is not None:
             return ranges
     return None

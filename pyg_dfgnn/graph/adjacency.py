@@ -213,6 +213,12 @@ def pull(*values: Tensor) -> list[int]:
     return torch.stack([value.reshape(()).to(torch.int64) for value in values]).tolist()
 
 
+def push(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor of the host to a device, without waiting for it."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 def expand(ptr: Tensor, num_edges: int) -> Tensor:
     """Row of each edge, int32 [num_edges], from row offsets [rows + 1]; balanced whatever the row lengths."""
     edge = torch.arange(num_edges, dtype=ptr.dtype, device=ptr.device)

@@ -16,6 +16,7 @@ from pyg_dfgnn.graph.graph import Graph, batch_edge_index, build, check_edges, c
 from pyg_dfgnn.graph.tiles import Segments
 
 IN_DEGREE, OUT_DEGREE, BY_SOURCE, FACTS = "csr_in_degree", "csr_out_degree", "csr_by_source", "csr_facts"
+_NUM_FACTS = 7
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,22 @@ class BatchFacts:
 
     Attributes:
         nodes: Nodes of each graph, int64 [G].
+        edges: Edges of each graph, int64 [G].
+        loops: Edges from a node to itself of each graph, int64 [G].
         num_edges: Edges of all graphs.
         max_in_degree: Most edges into a node.
         max_out_degree: Most edges out of a node.
-        num_loops: Edges from a node to itself.
         max_kept_in: As `max_in_degree`, loops left out.
         max_kept_out: As `max_out_degree`, loops left out.
         is_simple: Whether no edge occurs twice.
     """
 
     nodes: Tensor
+    edges: Tensor
+    loops: Tensor
     num_edges: int
     max_in_degree: int
     max_out_degree: int
-    num_loops: int
     max_kept_in: int
     max_kept_out: int
     is_simple: bool
@@ -49,36 +52,43 @@ class BatchFacts:
         Raises:
             ValueError: Its graphs did not go through :class:`SortEdges`, or it has left the host.
         """
-        if not isinstance(batch.get(FACTS), Tensor) or batch[FACTS].device.type != "cpu":
+        facts = batch.get(FACTS)
+        if not isinstance(facts, Tensor) or facts.device.type != "cpu" or facts.size(1) != _NUM_FACTS:
             raise ValueError("'batch' needs graphs that went through SortEdges, and to be on the CPU still")
         ptr = batch.get("ptr")
         nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.diff()
-        return BatchFacts.merge(nodes, batch.edge_index.size(1), batch[FACTS])
+        return BatchFacts.merge(nodes, facts)
 
     @staticmethod
-    def merge(nodes: Tensor, num_edges: int, facts: Tensor) -> BatchFacts:
-        """The facts of graphs with so many nodes [G] and edges from the rows [G, 6] that `SortEdges` has stored."""
-        columns = torch.cat([facts[:, :1].sum(0), facts[:, 1:].amax(0)])
-        loops, max_in, max_out, kept_in, kept_out, repeated = columns.tolist()
-        return BatchFacts(nodes, num_edges, max_in, max_out, loops, kept_in, kept_out, not repeated)
+    def merge(nodes: Tensor, facts: Tensor) -> BatchFacts:
+        """The facts of graphs with so many nodes [G] from the rows [G, 7] that `SortEdges` has stored."""
+        edges, loops = facts[:, 0].long(), facts[:, 1].long()
+        max_in, max_out, kept_in, kept_out, repeated = facts[:, 2:].amax(0).tolist()
+        return BatchFacts(nodes, edges, loops, int(edges.sum()), max_in, max_out, kept_in, kept_out, not repeated)
 
     def with_loops(self) -> BatchFacts:
         """The facts once loops are dropped and each node has got one."""
-        num_nodes = int(self.nodes.sum())
-        most = (self.max_kept_in + 1, self.max_kept_out + 1) if num_nodes else (0, 0)
-        num_edges = self.num_edges - self.num_loops + num_nodes
-        return replace(self, num_edges=num_edges, max_in_degree=most[0], max_out_degree=most[1], num_loops=num_nodes)
+        edges = self.edges - self.loops + self.nodes
+        most = (self.max_kept_in + 1, self.max_kept_out + 1) if int(self.nodes.sum()) else (0, 0)
+        return replace(
+            self,
+            edges=edges,
+            loops=self.nodes,
+            num_edges=int(edges.sum()),
+            max_in_degree=most[0],
+            max_out_degree=most[1],
+        )
 
     def segments(self, ptr: Tensor) -> Segments:
         """The graphs as segments, from their node offsets int32 [G + 1] on the device."""
-        return Segments.of_sizes(ptr, self.nodes, self.is_simple)
+        return Segments.of_sizes(ptr, self.nodes, self.edges, self.is_simple)
 
 
 class SortEdges(BaseTransform):
     """Sort the edges of a graph by (target, source) and store what a batch needs to be compressed without a sort.
 
     Everything on edges (`edge_attr`, ...) is sorted alike. Stored are the in- and out-degree of each node, int32 [N],
-    the positions of the edges in source order, int32 [E], and facts of the graph, int32 [1, 6]; collation concatenates
+    the positions of the edges in source order, int32 [E], and facts of the graph, int32 [1, 7]; collation concatenates
     them as they are, and `Graph.of_batch` turns them into the CSR and CSC of the batch. Apply it last: it holds for the
     edges it saw.
 
@@ -117,7 +127,7 @@ class SortEdges(BaseTransform):
         degrees = (data[IN_DEGREE], data[OUT_DEGREE], data[IN_DEGREE] - loops, data[OUT_DEGREE] - loops)
         most = [int(degree.max()) if num_nodes else 0 for degree in degrees]
         repeated = ((source.diff() == 0) & (target.diff() == 0)).any()
-        data[FACTS] = torch.tensor([[int(is_loop.sum()), *most, int(repeated)]], dtype=torch.int32)
+        data[FACTS] = torch.tensor([[num_edges, int(is_loop.sum()), *most, int(repeated)]], dtype=torch.int32)
         return data
 
 

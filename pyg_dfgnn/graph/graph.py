@@ -136,7 +136,7 @@ class Graph:
         self._own_edge_index: Tensor | None = None
         self._own_version: int | None = None
         self._tiles: dict[tuple[str, int, bool], Tiles] = {}
-        self._ranges: dict[tuple[str, int], NodeRanges] = {}
+        self._ranges: dict[int, NodeRanges] = {}
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
         # Where no sync has ended the build: what another stream has to wait for.
@@ -343,21 +343,16 @@ class Graph:
             self.reset_streams()
         return found
 
-    def node_ranges(self, rows_are: str, most: int) -> NodeRanges | None:
-        """Ranges of at most `most` nodes that no edge leaves, made on first use; None if there is a longer segment.
-
-        Args:
-            rows_are: `"targets"` or `"sources"`: the side whose edges are counted.
-            most: Nodes of a range.
-        """
+    def node_ranges(self, most: int) -> NodeRanges | None:
+        """Ranges of at most `most` nodes that no edge leaves, made on first use; None if there is a longer segment."""
         segments = self.node_segments
         if segments is None or segments.longest > most:
             return None
-        found = self._ranges.get((rows_are, most))
+        found = self._ranges.get(most)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                found = pack_segments(self.csr if rows_are == "targets" else self.csc, segments, most)
-            self._ranges[rows_are, most] = found
+                found = pack_segments(self.csr, segments, most)
+            self._ranges[most] = found
             self.reset_streams()
         return found
 

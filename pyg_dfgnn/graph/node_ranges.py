@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, pull
+from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, pull, push
 from pyg_dfgnn.graph.tiles import Segments
 
 
@@ -19,7 +19,7 @@ class NodeRanges:
         ptr: Node offsets, int32 [num_ranges + 1].
         num_ranges: Their number.
         most_nodes: Nodes of the longest one.
-        most_edges: Most edges of the rows of any one.
+        most_edges: Most edges in any one.
         bound: What they were packed for; packed for it again they are the same, for `most_nodes` they may not be.
     """
 
@@ -33,12 +33,22 @@ class NodeRanges:
 def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
     """Join neighbouring segments to ranges of at most `most` nodes, which no segment may exceed.
 
-    A range holds the segments that begin in the same interval of `most - segments.longest + 1` nodes.
+    A range holds the segments that begin in the same interval of `most - segments.longest + 1` nodes. Nothing is asked
+    of the device where the host knows the nodes and edges of the segments.
+
+    Args:
+        side: Either side of the graph: no edge leaves a segment, so that both have the same edges in each.
+        segments: What to join.
+        most: Nodes of a range.
     """
-    begin = segments.ptr[:-1]
-    interval = begin // (most - segments.longest + 1)
-    starts = torch.ones_like(interval, dtype=torch.bool)
-    starts[1:] = interval[1:] != interval[:-1]
-    ptr = torch.cat([begin[starts], segments.ptr[-1:]])
-    most_nodes, most_edges = pull(ptr.diff().max(), side.ptr[ptr.long()].diff().max())
-    return NodeRanges(ptr, ptr.numel() - 1, most_nodes, most_edges, most)
+    known = segments.sizes is not None and segments.edges is not None
+    ptr = from_degree(segments.sizes) if known else segments.ptr  # type: ignore[arg-type]
+    edge_ptr = from_degree(segments.edges) if known else side.ptr[ptr.long()]  # type: ignore[arg-type]
+    interval = ptr[:-1] // (most - segments.longest + 1)
+    is_end = torch.ones_like(ptr, dtype=torch.bool)
+    is_end[1:-1] = interval[1:] != interval[:-1]
+    ends = ptr[is_end]
+    longest, densest = ends.diff().max(), edge_ptr[is_end].diff().max()
+    most_nodes, most_edges = (int(longest), int(densest)) if known else pull(longest, densest)
+    ends = push(ends, side.ptr.device) if known else ends
+    return NodeRanges(ends, ends.numel() - 1, most_nodes, most_edges, most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +11,21 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.collate import collate
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph.adjacency import Side, from_degree
+from pyg_dfgnn.graph.adjacency import Side, from_degree, push
 from pyg_dfgnn.graph.batch import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts, assemble
 from pyg_dfgnn.graph.graph import Graph, check_edges, keep
 from pyg_dfgnn.graph.tiles import block_count, make_tiles
 
 # Graphs whose dense blocks are made at a time.
 _GROUP = 1024
+
+
+class _Bits(NamedTuple):
+    """The bits of all dense blocks, how many blocks each graph has, and what another stream has to wait for."""
+
+    bits: Tensor
+    counts: Tensor
+    made: torch.cuda.Event | None
 
 
 class ResidentGraphs:
@@ -43,7 +52,7 @@ class ResidentGraphs:
         check_edges(int(self.edges.sum()))
         self._first_node, self._first_edge = first(self.nodes), first(self.edges)
         self.facts: Tensor | None = stored.get(FACTS)
-        self._bits: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._bits: dict[tuple[str, int], _Bits] = {}
 
         def kept(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, torch.int32)
@@ -84,8 +93,8 @@ class ResidentGraphs:
         check_edges(num_edges)
         first_node, first_edge = first(nodes), first(edges)
         shifts = [first_node, first_edge, self._first_node[ids] - first_node, self._first_edge[ids] - first_edge]
-        table = self._move(torch.stack([nodes, edges, *shifts]).to(torch.int32))
-        where = self._move(torch.cat([first_node, torch.tensor([num_nodes]), ids]))
+        table = push(torch.stack([nodes, edges, *shifts]).to(torch.int32), self.device)
+        where = push(torch.cat([first_node, torch.tensor([num_nodes]), ids]), self.device)
         ptr, graph_ids = where[: len(ids) + 1], where[len(ids) + 1 :]
         graph_of_node = torch.repeat_interleave(table[0], output_size=num_nodes)
         graph_of_edge = torch.repeat_interleave(table[1], output_size=num_edges)
@@ -113,7 +122,7 @@ class ResidentGraphs:
         target = self._ends[3].index_select(0, edge).add_(shift)
         in_ptr, out_ptr = (from_degree(degree.index_select(0, node)) for degree in self._degrees)
         csr, csc = Side(in_ptr, source, edge_id), Side(out_ptr, target, by_source)
-        facts = BatchFacts.merge(nodes, num_edges, self.facts[ids])
+        facts = BatchFacts.merge(nodes, self.facts[ids])
 
         def bits(rows_are: str, rows: int) -> Tensor:
             return self._gather_bits(ids, rows_are, rows)
@@ -124,19 +133,22 @@ class ResidentGraphs:
         keep((id(batch.edge_index), num_nodes, num_nodes, False, False), batch.edge_index, graph)
         return batch
 
-    def _move(self, tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory() if self.device.type == "cuda" else tensor
-        return pinned.to(self.device, non_blocking=True)
-
     def _gather_bits(self, ids: Tensor, rows_are: str, rows: int) -> Tensor:
         """The bits of the dense blocks of a batch, gathered from those of all graphs, which are made once."""
         found = self._bits.get((rows_are, rows))
         if found is None:
             parts = [self._make_bits(part, rows_are, rows) for part in torch.arange(len(self)).split(_GROUP)]
-            found = self._bits[rows_are, rows] = torch.cat(parts), block_count(self.nodes, rows)
-        bits, counts = found
+            bits, counts = torch.cat(parts), block_count(self.nodes, rows)
+            made = torch.cuda.current_stream(self.device).record_event() if bits.is_cuda else None
+            self._bits[rows_are, rows] = _Bits(bits, counts, made)
+        else:
+            bits, counts, made = found
+            if made is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(made)
+                bits.record_stream(stream)
         here = counts[ids]
-        shift = self._move(torch.stack([first(counts)[ids] - first(here), here]))
+        shift = push(torch.stack([first(counts)[ids] - first(here), here]), self.device)
         total = int(here.sum())
         place = shift[0].repeat_interleave(shift[1], output_size=total).add_(torch.arange(total, device=self.device))
         return bits.index_select(0, place)

@@ -33,6 +33,7 @@ class Segments:
         longest: Nodes of the longest one.
         histogram: Number of segments by size, (size in units of 16 nodes rounded up, count), ascending.
         sizes: Nodes of each one on the host, int64 [num_segments], where they are known there.
+        edges: Edges between the nodes of each one on the host, int64 [num_segments], where they are known there.
         is_simple: Whether no edge occurs twice; None where nobody has looked.
     """
 
@@ -41,14 +42,15 @@ class Segments:
     longest: int
     histogram: tuple[tuple[int, int], ...]
     sizes: Tensor | None = None
+    edges: Tensor | None = None
     is_simple: bool | None = None
 
     @staticmethod
-    def of_sizes(ptr: Tensor, sizes: Tensor, is_simple: bool) -> Segments:
+    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> Segments:
         """Segments of known sizes (see the attributes): nothing is asked of the device."""
         units = torch.bincount(_over(sizes, TILE_ROWS)).tolist()
         histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
-        return Segments(ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, is_simple)
+        return Segments(ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, edges, is_simple)
 
 
 @dataclass(frozen=True)

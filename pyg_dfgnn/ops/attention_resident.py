@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from pyg_dfgnn.dispatch.attention_resident import ranges_of
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.ops.attention_rows import RowsWalk
 
@@ -13,7 +12,7 @@ class ResidentWalk(RowsWalk):
     chosen: Any
 
     def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
-        ranges = ranges_of(graph, walk, self.chosen.bound)
+        ranges = graph.node_ranges(self.chosen.bound)
         assert ranges is not None
         self.chunks = [None]
         self.max_chunks = 0

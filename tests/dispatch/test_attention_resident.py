@@ -61,7 +61,7 @@ def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
         for walk in WALKS:
             assert not resident.reasons_against(problem, walk, superpixels)
             found = resident.plan_pass(problem, walk, superpixels)
-            ranges = resident.ranges_of(superpixels, walk, found.bound)
+            ranges = superpixels.node_ranges(found.bound)
             assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["RESIDENT"] == 1
             if found.constants["IN_SHARED"]:
                 assert found.shared_bytes >= 71 * resident.node_bytes(problem, walk) + 4 * ranges.most_edges
@@ -120,9 +120,9 @@ def test_the_ranges_that_run_are_those_that_were_sized():
         for problem in problems:
             for walk in WALKS:
                 found = resident.plan_pass(problem, walk, graph)
-                ranges = resident.ranges_of(graph, walk, found.bound)
+                ranges = graph.node_ranges(found.bound)
                 assert resident.shared_bytes(problem, walk, ranges) == found.shared_bytes
-                others += resident.ranges_of(graph, walk, found.most_nodes).most_edges > ranges.most_edges
+                others += graph.node_ranges(found.most_nodes).most_edges > ranges.most_edges
     assert others
 
 

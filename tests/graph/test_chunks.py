@@ -62,22 +62,23 @@ def batch(sizes):
 @pytest.mark.parametrize("most", [12, 13, 20, 100])
 def test_ranges_hold_whole_segments(sizes, most):
     graph = batch(sizes)
-    ranges = graph.node_ranges("targets", most)
+    ranges = graph.node_ranges(most)
     ptr = ranges.ptr.tolist()
     assert ptr[0] == 0 and ptr[-1] == sum(sizes) and ranges.num_ranges == len(ptr) - 1
     assert set(ptr) <= {0, *torch.tensor(sizes).cumsum(0).tolist()}
     lengths = [end - begin for begin, end in zip(ptr, ptr[1:], strict=False)]
     assert 0 < min(lengths) and max(lengths) == ranges.most_nodes <= most
     edges = [int(graph.csr.ptr[end] - graph.csr.ptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
-    assert max(edges) == ranges.most_edges
-    assert graph.node_ranges("targets", most) is ranges and graph.node_ranges("targets", max(sizes) - 1) is None
+    out_edges = [int(graph.csc.ptr[end] - graph.csc.ptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
+    assert max(edges) == ranges.most_edges and edges == out_edges
+    assert graph.node_ranges(most) is ranges and graph.node_ranges(max(sizes) - 1) is None
 
 
 def test_ranges_of_all_graphs():
     for case in zoo():
         graph = Graph.of(case.edge_index, case.num_src, case.num_dst)
-        ranges = graph.node_ranges("sources", 1 << 20)
+        ranges = graph.node_ranges(1 << 20)
         assert (ranges is None) == (case.num_src != case.num_dst or case.num_src == 0)
         if ranges is not None:
             assert ranges.most_nodes == case.num_src and ranges.most_edges == graph.num_edges
-    assert Graph.of(random(20, 10, 30).edge_index, 20, 10).node_ranges("targets", 100) is None
+    assert Graph.of(random(20, 10, 30).edge_index, 20, 10).node_ranges(100) is None

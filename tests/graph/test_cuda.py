@@ -5,7 +5,7 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import Graph, SortEdges, adjacency
+from pyg_dfgnn.graph import Graph, ResidentGraphs, SortEdges, adjacency
 from tests.graph.brute import check_graph, with_loops
 from tests.zoo import hub, random, zoo
 
@@ -125,6 +125,40 @@ def test_another_stream_sees_a_finished_graph():
         total = csc.index.long().sum()
         assert side.cuda_stream in graph._streams
     assert total.item() == graph.edge_index[1].sum().item()
+
+
+def sorted_graphs():
+    """Graphs without repeated edges."""
+    cases = [random(size, size, 6 * size, seed=size) for size in range(20, 120, 5)]
+    return [SortEdges()(Data(edge_index=c.edge_index.unique(dim=1), num_nodes=c.num_src)) for c in cases]
+
+
+def test_a_resident_batch_never_syncs(syncs_are_errors):
+    torch.cuda.set_sync_debug_mode("default")
+    data, ids = sorted_graphs(), torch.tensor([3, 7, 1, 12])
+    want = Graph.of_batch(ResidentGraphs(data).batch(ids))
+    resident = ResidentGraphs(data, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    graph = Graph.of_batch(resident.batch(ids))
+    ranges, tiles = graph.node_ranges(150), graph.tiles("sources", 32, compact=False)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(ranges.ptr.cpu(), want.node_ranges(150).ptr) and ranges.num_ranges > 1
+    assert torch.equal(tiles.bits.cpu(), want.tiles("sources", 32, compact=False).bits)
+
+
+def test_streams_share_the_bits_of_resident_graphs():
+    """A stream that finds them waits for the one that makes them."""
+    data, side = sorted_graphs(), torch.cuda.Stream()
+    first, second = torch.tensor([0, 4, 9]), torch.tensor([9, 2, 5])
+    want = Graph.of_batch(ResidentGraphs(data).batch(second)).tiles("targets", 32, compact=False)
+    resident = ResidentGraphs(data, "cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph = Graph.of_batch(resident.batch(first))
+        torch.cuda._sleep(50_000_000)
+        graph.tiles("targets", 32, compact=False)
+    tiles = Graph.of_batch(resident.batch(second)).tiles("targets", 32, compact=False)
+    assert torch.equal(tiles.bits.cpu(), want.bits)
 
 
 def test_capture_pins_the_graph():

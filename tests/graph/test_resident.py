@@ -9,6 +9,7 @@ from torch_geometric.data import Batch, Data
 from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges, adjacency
 from pyg_dfgnn.graph import batch as batch_module
 from pyg_dfgnn.graph import graph as graph_module
+from pyg_dfgnn.graph import node_ranges as ranges_module
 from pyg_dfgnn.graph import tiles as tiles_module
 from tests.graph.brute import check_graph
 from tests.graph.test_batch import members
@@ -29,7 +30,7 @@ def no_sync(monkeypatch):
         def refuse(*values):
             raise AssertionError("the device was asked")
 
-        for module in (adjacency, batch_module, graph_module, tiles_module):
+        for module in (adjacency, batch_module, graph_module, tiles_module, ranges_module):
             monkeypatch.setattr(module, "pull", refuse)
 
     yield start
@@ -120,7 +121,7 @@ def test_dense_blocks_without_a_sync(rows, rows_are, no_sync):
     trusted, resident = Graph.of_batch(plain, facts=facts), ResidentGraphs(data)
     graph = Graph.of_batch(resident.batch(ids))
     side = graph.csr if rows_are == "targets" else graph.csc
-    counted = tiles_module.Segments.of_sizes(graph.segments, facts.nodes, is_simple=True)
+    counted = tiles_module.Segments.of_sizes(graph.segments, facts.nodes, facts.edges, is_simple=True)
     want = tiles_module.make_tiles(side, graph.num_src, rows, replace(counted, sizes=None, is_simple=None))
     no_sync()
     for each in (graph, trusted):
@@ -128,6 +129,24 @@ def test_dense_blocks_without_a_sync(rows, rows_are, no_sync):
         assert torch.equal(found.windows, want.windows) and torch.equal(found.bits, want.bits)
         assert (found.num_windows, found.num_blocks) == (want.num_windows, want.num_blocks)
         assert found.max_columns == want.max_columns and not found.has_duplicates and not want.has_duplicates
+
+
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_ranges_without_a_sync(self_loops, no_sync):
+    data = [SortEdges()(member) for member in members()]
+    ids = torch.tensor([7, 2, 11, 3, 14, 3])
+    plain = Batch.from_data_list([data[i] for i in ids])
+    trusted = Graph.of_batch(plain, self_loops=self_loops, facts=BatchFacts.of(plain))
+    graph = Graph.of_batch(ResidentGraphs(data).batch(ids), self_loops=self_loops)
+    unknown, longest = replace(graph.node_segments, edges=None), graph.node_segments.longest
+    bounds = (longest, longest + 3, 4 * longest)
+    asked = [ranges_module.pack_segments(graph.csr, unknown, most) for most in bounds]
+    no_sync()
+    for most, want in zip(bounds, asked, strict=True):
+        for each in (graph, trusted):
+            found = each.node_ranges(most)
+            assert torch.equal(found.ptr, want.ptr) and found.num_ranges == want.num_ranges
+            assert (found.most_nodes, found.most_edges) == (want.most_nodes, want.most_edges)
 
 
 def test_repeated_edges_are_told():

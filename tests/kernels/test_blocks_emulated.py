@@ -67,7 +67,7 @@ def small_blocks(monkeypatch, default_settings):
     settings(schedule="resident", fallback="error")
     constants = attention_resident.constants_of
     monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
-    monkeypatch.setattr(attention_resident, "_ranges", lambda problem, walk, graph: graph.node_ranges("targets", 14))
+    monkeypatch.setattr(attention_resident, "_ranges", lambda problem, walk, graph: graph.node_ranges(14))
     monkeypatch.setattr(attention_rows, "has_tangent", lambda *a: False)
 
 
