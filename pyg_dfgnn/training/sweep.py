@@ -17,9 +17,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-KEY = ("task", "model", "metric", "convs", "device", "setting")
+KEY = ("task", "model", "metric", "experiment", "convs", "device", "changes")
 """What runs agree in that differ by their seed alone, or by a split that the seed decides."""
-PUBLISHED_FIELDS = ("task", "model", "metric", "mean", "std", "source")
+PUBLISHED_KEY = ("experiment", "task", "model", "metric")
+"""What a run agrees in with a published result; what it was told beside its experiment, its changes, is shown."""
+PUBLISHED_FIELDS = (*PUBLISHED_KEY, "mean", "std", "source")
+_COLUMNS = 4
 
 Row = dict[str, Any]
 Groups = dict[tuple[str, ...], list[Row]]
@@ -50,8 +53,11 @@ def by_seed(rows: Iterable[Row]) -> Groups:
     """
     groups: Groups = {}
     for row in rows:
-        setting = " ".join(word for word in row["overrides"].split() if not word.startswith("seed="))
-        groups.setdefault(tuple(str({**row, "setting": setting}[name]) for name in KEY), []).append(row)
+        words = [word for word in row["overrides"].split() if not word.startswith("seed=")]
+        experiment = next((word for word in words if word.startswith("experiment=")), None)
+        changes = " ".join(word for word in words if word != experiment) or "-"
+        found = {**row, "experiment": experiment.partition("=")[2] if experiment else "-", "changes": changes}
+        groups.setdefault(tuple(str(found[name]) for name in KEY), []).append(row)
     for key, runs in groups.items():
         seeds = [row["seed"] for row in runs]
         if len(set(seeds)) < len(seeds):
@@ -66,7 +72,7 @@ def summary(values: Sequence[float]) -> str:
 
 
 def read_published(path: str | Path) -> dict[tuple[str, ...], Mapping[str, str]]:
-    """Published results by (task, model, metric), from a CSV with the columns `PUBLISHED_FIELDS`, in percent.
+    """Published results by `PUBLISHED_KEY`, from a CSV with the columns `PUBLISHED_FIELDS`, in percent.
 
     Raises:
         ValueError: The file has other columns.
@@ -75,18 +81,17 @@ def read_published(path: str | Path) -> dict[tuple[str, ...], Mapping[str, str]]
         reader = csv.DictReader(stream)
         if tuple(reader.fieldnames or ()) != PUBLISHED_FIELDS:
             raise ValueError(f"'published' needs the columns {', '.join(PUBLISHED_FIELDS)} (got {reader.fieldnames})")
-        return {(row["task"], row["model"], row["metric"]): row for row in reader}
+        return {tuple(row[name] for name in PUBLISHED_KEY): row for row in reader}
 
 
 def markdown(groups: Groups, published: Mapping[tuple[str, ...], Mapping[str, str]]) -> str:
     """One line per setting: test metric over seeds, best epoch, time, and the published result with its source."""
     lines = [
-        "| task | model | metric | convs | device | setting | seeds | test, % | epochs | s per run "
-        "| published, % | source | made up |",
-        "|---" * 13 + "|",
+        f"| {' | '.join(KEY)} | seeds | test, % | epochs | s per run | published, % | source | made up |",
+        "|---" * (len(KEY) + 7) + "|",
     ]
     for key, runs in sorted(groups.items()):
-        known = published.get(key[:3])
+        known = published.get(tuple(dict(zip(KEY, key))[name] for name in PUBLISHED_KEY))
         cells = [
             *key,
             len(runs),
@@ -102,23 +107,29 @@ def markdown(groups: Groups, published: Mapping[tuple[str, ...], Mapping[str, st
 
 
 def figure(groups: Groups) -> Figure:
-    """Validation metric over the epochs, mean and range over the seeds: one panel per task and model."""
-    panels = list(dict.fromkeys(key[:3] for key in sorted(groups)))
-    drawn = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
-    for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels):
-        for key, runs in sorted(groups.items()):
-            if key[:3] == panel:
-                curves = [_curve(run) for run in runs]
-                # Runs that stopped early end the mean where the shortest does.
-                epochs = range(1, min(map(len, curves)) + 1)
-                steps = list(zip(*curves))
-                (line,) = axes.plot(epochs, [statistics.mean(step) for step in steps], label=" ".join(key[3:]))
-                axes.fill_between(
-                    epochs, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.2
-                )
+    """Validation metric over the epochs, mean and range over the seeds: one panel per task, model and experiment."""
+    panels = list(dict.fromkeys(key[:4] for key in sorted(groups)))
+    shape = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
+    drawn = Figure(figsize=(4.2 * shape[1], 3.6 * shape[0]), layout="constrained")
+    places = drawn.subplots(*shape, squeeze=False).flatten()
+    for axes, panel in zip(places, panels):
+        shown = {key: runs for key, runs in sorted(groups.items()) if key[:4] == panel}
+        # What all curves of a panel share needs no label.
+        words = [[*key[4:6], *key[6].split()] for key in shown]
+        shared = set.intersection(*map(set, words))
+        for label, runs in zip(words, shown.values()):
+            curves = [_curve(run) for run in runs]
+            # Runs that stopped early end the mean where the shortest does.
+            epochs = range(1, min(map(len, curves)) + 1)
+            steps = list(zip(*curves))
+            name = "\n".join(word for word in label if word not in shared) or label[0]
+            (line,) = axes.plot(epochs, [statistics.mean(step) for step in steps], label=name)
+            axes.fill_between(epochs, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.2)
         axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="epoch", ylabel=f"validation {panel[2]}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
+    for axes in places[len(panels) :]:
+        axes.remove()
     return drawn
 
 
@@ -148,7 +159,7 @@ def main() -> None:
         Path(arguments.markdown).write_text(markdown(groups, published))
     if arguments.png:
         figure(groups).savefig(arguments.png, dpi=110)
-    for (task, model, metric, convs, *_), runs in groups.items():
+    for (task, model, metric, _, convs, *_), runs in groups.items():
         values = [run["test_accuracy"] for run in runs]
         print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
     print(arguments.csv)

@@ -48,9 +48,9 @@ def test_table_and_curves(folder, tmp_path, monkeypatch, capsys):
     options = [word for name, path in outs.items() for word in (f"--{name}", path)]
     command(monkeypatch, folder, *options, "--published", PUBLISHED)
     lines = outs["markdown"].read_text().splitlines()
-    assert len(lines) == 4 and {line.count("|") for line in lines} == {14}
-    assert "| pyg_dfgnn.nn | cpu | experiment=gat_cora | 2 | 84.00 +- 0.00 | 3 | 2 | 83.0 +- 0.7 |" in lines[2]
-    assert "| torch_geometric.nn | cpu | experiment=gat_cora | 2 | 82.00 +- 1.41 |" in lines[3]
+    assert len(lines) == 4 and {line.count("|") for line in lines} == {15}
+    assert "| gat_cora | pyg_dfgnn.nn | cpu | - | 2 | 84.00 +- 0.00 | 3 | 2 | 83.0 +- 0.7 |" in lines[2]
+    assert "| gat_cora | torch_geometric.nn | cpu | - | 2 | 82.00 +- 1.41 |" in lines[3]
     assert outs["png"].read_bytes().startswith(b"\x89PNG")
     with outs["csv"].open() as stream:
         assert [row["seed"] for row in csv.DictReader(stream)] == ["0", "1", "0", "1"]
@@ -60,6 +60,31 @@ def test_table_and_curves(folder, tmp_path, monkeypatch, capsys):
 def test_without_published_results(folder, tmp_path, monkeypatch):
     command(monkeypatch, folder, "--csv", tmp_path / "out.csv", "--markdown", tmp_path / "out.md")
     assert "| 2 | - | - | - |" in (tmp_path / "out.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "experiment", "changes", "published"),
+    [
+        (["experiment=gat_cora", "backend=pyg", "seed=3"], "gat_cora", "backend=pyg", "83.0 +- 0.7"),
+        (["data=cora", "model=gat", "optimizer.lr=1", "seed=3"], "-", "data=cora model=gat optimizer.lr=1", "-"),
+        (["experiment=gatv2_cora", "model=gat"], "gatv2_cora", "model=gat", "-"),
+    ],
+    ids=["experiment", "none", "another"],
+)
+def test_published_results_belong_to_an_experiment(folder, overrides, experiment, changes, published):
+    (first, *_) = sweep.collect(folder)
+    groups = sweep.by_seed([{**first, "overrides": " ".join(overrides)}])
+    line = sweep.markdown(groups, sweep.read_published(PUBLISHED)).splitlines()[2]
+    assert f"| {experiment} | torch_geometric.nn | cpu | {changes} | 1 | 83.00 | 3 | 2 | {published} |" in line
+
+
+def test_panels_in_rows(folder):
+    rows = sweep.collect(folder)
+    groups = sweep.by_seed([{**row, "model": f"model {n}"} for n in range(6) for row in rows])
+    drawn = sweep.figure(groups)
+    assert len(drawn.axes) == 6 and len({axes.get_position().y0 for axes in drawn.axes}) == 2
+    legend = [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
+    assert legend == ["pyg_dfgnn.nn", "torch_geometric.nn"]
 
 
 def test_the_same_seed_twice_is_no_mean(folder):
@@ -77,11 +102,13 @@ def test_curves_end_with_the_shortest_run(folder):
 
 def test_published_results_name_their_sources():
     published = sweep.read_published(PUBLISHED)
-    assert published["Cora", "GAT", "accuracy"]["mean"] == "83.0"
+    assert published["gat_cora", "Cora", "GAT", "accuracy"]["mean"] == "83.0"
+    experiments = {path.stem for path in (configs_dir() / "experiment").glob("*.yaml")}
+    assert {key[0] for key in published} <= experiments
     assert all(float(row["std"]) > 0 and re.search(r"20[12]\d", row["source"]) for row in published.values())
 
 
 def test_published_results_of_another_form(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"'published' needs the columns task, .* \(got \['a', 'b'\]\)"):
+    with pytest.raises(ValueError, match=r"'published' needs the columns experiment, .* \(got \['a', 'b'\]\)"):
         sweep.read_published(tmp_path / "other.csv")
