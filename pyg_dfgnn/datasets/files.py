@@ -45,7 +45,11 @@ class RawFiles:
 
     def find(self) -> Path | None:
         """The first folder that holds all files."""
-        return next((folder for folder in self._folders() if not self._missing(folder)), None)
+        return next((folder for folder in self._folders() if self.are_in(folder)), None)
+
+    def are_in(self, folder: Path) -> bool:
+        """Whether a folder holds all files."""
+        return not self._missing(folder)
 
     def need(self) -> Path:
         """The first folder that holds all files.
@@ -74,7 +78,7 @@ class RawFiles:
             FileNotFoundError: The files are nowhere and the download is not wanted or failed.
         """
         local = self.find()
-        if local is None and not download and self._missing(raw):
+        if local is None and not download and not self.are_in(raw):
             raise self.not_found()
         raw.mkdir(parents=True, exist_ok=True)
         # One process copies, downloads and processes; the others of a distributed run wait for it.

@@ -88,13 +88,14 @@ def image_superpixels(
         f"data={name.lower()}_superpixels_like is generated instead.",
     )
     pixels = _mnist_files(search) if name == "MNIST" else _cifar10_files(search)
-    if not _from_pixels(source, published, pixels):
-        root = Path(cache).expanduser() / "gnn_benchmark"
+    root = Path(cache).expanduser() / "gnn_benchmark"
+    raw = root / name / "raw"
+    if not _from_pixels(source, published, raw, pixels):
 
         def read() -> dict[str, list[Data]]:
             return {split: list(GNNBenchmarkDataset(str(root), name, split)) for split in SPLITS}
 
-        graphs = published.load(root / name / "raw", download, read)
+        graphs = published.load(raw, download, read)
         splits = {split: [_published_image(graph) for graph in graphs[split]] for split in SPLITS}
         synthetic = None
     else:
@@ -153,13 +154,14 @@ def photograph_superpixels(
     like = f"data={stem.replace('-', '_')}_like is generated instead."
     published = RawFiles(name, files, (f"lrgb/{stem}/raw", f"{stem}/raw"), search, like)
     pixels = _photograph_files(search)
-    if not _from_pixels(source, published, pixels):
-        root = Path(cache).expanduser() / "lrgb"
+    root = Path(cache).expanduser() / "lrgb"
+    raw = root / stem / "raw"
+    if not _from_pixels(source, published, raw, pixels):
 
         def read() -> dict[str, list[Data]]:
             return {split: list(LRGBDataset(str(root), stem, split)) for split in SPLITS}
 
-        splits, synthetic = published.load(root / stem / "raw", download, read), None
+        splits, synthetic = published.load(raw, download, read), None
     else:
         need_extra("skimage.segmentation", "superpixels")
         folder = pixels.need()
@@ -271,9 +273,11 @@ def photograph_graph(image: np.ndarray, rng: np.random.Generator) -> Data:
     )
 
 
-def _from_pixels(source: str, published: RawFiles, pixels: RawFiles) -> bool:
+def _from_pixels(source: str, published: RawFiles, raw: Path, pixels: RawFiles) -> bool:
+    """Whether graphs are made from pixels; `raw` is where published files lie that were copied or downloaded before."""
     check_choice("source", source, SOURCES)
-    return source == "pixels" or (source == "auto" and published.find() is None and pixels.find() is not None)
+    have_published = published.find() is not None or published.are_in(raw)
+    return source == "pixels" or (source == "auto" and not have_published and pixels.find() is not None)
 
 
 def _published_image(graph: Data) -> Data:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -191,6 +192,9 @@ def test_published_mnist_comes_first(tmp_path):
     first = task.splits["train"][0]
     assert torch.equal(first.x, torch.cat([graph["x"], graph["pos"]], dim=1))
     assert first.edge_attr.shape == (2, 1) and first.y.tolist() == [3] and task.num_features == 3
+    # What was copied or downloaded before comes before pixels too.
+    shutil.rmtree(folder)
+    assert image_superpixels("MNIST", **options).synthetic is None
     assert image_superpixels("MNIST", **options, source="pixels", num_graphs=3).synthetic
 
 
@@ -200,9 +204,13 @@ def test_published_voc(tmp_path):
     graph = torch.rand(2, 14), torch.rand(2, 2), torch.tensor([[0, 1], [1, 0]]), [20, 0]
     for split in ("train", "val", "test"):
         (folder / f"{split}.pickle").write_bytes(pickle.dumps([graph, graph]))
-    task = photograph_superpixels("PascalVOC-SP", search=[tmp_path], cache=tmp_path / "cache", download=False)
+    options = {"search": [tmp_path], "cache": tmp_path / "cache", "download": False}
+    task = photograph_superpixels("PascalVOC-SP", **options)
     assert task.synthetic is None and [len(graphs) for graphs in task.splits.values()] == [2, 2, 2]
     assert torch.equal(task.splits["train"][0].x, graph[0]) and task.splits["train"][0].y.tolist() == [20, 0]
+    shutil.rmtree(folder)
+    write_tar(tmp_path / "bsds500" / "bsds500_subset.tar.gz", ["images/train/0.jpg"], (120, 160))
+    assert photograph_superpixels("PascalVOC-SP", **options).synthetic is None
 
 
 @pytest.mark.parametrize(("make", "name"), [(image_superpixels, "CIFAR10"), (photograph_superpixels, "COCO-SP")])
