@@ -1,6 +1,7 @@
 """Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,9 @@ fused_device_types = {"cuda"}
 
 _HAS_CUPY = find_spec("cupy") is not None
 _logger = logging.getLogger("pyg_dfgnn")
+# What was decided for batches of a kind, see `_kind`.
+_decided: dict[Any, Any] = {}
+_MAX_KINDS = 4096
 _logged: set[tuple[str, str, str]] = set()
 
 
@@ -223,6 +227,44 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
+def _is_strict(settings: Settings) -> bool:
+    """Whether results must be the same in every run."""
+    return torch.are_deterministic_algorithms_enabled() if settings.deterministic is None else settings.deterministic
+
+
+def _kind(what: Any, problem: AttentionProblem, graph: Graph, settings: Settings) -> Any:
+    """What batches have in common for which `what` is decided once; None for other graphs, decided one by one.
+
+    Sizes count by eighths of an octave, degrees and the largest graph by halves. Where results must be the same in
+    every run no batch follows another, because which one comes first may differ.
+    """
+    facts, segments = graph.facts, graph.node_segments
+    if facts is None or segments is None or settings.schedule != "auto" or _is_strict(settings):
+        return None
+    sizes = (round(8 * math.log2(size + 1)) for size in (graph.num_dst, graph.num_edges))
+    most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, segments.longest))
+    return what, problem, settings, facts.is_simple, *sizes, *most
+
+
+def _remember(kind: Any, decision: Any) -> None:
+    if kind is not None:
+        if len(_decided) >= _MAX_KINDS:
+            _decided.clear()
+        _decided[kind] = decision
+
+
+def _as_its_kind(
+    kind: Any, problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings
+) -> list[Option] | None:
+    """What another batch of its kind took, where this one can run it too."""
+    names = _decided.get(kind)
+    if names is None:
+        return None
+    found = options(problem, graph, walks, settings, tuple(dict.fromkeys(names)))
+    taken = [offers[name] for offers, name in zip(found, names, strict=True)]
+    return None if any(option.reasons for option in taken) else taken
+
+
 def options(
     problem: AttentionProblem,
     graph: Graph,
@@ -235,8 +277,7 @@ def options(
     One that hands over from pass to pass can run all of them or none.
     """
     names = tuple(CANDIDATES) if names is None else names
-    strict = settings.deterministic
-    strict = torch.are_deterministic_algorithms_enabled() if strict is None else strict
+    strict = _is_strict(settings)
     found: list[dict[str, Option]] = []
     for walk in walks:
         offers = {}
@@ -311,6 +352,15 @@ def leaves_tangent(problem: AttentionProblem, graph: Graph, settings: Settings) 
     """
     if not attention_rows.has_tangent(problem.score, problem.edge):
         return False
+    kind = _kind("tangent", problem, graph, settings)
+    found: bool | None = _decided.get(kind)
+    if found is None:
+        found = _tangent_pays(problem, graph, settings)
+        _remember(kind, found)
+    return found
+
+
+def _tangent_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
     (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
     if forward.chosen.schedule == "rows" or settings.schedule not in ("auto", "autotune"):
         return forward.chosen.schedule == "rows"
@@ -354,6 +404,13 @@ def choose(
     problem = with_tangent(problem, graph, walks, settings)
     name, reason = _asked_for(problem, graph, walks, settings)
     if name is None:
+        kind = None if explain else _kind(walks, problem, graph, settings)
+        taken = _as_its_kind(kind, problem, graph, walks, settings)
+        if taken is not None:
+            why = "as for another batch of its kind"
+            return tuple(
+                Choice(walk, option.chosen, why, True, (option,)) for walk, option in zip(walks, taken, strict=True)
+            )
         found = options(problem, graph, walks, settings)
         final, reason = True, f"the lowest estimate of {len(CANDIDATES)} candidates"
         if settings.schedule == "autotune":
@@ -364,6 +421,7 @@ def choose(
             else:
                 found = [_with_seconds(offers, seconds[walk]) for offers, walk in zip(found, walks, strict=True)]
         taken = _cheapest(found)
+        _remember(kind, tuple(option.schedule for option in taken))
         return tuple(
             Choice(walk, option.chosen, reason, final, tuple(offers.values()))
             for walk, option, offers in zip(walks, taken, found, strict=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, pull, push
+from pyg_dfgnn.graph.adjacency import Adjacency, pull, push
 from pyg_dfgnn.graph.tiles import Segments
 
 
@@ -41,14 +41,13 @@ def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
         segments: What to join.
         most: Nodes of a range.
     """
-    known = segments.sizes is not None and segments.edges is not None
-    ptr = from_degree(segments.sizes) if known else segments.ptr  # type: ignore[arg-type]
-    edge_ptr = from_degree(segments.edges) if known else side.ptr[ptr.long()]  # type: ignore[arg-type]
+    known = segments.on_host
+    ptr, edge_ptr = (segments.ptr, side.ptr[segments.ptr.long()]) if known is None else known
     interval = ptr[:-1] // (most - segments.longest + 1)
     is_end = torch.ones_like(ptr, dtype=torch.bool)
     is_end[1:-1] = interval[1:] != interval[:-1]
     ends = ptr[is_end]
     longest, densest = ends.diff().max(), edge_ptr[is_end].diff().max()
-    most_nodes, most_edges = (int(longest), int(densest)) if known else pull(longest, densest)
-    ends = push(ends, side.ptr.device) if known else ends
+    most_nodes, most_edges = pull(longest, densest) if known is None else (int(longest), int(densest))
+    ends = ends if known is None else push(ends, side.ptr.device)
     return NodeRanges(ends, ends.numel() - 1, most_nodes, most_edges, most)

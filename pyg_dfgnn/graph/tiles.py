@@ -7,6 +7,7 @@ graphs, the columns of a window are the nodes of its segment. Otherwise they are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +45,13 @@ class Segments:
     sizes: Tensor | None = None
     edges: Tensor | None = None
     is_simple: bool | None = None
+
+    @cached_property
+    def on_host(self) -> tuple[Tensor, Tensor] | None:
+        """Node offsets and edge offsets on the host, int32 [num_segments + 1] each; None where it knows none."""
+        if self.sizes is None or self.edges is None:
+            return None
+        return from_degree(self.sizes), from_degree(self.edges)
 
     @staticmethod
     def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> Segments:

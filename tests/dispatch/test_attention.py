@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 import torch
+from torch_geometric.data import Data
 
 from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.dispatch import autotune
 from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, AttentionProblem, choose, plan, unsupported_reasons
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import Graph, ResidentGraphs, SortEdges
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
 from tests.zoo import hub, random
 
@@ -294,6 +295,42 @@ def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, le
         seen.clear()
         choose(replace(PROBLEM, score=score, edge=edge), GRAPH, BACKWARD, current())
         assert seen[-1] == (left and score == "add" and not edge)
+
+
+@pytest.fixture(scope="module")
+def resident_graphs():
+    """Small graphs without repeated edges."""
+    cases = [random(60 + i % 7, 60 + i % 7, 500, seed=i) for i in range(64)]
+    data = [Data(edge_index=case.edge_index.unique(dim=1), num_nodes=case.num_src) for case in cases]
+    return ResidentGraphs([SortEdges()(each) for each in data])
+
+
+@pytest.mark.parametrize("score", ["dot", "add"])
+def test_batches_of_a_kind_take_the_same_schedules(resident_graphs, score):
+    problem = replace(PROBLEM, score=score, channels=16)
+    ids = torch.arange(48)
+    first, second = (Graph.of_batch(resident_graphs.batch(each)) for each in (ids, ids.flip(0)))
+    for walks in (FORWARD, BACKWARD):
+        chosen, again = choose(problem, first, walks, Settings()), choose(problem, second, walks, Settings())
+        assert all(len(choice.options) == len(dispatch.CANDIDATES) for choice in chosen)
+        for one, other in zip(chosen, again, strict=True):
+            assert [option.schedule for option in other.options] == [other.chosen.schedule] == [one.chosen.schedule]
+            assert other.reason == "as for another batch of its kind"
+
+
+def test_batches_are_on_their_own(resident_graphs, monkeypatch):
+    """Of another size, where results must be the same in every run, where a plan is read, and where it cannot run."""
+    monkeypatch.setattr(dispatch.attention_resident, "cost", lambda *arguments: Cost({"time": 0.0}))
+    batches = [Graph.of_batch(resident_graphs.batch(torch.arange(count))) for count in (48, 48, 20)]
+    (found,) = choose(PROBLEM, batches[0], FORWARD, Settings())
+    assert found.chosen.schedule == "resident"
+    for graph, rule in ((batches[2], Settings()), (batches[1], Settings(deterministic=True))):
+        (found,) = choose(PROBLEM, graph, FORWARD, rule)
+        assert len(found.options) == len(dispatch.CANDIDATES)
+    assert len(plan(PROBLEM, batches[1]).forward.options) == len(dispatch.CANDIDATES)
+    monkeypatch.setattr(dispatch.attention_resident, "reasons_against", lambda *arguments: ["full"])
+    (found,) = choose(PROBLEM, batches[1], FORWARD, Settings())
+    assert found.chosen.schedule != "resident" and len(found.options) == len(dispatch.CANDIDATES)
 
 
 # Autotune -------------------------------------------------------------------------------------------------------------
