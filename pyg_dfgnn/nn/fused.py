@@ -306,6 +306,30 @@ class FusedConv(MessagePassing):
             edge_index = graph.edge_index.flip(0) if self.flow == "target_to_source" else graph.edge_index.clone()
         return graph, edge_attr, edge_index
 
+    def _join_heads(self, attended: Tensor, dtype: torch.dtype) -> Tensor:
+        """The heads side by side or averaged, in at least this dtype."""
+        out = attended.to(torch.promote_types(attended.dtype, dtype))
+        return out.flatten(1) if self.concat else out.mean(dim=1)
+
+    def _finish(self, call: Call, result: Any, dtype: torch.dtype, res: Tensor | None, adjacency: Adj) -> Any:
+        """What `GATConv` and `GATv2Conv` return.
+
+        Args:
+            call: The call.
+            result: What the fused op returned for it.
+            dtype: Of the attention weights.
+            res: The residual, if the conv has one.
+            adjacency: To be returned with the weights.
+        """
+        attended, alpha = result if call.weights else (result, None)
+        out = self._join_heads(attended, dtype)
+        if res is not None:
+            out = out + res
+        if self.bias is not None:
+            out = out + self.bias
+        out = editable(out, attended)
+        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
+
     def _report(self, reasons: list[str]) -> None:
         """Tell the user, as `settings(fallback=...)` asks, why a call is PyG's own. The CPU alone is no news."""
         told = [reason for reason in reasons if reason != NO_DEVICE]

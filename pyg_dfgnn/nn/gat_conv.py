@@ -9,7 +9,7 @@ from torch_geometric.nn import conv
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, editable, methods_of, weights_dtype, with_weights
+from pyg_dfgnn.nn.fused import Call, FusedConv, methods_of, weights_dtype
 from pyg_dfgnn.ops.attention import add_attention
 from pyg_dfgnn.ops.attention_terms import attention_terms
 
@@ -88,17 +88,7 @@ class GATConv(FusedConv, conv.GATConv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
         )
-        attended, alpha = result if call.weights else (result, None)
-        dtype = weights_dtype(h_src, self.att_src)
-        out = attended.to(torch.promote_types(attended.dtype, dtype))
-
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
-        if res is not None:
-            out = out + res
-        if self.bias is not None:
-            out = out + self.bias
-        out = editable(out, attended)
-        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
+        return self._finish(call, result, weights_dtype(h_src, self.att_src), res, adjacency)
 
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
         """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""

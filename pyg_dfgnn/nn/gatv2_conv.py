@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, editable, methods_of, weights_dtype, with_weights
+from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
 from pyg_dfgnn.ops.attention import gatv2_attention
 
 
@@ -85,14 +84,4 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
         )
-        attended, alpha = result if call.weights else (result, None)
-        dtype = weights_dtype(h_src, self.att)
-        out = attended.to(torch.promote_types(attended.dtype, dtype))
-
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
-        if res is not None:
-            out = out + res
-        if self.bias is not None:
-            out = out + self.bias
-        out = editable(out, attended)
-        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
+        return self._finish(call, result, weights_dtype(h_src, self.att), res, adjacency)

@@ -88,9 +88,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         )
         attended, alpha = result if call.weights else (result, None)
         dtype = weights_dtype(query, key)
-        out = attended.to(torch.promote_types(attended.dtype, dtype))
-
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        out = self._join_heads(attended, dtype)
         if self.root_weight:
             x_r = skip[0] if skip else self.lin_skip(x_dst)
             if self.lin_beta is not None:
