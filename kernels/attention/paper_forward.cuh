@@ -212,7 +212,7 @@ __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs
                                            const Logits& logits, storage_t* out, float* softmax, float* exact) {
     const Span span = share_of_row(edges, row);
     const HeadSoftmax own = softmax_row(edges, in, span, logits);
-    if (is_first_warp() && edge_lane() == 0 && has_group_head(group_head())) {
+    if (softmax != nullptr && is_first_warp() && edge_lane() == 0 && has_group_head(group_head())) {
         reinterpret_cast<float2*>(softmax)[row * HEADS + first_head() + group_head()] =
             make_float2(own.max, own.inverse);
     }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h
             for (int i = 2 * half; i < 2 * half + 2; ++i) head.acc[c][i] = empty ? 0.0f : head.acc[c][i] * inverse;
         }
         const i64 index = head_index(own.row[half], h);
-        if (lane_pos() == 0 && own.exists[half]) {
+        if (softmax != nullptr && lane_pos() == 0 && own.exists[half]) {
             reinterpret_cast<float2*>(softmax)[index] = make_float2(finite(head.max[half]), inverse);
         }
         if (exact != nullptr && own.exists[half]) {

@@ -281,7 +281,7 @@ __device__ __forceinline__ RowSoftmax load_softmax(const float* base, i64 row, c
 }
 
 __device__ __forceinline__ void store_softmax(float* base, i64 row, const Lanes& l, const RowSoftmax& softmax) {
-    if (l.head_lane != 0) return;
+    if (base == nullptr || l.head_lane != 0) return;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
         if (has_head(l, h)) {

@@ -1,5 +1,7 @@
 """Host microseconds of one launch, and of a forward and a forward+backward of the op and of the conv, on graph (b).
 
+A forward pass is timed without gradient, as in evaluation, and once more where a gradient will follow ("fwd, grad").
+
 ``python -m pyg_dfgnn.bench.overhead`` appends to ``results/bench/<gpu>-overhead.csv`` and prints the table. Without a
 GPU every launch goes nowhere: what is left is the host's part without the driver.
 """
@@ -90,13 +92,12 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
         if made is None:
             continue
         call, leaves, grad_out = made
-        forward = torch.no_grad()(call)
-
         def both(call: Call = call, leaves: Any = leaves, grad_out: Tensor = grad_out) -> tuple[Tensor, ...]:
             return torch.autograd.grad(call(), leaves, grad_out)
 
         both()
-        launches = count(forward)
+        with torch.no_grad():
+            launches = count(call)
         if not name:
             for spec, entry, grid, block, arguments, shared_bytes in launches:
                 if "forward" in spec.path:
@@ -104,7 +105,9 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
                     launch = partial(launcher.launch, kernel, grid, block, raw, device, shared_bytes)
                     rows.append(("launch", 1, timer.host_us(launch, repetitions)))
                     break
-        rows.append((f"{name}fwd", len(launches), timer.host_us(forward, repetitions)))
+        with torch.no_grad():
+            rows.append((f"{name}fwd", len(launches), timer.host_us(call, repetitions)))
+        rows.append((f"{name}fwd, grad", len(launches), timer.host_us(call, repetitions)))
         rows.append((f"{name}fwd+bwd", len(count(both)), timer.host_us(both, repetitions)))
     base = {"layer": LAYERS[case.score], "heads": case.heads, "channels": case.channels, "time": now()}
     base |= environment(device)

@@ -8,7 +8,7 @@ the softmax of each row. All functions run on CPU tensors and in float64 through
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -94,7 +94,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o = Operands(*operands)
     kernels, graph, inputs = o.resolve()
     walk = kernels.tangent(graph) if tangent else None
-    out, softmax, *rest = run_forward(kernels, inputs, o.num_dst, exact, walk)
+    out, softmax, *rest = run_forward(kernels, inputs, o.num_dst, exact=exact, tangent=walk)
+    assert softmax is not None
     nothing = (0, *out.shape[1:])
     copy, derivative = (out.new_empty(nothing, dtype=torch.float32) if each is None else each for each in rest)
     return out, softmax, copy, derivative
@@ -190,31 +191,36 @@ def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient."""
+    """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
+
+    Returns the output, with ``weights`` also the softmax.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any], weights: bool, *tensors: Any) -> Any:
         kernels, graph, _, numbers = ctx.rest = rest
         inputs = Inputs(*tensors, *numbers)
         walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
         exact = _is_rounded(inputs.value)
-        out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact, walk)
+        out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact=exact, tangent=walk)
         ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
-        ctx.mark_non_differentiable(softmax)
         ctx.set_materialize_grads(False)
+        if not weights:
+            return out
+        ctx.mark_non_differentiable(softmax)
         return out, softmax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
         if grad_out is None:
-            return (None,) * 9
+            return (None,) * 10
         kernels, graph, same, numbers = ctx.rest
         *tensors, out, softmax, tangent = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
-        edge_grad = ctx.needs_input_grad[7]
+        edge_grad = ctx.needs_input_grad[8]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
-        return None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
+        return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
 _apply_attention = apply_of(_Attention)
@@ -341,14 +347,14 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
                 return None
-            found.append((tensor.shape, tensor.device))
+            found += (tensor.shape, tensor.device)
         elif tensor is None:
             found.append(None)
         else:
             return None
     for tensor in scalars:
         if type(tensor) in PLAIN:
-            found.append((tensor.shape, tensor.dtype, tensor.device))
+            found += (tensor.shape, tensor.dtype, tensor.device)
         elif tensor is None:
             found.append(None)
         else:
@@ -434,11 +440,14 @@ def _run(
     if kernels is not None:
         rest = kernels, graph, same, inputs[8:]
         if tracked:
-            out, softmax = _apply_attention(rest, *inputs[:8])
+            found = _apply_attention(rest, return_weights, *inputs[:8])
+            if not return_weights:
+                return found
+            out, softmax = found
         else:
-            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, False)
-        if not return_weights:
-            return out
+            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights)
+            if not return_weights:
+                return out
         return out, _Weights.apply((*rest, softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
@@ -473,18 +482,22 @@ def _zeros_like_heads(graph: Edges, alpha_src: Tensor) -> Tensor:
     return torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
 
 
-def _reference_keep(graph: Edges, heads: int, dropout_p: float, device: torch.device) -> Tensor | None:
-    if dropout_p == 0.0:
-        return None
-    edges = graph.edge_index.shape[1]
-    return dropout_factor(torch.arange(edges, device=device), heads, dropout_p, _draw_seed(device))
-
-
-def _as_graph(graph: Edges) -> Graph:
-    return graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
-
-
-def _reference_result(result: tuple[Tensor, Tensor], return_weights: bool) -> Any:
+def _by_reference(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    graph: Edges,
+    tensors: Sequence[Any],
+    options: Mapping[str, Any],
+    dropout_p: float,
+    return_weights: bool,
+) -> Any:
+    """The result of a function of the reference on checked inputs, the first of which has the shape [N, H, C]."""
+    graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
+    edge_index, keep = graph.edge_index, None
+    if dropout_p > 0.0:
+        device = edge_index.device
+        edge_ids = torch.arange(edge_index.shape[1], device=device)
+        keep = dropout_factor(edge_ids, tensors[0].shape[1], dropout_p, _draw_seed(device))
+    result = attend(edge_index, graph.num_dst, *tensors, keep=keep, **options)
     return result if return_weights else result[0]
 
 
@@ -538,12 +551,8 @@ def dot_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         edge = None if edge is None else edge.to(dtype)
         if not _fusable("dot", value, dtype, edge is not None, dropout_p):
-            plain = _as_graph(graph)
-            keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
-            result = reference.dot_attention(
-                plain.edge_index, plain.num_dst, query, key, value, edge=edge, scale=scale, keep=keep
-            )
-            return _reference_result(result, return_weights)
+            tensors, options = (query, key, value), {"edge": edge, "scale": scale}
+            return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights)
     scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
     inputs = Inputs(query, key, value, None, None, None, edge, None, scale, 0.0, float(dropout_p))
     return _run(graph, "dot", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
@@ -599,12 +608,8 @@ def cosine_attention(
         dtype = _common_dtype(x_src, target)
         x_src, target = x_src.to(dtype), target.to(dtype)
         if not _fusable("cosine", x_src, dtype, False, dropout_p):
-            plain = _as_graph(graph)
-            keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
-            result = reference.cosine_attention(
-                plain.edge_index, plain.num_dst, x_src, target, beta=beta.to(dtype).reshape(1), keep=keep
-            )
-            return _reference_result(result, return_weights)
+            tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
+            return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights)
     source_norms = _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
     beta = beta.float().reshape(1)  # type: ignore[union-attr]
@@ -658,19 +663,11 @@ def add_attention(
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         check_range("negative_slope", negative_slope)
         if not _fusable("add", value, value.dtype, alpha_edge is not None, dropout_p):
-            plain = _as_graph(graph)
-            keep = _reference_keep(plain, value.shape[1], dropout_p, value.device)
-            result = reference.add_attention(
-                plain.edge_index,
-                plain.num_dst,
-                value,
-                alpha_src,
-                alpha_dst,
-                alpha_edge=alpha_edge,
-                negative_slope=negative_slope,
-                keep=keep,
+            tensors, options = (
+                (value, alpha_src, alpha_dst),
+                {"alpha_edge": alpha_edge, "negative_slope": negative_slope},
             )
-            return _reference_result(result, return_weights)
+            return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights)
     target = _zeros_like_heads(graph, alpha_src) if alpha_dst is None else alpha_dst.float()
     edge = None if alpha_edge is None else alpha_edge.float()
     slope, p = float(negative_slope), float(dropout_p)
@@ -726,19 +723,8 @@ def gatv2_attention(
         x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
         edge = None if edge is None else edge.to(dtype)
         if not _fusable("gatv2", x_src, dtype, edge is not None, dropout_p):
-            plain = _as_graph(graph)
-            keep = _reference_keep(plain, x_src.shape[1], dropout_p, x_src.device)
-            result = reference.gatv2_attention(
-                plain.edge_index,
-                plain.num_dst,
-                x_src,
-                x_dst,
-                att.to(dtype),
-                edge=edge,
-                negative_slope=negative_slope,
-                keep=keep,
-            )
-            return _reference_result(result, return_weights)
+            tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
+            return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights)
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(x_dst, None, x_src, None, None, att.float(), edge, None, 1.0, slope, p)
     return _run(graph, "gatv2", inputs, return_weights=return_weights, signature=signature, kernels=kernels)

@@ -61,8 +61,23 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _aligned_all(inputs: Inputs) -> list[Any]:
-    return [None if a is None else aligned(a) for a in inputs[:8]] + [*inputs[8:]]
+def _ready(inputs: Inputs) -> tuple[list[Any], tuple[Any, ...]]:
+    """The tensors contiguous and aligned, and all inputs as the kernels take them.
+
+    The latter are what :func:`~pyg_dfgnn.runtime.launcher.addresses` gives, but no tensor is looked at twice.
+    """
+    tensors: list[Any] = []
+    raw: list[Any] = []
+    for tensor in inputs[:8]:
+        address = 0
+        if tensor is not None:
+            address = tensor.data_ptr()
+            if address % 16 or not tensor.is_contiguous():
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                address = tensor.data_ptr()
+        tensors.append(tensor)
+        raw.append(address)
+    return tensors, (*(raw if inputs.value.is_cuda else tensors), *inputs[8:])
 
 
 def empty_as(tensor: Tensor) -> Tensor:
@@ -73,8 +88,9 @@ def empty_as(tensor: Tensor) -> Tensor:
 class Walk(Protocol):
     """One pass of a schedule over one graph, ready to launch: made as ``Walk(walk, chosen, graph)``.
 
-    `ready` are the :class:`Inputs`, contiguous and aligned; the other arguments are named and shaped as in
-    :func:`run_forward` and :func:`run_backward`, and all results are written whole, rows without edges as zeros.
+    `ready` are the :class:`Inputs` as kernels take them (see :func:`~pyg_dfgnn.runtime.launcher.addresses`), contiguous
+    and aligned; the other arguments are named and shaped as in :func:`run_forward` and :func:`run_backward`, and all
+    results are written whole, rows without edges as zeros.
     """
 
     chosen: Any
@@ -82,8 +98,8 @@ class Walk(Protocol):
     parameter_blocks: int
     """Rows that the pass over targets writes of `parameter_sums`."""
 
-    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
-        """Write the output, the softmax of its rows and, if given, the output in float32."""
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
+        """Write the output and, if given, the softmax of its rows and the output in float32."""
 
     def targets(
         self,
@@ -231,28 +247,35 @@ def problem_of(score: str, inputs: Inputs) -> AttentionProblem:
 
 
 def run_forward(
-    kernels: Kernels, inputs: Inputs, num_dst: int, exact: bool, tangent: RowsWalk | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    kernels: Kernels,
+    inputs: Inputs,
+    num_dst: int,
+    *,
+    saved: bool = True,
+    exact: bool = False,
+    tangent: RowsWalk | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Output [N_dst, H, C] and what the backward pass needs beside it.
 
     Args:
         kernels: From the same inputs.
         inputs: What to compute.
         num_dst: Number of targets.
+        saved: Whether to give the softmax, which backward and the weights need.
         exact: Whether to give the output in float32 too.
         tangent: The pass to run instead of the planned one, if the derivative is to be given too.
 
     Returns:
         The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
         inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
-        [N_dst, H, C] in float32, None if not asked for.
+        [N_dst, H, C] in float32. None for what is not asked for.
     """
     # new_empty costs the host less than torch.empty, and empty_like less than that.
-    ready = _aligned_all(inputs)
-    target, value, heads = ready[0], inputs.value, kernels.problem.heads
+    tensors, ready = _ready(inputs)
+    target, value, heads = tensors[0], inputs.value, kernels.problem.heads
     shape = (num_dst, heads, kernels.problem.channels)
     out = value.new_empty(shape) if target is None else torch.empty_like(target)
-    softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32)
+    softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
     copy = value.new_empty(shape, dtype=torch.float32) if exact else None
     if tangent is None:
         kernels.forward.forward(ready, out, softmax, copy)
@@ -289,8 +312,8 @@ def run_backward(
     score, heads = kernels.problem.score, kernels.problem.heads
     targets: Any
     targets, sources = kernels.backward(graph)
-    ready = _aligned_all(inputs)
-    target, key, value, target_scalars, source_scalars, parameter, edge = ready[:7]
+    tensors, ready = _ready(inputs)
+    target, key, value, target_scalars, source_scalars, parameter, edge, _ = tensors
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
 
     records = softmax.new_empty((graph.num_dst, heads, 4))
@@ -387,7 +410,7 @@ def measure(
         try:
             trial: Any = _Trial(problem, timed)
             if walks == FORWARD:
-                run_forward(trial, inputs, graph.num_dst, False)
+                run_forward(trial, inputs, graph.num_dst)
             else:
                 out = torch.zeros(shape, dtype=torch.float32, device=problem.device)
                 softmax = torch.zeros((*shape[:2], 2), dtype=torch.float32, device=problem.device)
@@ -417,7 +440,9 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
     make = softmax.new_zeros if graph.is_fixed else softmax.new_empty
     weights = make((graph.num_edges, kernels.problem.heads))
-    kernels.weights(graph).weights(_aligned_all(inputs), softmax, weights)
+    # Named so that copies live until the launch.
+    _tensors, ready = _ready(inputs)
+    kernels.weights(graph).weights(ready, softmax, weights)
     return weights
 
 

@@ -57,7 +57,7 @@ class PaperWalk:
         block_rows = constants.get("BLOCK_ROWS", warps // constants["ROW_WARPS"])
         self.grid = (-(-side.num_rows // block_rows), self.head_groups, 1)
 
-    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
         """Write the results of the forward pass."""
         if self.chosen.one_kernel:
             self._launch((*ready, out, softmax, exact))

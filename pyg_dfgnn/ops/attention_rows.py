@@ -82,7 +82,7 @@ class RowsWalk:
         self,
         ready: Sequence[Any],
         out: Tensor,
-        softmax: Tensor,
+        softmax: Tensor | None,
         exact: Tensor | None,
         tangent: Tensor | None = None,
     ) -> None:
@@ -150,12 +150,12 @@ class RowsWalk:
 
     def weights(self, ready: Sequence[Any], softmax: Tensor, weights: Tensor) -> None:
         """Write the weights after dropout [E, H]."""
-        arguments = self.sweeps[0] + addresses((*ready, softmax, weights))
+        arguments = (*self.sweeps[0], *ready, *addresses((softmax, weights)))
         launch(self.kernel, self.grid, self.threads, arguments, self.device)
 
     def _sweep(
         self,
-        inputs: Sequence[Argument],
+        inputs: Sequence[Any],
         outputs: Sequence[Argument],
         merge_inputs: Sequence[Argument],
         merge_outputs: Sequence[Argument],
@@ -163,7 +163,7 @@ class RowsWalk:
         """Sweep all column blocks; heavy rows are merged after each.
 
         Args:
-            inputs: What the kernel reads, after the adjacency.
+            inputs: What the kernel reads, after the adjacency, as it takes it.
             outputs: What it writes, before the two state buffers.
             merge_inputs: What the merge kernel reads, after the chunks' states.
             merge_outputs: What it writes, before the rows' states.
@@ -172,7 +172,7 @@ class RowsWalk:
         joined = self.chosen.constants["JOINED"]
         partial = None if joined else _states(self.max_chunks, self.state_elements, device)
         carry = _states(self.num_rows, self.state_elements, device) if len(self.chunks) > 1 else None
-        arguments = addresses((*inputs, *outputs, partial, carry))
+        arguments = (*inputs, *addresses((*outputs, partial, carry)))
         for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
             launch(self.kernel, self.grid, self.threads, sweep + arguments, device, self.shared_bytes)
             if chunks is not None and not joined:

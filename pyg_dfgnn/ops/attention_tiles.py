@@ -28,7 +28,7 @@ class TilesWalk:
         self.grid = (self.tiles.num_windows, chosen.constants["HEADS"] // chosen.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * chosen.constants["WARPS"], 1, 1)
 
-    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor, exact: Tensor | None) -> None:
+    def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
         """Write the results of the forward pass."""
         self._launch((*ready, out, softmax, exact))
 

@@ -65,8 +65,10 @@ def kernel_of(spec: Spec, entry: str) -> Kernel:
     return Kernel(spec, entry)
 
 
-class _ParameterBuffer(threading.local):
+class _ParameterBuffer:
     """Where a thread lays out the arguments of its next launch; the driver copies them before it returns."""
+
+    __slots__ = ("launch", "values", "pointers", "_pointers")
 
     def __init__(self) -> None:
         from cupy_backends.cuda.api import driver, runtime
@@ -80,14 +82,11 @@ class _ParameterBuffer(threading.local):
         self.pointers = ctypes.addressof(self._pointers)
 
 
-_buffer: _ParameterBuffer | None = None
+class _OfThread(threading.local):
+    parameters: _ParameterBuffer | None = None
 
 
-def _parameters() -> _ParameterBuffer:
-    global _buffer
-    if _buffer is None:
-        _buffer = _ParameterBuffer()
-    return _buffer
+_of_thread = _OfThread()
 
 
 def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
@@ -143,7 +142,9 @@ def launch(
             launch(kernel, grid, block, arguments, device, shared_bytes)
         return
     function = kernel.function(index, shared_bytes)
-    parameters = _parameters()
+    parameters = _of_thread.parameters
+    if parameters is None:
+        parameters = _of_thread.parameters = _ParameterBuffer()
     kernel.packer(arguments).pack_into(parameters.values, 0, *arguments)
     stream = torch._C._cuda_getCurrentRawStream(index)
     parameters.launch(function, *grid, *block, shared_bytes, stream, parameters.pointers, 0)

@@ -535,5 +535,6 @@ def test_overhead_counts_and_repeats_launches(score):
     # GATConv also makes the terms of its nodes.
     terms = int(score == "add")
     expected |= {"conv fwd": expected["fwd"] + terms, "conv fwd+bwd": expected["fwd+bwd"] + 2 * terms}
+    expected |= {f"{what}, grad": expected[what] for what in ("fwd", "conv fwd")}
     assert {row["what"]: row["kernels"] for row in rows} == expected
     assert launched.count("attention_backward_sources") >= 3

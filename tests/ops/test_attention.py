@@ -14,6 +14,7 @@ from pyg_dfgnn.dispatch import attention_rows, gpu
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -255,6 +256,24 @@ def test_no_autograd_without_a_gradient(score, fused, ways):
     with_grad = problem.call(**{name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()})
     assert ways == ["eager"] and with_grad.requires_grad
     assert all(torch.equal(out, with_grad) for out in results)
+
+
+def test_softmax_is_only_written_where_it_is_read(score, fused):
+    problem = problem_of(score)
+    softmax_shape = (problem.case.num_dst, problem.heads, 2)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()}
+    written = []
+
+    def run(spec, entry, grid, block, arguments, shared_bytes):
+        if entry == "attention_forward":
+            written.append(any(isinstance(a, torch.Tensor) and a.shape == softmax_shape for a in arguments))
+
+    with override(run):
+        problem.call()
+        problem.call(return_weights=True)
+        problem.call(**leaves)
+        problem.call(**leaves, return_weights=True)
+    assert written == [False, True, True, True]
 
 
 def test_what_intercepts_operators_sees_them(score, fused, ways):
