@@ -6,14 +6,16 @@ Everything is a collective of torch.distributed: NCCL between GPUs, gloo between
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.model import wrap
 from pyg_dfgnn.distributed.partition import PartitionedGraph, own_part, partition
-from pyg_dfgnn.distributed.sampler import SharedBatches, empty_graph, shared_loader
+from pyg_dfgnn.distributed.sampler import SharedBatches, edges_of, empty_graph, own_share, shared_loader
 
 __all__ = [
     "Group",
     "PartitionedGraph",
     "SharedBatches",
+    "edges_of",
     "empty_graph",
     "own_part",
+    "own_share",
     "partition",
     "shared_loader",
     "wrap",

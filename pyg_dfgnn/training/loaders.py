@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NeighborLoader
 
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.distributed import Group, SharedBatches, empty_graph, shared_loader
+from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
@@ -92,6 +92,7 @@ class ResidentLoader:
         self.group = group or Group()
         check_range("batch_size", batch_size, self.group.size)
         self.count, self.batch_size, self.order = len(graphs), batch_size, order
+        self.costs = edges_of(graphs)
         # For a process that goes without in a short last batch.
         self.graphs = ResidentGraphs(graphs if self.group.size == 1 else [*graphs, empty_graph(graphs[0])], device)
 
@@ -101,7 +102,7 @@ class ResidentLoader:
     def __iter__(self) -> Iterator[Data]:
         ids = torch.arange(self.count) if self.order is None else torch.randperm(self.count, generator=self.order)
         for batch in ids.split(self.batch_size):
-            own = batch[self.group.rank :: self.group.size]
+            own = own_share(batch, self.group, self.costs)
             yield self.graphs.batch(own if len(own) else torch.tensor([self.count]))
 
 

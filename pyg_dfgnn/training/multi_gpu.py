@@ -27,7 +27,7 @@ import pyg_dfgnn.nn as convs
 from pyg_dfgnn import models
 from pyg_dfgnn.datasets import LaplacianEncoding, pattern
 from pyg_dfgnn.datasets.generators import chung_lu
-from pyg_dfgnn.distributed import Group, PartitionedGraph, partition, wrap
+from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
@@ -158,9 +158,8 @@ def throughput(group: Group, small: bool) -> list[Result]:
         "GT, 8 attention layers": lambda: models.TransformerStack(3, 2, convs, layers=2 if small else 8),
         "GT, 10 blocks": lambda: models.GraphTransformer(3, 2, convs, layers=1 if small else 10),
     }
-    distinct = min(num_graphs, 512)
-    task = pattern(distinct, 1, 1, max_size=8 if small else 34).map(LaplacianEncoding(2)).map(SortEdges())
-    graphs = task.splits["train"] * (num_graphs // distinct)
+    task = pattern(num_graphs, 1, 1, max_size=8 if small else 34).map(LaplacianEncoding(2)).map(SortEdges())
+    graphs = task.splits["train"]
     results = []
     for name, make in makers.items():
         rates = []
@@ -183,7 +182,8 @@ class _Steps:
     """Training steps on this process's share of a batch."""
 
     def __init__(self, model: nn.Module, graphs: list[Data], group: Group, name: str) -> None:
-        self.batch: Any = Batch.from_data_list(graphs[group.rank :: group.size]).to(group.device)
+        share = own_share(torch.arange(len(graphs)), group, edges_of(graphs)).tolist()
+        self.batch: Any = Batch.from_data_list([graphs[index] for index in share]).to(group.device)
         Graph.of_batch(self.batch)
         if "attention" in name:
             del self.batch.pe

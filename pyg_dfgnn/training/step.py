@@ -75,7 +75,7 @@ class Step:
         loss, logits = self.forward(batch)
         self.mark("forward")
         # One device needs no thread of its own, and handing over to it takes as long as many launches.
-        with torch.autograd.set_multithreading_enabled(self.group.size > 1):
+        with torch.autograd.set_multithreading_enabled(False):
             self.scaler.scale(loss).backward()
         self.mark("backward")
         self.scaler.step(self.optimizer)

@@ -7,7 +7,7 @@ from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn.nn
 from pyg_dfgnn import models
-from pyg_dfgnn.distributed import Group, SharedBatches, empty_graph
+from pyg_dfgnn.distributed import Group, SharedBatches, empty_graph, own_share
 from pyg_dfgnn.graph import Graph, SortEdges
 
 
@@ -24,6 +24,20 @@ def test_shares_make_up_the_batches(size):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     # Two samples for three processes.
     assert [len(batches) for batches in shares] == [3] * size and (size < 3 or shares[2][-1] == [10])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shares_cost_about_the_same(size):
+    costs = torch.randint(100, 10_000, (500,), generator=torch.Generator().manual_seed(0))
+    batch = torch.randperm(500, generator=torch.Generator().manual_seed(1))[:96]
+    shares = [own_share(batch, Group(rank, size), costs) for rank in range(size)]
+    assert torch.equal(torch.cat(shares).sort().values, batch.sort().values)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    sums = torch.stack([costs[share].sum() for share in shares])
+    # In turns alone, the shares of this batch differ by more than the dearest sample.
+    assert sums.max() - sums.min() <= costs[batch].max() / 2
+    plain = torch.stack([costs[batch[rank::size]].sum() for rank in range(size)])
+    assert plain.max() - plain.min() > costs[batch].max()
 
 
 def test_a_batch_needs_a_sample_per_process():
