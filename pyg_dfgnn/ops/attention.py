@@ -193,13 +193,14 @@ def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor
 class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
 
-    Returns the output, with ``weights`` also the softmax.
+    Takes the inputs as they are and their tensors once more, which autograd has to see. Returns the output, with
+    ``weights`` also the softmax.
     """
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any], weights: bool, *tensors: Any) -> Any:
-        kernels, graph, _, numbers = ctx.rest = rest
-        inputs = Inputs(*tensors, *numbers)
+    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, bool], inputs: Inputs, *tensors: Any) -> Any:
+        kernels, graph, same, weights = rest
+        ctx.rest = kernels, graph, same, inputs[8:]
         walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
         exact = _is_rounded(inputs.value)
         out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact=exact, tangent=walk)
@@ -438,9 +439,8 @@ def _run(
         if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
             graph.plans[signature] = kernels
     if kernels is not None:
-        rest = kernels, graph, same, inputs[8:]
         if tracked:
-            found = _apply_attention(rest, return_weights, *inputs[:8])
+            found = _apply_attention((kernels, graph, same, return_weights), inputs, *inputs[:8])
             if not return_weights:
                 return found
             out, softmax = found
@@ -448,7 +448,7 @@ def _run(
             out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights)
             if not return_weights:
                 return out
-        return out, _Weights.apply((*rest, softmax), *inputs[:8])
+        return out, _Weights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
