@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -20,6 +21,9 @@ class AGNN(nn.Module):
         hidden_channels: Width of the propagated features.
         layers: Number of propagations; the first has a fixed temperature, the others learn theirs.
         dropout: Before both linear layers.
+
+    Raises:
+        ValueError: A size or rate is out of range.
 
     Source: Thekumparampil et al., Attention-based Graph Neural Network for Semi-supervised Learning, 2018.
     """
@@ -35,6 +39,9 @@ class AGNN(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
+        check_range("hidden_channels", hidden_channels, 1)
+        check_range("layers", layers, 1)
+        check_range("dropout", dropout, 0.0, 1.0)
         self.dropout = dropout
         self.lin_in = nn.Linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(convs.AGNNConv(requires_grad=index > 0) for index in range(layers))

@@ -26,7 +26,7 @@ class GAT(nn.Module):
         residual: Add each layer's (projected) input to its output.
 
     Raises:
-        ValueError: `layers` is below 1.
+        ValueError: A size or rate is out of range.
 
     Source: Velickovic et al., Graph Attention Networks, ICLR 2018; the defaults are its setting for Cora.
     """
@@ -47,7 +47,10 @@ class GAT(nn.Module):
         residual: bool = False,
     ) -> None:
         super().__init__()
-        check_range("layers", layers, 1)
+        sizes = {"hidden_channels": hidden_channels, "heads": heads, "out_heads": out_heads, "layers": layers}
+        for name, size in sizes.items():
+            check_range(name, size, 1)
+        check_range("dropout", dropout, 0.0, 1.0)
         self.dropout = dropout
         conv = getattr(convs, self.conv)
         self.convs = nn.ModuleList()

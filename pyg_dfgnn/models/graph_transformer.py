@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_choice, check_shape
+from pyg_dfgnn.errors import check_choice, check_range, check_shape
 from pyg_dfgnn.models.pool import mean_pool
 
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -31,7 +31,7 @@ class GraphTransformer(nn.Module):
         attention_dropout: Of the attention weights.
 
     Raises:
-        ValueError: `norm` is unknown, or `heads` does not divide `hidden_channels`.
+        ValueError: `norm` is unknown, a size or rate is out of range, or `heads` does not divide `hidden_channels`.
 
     Source: Dwivedi and Bresson, A Generalization of Transformer Networks to Graphs, 2021.
     """
@@ -52,6 +52,11 @@ class GraphTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
+        for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
+            check_range(name, size, 1)
+        check_range("pe_size", pe_size, 0)
+        check_range("dropout", dropout, 0.0, 1.0)
+        check_range("attention_dropout", attention_dropout, 0.0, 1.0)
         if hidden_channels % heads:
             raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
         self.pe_size = pe_size

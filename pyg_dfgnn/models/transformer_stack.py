@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -21,7 +22,7 @@ class TransformerStack(nn.Module):
         layers: Number of attention layers.
 
     Raises:
-        ValueError: `heads` does not divide `hidden_channels`.
+        ValueError: A size is below 1, or `heads` does not divide `hidden_channels`.
 
     Source: Liu et al., DF-GNN: Dynamic Fusion Framework for Attention Graph Neural Networks on GPUs, LoG 2024.
     """
@@ -37,6 +38,8 @@ class TransformerStack(nn.Module):
         layers: int = 8,
     ) -> None:
         super().__init__()
+        for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
+            check_range(name, size, 1)
         if hidden_channels % heads:
             raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
         self.lin_in = nn.Linear(in_channels, hidden_channels)

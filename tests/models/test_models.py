@@ -7,6 +7,7 @@ import torch_geometric.nn
 import pyg_dfgnn.nn
 from pyg_dfgnn.models import AGNN, GAT, GATv2, GraphTransformer, TransformerStack
 
+SIZES = ("hidden_channels", "heads", "layers")
 MODELS = {
     "gat": (GAT, {}),
     "gat_residual": (GAT, {"layers": 3, "residual": True, "out_heads": 2}),
@@ -94,9 +95,23 @@ def test_encoding_is_checked(inputs, pe):
         build("gt", torch_geometric.nn)(x, edge_index, pe=pe)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "value", "needed"),
+    [
+        *((model, name, 0, ">= 1") for model in (GraphTransformer, TransformerStack, GAT) for name in SIZES),
+        *((AGNN, name, 0, ">= 1") for name in ("hidden_channels", "layers")),
+        (GAT, "out_heads", 0, ">= 1"),
+        (GraphTransformer, "pe_size", -1, ">= 0"),
+        *((model, "dropout", 1.5, r"in \[0.0, 1.0\]") for model in (GraphTransformer, GAT, AGNN)),
+        (GraphTransformer, "attention_dropout", -0.1, r"in \[0.0, 1.0\]"),
+    ],
+)
+def test_arguments_out_of_range(model, name, value, needed):
+    with pytest.raises(ValueError, match=rf"'{name}' needs a value {needed} \(got {value}\)"):
+        model(5, 3, torch_geometric.nn, **{name: value})
+
+
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match=r"'layers' needs a value >= 1 \(got 0\)"):
-        GAT(5, 3, torch_geometric.nn, layers=0)
     with pytest.raises(ValueError, match=r"'hidden_channels' needs a multiple of heads=3 \(got 16\)"):
         TransformerStack(5, 3, torch_geometric.nn, hidden_channels=16, heads=3)
 
