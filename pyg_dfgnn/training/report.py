@@ -63,11 +63,16 @@ def write_metrics(folder: Path, summary: dict[str, Any], history: list[dict[str,
     """Write `metrics.json` (the summary) and `metrics.csv` (one row per epoch); returns both paths."""
     json_path, csv_path = folder / "metrics.json", folder / "metrics.csv"
     json_path.write_text(json.dumps(summary, indent=2) + "\n")
-    with open(csv_path, "w", newline="") as stream:
+    write_history(csv_path, history)
+    return json_path, csv_path
+
+
+def write_history(path: Path, history: list[dict[str, float]]) -> None:
+    """Write one row per epoch as CSV."""
+    with open(path, "w", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(history[0]))
         writer.writeheader()
         writer.writerows(history)
-    return json_path, csv_path
 
 
 def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_epoch: int) -> Path:

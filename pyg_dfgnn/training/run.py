@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_choice, check_range
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+RETURNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 KINDS = {
     "accuracy": "accuracy",
     "balanced_accuracy": "mean accuracy per class",
@@ -49,6 +50,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         FileNotFoundError: The data set or the checkpoint to resume from is not there.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    check_choice("returns", config["returns"], RETURNS)
+    check_range("seed", config["seed"], 0)
     device = choose_device(config["device"])
     group = group or Group.of_environment(device)
     device = group.device
@@ -89,10 +92,14 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             trainer.load_state(resumed)
         place = f"{device}" if group.size == 1 else f"{group.size} processes"
         log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
-        trainer.fit()
+        try:
+            trainer.fit()
+        finally:
+            if group.is_main and trainer.best is not None:
+                title = f"{type(model).__name__} on {task.name}"
+                curves = plot_curves(folder / "curves.png", title, trainer.history, trainer.best["epoch"])
         best_epoch = trainer.load_best()
         results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
-    check_choice("returns", config["returns"], tuple(results))
     if not group.is_main:
         return results[config["returns"]]
     summary = {
@@ -114,8 +121,6 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "pyg_dfgnn": pyg_dfgnn.__version__,
     }
     metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
-    title = f"{type(model).__name__} on {task.name}"
-    curves = plot_curves(folder / "curves.png", title, trainer.history, best_epoch)
     log.info("test %s: %.2f %% (best epoch %d)", KINDS[task.metric], 100 * results["test_accuracy"], best_epoch)
     log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
     return results[config["returns"]]

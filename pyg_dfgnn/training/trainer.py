@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
+from pyg_dfgnn.training.report import write_history
 from pyg_dfgnn.training.step import CapturedStep, Step
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ class Trainer:
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
             raise ValueError(f"'loader' needs {needed} (got {loader})")
+        if loader is not None:
+            check_range("loader.batch_size", loader.get("batch_size"), 1)
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         if sampler is not None and cuda_graph:
@@ -126,7 +129,7 @@ class Trainer:
         if compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
-        room = None if loader is None else Room.of(task.splits["train"], loader.get("batch_size", 1))
+        room = None if loader is None else Room.of(task.splits["train"], loader["batch_size"])
         make = partial(CapturedStep, padded=room) if cuda_graph else Step
         self.step = make(
             called,
@@ -162,7 +165,8 @@ class Trainer:
         """Train until the last epoch, for `max_time_s`, or until no better epoch was seen for `patience` epochs.
 
         Raises:
-            KeyboardInterrupt: As it came, after the state of the last whole epoch was saved.
+            KeyboardInterrupt: As it came, or when the process was asked to end (SIGTERM), after the state of the last
+                whole epoch was saved.
         """
         steps = len(self._batches["train"])
         started = time.perf_counter()
@@ -173,9 +177,10 @@ class Trainer:
             unit="step",
             dynamic_ncols=True,
         )
+        before = _interrupt_at_sigterm()
         try:
             while self.epoch < self.epochs and not self._is_stale() and not self._is_late(started):
-                with _interrupts_after(is_short=steps == 1):
+                with _interrupts_after() if steps == 1 else nullcontext():
                     row = self._run_epoch(bar)
                 if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
                     log.info(_line(row, self.epochs, self._remaining_s()))
@@ -185,11 +190,14 @@ class Trainer:
                 if self.epoch % self.checkpoint_every == 0:
                     self.save()
         except KeyboardInterrupt:
-            self.save()
+            with _interrupts_after():
+                self.save()
             log.info("interrupted after epoch %d; go on with resume=%s", self.epoch, self.folder)
             raise
         finally:
             bar.close()
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
         self.save()
 
     def evaluate(self, split: str) -> dict[str, float]:
@@ -235,7 +243,7 @@ class Trainer:
         self._state = self.state()
 
     def save(self) -> None:
-        """Write the state of the last whole epoch and the best parameters."""
+        """Write the state of the last whole epoch, the best parameters, and `metrics.csv`: a row per epoch."""
         if self._is_between_epochs:
             self._state = self.state()
         if not self.group.is_main:
@@ -243,6 +251,7 @@ class Trainer:
         checkpoint.save(self.folder / "checkpoints" / "last.pt", self._state)
         if self._state["best"] is not None:
             checkpoint.save(self.folder / "checkpoints" / "best.pt", {**self._state["best"], "config": self.config})
+            write_history(self.folder / "metrics.csv", self._state["history"])
 
     def _run_epoch(self, bar: tqdm) -> dict[str, float]:
         start = time.perf_counter()
@@ -326,18 +335,27 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 
+def _interrupt_at_sigterm() -> Any:
+    """Let a request to end, as cluster schedulers send it, interrupt like a keyboard; returns the handler before."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextmanager
-def _interrupts_after(is_short: bool) -> Iterator[None]:
-    """Hold a keyboard interrupt back until a short block has ended."""
-    if not is_short or threading.current_thread() is not threading.main_thread():
+def _interrupts_after() -> Iterator[None]:
+    """Hold interrupts back until a short block has ended."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
     if came:
         raise KeyboardInterrupt
 

@@ -148,6 +148,26 @@ def test_refused(run, overrides, message):
         run("run", *overrides)
 
 
+def test_a_request_to_end_interrupts_an_epoch(run, tmp_path, monkeypatch):
+    calls = _interrupt_at(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", "trainer.checkpoint_every=100")
+    monkeypatch.undo()
+    assert len(calls) == 7 and len(history(tmp_path / "stopped")) == 1
+    _, resumed = run("resumed", f"resume={tmp_path / 'stopped'}")
+    assert len(history(resumed)) == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 4}, {"num_neighbors": [2]}, {"num_neighbors": [], "batch_size": 4}]
+)
+def test_sampler_without_its_numbers(options):
+    data = graph(12, 0)
+    data.train_mask = torch.ones(12, dtype=torch.bool)
+    with pytest.raises((TypeError, ValueError), match=r"'sampler\.(num_neighbors|batch_size)' needs .* \(got "):
+        sampled(data, CPU, options, torch.Generator(), Group())
+
+
 @pytest.mark.parametrize("loader", ["resident", "workers"])
 def test_interrupt_in_the_middle_of_an_epoch(run, monkeypatch, loader):
     same = {"resident": ["trainer.resident=true"], "workers": ["trainer.loader.num_workers=1"]}[loader]
@@ -163,7 +183,8 @@ def test_interrupt_in_the_middle_of_an_epoch(run, monkeypatch, loader):
     assert_equal(parameters(resumed), parameters(whole))
 
 
-def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["keyboard", "scheduler"])
+def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, number):
     write_raw(tmp_path / "Cora" / "raw")
     same = ["data=cora", "model=gat", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
     same += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
@@ -175,11 +196,12 @@ def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch):
 
     whole = go("whole")
     # In training of the third epoch: two losses per epoch.
-    _interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    _interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         go("stopped")
     monkeypatch.undo()
     assert torch.load(tmp_path / "stopped" / "checkpoints" / "last.pt")["epoch"] == 3
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed = go("resumed", f"resume={tmp_path / 'stopped'}")
     assert history(resumed) == history(whole)
     for file in ("last.pt", "best.pt"):

@@ -112,6 +112,8 @@ def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, mod
     monkeypatch.undo()
     stopped = whole.parent / "stopped"
     assert torch.load(stopped / "checkpoints" / "last.pt", weights_only=True)["epoch"] == 2
+    # What is known by then lies there too.
+    assert history(stopped) == history(whole)[:2] and (stopped / "curves.png").is_file()
 
     torch.manual_seed(99)
     _, resumed = run("resumed", *overrides, f"resume={stopped}")
@@ -193,6 +195,8 @@ def test_whole_graph(tmp_path):
         (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),
         (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
         (["device=cuda:99"], ValueError, r"'device' needs a GPU that is there: \d+ found \(got 'cuda:99'\)"),
+        (["seed=abc"], TypeError, r"'seed' needs a number \(got str 'abc'\)"),
+        (["trainer.loader.batch_size=0"], ValueError, r"'loader.batch_size' needs a value >= 1 \(got 0\)"),
         (["returns=speed"], ValueError, r"'returns' needs one of 'val_loss'.* \(got 'speed'\)"),
         (["resume=nowhere"], FileNotFoundError, r"'resume' needs a checkpoint .* \(got nowhere\)"),
         (["+data.task.p=2"], ValueError, r"'p' needs a value in \[0.0, 1.0\] \(got 2\)"),
