@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, pull, push
+from pyg_dfgnn.graph.adjacency import Adjacency, push
 from pyg_dfgnn.graph.tiles import Segments
 
 
@@ -33,21 +34,19 @@ class NodeRanges:
 def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
     """Join neighbouring segments to ranges of at most `most` nodes, which no segment may exceed.
 
-    A range holds the segments that begin in the same interval of `most - segments.longest + 1` nodes. Nothing is asked
-    of the device where the host knows the nodes and edges of the segments.
+    A range holds the segments that begin in the same interval of `most - segments.longest + 1` nodes. The device is
+    asked for the sizes of the segments only where the host does not know them.
 
     Args:
         side: Either side of the graph: no edge leaves a segment, so that both have the same edges in each.
         segments: What to join.
         most: Nodes of a range.
     """
-    known = segments.on_host
-    ptr, edge_ptr = (segments.ptr, side.ptr[segments.ptr.long()]) if known is None else known
-    interval = ptr[:-1] // (most - segments.longest + 1)
-    is_end = torch.ones_like(ptr, dtype=torch.bool)
-    is_end[1:-1] = interval[1:] != interval[:-1]
-    ends = ptr[is_end]
-    longest, densest = ends.diff().max(), edge_ptr[is_end].diff().max()
-    most_nodes, most_edges = pull(longest, densest) if known is None else (int(longest), int(densest))
-    ends = ends if known is None else push(ends, side.ptr.device)
-    return NodeRanges(ends, ends.numel() - 1, most_nodes, most_edges, most)
+    ptr, edge_ptr = segments.on_host or torch.stack([segments.ptr, side.ptr[segments.ptr.long()]]).cpu()
+    # On arrays as short as these, torch takes several times as long.
+    nodes, edges = ptr.numpy(), edge_ptr.numpy()
+    interval = nodes[:-1] // (most - segments.longest + 1)
+    ends = np.concatenate([[0], np.flatnonzero(np.diff(interval)) + 1, [len(interval)]])
+    range_ptr = nodes[ends]
+    most_nodes, most_edges = (int(np.diff(offsets).max()) for offsets in (range_ptr, edges[ends]))
+    return NodeRanges(push(torch.from_numpy(range_ptr), side.ptr.device), len(ends) - 1, most_nodes, most_edges, most)

@@ -612,7 +612,10 @@ def cosine_attention(
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights)
     source_norms = _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
-    beta = beta.float().reshape(1)  # type: ignore[union-attr]
+    beta = beta.float()  # type: ignore[union-attr]
+    if beta.dim() != 1:
+        # A view would cost a node of autograd.
+        beta = beta.reshape(1)
     inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
     return _run(graph, "cosine", inputs, same=same, return_weights=return_weights, signature=signature, kernels=kernels)
 
