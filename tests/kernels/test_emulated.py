@@ -11,6 +11,7 @@ from pyg_dfgnn.dispatch import attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
@@ -124,7 +125,9 @@ def check(problem: Problem, graph: Graph, dropout_p: float, order: str = "forwar
             out, actual["weights"] = fused(graph, **problem.inputs, dropout_p=dropout_p, return_weights=True)
     assert torch.equal(out, actual["out"]), "two runs differ"
     torch.manual_seed(5)
-    keep = ops._reference_keep(graph, out.shape[1], dropout_p, out.device)
+    keep = None
+    if dropout_p > 0.0:
+        keep = dropout_factor(torch.arange(graph.num_edges), out.shape[1], dropout_p, ops._draw_seed(out.device))
     results: list[Tensor] = []
 
     def call(**inputs: Tensor) -> Tensor:
