@@ -252,9 +252,10 @@ def _max_edges(num_edges: int, max_degree: int) -> int:
     """Longest piece of a row that one group of lanes walks.
 
     Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
-    longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges.
+    longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges. Not
+    longer than it is good for the sums, which a piece adds up one after the other.
     """
-    length = 128 if max_degree <= 128 else 1.5 * math.sqrt(max_degree)
+    length = 128 if max_degree <= 128 else min(_SUMMED_EDGES, 1.5 * math.sqrt(max_degree))
     return max(32, min(1024, _power_of_two(max(_balanced(num_edges), round(length)))))
 
 
@@ -299,10 +300,12 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
-        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, _ORDERED_EDGES), 1)
+        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES), 1)
     return RowsPass(constants, max_edges, 1)
 
 
+_SUMMED_EDGES = 256
+"""Edges of a piece whose sums lose little: the relative error of a chain of n equal float32 terms grows with n."""
 _ORDERED_EDGES = 1024
 """Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
 _JOINED_WARPS = 8
