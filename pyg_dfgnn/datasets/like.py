@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
-from tqdm import tqdm
 
 from pyg_dfgnn.datasets.files import CACHE, cached, unpack
 from pyg_dfgnn.datasets.generators import (
@@ -21,7 +20,7 @@ from pyg_dfgnn.datasets.generators import (
     region_adjacency_batch,
     superpixel_batch,
 )
-from pyg_dfgnn.datasets.task import SPLITS, Task
+from pyg_dfgnn.datasets.task import SPLITS, Task, progress
 from pyg_dfgnn.errors import check_choice, check_range
 
 # Raised when a change makes other graphs from the same arguments, so that no file of the old ones is read.
@@ -279,7 +278,7 @@ def _splits(
     for split, count in counts.items():
         check_range(f"num_{split}", count, 1)
     splits: dict[str, list[Data]] = {split: [] for split in SPLITS}
-    with tqdm(total=sum(counts.values()), desc=name, unit="graph", disable=None, dynamic_ncols=True) as bar:
+    with progress(name, sum(counts.values())) as bar:
         for stream, (split, graphs) in enumerate(splits.items()):
             for start in range(0, counts[split], _CHUNK):
                 # A seed of its own for each chunk; whole chunks do not depend on how many graphs are asked for.

@@ -6,13 +6,14 @@ graphs carry no seed, so these are fresh draws of the same recipe, not the same 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from pyg_dfgnn.datasets.task import SPLITS, Task
+from pyg_dfgnn.datasets.task import SPLITS, Task, progress
 from pyg_dfgnn.errors import check_range
 
 # The first key of each random stream, so that adding graphs to one split changes no other graph.
@@ -90,7 +91,7 @@ def pattern(
         label = np.repeat([0, 1], [len(communities), len(planted.signal)])
         return _data(adjacency, signal, label, num_signals, rng)
 
-    splits = _splits(make_graph, num_train, num_val, num_test)
+    splits = _splits("PATTERN", make_graph, num_train, num_val, num_test)
     return _task("PATTERN (generated)", splits, num_signals, num_classes=2)
 
 
@@ -138,7 +139,7 @@ def cluster(
             signal[rng.choice(np.flatnonzero(communities == community))] = community + 1
         return _data(adjacency, signal, communities, num_communities + 1, rng)
 
-    splits = _splits(make_graph, num_train, num_val, num_test)
+    splits = _splits("CLUSTER", make_graph, num_train, num_val, num_test)
     return _task("CLUSTER (generated)", splits, num_communities + 1, num_communities)
 
 
@@ -160,11 +161,19 @@ def _check_sizes(min_size: int, max_size: int, **counts: int) -> None:
         check_range(name, value, 1)
 
 
-def _splits(make_graph, num_train: int, num_val: int, num_test: int) -> dict[str, list[Data]]:
+def _splits(
+    name: str, make_graph: Callable[[str, int], Data], num_train: int, num_val: int, num_test: int
+) -> dict[str, list[Data]]:
     counts = dict(zip(SPLITS, (num_train, num_val, num_test)))
     for split, count in counts.items():
         check_range(f"num_{split}", count, 1)
-    return {split: [make_graph(split, index) for index in range(count)] for split, count in counts.items()}
+    splits: dict[str, list[Data]] = {split: [] for split in SPLITS}
+    with progress(name, sum(counts.values())) as bar:
+        for split, count in counts.items():
+            for index in range(count):
+                splits[split].append(make_graph(split, index))
+                bar.update()
+    return splits
 
 
 def _symmetric(rng: np.random.Generator, probability: np.ndarray) -> np.ndarray:

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 from torch_geometric.datasets import GNNBenchmarkDataset, LRGBDataset
-from tqdm import tqdm
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, cached, need_extra
-from pyg_dfgnn.datasets.task import SPLITS, Task
+from pyg_dfgnn.datasets.task import SPLITS, Task, progress
 from pyg_dfgnn.errors import check_choice, check_range
 
 SOURCES = ("auto", "published", "pixels")
@@ -291,7 +290,7 @@ def _published_image(graph: Data) -> Data:
 
 def _each_image(name: str, images: Images, make: Callable[[np.ndarray, int], Data]) -> dict[str, list[Data]]:
     total = sum(map(len, images.values()))
-    with tqdm(total=total, desc=f"{name} superpixels", unit="image", disable=None, dynamic_ncols=True) as bar:
+    with progress(f"{name} superpixels", total, "image") as bar:
 
         def graph(image: np.ndarray, y: int) -> Data:
             bar.update()

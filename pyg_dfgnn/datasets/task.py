@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 from pyg_dfgnn.errors import check_choice
 
@@ -60,10 +61,19 @@ class Task:
     def map(self, transform: Callable[[Data], Data]) -> Task:
         """The same task with each graph transformed; a graph shared by several splits is transformed once."""
         done: dict[int, Data] = {}
+        name = getattr(transform, "__name__", type(transform).__name__)
+        with progress(name, sum(map(len, self.splits.values()))) as bar:
 
-        def once(graph: Data) -> Data:
-            if id(graph) not in done:
-                done[id(graph)] = transform(graph)
-            return done[id(graph)]
+            def once(graph: Data) -> Data:
+                if id(graph) not in done:
+                    done[id(graph)] = transform(graph)
+                bar.update()
+                return done[id(graph)]
 
-        return replace(self, splits={split: [once(graph) for graph in graphs] for split, graphs in self.splits.items()})
+            splits = {split: [once(graph) for graph in graphs] for split, graphs in self.splits.items()}
+        return replace(self, splits=splits)
+
+
+def progress(name: str, total: int, unit: str = "graph") -> tqdm:
+    """A bar with the estimated time of work on so many graphs, on a terminal and if it takes longer than a moment."""
+    return tqdm(desc=name, total=total, unit=unit, disable=None, delay=1.0, dynamic_ncols=True)
