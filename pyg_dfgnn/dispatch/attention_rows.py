@@ -300,7 +300,8 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
-        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES), 1)
+        longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
+        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, longest), 1)
     return RowsPass(constants, max_edges, 1)
 
 
