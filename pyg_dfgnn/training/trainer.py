@@ -177,7 +177,8 @@ class Trainer:
             unit="step",
             dynamic_ncols=True,
         )
-        before = _interrupt_at_sigterm()
+        # Among several processes one that waits for an ended one would not come to hear of it.
+        before = _interrupt_at_sigterm() if self.group.size == 1 else None
         try:
             while self.epoch < self.epochs and not self._is_stale() and not self._is_late(started):
                 with _interrupts_after() if steps == 1 else nullcontext():
@@ -199,6 +200,9 @@ class Trainer:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
         self.save()
+        if self.epoch < self.epochs:
+            why = f"no better one for {self.patience}" if self._is_stale() else f"max_time_s={self.max_time_s}"
+            log.info("stopped after epoch %d of %d: %s", self.epoch, self.epochs, why)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Loss and accuracy of the model as it is on "train", "val" or "test"."""

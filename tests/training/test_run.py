@@ -131,21 +131,24 @@ def test_resume_trains_longer(run):
     assert history(longer) == history(whole)
 
 
-def test_early_stopping(run):
+def test_early_stopping(run, caplog):
+    caplog.set_level("INFO")
     # Without a step nothing gets better after the first epoch.
     _, folder = run("run", "model=agnn", "optimizer.lr=0", "trainer.epochs=20", "trainer.patience=3")
     summary = json.loads((folder / "metrics.json").read_text())
     assert summary["best_epoch"] == 1 and summary["epochs"] == 4
+    assert "stopped after epoch 4 of 20: no better one for 3" in caplog.text
 
 
-def test_time_limit(run, monkeypatch):
+def test_time_limit(run, monkeypatch, caplog):
+    caplog.set_level("INFO")
     clock = iter(range(1000))
     monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: float(next(clock)))
     # A clock that counts how often it is read, a few times around an epoch too; the limit falls into the fifth.
     _, folder = run("run", "trainer.epochs=1")
     per_epoch = float(times(folder)[0])
     _, folder = run("limited", "trainer.epochs=20", f"trainer.max_time_s={4.5 * (per_epoch + 2)}")
-    assert len(history(folder)) == 4
+    assert len(history(folder)) == 4 and "stopped after epoch 4 of 20: max_time_s=" in caplog.text
     _, folder = run("none", "trainer.epochs=20", "trainer.max_time_s=0")
     assert len(history(folder)) == 1
 
