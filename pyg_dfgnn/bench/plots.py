@@ -205,7 +205,8 @@ def choice_figure(name: str, rows: Rows) -> Any:
     figure, axes = _axes(1, 1, max(4.0, 1.1 * len(columns)), max(2.0, 0.3 * len(graphs) + 1.2))
     axis = axes[0][0]
     values = [[float("nan") if cell is None else 100 * cell for cell in line] for line in cells]
-    image = axis.imshow(values, aspect="auto", cmap="RdYlGn_r", vmin=0.0, vmax=200 * CHOICE_LOSS)
+    # Without rows of `auto` there is nothing to judge.
+    image = axis.imshow(values or [[float("nan")]], aspect="auto", cmap="RdYlGn_r", vmin=0.0, vmax=200 * CHOICE_LOSS)
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             axis.text(x, y, "-" if value != value else f"{value:.1f}", ha="center", va="center", fontsize="small")
