@@ -30,7 +30,7 @@ from pyg_dfgnn.ops.attention_launch import (
     run_forward,
     run_weights,
 )
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import apply_of, is_eager, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
@@ -331,19 +331,24 @@ def _check(name: str, tensor: Any, device: torch.device, **sizes: int | None) ->
         check_shape(name, tensor, expected, f"[{spec}]")
 
 
-def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], scalars: Sequence[Any] = ()) -> Any:
+def _signature(
+    graph: Edges, score: str, numbers: tuple[Any, ...], features: Sequence[Any], scalars: Sequence[Any] = ()
+) -> Any:
     """What decides whether arguments are valid and which kernels they take; None for what is not worth remembering.
 
     Args:
+        graph: The edges.
         score: The score.
         numbers: Arguments that are numbers.
         features: Tensors that need a common dtype; None when they have several, since they are cast then.
         scalars: Further tensors.
     """
+    if not _is_eager(graph):
+        return None
     found: list[Any] = [score, numbers]
     dtype = None
     for tensor in features:
-        if type(tensor) in PLAIN:
+        if is_plain(tensor):
             if dtype is None:
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
@@ -354,7 +359,7 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
         else:
             return None
     for tensor in scalars:
-        if type(tensor) in PLAIN:
+        if is_plain(tensor):
             found += (tensor.shape, tensor.dtype, tensor.device)
         elif tensor is None:
             found.append(None)
@@ -364,12 +369,12 @@ def _signature(score: str, numbers: tuple[Any, ...], features: Sequence[Any], sc
     return tuple(found)
 
 
-def _recall(graph: Edges, signature: Any) -> Kernels | None:
+def _recall(graph: Any, signature: Any) -> Kernels | None:
     """The kernels for arguments like these, if such have passed all checks on this graph before."""
-    if signature is None or not _is_eager(graph):
+    if signature is None:
         return None
     try:
-        kernels = graph.plans.get(signature)
+        kernels: Kernels | None = graph.plans.get(signature)
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
@@ -434,7 +439,7 @@ def _run(
     if inputs.dropout > 0.0:
         inputs = inputs._replace(seed=_draw_seed(value.device))
     tracked = needs_grad(inputs[:7])
-    if kernels is None and _is_eager(graph) and type(value) in PLAIN:
+    if kernels is None and _is_eager(graph) and all(tensor is None or is_plain(tensor) for tensor in inputs[:8]):
         kernels = Kernels.of(problem_of(score, inputs), graph)
         if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
             graph.plans[signature] = kernels
@@ -468,7 +473,7 @@ def _is_eager(graph: Edges) -> TypeGuard[Graph]:
 
 def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
     """The norms as the kernels take them: their gradient is part of that of the attention."""
-    if _is_eager(graph) and type(x) in PLAIN:
+    if _is_eager(graph) and is_plain(x):
         return inverse_norm(x)
     with torch.no_grad():
         return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())
@@ -534,7 +539,7 @@ def dot_attention(
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
-    signature = _signature("dot", (scale, dropout_p), (query, key, value, edge))
+    signature = _signature(graph, "dot", (scale, dropout_p), (query, key, value, edge))
     kernels = _recall(graph, signature)
     if kernels is None:
         graph, device = _check_graph(graph)
@@ -586,7 +591,7 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    signature = _signature("cosine", (dropout_p,), (x_src, x_dst), (beta,)) if isinstance(beta, Tensor) else None
+    signature = _signature(graph, "cosine", (dropout_p,), (x_src, x_dst), (beta,)) if isinstance(beta, Tensor) else None
     kernels = _recall(graph, signature)
     if kernels is None:
         graph, device = _check_graph(graph)
@@ -652,7 +657,7 @@ def add_attention(
 
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
-    signature = _signature("add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
+    signature = _signature(graph, "add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
     kernels = _recall(graph, signature)
     if kernels is None:
         graph, device = _check_graph(graph)
@@ -710,7 +715,7 @@ def gatv2_attention(
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?" (arXiv 2105.14491).
     """
-    signature = _signature("gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
+    signature = _signature(graph, "gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
     kernels = _recall(graph, signature)
     if kernels is None:
         graph, device = _check_graph(graph)

@@ -11,7 +11,7 @@ from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, u
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.ops.attention_launch import aligned
 from pyg_dfgnn.ops.attention_rows import node_kernel
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import apply_of, is_eager, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
@@ -35,7 +35,7 @@ def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> t
     """
     vectors = (first,) if second is None else (first, second)
     fits = all(a.shape == (1, *x.shape[1:]) and a.device == x.device for a in vectors)
-    if fits and is_eager() and all(type(tensor) in PLAIN for tensor in (x, *vectors)) and _has_kernel(x):
+    if fits and is_eager() and all(map(is_plain, (x, *vectors))) and _has_kernel(x):
         found = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
         return _pair(found)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad, function
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that nothing intercepts."""
+"""Types of tensors whose operators nobody overrides."""
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_eager() -> bool:
@@ -20,6 +21,11 @@ def is_eager() -> bool:
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether something is a tensor with memory of its own: no subclass, and nothing that a transform left behind."""
+    return type(tensor) in PLAIN and not _is_wrapped(tensor)  # type: ignore[arg-type]
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -292,6 +292,26 @@ def test_what_intercepts_operators_sees_them(score, fused, ways):
     assert ways == ["traced"] * 3
 
 
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "grad"])
+def test_what_a_transform_has_left_behind(score, fused, tracked):
+    """Outside of a torch.func transform its tensors count as what they wrap, also after a call that is remembered."""
+    problem = problem_of(score)
+    left = {}
+
+    def keep(inputs):
+        left.update({name: tensor * 1 for name, tensor in inputs.items()})
+        return sum(tensor.sum() for tensor in inputs.values())
+
+    torch.func.grad(keep)(problem.inputs)
+    leaf = next(reversed(problem.inputs))
+    expected = problem.call()
+    for name in problem.inputs:
+        given = {name: left[name]}
+        if tracked and name != leaf:
+            given[leaf] = problem.inputs[leaf].clone().requires_grad_()
+        assert torch.equal(problem.call(**given), expected), name
+
+
 def test_double_backward_is_refused(score, fused):
     """Loudly: a second derivative would otherwise lack terms."""
     problem = problem_of(score)
