@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data
 from torch_geometric.nn import norm as graph_norms
 
@@ -29,32 +31,89 @@ _REFUSED = (
 )
 
 
+class Counted:
+    """Which rows of a bucket hold a batch, in the forms that norms need; always at the same addresses.
+
+    Args:
+        num_rows: Rows of the bucket.
+        like: Of the features; low precision counts in float32.
+
+    Attributes:
+        rows: 1 for rows that count and 0 for others, [N, 1].
+        share: `rows` over their number n, [N, 1].
+        inverse: 1 / n, [].
+        unbiased: n / (n - 1), [].
+    """
+
+    def __init__(self, num_rows: int, like: Tensor) -> None:
+        options: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+        self.rows, self.share = (torch.zeros(num_rows, 1, **options) for _ in range(2))
+        self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
+
+    def set(self, count: int) -> None:
+        """Let the first rows count."""
+        for tensor, value in ((self.rows, 1.0), (self.share, 1 / count)):
+            tensor[:count] = value
+            tensor[count:] = 0
+        self.inverse.fill_(1 / count)
+        self.unbiased.fill_(count / max(count - 1, 1))
+
+
 class CountedBatchNorm(nn.BatchNorm1d):
     """`BatchNorm1d` whose statistics in training are those of the rows that count; made by :class:`Buckets`.
 
     Attributes:
-        counted: 1 for rows that count and 0 for others, [N, 1]; None: all rows count.
+        counted: Which rows count; None: all.
     """
 
-    counted: Tensor | None = None
+    counted: Counted | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalised `x [N, C]`."""
         if self.counted is None or not self.training:
             return super().forward(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = self.counted.sum()
-        mean = (wide * self.counted).sum(dim=0) / count
-        centred = (wide - mean) * self.counted
-        variance = centred.square().sum(dim=0) / count
+        out, mean, variance = _Normalize.apply(x, self.weight, self.bias, self.counted, self.eps)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1
                 momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-                self.running_mean += momentum * (mean - self.running_mean)
-                self.running_var += momentum * (variance * count / (count - 1) - self.running_var)
-        normal = centred * (variance + self.eps).rsqrt()
-        return (normal * self.weight + self.bias if self.affine else normal).to(x.dtype)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_((variance * self.counted.unbiased).to(self.running_var.dtype), momentum)
+        return out
+
+
+class _Normalize(torch.autograd.Function):
+    """Few kernels each way: there are many norms in a step on little data. Rows that do not count get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, counted: Counted, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = x.to(counted.rows.dtype)
+        mean = (wide * counted.share).sum(dim=0)
+        centred = (wide - mean).mul_(counted.rows)
+        variance = torch.linalg.vector_norm(centred, dim=0).square_().mul_(counted.inverse)
+        deviation = (variance + eps).rsqrt_()
+        scale = deviation if weight is None else deviation * weight
+        out = centred * scale if bias is None else torch.addcmul(bias, centred, scale)
+        ctx.save_for_backward(centred, deviation, scale)
+        ctx.counted = counted
+        ctx.mark_non_differentiable(mean, variance)
+        return out.to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        centred, deviation, scale = ctx.saved_tensors
+        counted, needed = ctx.counted, ctx.needs_input_grad
+        grad_out = grad * counted.rows
+        total, along = grad_out.sum(dim=0), (grad_out * centred).sum(dim=0)
+        grad_x = None
+        if needed[0]:
+            slope = deviation.square().mul_(along).mul_(counted.inverse)
+            grad_x = torch.addcmul(grad_out, centred, slope, value=-1)
+            grad_x = grad_x.addcmul_(counted.share, total, value=-1).mul_(scale).to(grad.dtype)
+        return grad_x, along * deviation if needed[1] else None, total if needed[2] else None, None, None
 
 
 @dataclass(frozen=True)
@@ -130,7 +189,7 @@ class Bucket:
         self.batch.y = batch.y.new_empty(self.num_graphs if graph_level else self.num_nodes)
         if graph_level:
             self.batch.batch = batch.batch.new_empty(self.num_nodes)
-        self.counted = torch.zeros(self.num_nodes, 1, device=batch.x.device)
+        self.counted = Counted(self.num_nodes, batch.x)
         self.frame = None
         if graph is not None:
             self.frame = Frame(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
@@ -149,8 +208,8 @@ class Bucket:
                 mine[theirs.size(0) :] = rest
         self.batch.edge_index[:, : batch.num_edges] = batch.edge_index
         self.batch.edge_index[:, batch.num_edges :] = self.num_nodes - 1
-        self.counted[: batch.num_nodes] = 1
-        self.counted[batch.num_nodes :] = 0
+        assert batch.num_nodes is not None
+        self.counted.set(batch.num_nodes)
         if self.frame is not None:
             assert graph is not None
             self.frame.put(graph)

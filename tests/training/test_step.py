@@ -11,7 +11,7 @@ from torch_geometric.data import Batch, Data
 from pyg_dfgnn.graph import ResidentGraphs, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training.buckets import Buckets, CountedBatchNorm, Room
+from pyg_dfgnn.training.buckets import Buckets, Counted, CountedBatchNorm, Room
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 from tests.emu.loader import compiler
@@ -177,6 +177,32 @@ def test_one_padded_step_is_exact():
             torch.testing.assert_close(a.grad, b.grad, msg=name)
     for (name, a), (_, b) in zip(padded.named_buffers(), model.named_buffers()):
         torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
+def test_norm_of_the_rows_that_count(affine, momentum):
+    norm = CountedBatchNorm(3, affine=affine, momentum=momentum).double()
+    plain = nn.BatchNorm1d(3, affine=affine, momentum=momentum).double()
+    for module in (norm, plain):
+        for position, parameter in enumerate(module.parameters()):
+            nn.init.constant_(parameter, 0.7 + position)
+    norm.counted = Counted(12, torch.empty(0, dtype=torch.float64))
+    for count in (9, 4):
+        norm.counted.set(count)
+        x = (5 + torch.randn(12, 3, dtype=torch.float64)).requires_grad_()
+        head, down = x.detach()[:count].requires_grad_(), torch.randn(12, 3, dtype=torch.float64)
+        out, want = norm(x), plain(head)
+        out.backward(down)
+        want.backward(down[:count])
+        torch.testing.assert_close(out[:count], want)
+        torch.testing.assert_close(x.grad[:count], head.grad)
+        assert not x.grad[count:].any()
+        for (name, a), (_, b) in zip(norm.named_parameters(), plain.named_parameters()):
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+        for (name, a), (_, b) in zip(norm.named_buffers(), plain.named_buffers(), strict=True):
+            torch.testing.assert_close(a, b, msg=name)
+    assert torch.equal(norm(x.bfloat16().detach()).isfinite(), torch.ones_like(x, dtype=torch.bool))
 
 
 def test_a_batch_has_the_same_room_in_every_run():
