@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,6 +91,20 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def start_average(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start :meth:`average`, which the returned call ends; the device computes on meanwhile."""
+        tensor = tensor.detach()
+        if self.size == 1:
+            return lambda: tensor
+        total = tensor.clone()
+        work = dist.all_reduce(total, async_op=True)
+
+        def end() -> Tensor:
+            work.wait()
+            return total / self.size
+
+        return end
+
     def average(self, tensor: Tensor) -> Tensor:
         """The mean of a tensor over all processes, without a gradient; the same bits on each."""
         return self.sum(tensor) / self.size if self.size > 1 else tensor.detach()
@@ -154,4 +169,6 @@ class Group:
     def close() -> None:
         """End the communication of this process, if there is any."""
         if dist.is_initialized():
+            # Captured steps that use it have to go first.
+            gc.collect()
             dist.destroy_process_group()

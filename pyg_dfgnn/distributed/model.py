@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing
@@ -20,7 +21,7 @@ PAIR = (upstream.GATConv, upstream.GATv2Conv, upstream.TransformerConv)
 SINGLE = (upstream.AGNNConv,)
 
 
-def wrap(model: nn.Module, group: Group) -> nn.Module:
+def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None) -> nn.Module:
     """Make a model train on several processes: gradients are averaged, batch statistics are those of all nodes.
 
     The model may be called with a :class:`PartitionedGraph` in place of `edge_index`; each conv then fetches the halo
@@ -30,6 +31,7 @@ def wrap(model: nn.Module, group: Group) -> nn.Module:
     Args:
         model: On the group's device; changed in place.
         group: The processes.
+        stream: Where the steps will be captured as CUDA graphs; None: they will not be.
 
     Returns:
         The module to call in training: `model` under DistributedDataParallel, or `model` itself in a group of one.
@@ -40,7 +42,7 @@ def wrap(model: nn.Module, group: Group) -> nn.Module:
     """
     for module in model.modules():
         if isinstance(module, MessagePassing) and not hasattr(module, "halo"):
-            halo = module.halo = _Halo()
+            halo = module.halo = _Halo(inspect.signature(type(module).forward))
             module.register_forward_pre_hook(halo.fetch, with_kwargs=True)
             module.register_forward_hook(halo.drop)
     if group.size == 1:
@@ -52,7 +54,13 @@ def wrap(model: nn.Module, group: Group) -> nn.Module:
             raise TypeError(f"'model' needs BatchNorm1d on several processes (got {type(module).__name__})")
     ids = [group.device] if group.device.type == "cuda" else None
     # Static: the first step finds the parameters that take no part, such as PyG's `lin_skip` without a root weight.
-    parallel = DistributedDataParallel(model, device_ids=ids, static_graph=True, gradient_as_bucket_view=True)
+    # Gradients go to the buckets on the stream that is current here.
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(group.device))
+    with torch.cuda.stream(stream):
+        parallel = DistributedDataParallel(model, device_ids=ids, static_graph=True, gradient_as_bucket_view=True)
+    if stream is not None:
+        torch.cuda.current_stream(group.device).wait_stream(stream)
     # The statistics are equal already. As an argument it has another name in each version of torch.
     parallel.broadcast_buffers = False
     return parallel
@@ -61,7 +69,9 @@ def wrap(model: nn.Module, group: Group) -> nn.Module:
 class _Halo:
     """Hooks of a conv that is called with a partitioned graph."""
 
-    targets: int | None = None
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+        self.targets: int | None = None
 
     def fetch(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(isinstance(given, PartitionedGraph) for given in (*args, *kwargs.values())):
@@ -69,7 +79,7 @@ class _Halo:
         if not isinstance(conv, (*PAIR, *SINGLE)):
             known = ", ".join(each.__name__ for each in (*PAIR, *SINGLE))
             raise TypeError(f"'model' needs convs among {known} on a partitioned graph (got {type(conv).__name__})")
-        call = inspect.signature(conv.forward).bind(*args, **kwargs)
+        call = self.signature.bind(conv, *args, **kwargs)
         x, graph = call.arguments["x"], call.arguments["edge_index"]
         sources = graph.exchange(x)
         if isinstance(conv, SINGLE):
@@ -77,7 +87,7 @@ class _Halo:
             self.targets = graph.num_nodes
         call.arguments["x"] = sources if isinstance(conv, SINGLE) else (sources, x)
         call.arguments["edge_index"] = graph.edge_index
-        return call.args, call.kwargs
+        return call.args[1:], call.kwargs
 
     def drop(self, conv: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         targets, self.targets = self.targets, None

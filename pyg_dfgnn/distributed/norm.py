@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.errors import check_shape
 
+# The name since torch 2.13, and the one before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class SyncBatchNorm(nn.BatchNorm1d):
     """`BatchNorm1d` with the statistics of all processes in training; inputs `[N, C]`, where N may be 0.
@@ -54,11 +57,9 @@ class _Normalize(torch.autograd.Function):
         own = kernels.batch_norm_stats(x, eps) if rows else (x.new_ones(2 * channels, dtype=dtype),)
         # The merge divides by the rows so far, and a process without any may come first.
         count = x.new_full((1,), rows or torch.finfo(dtype).tiny, dtype=dtype)
-        # Gathered by a sum, so that every part lands in its row of one tensor.
-        parts = count.new_zeros(dist.get_world_size(), 2 * channels + 1)
-        torch.cat([*own, count], out=parts[dist.get_rank()])
-        dist.all_reduce(parts)
-        means, invstds, counts = parts.split([channels, channels, 1], dim=1)
+        parts = count.new_empty(dist.get_world_size() * (2 * channels + 1))
+        _all_gather(parts, torch.cat([*own, count]))
+        means, invstds, counts = parts.view(-1, 2 * channels + 1).split([channels, channels, 1], dim=1)
         mean, invstd = kernels.batch_norm_gather_stats_with_counts(
             parts, means, invstds, running_mean, running_var, momentum, eps, counts.view(-1)
         )

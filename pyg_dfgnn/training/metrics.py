@@ -35,25 +35,28 @@ def class_weights(counts: Tensor) -> Tensor:
     return torch.where(counts > 0, (total - counts) / total, 0.0)
 
 
-def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, group: Group | None = None) -> Tensor:
+def label_counts(y: Tensor, num_classes: int, *, loss_weights: bool) -> Tensor:
+    """What a loss needs of all labels `y [N]`: :func:`class_counts`, or without weights how many count, `[]`."""
+    return class_counts(y, num_classes) if loss_weights else (y != IGNORED).sum()
+
+
+def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tensor | None = None) -> Tensor:
     """Mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
 
     Args:
         logits: Of any floating dtype; the loss is taken in float32.
         y: Labels.
         loss_weights: Weigh with the :func:`class_weights` of these labels rather than with 1.
-        group: Processes that hold one part of the labels each; counts are then those of all, and the results of the
-            processes average to the loss.
+        counts: The :func:`label_counts` of these labels; where several processes hold labels of their own, their
+            average over the processes, and the results of the processes average to the loss. None: they are taken here.
     """
-    average = (group or Group()).average
+    total = label_counts(y, logits.size(1), loss_weights=loss_weights) if counts is None else counts
+    weight = None
     if loss_weights:
-        counts = average(class_counts(y, logits.size(1)))
-        weight = class_weights(counts)
-        total = (weight * counts).sum()
+        weight = class_weights(total)
+        total = (weight * total).sum()
         # One class alone weighs nothing: a loss of 0 instead of 0 / 0.
         total = torch.where(total > 0, total, 1.0)
-    else:
-        weight, total = None, average((y != IGNORED).sum())
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
 

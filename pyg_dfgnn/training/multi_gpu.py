@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, 
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
-from pyg_dfgnn.training.step import Step
+from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 
 LOSS_TOLERANCE = 1e-3
 """Relative, of a mean over an epoch: optimizers make differences of rounding grow."""
@@ -57,7 +58,7 @@ class Result:
         """Either "ok" or "FAILED"; empty where nothing is needed."""
         if self.needed is None:
             return ""
-        good = self.value >= self.needed if self.quantity == "speed-up" else self.value <= self.needed
+        good = self.value >= self.needed if self.quantity.startswith("speed-up") else self.value <= self.needed
         return "ok" if good else "FAILED"
 
 
@@ -104,43 +105,73 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
     }
     results = []
     for name, make in makers.items():
-        torch.manual_seed(0)
-        single = make().to(group.device)
-        model = copy.deepcopy(single)
-        shared = _Pass(wrap(model, group), part, part.local(x), part.local(y), group)
-        found = [group.gather(each) for each in (shared(), shared.x_grad() / group.size)] + [_flat_grad(model)]
-        shared_ms = group_time_ms(shared, group, small)
-        group.barrier()
-        if group.is_main:
-            whole = edge_index.to(group.device)
-            alone = _Pass(single, whole, x.to(group.device), y.to(group.device), Group(device=group.device))
-            expected = [alone(), alone.x_grad(), _flat_grad(single)]
-            alone_ms = group_time_ms(alone, Group(device=group.device), small)
-            for quantity, left, right in zip(("error of logits", "error of dx", "error of dW"), found, expected):
-                error = float((left - right).norm() / right.norm())
-                results.append(Result("partition", name, group.size, quantity, error, GRADIENT_TOLERANCE))
-            results.append(Result("partition", name, 1, "ms per forward and backward", alone_ms))
-            results.append(Result("partition", name, group.size, "ms per forward and backward", shared_ms))
-        group.barrier()
+        for mode in modes(group):
+            torch.manual_seed(0)
+            single = make().to(group.device)
+            model = copy.deepcopy(single)
+            recorder = Recorder(group.device) if mode else None
+            wrapped = wrap(model, group, recorder.stream if recorder else None)
+            shared = _Pass(wrapped, part, part.local(x), part.local(y), group, recorder)
+            shared_ms = group_time_ms(shared, group, small)
+            found = [group.gather(each) for each in (shared(), shared.x_grad() / group.size)] + [_flat_grad(model)]
+            group.barrier()
+            if group.is_main:
+                whole = edge_index.to(group.device)
+                recorder = Recorder(group.device) if mode else None
+                own = Group(device=group.device)
+                alone = _Pass(single, whole, x.to(group.device), y.to(group.device), own, recorder)
+                alone_ms = group_time_ms(alone, own, small)
+                expected = [alone(), alone.x_grad(), _flat_grad(single)]
+                for quantity, left, right in zip(("logits", "dx", "dW"), found, expected):
+                    error = float((left - right).norm() / right.norm())
+                    quantity = f"error of {quantity}{mode}"
+                    results.append(Result("partition", name, group.size, quantity, error, GRADIENT_TOLERANCE))
+                for size, time_ms in {1: alone_ms, group.size: shared_ms}.items():
+                    results.append(Result("partition", name, size, f"ms both ways{mode}", time_ms))
+            group.barrier()
     halo, edges = group.counts(part.num_halo), group.counts(part.edge_index.size(1))
     results.append(Result("partition", "graph", group.size, "halo per own node", sum(halo) / num_nodes))
     results.append(Result("partition", "graph", group.size, "largest part of the edges", max(edges) / sum(edges)))
     return results
 
 
-class _Pass:
-    """Forward and backward of a model over a graph; the same call on all processes."""
+def modes(group: Group) -> tuple[str, ...]:
+    """How steps are launched: one by one, and on GPUs also as a CUDA graph."""
+    return ("", ", captured") if group.device.type == "cuda" else ("",)
 
-    def __init__(self, model: nn.Module, edges: Tensor | PartitionedGraph, x: Tensor, y: Tensor, group: Group) -> None:
+
+class _Pass:
+    """Forward and backward of a model over a graph, captured if there is a recorder; all processes make the calls."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        edges: Tensor | PartitionedGraph,
+        x: Tensor,
+        y: Tensor,
+        group: Group,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model, self.edges, self.y, self.group = model, edges, y, group
         self.x = x.clone().requires_grad_()
+        self.recording = None
+        if recorder is not None:
+            for _ in range(CapturedStep.SHARED_WARM_UPS):
+                recorder.run(self.launch)
+            self.recording = recorder.record(self.launch)
 
-    def __call__(self) -> Tensor:
+    def launch(self) -> tuple[Tensor, Tensor]:
+        """Loss and logits; the gradients of `x` and of the parameters are set."""
         self.model.zero_grad()
         self.x.grad = None
         logits = self.model(self.x, self.edges)
-        self.group.mean(F.cross_entropy(logits, self.y, reduction="sum"), self.y.numel()).backward()
-        return logits.detach()
+        loss = self.group.mean(F.cross_entropy(logits, self.y, reduction="sum"), self.y.numel())
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        return loss.detach(), logits.detach()
+
+    def __call__(self) -> Tensor:
+        return (self.launch() if self.recording is None else self.recording.replay())[1]
 
     def x_grad(self) -> Tensor:
         assert self.x.grad is not None
@@ -162,34 +193,38 @@ def throughput(group: Group, small: bool) -> list[Result]:
     graphs = task.splits["train"]
     results = []
     for name, make in makers.items():
-        rates = []
-        for each in (Group(device=group.device), group):
-            rate = 0.0
-            if each is group or group.is_main:
-                torch.manual_seed(0)
-                rate = num_graphs / group_time_ms(_Steps(make().to(group.device), graphs, each, name), each, small)
-            rates.append(1e3 * rate)
-            group.barrier()
-        if group.is_main:
-            for size, rate in zip((1, group.size), rates):
-                results.append(Result("throughput", name, size, "graphs per second", rate))
-            needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
-            results.append(Result("throughput", name, group.size, "speed-up", rates[1] / rates[0], needed))
+        for mode in modes(group):
+            rates = []
+            for each in (Group(device=group.device), group):
+                rate = 0.0
+                if each is group or group.is_main:
+                    torch.manual_seed(0)
+                    step = _Steps(make().to(group.device), graphs, each, encoded="blocks" in name, captured=bool(mode))
+                    rate = num_graphs / group_time_ms(step, each, small)
+                rates.append(1e3 * rate)
+                group.barrier()
+            if group.is_main:
+                for size, rate in zip((1, group.size), rates):
+                    results.append(Result("throughput", name, size, f"graphs per second{mode}", rate))
+                needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
+                results.append(Result("throughput", name, group.size, f"speed-up{mode}", rates[1] / rates[0], needed))
     return results
 
 
 class _Steps:
     """Training steps on this process's share of a batch."""
 
-    def __init__(self, model: nn.Module, graphs: list[Data], group: Group, name: str) -> None:
+    def __init__(self, model: nn.Module, graphs: list[Data], group: Group, *, encoded: bool, captured: bool) -> None:
         share = own_share(torch.arange(len(graphs)), group, edges_of(graphs)).tolist()
         self.batch: Any = Batch.from_data_list([graphs[index] for index in share]).to(group.device)
         Graph.of_batch(self.batch)
-        if "attention" in name:
+        if not encoded:
             del self.batch.pe
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=group.device.type == "cuda")
-        parallel = model if group.size == 1 else wrap(model, group)
-        self.step = Step(parallel, optimizer, loss_weights=True, group=group)
+        recorder = Recorder(group.device) if captured else None
+        parallel = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
+        make = partial(CapturedStep, recorder=recorder) if captured else Step
+        self.step = make(parallel, optimizer, loss_weights=True, group=group)
 
     def __call__(self) -> Tensor:
         return self.step(self.batch)[0]
@@ -197,7 +232,8 @@ class _Steps:
 
 def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:
     """Mean wall time of a call in a loop, of the slowest process."""
-    warm_ups, calls = (1, 2) if small else (5, 20)
+    # In its first ten steps DistributedDataParallel waits for the device.
+    warm_ups, calls = (1, 2) if small else (CapturedStep.SHARED_WARM_UPS + 1, 20)
     for _ in range(warm_ups):
         call()
     _synchronize(group)

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.training.buckets import Buckets, Room
-from pyg_dfgnn.training.metrics import cross_entropy
+from pyg_dfgnn.training.metrics import cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Mark = Callable[[str], None]
@@ -59,6 +59,7 @@ class Step:
         self.group = group or Group()
         self.mark = mark or _no_mark
         self.device = next(model.parameters()).device
+        self._num_classes: int | None = None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
 
     def __call__(self, batch: Data) -> tuple[Tensor, Tensor]:
@@ -73,6 +74,7 @@ class Step:
         """
         self.optimizer.zero_grad()
         loss, logits = self.forward(batch)
+        mean = self.group.start_average(loss)
         self.mark("forward")
         # One device needs no thread of its own, and handing over to it takes as long as many launches.
         with torch.autograd.set_multithreading_enabled(False):
@@ -81,7 +83,7 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.mark("optimizer")
-        return self.group.average(loss), logits.detach()
+        return mean(), logits.detach()
 
     @torch.no_grad()
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
@@ -94,9 +96,17 @@ class Step:
         given = {"pe": batch.pe} if "pe" in batch else {}
         if self.graph_level:
             given |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
+        # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
+        counts = None if self._num_classes is None else self._start_counts(batch.y)
         with self._autocast():
             logits = self.model(batch.x, batch.edge_index, **given)
-        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, group=self.group), logits
+        self._num_classes = logits.size(1)
+        counts = counts or self._start_counts(batch.y)
+        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, counts=counts()), logits
+
+    def _start_counts(self, y: Tensor) -> Callable[[], Tensor]:
+        assert self._num_classes is not None
+        return self.group.start_average(label_counts(y, self._num_classes, loss_weights=self.loss_weights))
 
     def _autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -159,7 +169,7 @@ class CapturedStep(Step):
     that comes again and again, or it is padded to the size of a bucket and put there.
 
     Args:
-        model: As in :class:`Step`.
+        model: As in :class:`Step`; of several processes, wrapped for the stream of `recorder`.
         optimizer: One that torch can capture: Adam, AdamW and others with the argument `capturable`.
         padded: The room of batches that are all different and go to :class:`Buckets`; evaluation then launches one by
             one. None: the same batches come again.
@@ -172,6 +182,8 @@ class CapturedStep(Step):
     """
 
     WARM_UPS = 3
+    SHARED_WARM_UPS = 12
+    """Of several processes: DistributedDataParallel times its first ten steps, which cannot be captured."""
 
     def __init__(
         self,
@@ -213,7 +225,8 @@ class CapturedStep(Step):
 
     def _run(self, kind: str, batch: Data, work: Work) -> tuple[Tensor, Tensor]:
         found = self._found.setdefault((kind, id(batch)), _Captured(batch))
-        if found.recording is None and found.runs < self.WARM_UPS:
+        warm_ups = self.WARM_UPS if self.group.size == 1 else self.SHARED_WARM_UPS
+        if found.recording is None and found.runs < warm_ups:
             found.runs += 1
             return self.recorder.run(work)
         if found.recording is None:

@@ -29,7 +29,7 @@ from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
 from pyg_dfgnn.training.report import write_history
-from pyg_dfgnn.training.step import CapturedStep, Step
+from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 
 log = logging.getLogger(__name__)
 
@@ -119,18 +119,21 @@ class Trainer:
         if sampler is not None and cuda_graph:
             raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
         self.group = group = group or Group()
-        for name, given in {"cuda_graph": cuda_graph, "compile": compile}.items():
-            if given and group.size > 1:
-                raise ValueError(f"'{name}' needs one process (got {group.size})")
+        if compile and group.size > 1:
+            raise ValueError(f"'compile' needs one process (got {group.size})")
+        if cuda_graph and group.size > 1 and not task.full_graph:
+            # Their batches differ in size, so that they would not capture at the same step.
+            raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.epochs, self.monitor, self.patience, self.max_time_s = epochs, monitor, patience, max_time_s
-        called: Any = model if group.size == 1 else wrap(model, group)
+        recorder = Recorder(device) if cuda_graph else None
+        called: Any = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
         if compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
         room = None if loader is None else Room.of(task.splits["train"], loader["batch_size"])
-        make = partial(CapturedStep, padded=room) if cuda_graph else Step
+        make = partial(CapturedStep, padded=room, recorder=recorder) if cuda_graph else Step
         self.step = make(
             called,
             optimizer,

@@ -41,8 +41,9 @@ def collectives(folder):
     # Of six numbers 0, 1, 1, 2, 2, 2: the parts average to the mean.
     part = group.mean(torch.tensor(float(group.rank * (group.rank + 1))), group.rank + 1)
     assert float(group.average(part)) == pytest.approx(8 / 6)
-    for option in ("cuda_graph", "compile"):
-        with pytest.raises(ValueError, match=rf"'{option}' needs one process \(got 3\)"):
+    assert float(group.start_average(torch.tensor(float(group.rank)))()) == 1.0
+    for option, when in {"cuda_graph": " where the task is many graphs", "compile": ""}.items():
+        with pytest.raises(ValueError, match=rf"'{option}' needs one process{when} \(got 3\)"):
             run(folder, *PATTERN, f"trainer.{option}=true")
 
 

@@ -1,0 +1,49 @@
+"""Steps of several processes that are captured equal those that are launched one by one."""
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+import pyg_dfgnn.nn
+from pyg_dfgnn import models
+from pyg_dfgnn.distributed import Group, own_part, wrap
+from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from tests.distributed.test_partition import CLASSES, FEATURES, graph
+from tests.training.test_step import HostRecorder
+
+
+def compare(device):
+    group = Group.of_environment(device)
+    edge_index, x, _, y = graph()
+    batch = own_part(Data(x=x.float(), edge_index=edge_index, y=y), group)
+    for name in ("GraphTransformer", "GAT"):
+        losses = []
+        for kind in (Step, CapturedStep):
+            torch.manual_seed(1)
+            options = {"pe_size": 0} if name == "GraphTransformer" else {"dropout": 0.0}
+            model = getattr(models, name)(FEATURES, CLASSES, pyg_dfgnn.nn, hidden_channels=8, heads=2, layers=2, **options)
+            model = model.to(group.device)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+            captured = {}
+            if kind is CapturedStep:
+                captured["recorder"] = Recorder(group.device) if device == "cuda" else HostRecorder(optimizer)
+            stream = captured["recorder"].stream if device == "cuda" and captured else None
+            step = kind(wrap(model, group, stream), optimizer, loss_weights=True, group=group, **captured)
+            losses.append(torch.stack([step(batch)[0] for _ in range(CapturedStep.SHARED_WARM_UPS + 6)]))
+            model.eval()
+            losses.append(torch.stack([step.evaluate(batch)[0] for _ in range(CapturedStep.SHARED_WARM_UPS + 2)]))
+        torch.testing.assert_close(losses[2], losses[0], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(losses[3], losses[1], rtol=1e-4, atol=1e-5, msg=name)
+        assert losses[0][-1] < losses[0][0]
+        assert all(found.recording is not None for found in step._found.values()) and len(step._found) == 2
+        assert group.gather(losses[2].view(1, -1)).unique(dim=0).size(0) == 1
+
+
+def test_equals_single_launches(launch):
+    launch(2, compare, "cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_equals_single_launches_on_gpus(launch):
+    launch(2, compare, "cuda")
