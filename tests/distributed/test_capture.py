@@ -20,9 +20,9 @@ def compare(device):
         losses = []
         for kind in (Step, CapturedStep):
             torch.manual_seed(1)
-            options = {"pe_size": 0} if name == "GraphTransformer" else {"dropout": 0.0}
-            model = getattr(models, name)(FEATURES, CLASSES, pyg_dfgnn.nn, hidden_channels=8, heads=2, layers=2, **options)
-            model = model.to(group.device)
+            options = {"hidden_channels": 8, "heads": 2, "layers": 2, "dropout": 0.0}
+            options |= {"pe_size": 0} if name == "GraphTransformer" else {}
+            model = getattr(models, name)(FEATURES, CLASSES, pyg_dfgnn.nn, **options).to(group.device)
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
             captured = {}
             if kind is CapturedStep:
