@@ -44,6 +44,9 @@ class RowsWalk:
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
         self._lay_out(walk, graph, side)
+        # States that go from launch to launch: of chunks to their merge, of rows to the next column block.
+        self.num_partial = 0 if constants["JOINED"] else self.max_chunks
+        self.num_carried = self.num_rows if len(self.chunks) > 1 else 0
 
     def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
         """Prepare the launches of one pass: which thread block works on what."""
@@ -169,13 +172,12 @@ class RowsWalk:
             merge_outputs: What it writes, before the rows' states.
         """
         device = self.device
-        joined = self.chosen.constants["JOINED"]
-        partial = None if joined else _states(self.max_chunks, self.state_elements, device)
-        carry = _states(self.num_rows, self.state_elements, device) if len(self.chunks) > 1 else None
+        partial = _states(self.num_partial, self.state_elements, device)
+        carry = _states(self.num_carried, self.state_elements, device)
         arguments = (*inputs, *addresses((*outputs, partial, carry)))
         for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
             launch(self.kernel, self.grid, self.threads, sweep + arguments, device, self.shared_bytes)
-            if chunks is not None and not joined:
+            if chunks is not None and self.num_partial:
                 grid = (-(-chunks.num_heavy // self.items_per_block), self.head_groups, 1)
                 sizes = (chunks.num_heavy, chunks.num_chunks, self.num_rows, block, len(self.chunks))
                 merge = (chunks.heavy_row, chunks.heavy_ptr, *sizes, partial, *merge_inputs, *merge_outputs, carry)
