@@ -40,14 +40,19 @@ __device__ __forceinline__ SourceSums load_sums(const float* buffer, i64 count, 
 
 // Adds the chunks begin ... end - 1 in a buffer for `count` of them: each edge slot takes every EDGE_SLOTS-th in turn,
 // then the slots are added.
+template <bool EXACT>
 __device__ __forceinline__ SourceSums add_chunks(SourceSums sums, const float* buffer, i64 count, int begin, int end,
                                                  const Lanes& l) {
+    SourceSums lost = zero_source_sums();
     for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
         const SourceSums other = load_sums(buffer, count, c, l);
-        add_to(sums.value, other.value);
-        add_to(sums.score, other.score);
-        add_to(sums.scalar, other.scalar);
+        accumulate<EXACT>(sums.value, lost.value, other.value);
+        accumulate<EXACT>(sums.score, lost.score, other.score);
+        accumulate<EXACT>(sums.scalar, lost.scalar, other.scalar);
     }
+    add_lost(sums.value, lost.value);
+    add_lost(sums.score, lost.score);
+    add_lost(sums.scalar, lost.scalar);
     sum_slots(sums);
     return sums;
 }
@@ -218,10 +223,8 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
         const HeadValues own_scalars = load_scalars(in.source_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 
-        SourceSums sums = zero_source_sums();
-        if (!a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0) {
-            sums = load_sums(carry, num_rows, item.row, l);
-        }
+        const bool continues = !a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0;
+        SourceSums sums = continues ? load_sums(carry, num_rows, item.row, l) : zero_source_sums();
         Step next;
         if (!IN_SHARED && steps > 0) next = load_step(a, item, l, 0);
         for (int step = 0; step < steps; ++step) {
@@ -287,7 +290,9 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
             }
         }
 
-        if (WARP_ROWS > 1 && item.begin == item.end) sums = zero_source_sums();
+        if (WARP_ROWS > 1 && item.begin == item.end) {
+            sums = continues ? load_sums(carry, num_rows, item.row, l) : zero_source_sums();
+        }
         sum_slots(sums);
         // The lanes of a head read the same carried numbers; one of them overwrites these.
         __syncwarp();
@@ -302,7 +307,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_sums(shared_sums, ITEMS, slot, l, sums);
             __syncthreads();
-            sums = add_chunks(zero_source_sums(), shared_sums, ITEMS, slot, slot + item.join, l);
+            sums = add_chunks<false>(zero_source_sums(), shared_sums, ITEMS, slot, slot + item.join, l);
             finishes = item.first && l.edge_slot == 0;
         }
 #endif
@@ -312,7 +317,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
     });
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_backward_sources_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks,
                                  i64 num_rows, i64 block, i64 num_blocks, const float* partial, const storage_t* value,
                                  const float* source_scalars, const float* parameter, double scale,
@@ -330,7 +335,7 @@ attention_backward_sources_merge(const int* heavy_row, const int* heavy_ptr, i64
     const int row = active ? heavy_row[w] : 0;
     SourceSums sums = zero_source_sums();
     if (block > 0 && writes) sums = load_sums(carry, num_rows, row, l);
-    sums = add_chunks(sums, partial, num_chunks, begin, end, l);
+    sums = add_chunks<true>(sums, partial, num_chunks, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (block + 1 < num_blocks) {

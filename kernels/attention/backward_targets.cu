@@ -44,13 +44,17 @@ __device__ __forceinline__ TargetSums load_sums(const float* buffer, i64 i, cons
 
 // Adds the chunks begin ... end - 1 in a buffer: each edge slot takes every EDGE_SLOTS-th in turn, then the slots are
 // added.
+template <bool EXACT>
 __device__ __forceinline__ TargetSums add_chunks(TargetSums sums, const float* buffer, int begin, int end,
                                                  const Lanes& l) {
+    TargetSums lost = zero_target_sums();
     for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
         const TargetSums other = load_sums(buffer, c, l);
-        add_to(sums.vector, other.vector);
-        add_to(sums.scalar, other.scalar);
+        accumulate<EXACT>(sums.vector, lost.vector, other.vector);
+        accumulate<EXACT>(sums.scalar, lost.scalar, other.scalar);
     }
+    add_lost(sums.vector, lost.vector);
+    add_lost(sums.scalar, lost.scalar);
     sum_slots(sums);
     return sums;
 }
@@ -132,9 +136,9 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
         const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 
-        TargetSums sums = zero_target_sums();
+        const bool continues = !a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0;
+        TargetSums sums = continues ? load_sums(carry, item.row, l) : zero_target_sums();
         Part own_parameter_acc = zero_part();
-        if (!a.starts() && item.active && item.chunk < 0 && l.edge_slot == 0) sums = load_sums(carry, item.row, l);
         Step next;
         if (!IN_SHARED && steps > 0) next = load_step(a, item, l, 0);
         for (int step = 0; step < steps; ++step) {
@@ -213,7 +217,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
         }
 
         if (WARP_ROWS > 1 && item.begin == item.end) {
-            sums = zero_target_sums();
+            sums = continues ? load_sums(carry, item.row, l) : zero_target_sums();
         } else {
             add_to(parameter_acc, own_parameter_acc);
         }
@@ -230,7 +234,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
             const int slot = item_slot(l);
             if (l.edge_slot == 0) store_sums(shared_sums, slot, l, sums);
             __syncthreads();
-            sums = add_chunks(zero_target_sums(), shared_sums, slot, slot + item.join, l);
+            sums = add_chunks<false>(zero_target_sums(), shared_sums, slot, slot + item.join, l);
             finishes = item.first && l.edge_slot == 0;
         }
 #endif
@@ -268,7 +272,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_backward_targets_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks,
                                  i64 num_rows, i64 block, i64 num_blocks, const float* partial,
                                  const storage_t* target, const float* target_scalars, const float* parameter,
@@ -285,7 +289,7 @@ attention_backward_targets_merge(const int* heavy_row, const int* heavy_ptr, i64
     const int row = active ? heavy_row[w] : 0;
     TargetSums sums = zero_target_sums();
     if (block > 0 && writes) sums = load_sums(carry, row, l);
-    sums = add_chunks(sums, partial, begin, end, l);
+    sums = add_chunks<true>(sums, partial, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (block + 1 < num_blocks) {

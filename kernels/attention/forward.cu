@@ -8,6 +8,8 @@
 // sum of weights, 1, and to O_i:
 //
 //   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
+//
+// With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "include/philox.cuh"
@@ -23,13 +25,13 @@ struct Softmax {
     Part acc[PARTS];
 };
 
-// exp2 differences against -inf stay 0 instead of NaN.
-__device__ __forceinline__ float finite(float max) { return max == negative_infinity() ? 0.0f : max; }
+// The maximum over no edges: finite, so that a logit of -inf differs from it by -inf and not by NaN.
+constexpr float NO_MAX = -3.0e38f;
 
 __device__ __forceinline__ Softmax empty_softmax() {
     Softmax s;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) s.max.x[h] = negative_infinity();
+    for (int h = 0; h < LANE_HEADS; ++h) s.max.x[h] = NO_MAX;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         s.sum[part] = zero_heads();
@@ -40,7 +42,7 @@ __device__ __forceinline__ Softmax empty_softmax() {
 
 // Raises the maximum of head h and scales its sums to it.
 __device__ __forceinline__ void raise_max(Softmax& s, int h, float max) {
-    const float factor = fast_exp2(s.max.x[h] - finite(max));
+    const float factor = fast_exp2(s.max.x[h] - max);
     s.max.x[h] = max;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -81,8 +83,8 @@ __device__ __forceinline__ void store_row(const Softmax& s, int row, const Lanes
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
         const bool empty = s.sum[0].x[h] == 0.0f;
-        const float inverse = 1.0f / s.sum[0].x[h];
-        softmax.max[h] = finite(s.max.x[h]);
+        const float inverse = reciprocal(s.sum[0].x[h]);
+        softmax.max[h] = empty ? 0.0f : s.max.x[h];
         softmax.inverse[h] = empty ? 0.0f : inverse;
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) out.x[h][c] = empty ? 0.0f : s.acc[0].x[h][c] * inverse;
@@ -133,6 +135,7 @@ __device__ __forceinline__ Softmax load_state(const float* buffer, i64 count, i6
 
 // The chunks begin ... end - 1 in a buffer for `count` of them, merged into one state: each edge slot takes every
 // EDGE_SLOTS-th in turn, then the slots are merged.
+template <bool EXACT>
 __device__ __forceinline__ void merge_chunks(Softmax& state, const float* buffer, i64 count, int begin, int end,
                                              const Lanes& l) {
     // The maximum first, so that what follows it does not form a chain.
@@ -146,21 +149,28 @@ __device__ __forceinline__ void merge_chunks(Softmax& state, const float* buffer
     }
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) raise_max(state, h, max.x[h]);
+    Softmax lost = empty_softmax();
 #pragma unroll 2
     for (int c = begin + l.edge_slot; c < end; c += EDGE_SLOTS) {
         const Softmax other = load_state(buffer, count, c, l);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
-            const float factor = fast_exp2(other.max.x[h] - finite(max.x[h]));
+            const float factor = fast_exp2(other.max.x[h] - max.x[h]);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                state.sum[part].x[h] = fmaf(other.sum[part].x[h], factor, state.sum[part].x[h]);
+                accumulate<EXACT>(state.sum[part].x[h], lost.sum[part].x[h], other.sum[part].x[h] * factor);
 #pragma unroll
                 for (int v = 0; v < LANE_ELEMS; ++v) {
-                    state.acc[part].x[h][v] = fmaf(other.acc[part].x[h][v], factor, state.acc[part].x[h][v]);
+                    accumulate<EXACT>(state.acc[part].x[h][v], lost.acc[part].x[h][v],
+                                      other.acc[part].x[h][v] * factor);
                 }
             }
         }
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        add_lost(state.sum[part], lost.sum[part]);
+        add_lost(state.acc[part], lost.acc[part]);
     }
     merge_slots(state);
 }
@@ -238,10 +248,16 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                     logit[u][h] = FULL || is_valid(item, l, step, u) ? s : negative_infinity();
                     max = fmaxf(max, logit[u][h]);
                 }
+#if LAZY
+                // Weights of up to 2^LAZY are as good as weights of up to 1.
+                if (__any_sync(FULL_MASK, max > state.max.x[h] + LAZY)) raise_max(state, h, max);
+                max = state.max.x[h];
+#else
                 raise_max(state, h, max);
+#endif
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u) {
-                    const float p = fast_exp2(logit[u][h] - finite(max));
+                    const float p = fast_exp2(logit[u][h] - max);
                     weight[u][h] = p * dropout_factors[u][h];
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part) {
@@ -282,7 +298,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
             if (l.edge_slot == 0) store_state(states, ITEMS, slot, l, state);
             __syncthreads();
             state = empty_softmax();
-            merge_chunks(state, states, ITEMS, slot, slot + item.join, l);
+            merge_chunks<false>(state, states, ITEMS, slot, slot + item.join, l);
             if (item.first && l.edge_slot == 0) store_row(state, item.row, l, results);
             return;
         }
@@ -301,7 +317,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
 }
 
 // Merges the chunks of each heavy row in chunk order.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
                         i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
                         float* exact, float* tangent, float* carry) {
@@ -314,7 +330,7 @@ attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heav
 
     Softmax state = empty_softmax();
     if (block > 0 && active && l.edge_slot == 0) state = load_state(carry, num_rows, row, l);
-    merge_chunks(state, partial, num_chunks, begin, end, l);
+    merge_chunks<true>(state, partial, num_chunks, begin, end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
     if (!active || l.edge_slot != 0) return;

@@ -15,7 +15,7 @@
 //
 // A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so that
 // the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts from
-// what block b - 1 left, the last one finishes the row. Sweeps take WARP_ROWS == 1, and neither JOINED nor RESIDENT.
+// what block b - 1 left, the last one finishes the row. Sweeps take neither JOINED nor RESIDENT.
 #include "include/copy.cuh"
 
 #define ITEMS (WARPS * WARP_ROWS)

@@ -53,6 +53,49 @@ __device__ __forceinline__ void add_to(HeadValues& values, const HeadValues& oth
     for (int h = 0; h < LANE_HEADS; ++h) values.x[h] += other.x[h];
 }
 
+// Adds to a sum of many terms. EXACT gathers what rounding takes from the sum in `lost`, to be added at the end (Knuth's
+// two-sum): a chain over the thousands of chunks of a hub would cost several bits.
+template <bool EXACT>
+__device__ __forceinline__ void accumulate(float& sum, float& lost, float term) {
+    const float total = sum + term;
+    if (EXACT) {
+        const float added = total - sum;
+        lost += (sum - (total - added)) + (term - added);
+    }
+    sum = total;
+}
+
+template <bool EXACT>
+__device__ __forceinline__ void accumulate(Part& sum, Part& lost, const Part& term) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) accumulate<EXACT>(sum.x[h][c], lost.x[h][c], term.x[h][c]);
+    }
+}
+
+template <bool EXACT>
+__device__ __forceinline__ void accumulate(HeadValues& sum, HeadValues& lost, const HeadValues& term) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) accumulate<EXACT>(sum.x[h], lost.x[h], term.x[h]);
+}
+
+// Adds what a sum has lost; an infinite one has no such number.
+__device__ __forceinline__ void add_lost(float& sum, float lost) { sum += lost == lost ? lost : 0.0f; }
+
+__device__ __forceinline__ void add_lost(Part& sum, const Part& lost) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) add_lost(sum.x[h][c], lost.x[h][c]);
+    }
+}
+
+__device__ __forceinline__ void add_lost(HeadValues& sum, const HeadValues& lost) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) add_lost(sum.x[h], lost.x[h]);
+}
+
 __device__ __forceinline__ Part load_parameter(const ScoreInputs& in, const Lanes& l) {
 #if SCORE == SCORE_GATV2
     return load_part_fp32(in.parameter, 0, l);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h
     for (int half = 0; half < 2; ++half) {
         const float sum = quad_sum(head.sum[half]);
         const bool empty = sum == 0.0f;
-        const float inverse = empty ? 0.0f : 1.0f / sum;
+        const float inverse = empty ? 0.0f : reciprocal(sum);
 #pragma unroll
         for (int c = 0; c < CHANNEL_TILES; ++c) {
 #pragma unroll

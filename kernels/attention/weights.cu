@@ -49,7 +49,9 @@ attention_weights(const int* ptr, const int* index, const int* edge_id, const in
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
                                             neighbours.edge_scalar(u, h), factor.x[h], in.slope);
-                alpha.x[h] = fast_exp2(s - own_softmax.max[h]) * own_softmax.inverse[h] * dropout_factors[u][h];
+                // The logit may round otherwise than the maximum did.
+                const float p = fast_exp2(s - own_softmax.max[h]) * own_softmax.inverse[h];
+                alpha.x[h] = (p > 1.0f ? 1.0f : p) * dropout_factors[u][h];
             }
             if (is_valid(item, l, step, u)) {
                 store_heads(weights_out, __ldg(edge_id + edge_position(item, l, step, u)), l, alpha);

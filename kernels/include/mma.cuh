@@ -131,24 +131,6 @@ __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Rig
     for (int n = 0; n < N; ++n) mma(e[n], f.big, g[n].big);
 }
 
-__device__ __forceinline__ u32 pack_pair(float low, float high) {
-#if defined(PYG_DFGNN_EMULATOR) || STORAGE == 0
-    return 0u
-#if STORAGE != 0
-           | (u32)to_bits16(low) | (u32)to_bits16(high) << 16
-#endif
-        ;
-#else
-    u32 pair;
-#if STORAGE == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-#endif
-}
-
 __device__ __forceinline__ void set_word(Left& a, int i, u32 word) {
 #if STORAGE == 0
     set_tf32(a, i, word);

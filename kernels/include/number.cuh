@@ -24,6 +24,17 @@ __device__ __forceinline__ float fast_exp2(float x) {
 #endif
 }
 
+// 1 / x for an x that is neither huge nor tiny: a Newton step on an approximation, without the branches of a division.
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef PYG_DFGNN_EMULATOR
+    return 1.0f / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return fmaf(fmaf(-x, y, 1.0f), y, y);
+#endif
+}
+
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
@@ -58,6 +69,21 @@ __device__ __forceinline__ u16 to_bits16(float value) {
     return float_to_half(value);
 #else
     return float_to_bf16(value);
+#endif
+}
+
+// Two numbers in one word, the first in its lower half.
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
+#ifdef PYG_DFGNN_EMULATOR
+    return (u32)to_bits16(low) | (u32)to_bits16(high) << 16;
+#else
+    u32 pair;
+#if STORAGE == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
 #endif
 }
 

@@ -70,8 +70,7 @@ __device__ __forceinline__ void pack(const float* x, u32 (&words)[PACK_WORDS]) {
 #if STORAGE == 0
         words[w] = __float_as_uint(x[w]);
 #else
-        words[w] = to_bits16(x[2 * w]);
-        if (2 * w + 1 < VEC) words[w] |= (u32)to_bits16(x[2 * w + 1]) << 16;
+        words[w] = pack_pair(x[2 * w], 2 * w + 1 < VEC ? x[2 * w + 1] : 0.0f);
 #endif
     }
 }

@@ -112,23 +112,28 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     return []
 
 
-# Loads of a lane per row, UNROLL, warps of a block and blocks per multiprocessor, from timings on an H200 (dot) and
-# from the registers that the kernels need (others): 24 warps leave 80 registers, 18 leave 96.
+# Loads of a lane per row, UNROLL, warps of a block and blocks per multiprocessor, from timings on an H200 and, where
+# there are none (see _is_timed), from the registers that the kernels need: 24 warps leave 80 registers, 18 leave 96.
 _LAYOUTS = {
-    (4, "forward"): {"dot": (2, 2, 12, 2), "cosine": (2, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (2, 2, 12, 2)},
-    (4, "targets"): {"dot": (2, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
-    (4, "sources"): {"dot": (2, 1, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (2, 1, 12, 2)},
-    (2, "forward"): {"dot": (2, 2, 6, 4), "cosine": (1, 2, 12, 2), "add": (2, 2, 6, 4), "gatv2": (1, 2, 12, 2)},
-    (2, "targets"): {"dot": (2, 2, 6, 3), "cosine": (1, 1, 12, 2), "add": (2, 2, 6, 4), "gatv2": (1, 1, 8, 2)},
-    (2, "sources"): {"dot": (2, 2, 6, 2), "cosine": (1, 1, 9, 2), "add": (1, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+    (4, "forward"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 6, 4), "add": (4, 2, 6, 3), "gatv2": (2, 2, 12, 2)},
+    (4, "targets"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 9, 2), "add": (2, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+    (4, "sources"): {"dot": (2, 1, 12, 2), "cosine": (4, 2, 6, 2), "add": (4, 1, 6, 4), "gatv2": (2, 1, 12, 2)},
+    (2, "forward"): {"dot": (2, 2, 6, 4), "cosine": (2, 2, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 2, 12, 2)},
+    (2, "targets"): {"dot": (2, 2, 6, 3), "cosine": (2, 1, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 1, 8, 2)},
+    (2, "sources"): {"dot": (2, 2, 6, 2), "cosine": (2, 2, 6, 2), "add": (1, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
 }
-# The same with several heads: in float32 two loads of a head would lie in the banks of those of the next head but one.
+# The same with several heads: two loads of a head would lie in the banks of those of the next head but one.
 _LAYOUTS_OF_HEADS = {
     (4, "forward"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (1, 4, 12, 2), "gatv2": (1, 2, 12, 2)},
-    (4, "targets"): {"dot": (1, 4, 12, 2), "add": (1, 4, 12, 2)},
-    (4, "sources"): {"dot": (1, 2, 12, 2), "gatv2": (1, 2, 12, 2)},
-    (2, "sources"): {"dot": (2, 1, 6, 3)},
+    (4, "targets"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (1, 4, 12, 2)},
+    (4, "sources"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (1, 2, 12, 2)},
+    (2, "forward"): {"dot": (1, 4, 12, 2), "cosine": (1, 2, 12, 2)},
+    (2, "targets"): {"cosine": (1, 1, 12, 2)},
+    (2, "sources"): {"dot": (1, 1, 12, 2), "cosine": (1, 1, 9, 2)},
 }
+# By how many powers of two a maximum may grow before sums are scaled to it: that spares multiplications, but won only
+# for dot products of several heads in 16 bits.
+_LAZY = 8
 
 
 def _layout(problem: AttentionProblem, walk: str) -> tuple[int, int, int, int]:
@@ -146,7 +151,9 @@ def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
         # More registers than were timed.
         warps, blocks = 8, 1
     # As timed: 4 % faster through the L1 cache, all others are slower.
-    near = walk == "forward" and problem.score == "dot" and problem.dtype.itemsize == 4 and problem.heads == 1
+    full = walk == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
+    near = full and problem.score in ("dot", "cosine")
+    lazy = walk == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and problem.score == "dot"
     return {
         **rows.pass_constants(problem, walk, wide=False),
         **lanes,
@@ -155,6 +162,7 @@ def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
         "MIN_BLOCKS": blocks,
         "RESIDENT": 1,
         "IN_SHARED": int(not near),
+        **({"LAZY": _LAZY} if lazy else {}),
     }
 
 
@@ -179,8 +187,17 @@ SHARED_BYTES_PER_S = 25e12
 WORK = {"forward": 0.88, "targets": 0.82, "sources": 0.89}
 """Time of the instructions over that of `rows`, fitted to 12 passes of the dot score on an H200 (rms of the logarithm
 0.07)."""
-OTHER_SCORES = {"dot": 1.0, "cosine": 1.25, "add": 1.25, "gatv2": 1.25}
-"""The same over that of the dot score, from layers on (a) and (e) that took 10 to 40 % longer than with `rows`."""
+UNTIMED = 1.25
+"""The same over that of the dot score where layouts follow from registers, not from timings: layers on (a) and (e) took
+10 to 40 % longer than with `rows`."""
+
+
+def _is_timed(problem: AttentionProblem) -> bool:
+    """Whether the layouts come from timings of the score."""
+    if problem.score == "dot":
+        return True
+    wide = problem.dtype.itemsize == 4
+    return problem.heads == 1 and (problem.score == "cosine" or (problem.score == "add" and wide))
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
@@ -194,12 +211,12 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPas
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
     gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
     moved = _NODE_TENSORS[problem.score][walk] * side.num_rows * problem.row_bytes + 4 * side.num_edges
-    issued = rows.issued(walk, problem, side, c)
+    issued = rows.issued(walk, problem, side, c) * (1.0 if _is_timed(problem) else UNTIMED)
     return Cost(
         {
             "memory": moved / gpu.memory_bytes_per_s,
             "gathers": gathered / SHARED_BYTES_PER_S,
-            "instructions": WORK[walk] * OTHER_SCORES[problem.score] * waiting * issued / gpu.instructions_per_s,
+            "instructions": WORK[walk] * waiting * issued / gpu.instructions_per_s,
         },
         {"launch": gpu.launch_s},
     )

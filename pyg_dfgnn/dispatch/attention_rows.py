@@ -198,7 +198,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         walk: "forward", "tangent", "targets" or "sources".
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
-    tangent = {"forward": {"TANGENT": 0}, "tangent": {"TANGENT": 1}}.get(walk, {})
+    tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "tangent": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
     lanes = _lanes(problem, walk, wide)
     elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
     return {
@@ -235,17 +235,78 @@ _CACHE_SHARE = {
 _MIN_BLOCK_EDGES = 32
 
 
-def _blocks(problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int, heads: int) -> int:
-    """Number of column blocks: as few as make the gathered rows of one sweep fit in the cache.
+def _blocks(
+    problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int, heads: int, share: float | None = None
+) -> int:
+    """Number of column blocks: as few as make the gathered rows of one sweep fit in a share of the cache.
 
     Groups of ``heads`` heads run one after the other, so only one group's share of the rows counts.
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
     walk = "forward" if walk == "tangent" else walk
     itemsize = problem.dtype.itemsize
+    share = _CACHE_SHARE[itemsize][walk] if share is None else share
     gathered = num_columns * heads * problem.channels * itemsize * _GATHERS[walk][problem.score]
-    blocks = -(-gathered // max(1, int(_CACHE_SHARE[itemsize][walk] * gpu_of(problem.device).cache_bytes)))
+    blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """How a swept pass differs from others.
+
+    Attributes:
+        loads: Loads of a lane.
+        packed: Whether lanes to spare go to further rows: rows of like length walk like columns at a time, so that some
+            of what they gather is in the L1 cache, and more of them are in flight.
+        unroll: Edges a slot keeps in flight.
+        min_blocks: Blocks per multiprocessor.
+        share: What one sweep should gather, as a share of the cache.
+        pieces: Longest piece of a row over that of other swept passes.
+    """
+
+    loads: int
+    packed: bool
+    unroll: int
+    min_blocks: int
+    share: float
+    pieces: float
+
+
+# From timings on an H200, by bytes of an element; what is not listed has the layout of the wide rows above.
+_SWEPT = {
+    4: {
+        "forward": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0), "cosine": _Sweep(2, True, 2, 7, 1.1, 2.0)},
+        # As "forward", so that both add in the same order.
+        "tangent": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0)},
+        "targets": {"cosine": _Sweep(4, True, 2, 4, 0.8, 1.0)},
+        "sources": {"cosine": _Sweep(2, False, 2, 5, 0.33, 0.5)},
+    },
+    2: {
+        "forward": {"dot": _Sweep(2, True, 2, 5, 0.8, 2.0)},
+        "targets": {"dot": _Sweep(2, True, 2, 4, 0.5, 1.0)},
+        "sources": {"dot": _Sweep(2, True, 2, 3, 0.7, 1.0)},
+    },
+}
+
+
+def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], _Sweep | None]:
+    """The constants of a swept pass, and how else it differs, if it does."""
+    found = _SWEPT.get(problem.dtype.itemsize, {}).get(walk, {}).get(problem.score)
+    if found is not None:
+        lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
+        # Others take other registers.
+        if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == found.loads and not problem.edge and not problem.dropout:
+            constants = {**pass_constants(problem, walk, wide=not found.packed), **lanes, "UNROLL": found.unroll}
+            # Each head has a record of its own.
+            blocks = found.min_blocks - int(walk == "sources" and problem.heads > 1)
+            return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
+    return {**pass_constants(problem, walk, wide=True), "ORDERED": 1}, None
+
+
+def swept_constants(problem: AttentionProblem, walk: str) -> dict[str, int]:
+    """Constants of the kernel of one pass in sweeps over blocks of columns."""
+    return _swept(problem, walk)[0]
 
 
 def _max_edges(num_edges: int, max_degree: int) -> int:
@@ -293,7 +354,14 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
     if blocks > 1:
-        return RowsPass({**constants, "ORDERED": 1}, _ORDERED_EDGES, blocks)
+        constants, sweep = _swept(problem, walk)
+        if sweep is None:
+            return RowsPass(constants, _ORDERED_EDGES, blocks)
+        # More sweeps only where rows are long enough for them.
+        counted = _blocks(problem, walk, rows, num_columns, heads, sweep.share)
+        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize]["forward" if walk == "tangent" else walk]
+        longest = max(1, int(sweep.pieces * _ORDERED_EDGES))
+        return RowsPass(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
     # A list of chunks asks the device for its length, which a batch that came without a sync should not.
     joined = None if graph.facts is not None else _joined(constants, walk, rows, max_edges)

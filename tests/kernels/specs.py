@@ -6,7 +6,7 @@ import torch
 
 from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants
+from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants, swept_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -68,6 +68,11 @@ def block_specs() -> list[Spec]:
             if row["mode"] == "resident" and stem == "weights":
                 continue
             specs.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
+    for row in covering({**axes, "mode": ["swept"], "edge": [False], "dropout": [False]}):
+        specs += [
+            Spec(f"attention/{stem}.cu", tuple(swept_constants(problem(row), walk).items()))
+            for stem, walk in WALKS.items()
+        ]
     return specs
 
 

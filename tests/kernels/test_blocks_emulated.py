@@ -7,12 +7,14 @@ from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.dispatch import attention_resident, attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.test_emulated import NAMES, Problem, build_graph, check, heavy_graph, label, square_graph
+from tests.tolerances import relative_error
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
@@ -131,3 +133,26 @@ def test_nodes_without_edges():
     graph = Graph.of(torch.tensor([[0, 1, 40], [1, 0, 40]]), 60)
     with settings(schedule="resident", fallback="error"):
         check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
+
+
+@pytest.mark.parametrize("score", ["dot", "add", "gatv2"])
+def test_a_hub_of_many_chunks_adds_up(score, monkeypatch, default_settings):
+    """Sums over 8,000 edges merged from as many chunks: what rounding costs must not grow with their number."""
+    settings(schedule="rows")
+    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: 1)
+    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 1)
+    monkeypatch.setattr(attention_rows, "_joined", lambda *chosen: None)
+    nodes = 8000
+    torch.manual_seed(1)
+    graph = build_graph([(0, i) for i in range(nodes)] + [(i, 0) for i in range(1, nodes)], nodes, nodes)
+    problem = Problem(score, graph, 1, 4, torch.float32, False)
+    # Terms of one sign, so that the sums do not cancel.
+    problem.inputs = {name: tensor.abs() for name, tensor in problem.inputs.items()}
+    problem.grad_out.abs_()
+    with emulated_device() as launched:
+        actual = problem.run(lambda **inputs: getattr(ops, f"{score}_attention")(graph, **inputs))
+    assert "attention_forward_merge" in launched and "attention_backward_sources_merge" in launched
+    exact = getattr(reference, f"{score}_attention")
+    expected = problem.run(lambda **inputs: exact(graph.edge_index, graph.num_dst, **inputs)[0], torch.float64)
+    for name in {"out", "grad value", "grad key", "grad alpha_src", "grad x_src"} & set(actual):
+        assert relative_error(actual[name][0], expected[name][0]) < 5e-7, name

@@ -393,3 +393,20 @@ def test_sweeps_that_leave_the_tangent(dtype, monkeypatch):
     assert launched.count("attention_forward") == 6
     assert launched.count("attention_backward_nodes") == 1
     assert "attention_backward_targets" not in launched
+
+
+@pytest.mark.parametrize(
+    ("score", "dtype"), [("add", torch.float32), ("cosine", torch.float32), ("dot", torch.bfloat16)], ids=str
+)
+def test_sweeps_of_rows_that_share_a_warp(score, dtype, monkeypatch):
+    """Some rows have no edge in a block of columns while those beside them have."""
+    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    num_src = num_dst = 12
+    edges = [(j, i) for i in range(num_dst) for j in range(num_src) if i % 4 or j // 4 != i // 4] * 2
+    graph = build_graph([*edges, *[(0, 1)] * 40], num_src, num_dst)
+    packed = attention_rows.swept_constants(
+        dispatch.AttentionProblem(score, 1, 128, dtype, torch.device("cpu"), False, False, True), "forward"
+    )
+    assert packed["WARP_ROWS"] > 1
+    launched = check(Problem(score, graph, 1, 128, dtype, edge=False), graph, 0.0)
+    assert launched.count("attention_forward") == launched.count("attention_backward_sources") * 2 == 6
