@@ -10,8 +10,14 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 # ptxas may park a few registers outside the loops to fit one more block on an SM; more than that is a spill.
 SPILL_LIMIT_BYTES = 16
-# Parked outside the loop on the older architecture alone: blocks per multiprocessor are chosen for the main one.
-PARKED = {("sm_80", "backward_sources-cosine-H1-C128-float32"): 28}
+# Parked outside the loop, with the blocks per multiprocessor that were fastest on the main architecture.
+PARKED = {
+    ("sm_80", "backward_sources-cosine-H1-C128-float32"): 28,
+    ("sm_80", "backward_sources-dot-H1-C128-float32-ordered"): 24,
+    ("sm_90", "backward_sources-dot-H1-C128-float32-ordered"): 68,
+    # The merge, which no resident pass launches.
+    ("sm_80", "backward_sources-dot-H8-C16-bfloat16-edge-resident"): 24,
+}
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
 TILES_SPILL_LIMIT_BYTES = 64
