@@ -12,12 +12,12 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 SPILL_LIMIT_BYTES = 16
 # Parked outside the loop, with the blocks per multiprocessor that were fastest on the main architecture.
 PARKED = {
-    ("sm_80", "backward_sources-cosine-H1-C128-float32"): 28,
+    ("sm_80", "backward_sources-cosine-H1-C128-float32"): 34,
     ("sm_80", "backward_sources-dot-H1-C128-float32-ordered"): 24,
     ("sm_90", "backward_sources-dot-H1-C128-float32-ordered"): 68,
-    # The merge, which no resident pass launches.
-    ("sm_80", "backward_sources-dot-H8-C16-bfloat16-edge-resident"): 24,
 }
+# Merges add a few chunks per row, with what rounding takes from each sum beside it.
+MERGE_SPILL_LIMIT_BYTES = 32
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
 TILES_SPILL_LIMIT_BYTES = 64
@@ -40,8 +40,9 @@ def test_compiles_without_warnings_and_spills(spec, arch):
     parked = (size for (on, start), size in PARKED.items() if on == arch and label(spec).startswith(start))
     limit = TILES_SPILL_LIMIT_BYTES if "/tiles_" in spec.path else next(parked, SPILL_LIMIT_BYTES)
     for usage in compiled.usage:
-        assert usage.spill_bytes <= limit, usage
-        assert usage.stack_bytes <= limit, usage
+        most = max(limit, MERGE_SPILL_LIMIT_BYTES) if usage.entry.endswith("_merge") else limit
+        assert usage.spill_bytes <= most, usage
+        assert usage.stack_bytes <= most, usage
 
 
 def test_a_warning_is_seen():
