@@ -119,7 +119,9 @@ class Group:
             total: Sum of this process's terms.
             weight: Sum of this process's weights.
         """
-        return total / self.average(torch.as_tensor(weight, dtype=total.dtype, device=total.device))
+        if not isinstance(weight, Tensor):
+            weight = total.new_full((), weight)
+        return total / self.average(weight.to(total))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows `[N_rank, ...]` of all processes in the order of their ranks, `[N, ...]`, without a gradient."""
