@@ -57,7 +57,8 @@ class Trainer:
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
-        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`).
+        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); on several processes
+            only where the task is one graph.
         compile: Call the model through `torch.compile(fullgraph=True)`.
         prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
         resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
