@@ -28,7 +28,7 @@ from pyg_dfgnn.bench.cases.attention import AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import compressed, problem_of
 from pyg_dfgnn.bench.results import markdown
-from pyg_dfgnn.bench.tables import Choice, latest
+from pyg_dfgnn.bench.tables import Choice, latest, tangent_cost
 from pyg_dfgnn.bench.targets import CHOICE_LOSS
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import (
@@ -132,7 +132,9 @@ def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], Choi
     for (case, walks), measured in times.items():
         problem = replace(first[case].problem, tangent=False)
         taken = tuple(c.chosen.schedule for c in choose(problem, first[case].graph, walks, Settings()))
-        choice = Choice(walks, measured, taken, None)
+        forward = choose(problem, first[case].graph, FORWARD, Settings())[0].chosen.schedule
+        tangent_ms = tangent_cost(problem.score, times.get((case, FORWARD), {}), forward)
+        choice = Choice(walks, measured, taken, None, tangent_ms=tangent_ms)
         if choice.loss is not None:
             found.append((choice.loss, (*case, "forward" if walks == FORWARD else "backward"), choice))
     return sorted(found, key=lambda each: -each[0])

@@ -92,6 +92,7 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
         if made is None:
             continue
         call, leaves, grad_out = made
+
         def both(call: Call = call, leaves: Any = leaves, grad_out: Tensor = grad_out) -> tuple[Tensor, ...]:
             return torch.autograd.grad(call(), leaves, grad_out)
 

@@ -290,7 +290,8 @@ class Choice:
     `own_ms` is what the passes took when `auto` itself ran; the loss compares the times of the schedules it takes, so
     that the same kernels timed twice are no loss, unless `differs`: what another forward pass left makes other kernels
     of them. A backward pair is any pass over targets with any pass over sources,
-    except that schedules which hand over from one to the other go with themselves.
+    except that schedules which hand over from one to the other go with themselves. Where `rows` reads over targets what
+    a forward pass by `rows` leaves, and another schedule went forward, `tangent_ms` counts: what `rows` takes longer.
     """
 
     def __init__(
@@ -300,11 +301,13 @@ class Choice:
         taken: tuple[str, ...],
         own_ms: float | None,
         differs: bool = False,
+        tangent_ms: float = 0.0,
     ) -> None:
         self.own_ms = own_ms
         schedules = list(dict.fromkeys(schedule for schedule, _ in times))
         self.totals = {
             team: sum(times[schedule, walk] for schedule, walk in zip(team, walks, strict=True))
+            + (tangent_ms if walks == BACKWARD and team[0] == "rows" else 0.0)
             for team in product(schedules, repeat=len(walks))
             if all((schedule, walk) in times for schedule, walk in zip(team, walks, strict=True))
             and (len(set(team)) == 1 or not any(BY_NAME[schedule].hands_over for schedule in team))
@@ -319,6 +322,14 @@ class Choice:
         if self.best is None or self.taken_ms is None:
             return None
         return max(0.0, self.taken_ms / self.totals[self.best] - 1.0)
+
+
+def tangent_cost(score: str, times: Mapping[tuple[str, str], float], forward: str) -> float:
+    """What `rows` takes longer than the schedule that went forward, where its pass over targets reads a tangent."""
+    if not has_tangent(score, False):
+        return 0.0
+    needed, taken = (times.get((schedule, "forward")) for schedule in ("rows", forward))
+    return 0.0 if needed is None or taken is None else max(0.0, needed - taken)
 
 
 def choices(rows: Rows) -> dict[tuple[str, str, str, str, str], Choice]:
@@ -340,7 +351,8 @@ def choices(rows: Rows) -> dict[tuple[str, str, str, str, str], Choice]:
                 # Asked for by name, rows also runs forward and leaves a tangent for its pass over targets.
                 differs = walks == BACKWARD and "rows" in taken and auto["forward_schedule"] != "rows"
                 differs = differs and has_tangent(auto["score"], False)
-                chosen = Choice(walks, times, taken, own_ms, differs)
+                tangent_ms = tangent_cost(auto["score"], times, auto["forward_schedule"])
+                chosen = Choice(walks, times, taken, own_ms, differs, tangent_ms)
                 if chosen.totals:
                     found[graph, case[0], case[1], case[2], direction] = chosen
     return found

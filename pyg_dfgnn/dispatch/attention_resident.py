@@ -183,21 +183,24 @@ _NODE_TENSORS = {
     "gatv2": {"forward": 3, "targets": 5, "sources": 4},
 }
 SHARED_BYTES_PER_S = 25e12
-"""Rate at which all multiprocessors read shared memory."""
-WORK = {"forward": 0.88, "targets": 0.82, "sources": 0.89}
-"""Time of the instructions over that of `rows`, fitted to 12 passes of the dot score on an H200 (rms of the logarithm
-0.07)."""
+NEAR_BYTES_PER_S = 12e12
+"""Rates at which all multiprocessors read shared memory, and their L1 caches."""
+WORK = {
+    "forward": {"dot": 0.88, "cosine": 0.88, "add": 0.84, "gatv2": 0.95},
+    "targets": {"dot": 0.82, "cosine": 0.9, "add": 0.82, "gatv2": 1.05},
+    "sources": {"dot": 0.89, "cosine": 0.89, "add": 0.7, "gatv2": 0.97},
+}
+"""Time of the instructions over that of `rows`, from 51 passes in float32 on batches of sparse and dense graphs on an
+H200: between what both need, so that `auto` leaves dense graphs to others."""
 UNTIMED = 1.25
-"""The same over that of the dot score where layouts follow from registers, not from timings: layers on (a) and (e) took
-10 to 40 % longer than with `rows`."""
+"""The same over that of the dot score where layouts follow from registers, not from timings."""
 
 
 def _is_timed(problem: AttentionProblem) -> bool:
     """Whether the layouts come from timings of the score."""
     if problem.score == "dot":
         return True
-    wide = problem.dtype.itemsize == 4
-    return problem.heads == 1 and (problem.score == "cosine" or (problem.score == "add" and wide))
+    return problem.heads == 1 and (problem.score == "cosine" or problem.dtype.itemsize == 4)
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
@@ -215,8 +218,8 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPas
     return Cost(
         {
             "memory": moved / gpu.memory_bytes_per_s,
-            "gathers": gathered / SHARED_BYTES_PER_S,
-            "instructions": WORK[walk] * waiting * issued / gpu.instructions_per_s,
+            "gathers": gathered / (SHARED_BYTES_PER_S if c["IN_SHARED"] else NEAR_BYTES_PER_S),
+            "instructions": WORK[walk][problem.score] * waiting * issued / gpu.instructions_per_s,
         },
         {"launch": gpu.launch_s},
     )

@@ -432,6 +432,13 @@ def test_passes_that_another_forward_pass_changes_are_judged_by_their_own_time()
     assert backward.taken_ms == backward.own_ms == 18 and backward.loss == pytest.approx(18 / 2.5 - 1)
 
 
+def test_a_pass_that_needs_a_slower_forward_counts_it():
+    """`rows` over targets reads what a forward by `rows` leaves, here 0.1 ms slower than that by `pmf`."""
+    rows = [{**row, "score": "add", "layer": "GAT", "forward_schedule": "pmf"} for row in choice_rows()]
+    totals = tables.choices(rows)["a", "GAT", "H=1 d=128", "float32", "backward"].totals
+    assert totals == {("rows", "rows"): pytest.approx(5.1), ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
+
+
 def test_figures_and_page_follow_from_files_alone(tmp_path):
     graphs = [*TABLE_1[:2], "pattern_like@64", "pattern_like@128"]
     base = [timed_row(graph=g, median_ms="2", implementation=i, schedule=s) for g in graphs
