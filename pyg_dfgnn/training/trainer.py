@@ -133,7 +133,10 @@ class Trainer:
         if compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
-        room = None if loader is None else Room.of(task.splits["train"], loader["batch_size"])
+        room = None
+        if cuda_graph and loader is not None:
+            graphs = task.splits["train"]
+            room = Room.of(graphs, min(loader["batch_size"], len(graphs)))
         make = partial(CapturedStep, padded=room, recorder=recorder) if cuda_graph else Step
         self.step = make(
             called,

@@ -9,6 +9,7 @@ import torch
 from pyg_dfgnn import training
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
+from tests.training.test_step import HostRecorder
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
 
@@ -48,6 +49,21 @@ def test_backends_give_the_same_run(run):
     (_, pyg), (_, ours) = (run(backend, f"backend={backend}", "trainer.epochs=1") for backend in ("pyg", "auto"))
     for key, value in history(pyg)[0].items():
         assert float(history(ours)[0][key]) == pytest.approx(float(value), rel=1e-3), key
+
+
+def test_captured_batches_of_all_graphs(run, monkeypatch):
+    """They have room for the graphs that are there, however large a batch may be."""
+    rooms, make = [], trainer_module.Room.of
+    monkeypatch.setattr(trainer_module.Room, "of", lambda *sizes: rooms.append(make(*sizes)) or rooms[-1])
+    monkeypatch.setattr(trainer_module, "Recorder", lambda device: HostRecorder(None))
+    same = ["backend=pyg", "trainer.loader.batch_size=1000", "trainer.epochs=2", "+optimizer.fused=true"]
+    _, eager = run("eager", *same)
+    assert not rooms
+    _, captured = run("captured", *same, "trainer.cuda_graph=true")
+    assert [room.num_graphs for room in rooms] == [6]
+    for row, want in zip(history(captured), history(eager), strict=True):
+        for key, value in want.items():
+            assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key
 
 
 def test_loss_falls(run):
