@@ -243,7 +243,11 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state; the following epochs equal those of a run that was never stopped."""
+        """Go on from a state; the following epochs equal those of a run that was never stopped.
+
+        On a GPU they do up to rounding, unless the settings ask for the same results in every run: which schedules a
+        batch takes depends on the batches that the process has seen.
+        """
         self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
