@@ -191,7 +191,7 @@ class Trainer:
                 with _interrupts_after() if steps == 1 else nullcontext():
                     row = self._run_epoch(bar)
                 if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
-                    log.info(_line(row, self.epochs, self._remaining_s()))
+                    log.info(_line(row, self.epochs, self._remaining_s(started)))
                 if not bar.disable:
                     shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
                     bar.set_postfix(shown, refresh=False)
@@ -310,9 +310,12 @@ class Trainer:
         """Seconds that the host has spent on making mini-batches."""
         return sum(each.host_s for each in self._batches.values() if isinstance(each, Batches))
 
-    def _remaining_s(self) -> float:
-        """Estimate for the epochs to come, if none is saved by stopping early."""
-        return (self.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
+    def _remaining_s(self, started: float) -> float:
+        """Estimate for the epochs to come that time is left for, if none is saved by stopping early."""
+        needed = (self.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
+        if self.max_time_s is None:
+            return needed
+        return min(needed, max(0.0, started + self.max_time_s - time.perf_counter()))
 
     def _keep_model(self) -> dict[str, Any]:
         """A copy of the model's state, in the memory of the best one before."""

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -163,8 +164,12 @@ def test_time_limit(run, monkeypatch, caplog):
     # A clock that counts how often it is read, a few times around an epoch too; the limit falls into the fifth.
     _, folder = run("run", "trainer.epochs=1")
     per_epoch = float(times(folder)[0])
-    _, folder = run("limited", "trainer.epochs=20", f"trainer.max_time_s={4.5 * (per_epoch + 2)}")
+    limit = 4.5 * (per_epoch + 2)
+    _, folder = run("limited", "trainer.epochs=20", f"trainer.max_time_s={limit}")
     assert len(history(folder)) == 4 and "stopped after epoch 4 of 20: max_time_s=" in caplog.text
+    left = [60 * int(minutes) + int(seconds) for minutes, seconds in re.findall(r"(\d+):(\d+) left", caplog.text)]
+    # The time that the limit leaves, not that of all epochs.
+    assert len(left) == 4 and limit > left[0] > left[1] > left[2] > left[3]
     _, folder = run("none", "trainer.epochs=20", "trainer.max_time_s=0")
     assert len(history(folder)) == 1
 
