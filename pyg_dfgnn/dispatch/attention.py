@@ -404,24 +404,27 @@ def choose(
     problem = with_tangent(problem, graph, walks, settings)
     name, reason = _asked_for(problem, graph, walks, settings)
     if name is None:
-        kind = None if explain else _kind(walks, problem, graph, settings)
+        kind = _kind(walks, problem, graph, settings)
         taken = _as_its_kind(kind, problem, graph, walks, settings)
-        if taken is not None:
+        if taken is not None and not explain:
             why = "as for another batch of its kind"
             return tuple(
                 Choice(walk, option.chosen, why, True, (option,)) for walk, option in zip(walks, taken, strict=True)
             )
         found = options(problem, graph, walks, settings)
         final, reason = True, f"the lowest estimate of {len(CANDIDATES)} candidates"
-        if settings.schedule == "autotune":
+        if taken is not None:
+            reason = "as for another batch of its kind"
+        elif settings.schedule == "autotune":
             seconds = autotune.recall(autotune.key_of(problem, graph, walks, found))
             final, reason = seconds is not None, "the fastest of all candidates that can run"
             if seconds is None:
                 reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
             else:
                 found = [_with_seconds(offers, seconds[walk]) for offers, walk in zip(found, walks, strict=True)]
-        taken = _cheapest(found)
-        _remember(kind, tuple(option.schedule for option in taken))
+        taken = taken or _cheapest(found)
+        if not explain:
+            _remember(kind, tuple(option.schedule for option in taken))
         return tuple(
             Choice(walk, option.chosen, reason, final, tuple(offers.values()))
             for walk, option, offers in zip(walks, taken, found, strict=True)

@@ -53,7 +53,7 @@ class BatchFacts:
             ValueError: Its graphs did not go through :class:`SortEdges`, or it has left the host.
         """
         facts = batch.get(FACTS)
-        if not isinstance(facts, Tensor) or facts.device.type != "cpu" or facts.size(1) != _NUM_FACTS:
+        if not isinstance(facts, Tensor) or facts.device.type != "cpu":
             raise ValueError("'batch' needs graphs that went through SortEdges, and to be on the CPU still")
         ptr = batch.get("ptr")
         nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.diff()
@@ -61,7 +61,16 @@ class BatchFacts:
 
     @staticmethod
     def merge(nodes: Tensor, facts: Tensor) -> BatchFacts:
-        """The facts of graphs with so many nodes [G] from the rows [G, 7] that `SortEdges` has stored."""
+        """The facts of graphs with so many nodes [G] from the rows [G, 7] that `SortEdges` has stored.
+
+        Raises:
+            ValueError: The rows are of another version.
+        """
+        if facts.size(1) != _NUM_FACTS:
+            given = f"(got {facts.size(1)} stored by another version)"
+            raise ValueError(
+                f"'batch' needs the {_NUM_FACTS} facts that SortEdges keeps of each graph {given}: sort again"
+            )
         edges, loops = facts[:, 0].long(), facts[:, 1].long()
         max_in, max_out, kept_in, kept_out, repeated = facts[:, 2:].amax(0).tolist()
         return BatchFacts(nodes, edges, loops, int(edges.sum()), max_in, max_out, kept_in, kept_out, not repeated)

@@ -403,13 +403,13 @@ class Graph:
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             self._streams = {stream.cuda_stream}
-            if self.facts is not None and not torch.cuda.is_current_stream_capturing():
+            if not torch.cuda.is_current_stream_capturing():
                 self._made = stream.record_event()
 
     def on_this_stream(self) -> Graph:
         """The graph, once the allocator knows that the current stream reads its arrays; pinned during capture."""
-        # A build ends with a sync, or other streams wait for it. But its memory belongs to the stream it was made on,
-        # and the allocator must learn of each other one before it hands that memory out again.
+        # Other streams wait for what has been built. Its memory belongs to the stream it was made on, and the allocator
+        # must learn of each other one before it hands that memory out again.
         if self._streams is None:
             return self
         if torch.cuda.is_current_stream_capturing():

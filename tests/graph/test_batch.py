@@ -7,6 +7,7 @@ from torch_geometric.loader import DataLoader
 
 from pyg_dfgnn.graph import Graph, SortEdges, adjacency
 from pyg_dfgnn.graph import graph as graph_module
+from pyg_dfgnn.graph.batch import FACTS, BatchFacts
 from tests.graph.brute import check_graph, with_loops
 from tests.zoo import random, zoo
 
@@ -161,3 +162,11 @@ def test_sampled_subgraphs():
             check_graph(graph, want, 60, 12)
         del case, graph
     assert len(graph_module._cache.entries) == 0
+
+
+def test_facts_of_another_version_are_refused():
+    graph = SortEdges()(Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2))
+    batch = Batch.from_data_list([graph, graph])
+    batch[FACTS] = batch[FACTS][:, :6]
+    with pytest.raises(ValueError, match=r"'batch' needs the 7 facts .* \(got 6 stored by another version\)"):
+        BatchFacts.of(batch)
