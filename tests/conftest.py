@@ -35,6 +35,14 @@ def default_settings(monkeypatch):
     monkeypatch.setattr(module, "_global", Settings())
 
 
+@pytest.fixture(autouse=True, scope="session")
+def torch_as_it_is():
+    """Dynamo lists torch's functions at its first use, which has to be before `poison` replaces some."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+
+
 @pytest.fixture(autouse=True)
 def poison(request, monkeypatch):
     """Fill what pyg_dfgnn.ops allocates with NaN: a kernel that forgets one row cannot pass by luck."""
