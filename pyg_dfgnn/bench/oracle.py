@@ -117,9 +117,8 @@ def compare(
 
     A gradient that vanishes by cancellation (rows of one edge) has no scale of its own and is measured against what
     cancels, <grad_out, out>: |grad_out| times the RMS norm of the output's rows. Where a node has at least 1000
-    neighbours its row is also compared alone, against its norm or what its terms let expect, whichever is larger: n
-    terms of either sign, each rounded, add up to sqrt(n) of one, or by chance to much less. That is the RMS norm of the
-    tensor's rows for a target, whose sums are weighted by a softmax, and for a source sqrt(n / mean degree) times that.
+    neighbours its row is also compared alone, against its norm or the RMS norm of the tensor's rows, whichever is
+    larger: a mean of n random rows cancels to 1 / sqrt(n) of its terms.
 
     Tensors that ``expected`` lacks are not compared (a forward alone has no gradients).
 
@@ -149,9 +148,7 @@ def compare(
             scale = cancelled
         if name.endswith("[hub]"):
             whole_name = name.removesuffix("[hub]")
-            rows = expected[whole_name].size(0)
-            terms = hubs["src"][1] * rows / graph.num_edges if sides[whole_name] == "src" else 1.0
-            scale = max(scale, scales[whole_name] * (terms / rows) ** 0.5)
+            scale = max(scale, scales[whole_name] / expected[whole_name].size(0) ** 0.5)
         scales[name] = scale
         relative[name] = difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
     whole = {name: value for name, value in relative.items() if not name.endswith("[hub]")}
