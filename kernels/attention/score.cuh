@@ -48,11 +48,6 @@ __device__ __forceinline__ void add_to(Part& part, const Part& other) {
     }
 }
 
-__device__ __forceinline__ void add_to(HeadValues& values, const HeadValues& other) {
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) values.x[h] += other.x[h];
-}
-
 // Adds to a sum of many terms. EXACT gathers what rounding takes from the sum in `lost`, to be added at the end (Knuth's
 // two-sum): a chain over the thousands of chunks of a hub would cost several bits.
 template <bool EXACT>
