@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 from pyg_dfgnn.settings import Settings
 from tests.zoo import Case, zoo
@@ -35,12 +36,15 @@ def default_settings(monkeypatch):
     monkeypatch.setattr(module, "_global", Settings())
 
 
-@pytest.fixture(autouse=True, scope="session")
-def torch_as_it_is():
-    """Dynamo lists torch's functions at its first use, which has to be before `poison` replaces some."""
-    from torch._dynamo import trace_rules
+def list_torch_functions():
+    """Let Dynamo list torch's functions before `poison` replaces some.
 
-    trace_rules.get_torch_obj_rule_map()
+    It lists them at its first use and again after each `init_process_group`; a list made while a test runs holds the
+    replacements of that test.
+    """
+    if torch.empty_like not in trace_rules.get_torch_obj_rule_map():
+        trace_rules.clear_lru_cache()
+        trace_rules.get_torch_obj_rule_map()
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +52,7 @@ def poison(request, monkeypatch):
     """Fill what pyg_dfgnn.ops allocates with NaN: a kernel that forgets one row cannot pass by luck."""
     if request.config.getoption("--no-poison"):
         return
+    list_torch_functions()
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 from tests.tolerances import TOLERANCES, assert_all_close, assert_close, relative_error
 
@@ -34,9 +35,14 @@ def test_others_keep_their_buffers(monkeypatch):
     assert len(filled) == 3
 
 
-def test_compiled_code_may_allocate():
+@pytest.mark.parametrize("relist", [True, False])
+def test_compiled_code_may_allocate(relist):
+    torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.empty_like(x).copy_(x), fullgraph=True, backend="eager")
     assert compiled(torch.ones(3)).tolist() == [1, 1, 1]
+    if relist:  # as after init_process_group: what is listed now must not outlast this test
+        trace_rules.clear_lru_cache()
+        trace_rules.get_torch_obj_rule_map()
 
 
 def test_relative_error():
