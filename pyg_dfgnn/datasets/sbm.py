@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
+from pyg_dfgnn.datasets.files import cached
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
 from pyg_dfgnn.errors import check_range
 
 # The first key of each random stream, so that adding graphs to one split changes no other graph.
 _STREAMS = {"train": 1, "val": 2, "test": 3, "patterns": 4}
+# Raised when a change makes other graphs from the same arguments, so that no file of the old ones is read.
+_RECIPE = 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ def pattern(
     q_pattern: float = 0.5,
     num_signals: int = 3,
     seed: int = 0,
+    cache: str | Path | None = None,
 ) -> Task:
     """Find the nodes of a planted pattern inside a stochastic block model.
 
@@ -63,6 +69,7 @@ def pattern(
         q_pattern: Link probability between pattern and block model.
         num_signals: Number of node signals.
         seed: Decides every graph.
+        cache: Folder for made graphs; None keeps none.
 
     Returns:
         The task, 2 classes.
@@ -70,6 +77,8 @@ def pattern(
     Raises:
         ValueError: A probability, size or count is out of range.
     """
+    recipe = {name: value for name, value in locals().items() if name != "cache"}
+    _check_counts(num_train, num_val, num_test)
     _check(p=p, q=q, p_pattern=p_pattern, q_pattern=q_pattern)
     _check_sizes(min_size, max_size, num_patterns=num_patterns, num_communities=num_communities)
 
@@ -91,7 +100,7 @@ def pattern(
         label = np.repeat([0, 1], [len(communities), len(planted.signal)])
         return _data(adjacency, signal, label, num_signals, rng)
 
-    splits = _splits("PATTERN", make_graph, num_train, num_val, num_test)
+    splits = _splits("PATTERN", make_graph, recipe, cache)
     return _task("PATTERN (generated)", splits, num_signals, num_classes=2)
 
 
@@ -106,6 +115,7 @@ def cluster(
     p: float = 0.55,
     q: float = 0.25,
     seed: int = 0,
+    cache: str | Path | None = None,
 ) -> Task:
     """Find the community of each node of a stochastic block model.
 
@@ -121,6 +131,7 @@ def cluster(
         p: Link probability inside a community.
         q: Link probability across communities.
         seed: Decides every graph.
+        cache: Folder for made graphs; None keeps none.
 
     Returns:
         The task, `num_communities` classes.
@@ -128,6 +139,8 @@ def cluster(
     Raises:
         ValueError: A probability, size or count is out of range.
     """
+    recipe = {name: value for name, value in locals().items() if name != "cache"}
+    _check_counts(num_train, num_val, num_test)
     _check(p=p, q=q)
     _check_sizes(min_size, max_size, num_communities=num_communities)
 
@@ -139,7 +152,7 @@ def cluster(
             signal[rng.choice(np.flatnonzero(communities == community))] = community + 1
         return _data(adjacency, signal, communities, num_communities + 1, rng)
 
-    splits = _splits("CLUSTER", make_graph, num_train, num_val, num_test)
+    splits = _splits("CLUSTER", make_graph, recipe, cache)
     return _task("CLUSTER (generated)", splits, num_communities + 1, num_communities)
 
 
@@ -161,19 +174,26 @@ def _check_sizes(min_size: int, max_size: int, **counts: int) -> None:
         check_range(name, value, 1)
 
 
-def _splits(
-    name: str, make_graph: Callable[[str, int], Data], num_train: int, num_val: int, num_test: int
-) -> dict[str, list[Data]]:
-    counts = dict(zip(SPLITS, (num_train, num_val, num_test)))
-    for split, count in counts.items():
+def _check_counts(*counts: int) -> None:
+    for split, count in zip(SPLITS, counts):
         check_range(f"num_{split}", count, 1)
-    splits: dict[str, list[Data]] = {split: [] for split in SPLITS}
-    with progress(name, sum(counts.values())) as bar:
-        for split, count in counts.items():
-            for index in range(count):
-                splits[split].append(make_graph(split, index))
-                bar.update()
-    return splits
+
+
+def _splits(
+    name: str, make_graph: Callable[[str, int], Data], recipe: dict[str, Any], cache: str | Path | None
+) -> dict[str, list[Data]]:
+    counts = {split: recipe[f"num_{split}"] for split in SPLITS}
+
+    def make() -> dict[str, list[Data]]:
+        splits: dict[str, list[Data]] = {split: [] for split in SPLITS}
+        with progress(name, sum(counts.values())) as bar:
+            for split, count in counts.items():
+                for index in range(count):
+                    splits[split].append(make_graph(split, index))
+                    bar.update()
+        return splits
+
+    return cached(cache, name.lower(), {**recipe, "recipe": _RECIPE}, make)
 
 
 def _symmetric(rng: np.random.Generator, probability: np.ndarray) -> np.ndarray:

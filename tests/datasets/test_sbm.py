@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch_geometric.utils import contains_self_loops, is_undirected
 
-from pyg_dfgnn.datasets import cluster, pattern
+from pyg_dfgnn.datasets import cluster, pattern, sbm
 
 
 def means(graphs):
@@ -97,6 +97,20 @@ def test_seed_decides_each_graph():
             assert torch.equal(first.edge_index, second.edge_index) and torch.equal(first.x, second.x)
     assert not torch.equal(few.splits["train"][0].y, other.splits["train"][0].y)
     assert not torch.equal(few.splits["train"][0].y, few.splits["val"][0].y)
+
+
+@pytest.mark.parametrize("make", [pattern, cluster])
+def test_kept_on_disk(make, tmp_path, monkeypatch):
+    made = make(3, 2, 2)
+    for _ in range(2):
+        kept = make(3, 2, 2, cache=tmp_path)
+        for split, graphs in made.splits.items():
+            for first, second in zip(graphs, kept.splits[split], strict=True):
+                assert torch.equal(first.edge_index, second.edge_index)
+                assert torch.equal(first.x, second.x) and torch.equal(first.y, second.y)
+        monkeypatch.setattr(sbm, "_block_model", None)
+    with pytest.raises(TypeError):
+        make(3, 2, 2, p=0.4, cache=tmp_path)
 
 
 @pytest.mark.parametrize(
