@@ -236,14 +236,16 @@ def _kind(what: Any, problem: AttentionProblem, graph: Graph, settings: Settings
     """What batches have in common for which `what` is decided once; None for other graphs, decided one by one.
 
     Sizes count by eighths of an octave, degrees and the largest graph by halves. Where results must be the same in
-    every run no batch follows another, because which one comes first may differ.
+    every run no batch follows another, because which one comes first may differ. Of the settings nothing else decides.
     """
-    facts, segments = graph.facts, graph.node_segments
-    if facts is None or segments is None or settings.schedule != "auto" or _is_strict(settings):
+    facts = graph.facts
+    if facts is None or settings.schedule != "auto" or _is_strict(settings):
         return None
+    segments = graph.node_segments
+    assert segments is not None
     sizes = (round(8 * math.log2(size + 1)) for size in (graph.num_dst, graph.num_edges))
     most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, segments.longest))
-    return what, problem, settings, facts.is_simple, *sizes, *most
+    return what, replace(problem, needs_grad=False), facts.is_simple, *sizes, *most
 
 
 def _remember(kind: Any, decision: Any) -> None:
@@ -364,24 +366,21 @@ def _tangent_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -
     (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
     if forward.chosen.schedule == "rows" or settings.schedule not in ("auto", "autotune"):
         return forward.chosen.schedule == "rows"
-    device = gpu_of(problem.device)
 
-    def training_s(forward: Any, tangent: bool) -> float:
-        """Estimate of all passes, given that of the forward one; where there is no choice none was made before."""
+    def training_s(chosen: Any, tangent: bool) -> float:
+        """Estimate of all passes, given the forward one."""
         seen = replace(problem, tangent=tangent)
-        taken = _cheapest(options(seen, graph, BACKWARD, settings))
-        passes = [("forward", forward), *zip(BACKWARD, (option.chosen for option in taken), strict=True)]
-        return sum(
-            CANDIDATES[chosen.schedule].cost(seen, walk, graph, chosen, device).seconds for walk, chosen in passes
-        )
+        cost = CANDIDATES[chosen.schedule].cost(seen, "forward", graph, chosen, gpu_of(problem.device))
+        backward = _cheapest(options(seen, graph, BACKWARD, settings))
+        return sum((option.cost.seconds for option in backward), cost.seconds)
 
     rows = attention_rows.plan_pass(problem, "forward", graph)
     return training_s(rows, True) < training_s(forward.chosen, False)
 
 
 def with_tangent(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> AttentionProblem:
-    """The problem that ``walks`` see: in backward, with what the forward pass has left."""
-    if walks != BACKWARD:
+    """The problem that ``walks`` see: in backward, with what the forward pass has left, if that is not known yet."""
+    if walks != BACKWARD or problem.tangent:
         return problem
     return replace(problem, tangent=leaves_tangent(problem, graph, settings))
 

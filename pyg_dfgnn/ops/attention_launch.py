@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -185,9 +186,12 @@ class Kernels:
 
     def _walks(self, walks: Sequence[str], graph: Graph) -> tuple[tuple[Walk, ...], bool]:
         """The passes of ``walks``, and whether the next call would take the same."""
+        problem = self.problem
+        if walks == BACKWARD:
+            problem = replace(problem, tangent=self.wants_tangent(graph))
         if self.settings.schedule == "autotune":
-            tune(self.problem, graph, walks, self.settings)
-        choices = choose(self.problem, graph, walks, self.settings)
+            tune(problem, graph, walks, self.settings)
+        choices = choose(problem, graph, walks, self.settings)
         made = tuple(walk_of(choice.walk, choice.chosen, graph) for choice in choices)
         graph.reset_streams()
         return made, all(choice.final for choice in choices)

@@ -332,9 +332,34 @@ def test_batches_are_on_their_own(resident_graphs, monkeypatch):
     read = plan(PROBLEM, batches[1]).forward
     assert len(read.options) == len(dispatch.CANDIDATES) and read.chosen.schedule == "resident"
     assert choose(PROBLEM, batches[1], FORWARD, Settings())[0].chosen.schedule == "resident"
+    # Neither gradients to follow nor how a fallback is told decide what runs.
+    assert plan(replace(PROBLEM, needs_grad=False), batches[1], Settings(fallback="error")).schedule == "resident"
     monkeypatch.setattr(dispatch.attention_resident, "reasons_against", lambda *arguments: ["full"])
     (found,) = choose(PROBLEM, batches[1], FORWARD, Settings())
     assert found.chosen.schedule != "resident" and len(found.options) == len(dispatch.CANDIDATES)
+
+
+def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, monkeypatch):
+    """What was decided for batches of a kind is not decided again for the tangent."""
+    problem, graph = replace(PROBLEM, score="add"), Graph.of_batch(resident_graphs.batch(torch.arange(48)))
+    choose(problem, graph, FORWARD, Settings())
+    asked, real = [], dispatch.options
+
+    def options(problem, graph, walks, settings, names=None):
+        asked.append((walks, names))
+        return real(problem, graph, walks, settings, names)
+
+    monkeypatch.setattr(dispatch, "options", options)
+    dispatch.leaves_tangent(problem, graph, Settings())
+    assert (FORWARD, None) not in asked
+
+
+def test_a_graph_that_is_no_batch_needs_no_segments():
+    """Finding them reads all edges and waits for the device."""
+    graph = graph_of(random(64, 64, 512, seed=1))
+    for walks in (FORWARD, BACKWARD):
+        choose(replace(PROBLEM, score="add"), graph, walks, Settings(schedule="rows"))
+    assert "node_segments" not in vars(graph)
 
 
 # Autotune -------------------------------------------------------------------------------------------------------------
