@@ -57,10 +57,14 @@ class GraphCache:
         with self._lock:
             self.entries.pop(key, None)
             self.entries[key] = entry
-            if len(self.entries) > self.max_graphs:
-                oldest = next((old for old, held in list(self.entries.items()) if not held.graph.pinned), None)
-                if oldest is not None:
-                    self.entries.pop(oldest, None)
+            if len(self.entries) <= self.max_graphs:
+                return
+            # Listing entries would allocate, and with that collect garbage and drop entries meanwhile; keys do not.
+            for old in list(self.entries):
+                held = self.entries.get(old)
+                if held is not None and not held.graph.pinned:
+                    self.entries.pop(old, None)
+                    return
 
     def _drop(self, key: tuple[Any, ...], ref: weakref.ref) -> None:
         # Runs whenever the garbage collector does, perhaps inside `put`: it must not take the lock.

@@ -285,20 +285,21 @@ class Graph:
 
         The user's own tensor where it says the same and still lives; otherwise made from `csr` and kept.
         """
-        if self._own_edge_index is None:
+        made = self._own_edge_index
+        if made is None or made._version != self._own_version:
             anchor = self._live_anchor()
             if anchor is not None and not (self.self_loops or self._transposed) and anchor.dtype == torch.int64:
                 return anchor
             with torch.inference_mode(False), torch.no_grad():
-                own = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
+                made = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
                 order = self.csr.edge_id.long()
-                own[0, order] = self.csr.index.long()
-                own[1, order] = expand(self.csr.ptr, self.num_edges).long()
-                pull(own[0, -1:].sum())
-            self._own_edge_index, self._own_version = own, own._version
-            _by_own_edge_index[id(own)] = self
+                made[0, order] = self.csr.index.long()
+                made[1, order] = expand(self.csr.ptr, self.num_edges).long()
+                pull(made[0, -1:].sum())
+            self._own_edge_index, self._own_version = made, made._version
+            _by_own_edge_index[id(made)] = self
             self.reset_streams()
-        return self._own_edge_index
+        return made
 
     @property
     def key(self) -> Key:

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,8 +149,11 @@ def test_own_edge_index_is_not_trusted_after_an_edit():
     own = graph.edge_index
     assert Graph.resolve(own, 20, 20, False, False) is graph
     assert Graph.resolve(own, 21, 20, False, False) is not graph
+    before = own.clone()
     own[0, 0] = (own[0, 0] + 1) % 20
     assert Graph.resolve(own, 20, 20, False, False) is not graph
+    # The graph itself goes on saying what it said.
+    assert torch.equal(graph.edge_index, before) and Graph.resolve(*graph.key) is graph
 
 
 @pytest.mark.parametrize("dead_entries", ["removed", "left"])
@@ -204,6 +208,36 @@ def test_size_is_bounded(monkeypatch):
         assert len(entries()) <= 8
     assert Graph.of(alive[0], 5) is first
     assert Graph.of(alive[-1], 5) is Graph.of(alive[-1], 5)
+
+
+class _Anchor:
+    """Garbage that only the collector finds."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_may_be_collected_while_the_oldest_graph_is_looked_for():
+    size, graph = graph_module.MAX_CACHED_GRAPHS, SimpleNamespace(pinned=False)
+    cache, threshold = GraphCache(size), gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        anchors = [_Anchor() for _ in range(size + 1)]
+        for number, anchor in enumerate(anchors[:-1]):
+            cache.put((number,), anchor, 0, graph)
+        # Tuples that were freed would be used again without a collection.
+        tuples = [(number, number) for number in range(5000)]
+        gc.collect(0)
+        del anchors[:-1], anchor
+        gc.set_threshold(50, 0, 0)
+        gc.enable()
+        cache.put((size,), anchors[0], 0, graph)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+    gc.collect()
+    assert list(cache.entries) == [(size,)] and tuples
 
 
 def test_clear_cache(edge_index):
