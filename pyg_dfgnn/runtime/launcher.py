@@ -25,30 +25,38 @@ Launch = Callable[[Spec, str, Grid, Grid, Sequence[Argument], int], None]
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _MAX_PARAMETERS = 64
 _override: Launch | None = None
+# Held while a limit on dynamic shared memory is read and raised.
+_limits = threading.Lock()
 
 
 class Kernel:
     """One entry point of a specialised module, ready to launch on any device."""
 
-    __slots__ = ("spec", "entry", "_functions", "_packer")
+    __slots__ = ("spec", "entry", "_loaded", "_packer")
 
     def __init__(self, spec: Spec, entry: str) -> None:
         self.spec = spec
         self.entry = entry
-        self._functions: dict[tuple[int, int], tuple[int, Any]] = {}
+        # By device: the handle, the dynamic shared memory that it has room for, and the module, which must outlive it.
+        self._loaded: dict[int, tuple[int, int, Any]] = {}
         self._packer: struct.Struct | None = None
 
     def function(self, device_index: int, shared_bytes: int) -> int:
         """Handle of the loaded function on a device, with room for that much dynamic shared memory."""
-        found = self._functions.get((device_index, shared_bytes))
-        if found is None:
-            kernel = module(self.spec, device_index).get_function(self.entry)
-            if shared_bytes + kernel.shared_size_bytes > _DEFAULT_SHARED_BYTES:
-                # One limit for all handles of the function, so it must not fall.
-                kernel.max_dynamic_shared_size_bytes = max(shared_bytes, kernel.max_dynamic_shared_size_bytes)
-            # The module must outlive its handle.
-            found = self._functions[device_index, shared_bytes] = (kernel.kernel.ptr, kernel)
+        found = self._loaded.get(device_index)
+        if found is None or found[1] < shared_bytes:
+            found = self._load(device_index, shared_bytes)
         return found[0]
+
+    def _load(self, device_index: int, shared_bytes: int) -> tuple[int, int, Any]:
+        kernel = module(self.spec, device_index).get_function(self.entry)
+        with _limits:
+            room = _DEFAULT_SHARED_BYTES - kernel.shared_size_bytes
+            if shared_bytes > room:
+                # One limit for all handles of the function, so it must not fall.
+                room = kernel.max_dynamic_shared_size_bytes = max(shared_bytes, kernel.max_dynamic_shared_size_bytes)
+            found = self._loaded[device_index] = (kernel.kernel.ptr, room, kernel)
+        return found
 
     def packer(self, arguments: Sequence[int | float]) -> struct.Struct:
         """How the arguments lie in memory: 8 bytes each, the kernels' ABI."""

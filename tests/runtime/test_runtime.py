@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,6 +153,38 @@ def test_a_launch_goes_to_the_override():
     assert (spec, entry, grid, block, shared_bytes) == (SCALE, "scale", (2, 3, 1), (32, 1, 1), 64)
     assert all(a is b for a, b in zip(given, arguments, strict=True))
     assert seen[1][5] == 0
+
+
+class FakeModule:
+    """Hands out one function, and keeps what was asked of it."""
+
+    def __init__(self):
+        self.asked, self.limits = 0, [48 << 10]
+
+    def get_function(self, entry):
+        self.asked += 1
+        return self
+
+    kernel = SimpleNamespace(ptr=7)
+    shared_size_bytes = 1 << 10
+    max_dynamic_shared_size_bytes = property(
+        lambda self: self.limits[-1], lambda self, limit: self.limits.append(limit)
+    )
+
+
+def test_a_handle_serves_all_that_its_limit_has_room_for(monkeypatch):
+    """Batches need another size of shared memory each: only a new maximum costs a call to the driver."""
+    loaded = FakeModule()
+    monkeypatch.setattr(launcher, "module", lambda spec, index: loaded)
+    kernel = Kernel(SCALE, "scale")
+    for kilobytes in (0, 1, 30, 47, 46, 47, 2):
+        assert kernel.function(0, kilobytes << 10) == 7
+    assert loaded.asked == 1 and loaded.limits == [48 << 10]
+    for kilobytes in (60, 59, 48, 100, 60, 0):
+        assert kernel.function(0, kilobytes << 10) == 7
+    assert loaded.asked == 3 and loaded.limits == [48 << 10, 60 << 10, 100 << 10]
+    # Another kernel object of the same function must not lower the limit.
+    assert Kernel(SCALE, "scale").function(0, 80 << 10) == 7 and loaded.limits[-1] == 100 << 10
 
 
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (4, 2, 0)])
