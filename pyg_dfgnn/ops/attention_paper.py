@@ -41,19 +41,19 @@ class PaperWalk:
         stem = source_stem(walk, chosen)
         spec = Spec(f"attention/{stem}.cu", tuple(constants.items()))
         self.kernel = kernel_of(spec, f"attention_{stem}")
-        self.edges: tuple[Any, ...]
+        side = graph.csc if walk == "sources" else graph.csr
+        sizes = (side.num_rows,) if walk == "forward" else (side.num_rows, self.num_edges)
+        # Kept for their addresses: two threads may make an array of the graph at once, of which it keeps one.
+        self.arrays: tuple[Tensor, ...]
         if walk == "sources":
-            side = graph.csc
-            self.edges = (side.ptr, side.index, side.position_in(graph.csr), side.num_rows, self.num_edges)
+            self.arrays = (side.ptr, side.index, side.position_in(graph.csr))
         else:
-            side = graph.csr
-            sizes = (side.num_rows,) if walk == "forward" else (side.num_rows, self.num_edges)
-            self.edges = (side.ptr, side.row, side.index, side.edge_id, *sizes)
+            self.arrays = (side.ptr, side.row, side.index, side.edge_id)
             if not chosen.one_kernel:
                 self.score_kernel = kernel_of(spec, f"attention_{stem}_scores")
-                self.score_edges = addresses((side.row, side.index, side.edge_id, self.num_edges, chosen.warp_edges))
+                self.score_edges = addresses((*self.arrays[1:], self.num_edges, chosen.warp_edges))
                 self.score_grid = (-(-self.num_edges // (chosen.warp_edges * warps)), self.head_groups, 1)
-        self.edges = addresses(self.edges)
+        self.edges = addresses((*self.arrays, *sizes))
         block_rows = constants.get("BLOCK_ROWS", warps // constants["ROW_WARPS"])
         self.grid = (-(-side.num_rows // block_rows), self.head_groups, 1)
 

@@ -43,6 +43,8 @@ class RowsWalk:
         self.items_per_block = items_per_block(constants)
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
+        # Kept for their addresses: two threads may make a list of the graph at once, of which it keeps one.
+        self.arrays: list[Tensor | None] = []
         self._lay_out(walk, graph, side)
         # States that go from launch to launch: of chunks to their merge, of rows to the next column block.
         self.num_partial = 0 if constants["JOINED"] else self.max_chunks
@@ -79,7 +81,9 @@ class RowsWalk:
     ) -> tuple[Any, ...]:
         listed = (None,) * 4 if chunks is None else (chunks.row, chunks.begin, chunks.end, chunks.join)
         sizes = (self.num_rows, 0 if chunks is None else chunks.num_chunks, self.chosen.max_edges)
-        return addresses((*arrays, *listed, row_order, node_ptr, *sizes, block, len(self.chunks)))
+        given = (*arrays, *listed, row_order, node_ptr)
+        self.arrays += given
+        return addresses((*given, *sizes, block, len(self.chunks)))
 
     def forward(
         self,

@@ -1,0 +1,57 @@
+"""What the launches of a pass hold, whatever becomes of the graph that they were made on."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, WALKS, AttentionProblem, options
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import attention_paper as paper_launches
+from pyg_dfgnn.ops import attention_rows as rows_launches
+from pyg_dfgnn.ops import attention_tiles as tiles_launches
+from pyg_dfgnn.ops.attention_launch import walk_of
+from pyg_dfgnn.settings import Settings
+from tests.zoo import hub, sbm
+
+PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False, True)
+
+
+@pytest.fixture
+def pointed_to(monkeypatch):
+    """Weak references to the tensors that were turned into addresses, as those of CUDA tensors are."""
+    found = []
+
+    def addresses(arguments):
+        found.extend(weakref.ref(a) for a in arguments if isinstance(a, Tensor))
+        return tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+
+    for launches in (rows_launches, paper_launches, tiles_launches):
+        monkeypatch.setattr(launches, "addresses", addresses)
+    return found
+
+
+def planned(schedule, walk, graph):
+    if schedule == "swept":
+        return attention_rows.RowsPass(attention_rows.swept_constants(PROBLEM, walk), 64, 3)
+    walks = FORWARD if walk == "forward" else BACKWARD
+    (offers,) = (o for o, w in zip(options(PROBLEM, graph, walks, Settings()), walks, strict=True) if w == walk)
+    return offers[schedule].chosen
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("schedule", ["rows", "swept", "resident", "tiles", "smmf", "pmf"])
+def test_what_has_an_address_stays(schedule, walk, pointed_to):
+    """Two threads may make the same arrays of a graph at once, of which the graph keeps one."""
+    case = hub(300) if schedule == "rows" else sbm()
+    edge_index = case.edge_index.unique(dim=1) if schedule == "tiles" else case.edge_index.clone()
+    graph = Graph.of(edge_index, case.num_src, case.num_dst)
+    made = walk_of(walk, planned(schedule, walk, graph), graph)
+    assert pointed_to
+    del graph, edge_index
+    Graph.clear_cache()
+    gc.collect()
+    assert all(reference() is not None for reference in pointed_to) and made
