@@ -411,18 +411,20 @@ class Graph:
         """The graph, once the allocator knows that the current stream reads its arrays; pinned during capture."""
         # Other streams wait for what has been built. Its memory belongs to the stream it was made on, and the allocator
         # must learn of each other one before it hands that memory out again.
-        if self._streams is None:
+        streams = self._streams
+        if streams is None:
             return self
         if torch.cuda.is_current_stream_capturing():
             return self.pin()
         handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle not in self._streams:
+        if handle not in streams:
             stream = torch.cuda.current_stream(self.device)
             if self._made is not None:
                 stream.wait_event(self._made)
             for tensor in self._tensors():
                 tensor.record_stream(stream)
-            self._streams.add(handle)
+            # Not to the set of another thread that has added arrays meanwhile.
+            streams.add(handle)
         return self
 
 

@@ -293,6 +293,23 @@ def test_threads():
     assert failures == []
 
 
+def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypatch):
+    """One thread adds arrays while another tells the allocator that its stream reads those of before."""
+    graph = Graph.of(edge_index, 20)
+
+    def another_thread_adds_arrays(event):
+        graph._streams = {1}
+
+    stream = SimpleNamespace(wait_event=another_thread_adds_arrays)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
+    monkeypatch.setattr(Graph, "_tensors", lambda self: [])
+    graph._streams, graph._made = {1}, object()
+    graph.on_this_stream()
+    assert graph._streams == {1}
+
+
 class _GraphSizes(torch.utils.data.Dataset):
     def __len__(self):
         return 6
