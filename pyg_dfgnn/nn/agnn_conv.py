@@ -43,3 +43,7 @@ class AGNNConv(FusedConv, conv.AGNNConv):
         attended = cosine_attention(edges, x.unsqueeze(1), beta=self.beta).squeeze(1)
         out = attended.to(torch.promote_types(attended.dtype, weights_dtype(x, self.beta)))
         return editable(out, attended)
+
+    def _storage_dtype(self, x: Tensor) -> torch.dtype:
+        """That of `x`, also under autocast: no linear layer comes before the attention."""
+        return x.dtype

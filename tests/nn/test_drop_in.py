@@ -494,6 +494,14 @@ def test_describe_plan(name, x):
     assert f"{EDGES.size(1) + loops} edges" in text and str(conv) in text and "schedule" in text
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_describe_plan_under_autocast(name, x):
+    """Autocast is at work in linear layers, of which AGNNConv has none."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        problem = pyg_dfgnn.describe_plan(make(name), x, EDGES).problem
+    assert problem.dtype == (torch.float32 if name == "AGNNConv" else torch.bfloat16)
+
+
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.GCNConv(3, 4), x, EDGES))
