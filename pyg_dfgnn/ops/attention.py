@@ -378,7 +378,11 @@ def _recall(graph: Any, signature: Any) -> Kernels | None:
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
-    if kernels is None or kernels.settings is not current() or graph.device.type not in fused_device_types:
+    if kernels is None or graph.device.type not in fused_device_types:
+        return None
+    settings = current()
+    # Most often they are the same object; each `with` block has one of its own.
+    if kernels.settings is not settings and kernels.settings != settings:
         return None
     if kernels.problem.tf32 is not tf32_allowed(kernels.problem.dtype):
         return None

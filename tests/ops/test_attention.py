@@ -387,6 +387,18 @@ def test_settings_and_devices_are_asked_again(fused):
     assert len(fused) == launched + 1
 
 
+def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
+    problem = problem_of("dot")
+    with settings(schedule="pmf"):
+        problem.call()
+    monkeypatch.setattr(ops, "_check_graph", None)
+    with settings(schedule="pmf"):
+        problem.call()
+    assert fused[-1] == "attention_pmf_forward"
+    with settings(schedule="rows"), pytest.raises(TypeError, match="not callable"):
+        problem.call()
+
+
 # Layouts and dtypes ---------------------------------------------------------------------------------------------------
 
 
