@@ -24,6 +24,7 @@ from pyg_dfgnn.dispatch.attention_rows import (
     STEP,
     STEP_S,
     lane_constants,
+    side_of,
     stays_near,
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
@@ -149,7 +150,7 @@ def _cost(
         share: Edges of a warp in the step of the scores.
         scores: Numbers per edge and head that go to memory or come from it.
     """
-    side, num_columns = (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+    side, num_columns = side_of(walk, graph)
     c = chosen.constants
     gathers, products, sums, walks = _WORK[walk][problem.score]
     kernels = 2 if chosen.warp_edges else 1

@@ -73,15 +73,13 @@ def _static_bytes(problem: AttentionProblem, walk: str, c: Mapping[str, int]) ->
 def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | None:
     """The ranges of the pass: as long as lets the planned number of blocks share a multiprocessor, if any do."""
     capacity = gpu_of(problem.device).shared_bytes + _RESERVED
-    constants = constants_of(problem, walk)
+    constants, per_node = constants_of(problem, walk), node_bytes(problem, walk)
     for blocks in range(constants["MIN_BLOCKS"], 0, -1):
         room = capacity // blocks - _RESERVED - _static_bytes(problem, walk, constants)
-        most = room // node_bytes(problem, walk)
-        ranges = graph.node_ranges(most)
-        while ranges is not None and shared_bytes(problem, walk, ranges) > room:
-            # What the edges take is known only now.
-            most = ranges.most_nodes - -(-(shared_bytes(problem, walk, ranges) - room) // node_bytes(problem, walk))
-            ranges = graph.node_ranges(most)
+        ranges = graph.node_ranges(room // per_node)
+        # What the edges take is known only now.
+        while ranges is not None and (excess := shared_bytes(problem, walk, ranges) - room) > 0:
+            ranges = graph.node_ranges(ranges.most_nodes - -(-excess // per_node))
         if ranges is not None:
             return ranges
     return None
@@ -93,8 +91,9 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     if problem.row_bytes % 4:
         reasons.append(f"rows of {problem.row_bytes} bytes are no multiple of 4")
     lanes = constants_of(problem, walk)
-    if problem.heads > lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]:
-        reasons.append(f"a warp takes {lanes['HEAD_SLOTS'] * lanes['LANE_HEADS']} heads at once, not {problem.heads}")
+    heads = lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
+    if problem.heads > heads:
+        reasons.append(f"a warp takes {heads} heads at once, not {problem.heads}")
     if graph.num_edges == 0:
         reasons.append("the graph has no edges")
     longest = max(graph.csr.max_degree, graph.csc.max_degree if walk == "sources" else 0)

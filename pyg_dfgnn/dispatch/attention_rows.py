@@ -104,8 +104,6 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
 _LOADS = {
     4: {
         "forward": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
-        # As "forward", so that both add in the same order.
-        "tangent": {"add": 4},
         "targets": {"dot": 2, "cosine": 4, "add": 2, "gatv2": 2},
         "sources": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
     },
@@ -116,11 +114,17 @@ _PACKED_LOADS = {2: {"forward": {"dot": 2}, "sources": {"dot": 2}}}
 _MIN_ROW_LANES = 8
 
 
+def _base_walk(walk: str) -> str:
+    """The forward pass for "tangent", which takes its layout, so that both add in the same order."""
+    return "forward" if walk == "tangent" else walk
+
+
 def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
     """The layout of a pass: the loads of a lane that were fastest."""
-    loads = _LOADS[problem.dtype.itemsize].get(walk, {}).get(problem.score, 1)
+    walk, itemsize = _base_walk(walk), problem.dtype.itemsize
+    loads = _LOADS[itemsize].get(walk, {}).get(problem.score, 1)
     if not wide:
-        loads = _PACKED_LOADS.get(problem.dtype.itemsize, {}).get(walk, {}).get(problem.score, loads)
+        loads = _PACKED_LOADS.get(itemsize, {}).get(walk, {}).get(problem.score, loads)
     return fitting_lanes(problem, loads, wide)
 
 
@@ -135,9 +139,9 @@ def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingP
 
 def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
     """Edges a slot keeps in flight, from timings on an H200: more hides latency until registers run out."""
-    score, wide_storage = problem.score, problem.dtype.itemsize == 4
+    walk, score, wide_storage = _base_walk(walk), problem.score, problem.dtype.itemsize == 4
     if elements <= 4:
-        return 4 if walk in ("forward", "tangent") or (walk == "targets" and score in ("dot", "add")) else 2
+        return 4 if walk == "forward" or (walk == "targets" and score in ("dot", "add")) else 2
     if elements == 8:
         return 2 if wide_storage or walk == "targets" or (walk == "sources" and score != "dot") else 4
     if elements == 16 and (score == "add" or (walk == "targets" and score != "gatv2") or walk == "forward"):
@@ -224,7 +228,7 @@ _GATHERS = {
 
 def gathers(problem: AttentionProblem, walk: str) -> int:
     """Feature rows gathered per edge in a pass."""
-    return _GATHERS["forward" if walk == "tangent" else walk][problem.score]
+    return _GATHERS[_base_walk(walk)][problem.score]
 
 
 # What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
@@ -243,10 +247,9 @@ def _blocks(
     Groups of ``heads`` heads run one after the other, so only one group's share of the rows counts.
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
-    walk = "forward" if walk == "tangent" else walk
     itemsize = problem.dtype.itemsize
-    share = _CACHE_SHARE[itemsize][walk] if share is None else share
-    gathered = num_columns * heads * problem.channels * itemsize * _GATHERS[walk][problem.score]
+    share = _CACHE_SHARE[itemsize][_base_walk(walk)] if share is None else share
+    gathered = num_columns * heads * problem.channels * itemsize * gathers(problem, walk)
     blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
@@ -277,8 +280,6 @@ class _Sweep:
 _SWEPT = {
     4: {
         "forward": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0), "cosine": _Sweep(2, True, 2, 7, 1.1, 2.0)},
-        # As "forward", so that both add in the same order.
-        "tangent": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0)},
         "targets": {"cosine": _Sweep(4, True, 2, 4, 0.8, 1.0)},
         "sources": {"cosine": _Sweep(2, False, 2, 5, 0.33, 0.5)},
     },
@@ -292,7 +293,7 @@ _SWEPT = {
 
 def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], _Sweep | None]:
     """The constants of a swept pass, and how else it differs, if it does."""
-    found = _SWEPT.get(problem.dtype.itemsize, {}).get(walk, {}).get(problem.score)
+    found = _SWEPT[problem.dtype.itemsize][_base_walk(walk)].get(problem.score)
     if found is not None:
         lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
         # Others take other registers.
@@ -359,7 +360,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
             return RowsPass(constants, _ORDERED_EDGES, blocks)
         # More sweeps only where rows are long enough for them.
         counted = _blocks(problem, walk, rows, num_columns, heads, sweep.share)
-        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize]["forward" if walk == "tangent" else walk]
+        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_walk(walk)]
         longest = max(1, int(sweep.pieces * _ORDERED_EDGES))
         return RowsPass(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
@@ -429,12 +430,12 @@ STEP_S = 0.43e-6
 
 def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
     """Warp instructions of a pass with the constants ``c``."""
-    gathers, heads = _GATHERS[walk][problem.score], c["LANE_HEADS"]
+    read, heads = gathers(problem, walk), c["LANE_HEADS"]
     elements = heads * c["LANE_VECS"] * c["VEC"]
-    converted = elements * gathers if problem.dtype.itemsize == 2 else 0
+    converted = elements * read if problem.dtype.itemsize == 2 else 0
     step = (
         STEP
-        + LOAD * gathers * heads * c["LANE_VECS"]
+        + LOAD * read * heads * c["LANE_VECS"]
         + CONVERT * converted
         + MULTIPLY_ADD * elements * _WORK[walk][problem.score]
         + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * _SUMS[walk][problem.score]
@@ -464,13 +465,12 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
     if walk == "targets" and problem.tangent:
         read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
         return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
-    gathers = _GATHERS[walk][problem.score]
-    moved = (rows.num_rows * (gathers + 1) + num_columns * gathers) * problem.row_bytes + 4 * rows.num_edges
+    tensors = gathers(problem, walk)
+    moved = (rows.num_rows * (tensors + 1) + num_columns * tensors) * problem.row_bytes + 4 * rows.num_edges
     # The state of all rows, written and read between sweeps.
     carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
-    gathered = (
-        0 if stays_near(graph, gathers * problem.row_bytes, gpu) else rows.num_edges * gathers * problem.row_bytes
-    )
+    node_bytes = tensors * problem.row_bytes
+    gathered = 0 if stays_near(graph, node_bytes, gpu) else rows.num_edges * node_bytes
     c = chosen.constants
     chain = -(-min(rows.max_degree, chosen.max_edges) // (c["UNROLL"] * c["EDGE_SLOTS"]))
     return Cost(

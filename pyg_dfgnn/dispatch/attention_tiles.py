@@ -60,11 +60,6 @@ class TilesPass:
         )
 
 
-def _products(score: str, walk: str) -> int:
-    """Matrix products of one pass, each of the area of the blocks times the channels."""
-    return {"forward": 2, "targets": 3, "sources": 4}[walk] if score != "add" else 2 if walk == "sources" else 1
-
-
 def _splits(problem: AttentionProblem) -> bool:
     """Whether a product takes three: float32 that must not be rounded."""
     return problem.dtype == torch.float32 and not problem.tf32
@@ -125,12 +120,10 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
     if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
-    shared, limit = (
-        shared_bytes(problem, walk, _constants(problem, walk, graph, warps, compact)),
-        gpu_of(problem.device).shared_bytes,
-    )
-    if shared > limit:
-        return [f"a block needs {shared} bytes of shared memory, the device has {limit}"]
+    needed = shared_bytes(problem, walk, _constants(problem, walk, graph, warps, compact))
+    limit = gpu_of(problem.device).shared_bytes
+    if needed > limit:
+        return [f"a block needs {needed} bytes of shared memory, the device has {limit}"]
     return []
 
 
@@ -216,6 +209,9 @@ STEP_S = 0.5e-6
 """A step of a window without its products."""
 CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
 """Each product of a step of 16 columns and 128 channels, in the time of a step without."""
+_DOT_PRODUCTS = {"forward": 2, "targets": 3, "sources": 4}
+_PRODUCTS = {"dot": _DOT_PRODUCTS, "cosine": _DOT_PRODUCTS, "add": {"forward": 1, "targets": 1, "sources": 2}}
+"""Matrix products of a pass, each of the area of the blocks times the channels."""
 _NODE_TENSORS = {
     "dot": {"forward": 4, "targets": 5, "sources": 6},
     "cosine": {"forward": 2, "targets": 4, "sources": 5},
@@ -233,7 +229,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, 
     tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
     area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
-    products = _products(problem.score, walk)
+    products = _PRODUCTS[problem.score][walk]
     flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
     nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
     waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention_problem import SCORES
-from pyg_dfgnn.dispatch.attention_rows import RowsPass, items_per_block, node_constants
+from pyg_dfgnn.dispatch.attention_rows import RowsPass, items_per_block, node_constants, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
@@ -31,7 +31,7 @@ class RowsWalk:
 
     def __init__(self, walk: str, chosen: RowsPass, graph: Graph) -> None:
         self.chosen = chosen
-        side = graph.csc if walk == "sources" else graph.csr
+        side, _ = side_of(walk, graph)
         self.device = graph.device
         self.num_rows = side.num_rows
         constants = chosen.constants
@@ -59,7 +59,7 @@ class RowsWalk:
             self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if joined else 0, ordered)]
             arrays = (side.ptr, side.index, side.edge_id)
         else:
-            num_columns = graph.num_dst if walk == "sources" else graph.num_src
+            _, num_columns = side_of(walk, graph)
             swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns, ordered)
             self.chunks = swept.chunks
             arrays = (swept.ptr, swept.index, swept.edge_id)
