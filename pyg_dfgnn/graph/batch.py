@@ -150,20 +150,17 @@ class BatchAdjacency(Adjacency):
 
 def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Graph:
     """Build the graph of a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
-    num_nodes, num_edges, device = batch.num_nodes, facts.num_edges, edge_index.device
-    sizes = edge_index.size(1), batch[BY_SOURCE].numel(), batch[IN_DEGREE].numel(), int(facts.nodes.sum())
-    if sizes != (num_edges, num_edges, num_nodes, num_nodes):
-        raise ValueError("'batch' needs the edges that SortEdges saw: they or the nodes were changed after it")
+    num_nodes, num_edges = batch.num_nodes, facts.num_edges
+    if (edge_index.size(1), num_nodes) != (num_edges, int(facts.nodes.sum())):
+        raise _changed("edge_index")
     check_edges(num_edges)
-    node_ptr = batch.get("ptr")
-    if node_ptr is None:
-        node_ptr = torch.tensor([0, num_nodes], device=device)
-    segments = node_ptr.to(torch.int32, copy=True)
-    ptr, source_ptr = from_degree(batch[IN_DEGREE]), from_degree(batch[OUT_DEGREE])
+    in_degree, out_degree, by_source = _stored(batch, num_nodes, num_edges)
+    segments = _segments(batch, edge_index.device)
+    ptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
     source, target = edge_index.to(torch.int32, copy=True)
     edge_ptr = ptr[segments.long()]
-    by_source = batch[BY_SOURCE] + edge_ptr[:-1].repeat_interleave(edge_ptr.diff(), output_size=num_edges)
-    csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=device))
+    by_source = by_source + edge_ptr[:-1].repeat_interleave(edge_ptr.diff(), output_size=num_edges)
+    csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=ptr.device))
     csc = Side(source_ptr, target.index_select(0, by_source), by_source)
     return assemble(csr, csc, segments, facts, anchor=edge_index)
 
@@ -186,10 +183,7 @@ def assemble(csr: Side, csc: Side, segments: Tensor, facts: BatchFacts, **option
 def build_batch(batch: Any, edge_index: Tensor) -> Graph:
     """Build the graph of a batch with its segments: no sort if its members went through :class:`SortEdges`."""
     num_nodes, num_edges = batch.num_nodes, edge_index.size(1)
-    node_ptr = batch.get("ptr")
-    if node_ptr is None:
-        node_ptr = torch.tensor([0, num_nodes], device=edge_index.device)
-    segments = node_ptr.to(torch.int32, copy=True)
+    segments = _segments(batch, edge_index.device)
     source, target = edge_index
     if BY_SOURCE not in batch:
         graph = build(forms.read_tensor(edge_index, False), num_nodes, num_nodes, anchor=edge_index)
@@ -199,15 +193,13 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
         graph.segments = segments
         return graph
 
-    for name, size in ((IN_DEGREE, num_nodes), (OUT_DEGREE, num_nodes), (BY_SOURCE, num_edges)):
-        if not isinstance(batch.get(name), Tensor) or list(batch[name].shape) != [size]:
-            raise ValueError(f"'{name}' needs the edges that SortEdges saw: they or the nodes were changed after it")
+    in_degree, out_degree, by_source = _stored(batch, num_nodes, num_edges)
     source, target = source.to(torch.int32, copy=True), target.to(torch.int32)
-    ptr, source_ptr = from_degree(batch[IN_DEGREE]), from_degree(batch[OUT_DEGREE])
+    ptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
     # Positions count from the first edge of each graph; edges of a graph are contiguous in both orders.
     edge_ptr = ptr[segments.clamp(0, num_nodes).long()]
     graph_of_edge = expand(edge_ptr, num_edges).clamp(max=max(edge_ptr.numel() - 2, 0)).long()
-    by_source = (batch[BY_SOURCE] + edge_ptr[graph_of_edge]).clamp(0, max(num_edges - 1, 0))
+    by_source = (by_source + edge_ptr[graph_of_edge]).clamp(0, max(num_edges - 1, 0))
     csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=ptr.device))
     csc = Side(source_ptr, target[by_source.long()], by_source)
     seen = torch.zeros(num_edges, dtype=torch.bool, device=ptr.device)
@@ -227,7 +219,7 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
     )
     refuse_ids(bounds, num_nodes, num_nodes, num_edges)
     if not unchanged_:
-        raise ValueError("'edge_index' needs the edges that SortEdges saw: they were changed after it")
+        raise _changed("edge_index")
     _refuse_crossing(inside)
     return Graph(
         Adjacency(csr, max_in),
@@ -237,6 +229,31 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
         segments=segments,
         max_segment=max_segment,
     )
+
+
+def _segments(batch: Any, device: torch.device) -> Tensor:
+    """Node offsets of the graphs of a batch, int32 [G + 1]; a single graph has none."""
+    ptr = batch.get("ptr")
+    return (torch.tensor([0, batch.num_nodes], device=device) if ptr is None else ptr).to(torch.int32, copy=True)
+
+
+def _stored(batch: Any, num_nodes: int, num_edges: int) -> list[Tensor]:
+    """In-degrees, out-degrees and edges by source, as :class:`SortEdges` has stored them.
+
+    Raises:
+        ValueError: One is missing or of another size.
+    """
+    found = []
+    for name, size in ((IN_DEGREE, num_nodes), (OUT_DEGREE, num_nodes), (BY_SOURCE, num_edges)):
+        tensor = batch.get(name)
+        if not isinstance(tensor, Tensor) or list(tensor.shape) != [size]:
+            raise _changed(name)
+        found.append(tensor)
+    return found
+
+
+def _changed(name: str) -> ValueError:
+    return ValueError(f"'{name}' needs the edges that SortEdges saw: they or the nodes were changed after it")
 
 
 def _owner(segments: Tensor, nodes: Tensor) -> Tensor:

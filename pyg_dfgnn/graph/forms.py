@@ -43,7 +43,7 @@ def check_edge_index(edge_index: Any) -> None:
 
     Raises:
         TypeError: It is not a tensor of int64 or int32.
-        ValueError: Its shape is not [2, E] or E exceeds 2^31 - 1.
+        ValueError: Its shape is not [2, E] or E exceeds 2^31 - 4097.
     """
     check_shape("edge_index", edge_index, (2, "E"), "[2, E]")
     check_dtype("edge_index", edge_index, INDEX_DTYPES)

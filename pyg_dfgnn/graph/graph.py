@@ -182,7 +182,9 @@ class Graph:
         if is_strided or not forms.is_adjacency(edge_index):
             return Graph.resolve(edge_index, num_src, num_dst, self_loops, flow == "target_to_source")
         if flow == "target_to_source":
-            raise ValueError("'flow' needs 'source_to_target' with a sparse matrix: pass the transposed matrix instead")
+            raise ValueError(
+                "'flow' needs 'source_to_target' for a sparse matrix: transpose that instead (got 'target_to_source')"
+            )
         anchor, version = forms.adjacency_anchor(edge_index)
         key = (id(anchor), num_src, num_dst, self_loops, False)
         graph = _cache.get(key, anchor, version)

@@ -44,7 +44,7 @@ class ResidentGraphs:
     """
 
     def __init__(self, graphs: Sequence[Data], device: torch.device | str = "cpu") -> None:
-        check_range("num_graphs", len(graphs), 1)
+        check_range("len(graphs)", len(graphs), 1)
         self.device = torch.device(device)
         stored, slices, _ = collate(Data, list(graphs), increment=False, add_batch=False)
         self.nodes = torch.tensor([graph.num_nodes for graph in graphs])

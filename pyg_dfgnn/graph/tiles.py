@@ -56,7 +56,7 @@ class Segments:
     @staticmethod
     def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> Segments:
         """Segments of known sizes (see the attributes): nothing is asked of the device."""
-        units = torch.bincount(_over(sizes, TILE_ROWS)).tolist()
+        units = torch.bincount(_ceil_div(sizes, TILE_ROWS)).tolist()
         histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
         return Segments(ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, edges, is_simple)
 
@@ -105,14 +105,13 @@ def find_segments(graph: Graph) -> Segments | None:
     free = across.cumsum(0)[:nodes] == 0
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
     size = ptr.diff()
-    counts = torch.bincount(_over(size, TILE_ROWS))
+    counts = torch.bincount(_ceil_div(size, TILE_ROWS))
     (longest,) = pull(size.max())
     histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
     return Segments(ptr, size.numel(), longest, histogram)
 
 
-def _over(sizes: Tensor, unit: int) -> Tensor:
-    """Units that hold each size."""
+def _ceil_div(sizes: Tensor, unit: int) -> Tensor:
     return (sizes + unit - 1) // unit
 
 
@@ -135,24 +134,19 @@ def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
     distinct = torch.unique(owner << 32 | side.index[edge])
     counts = torch.zeros(first.numel(), dtype=torch.int64, device=ptr.device)
     counts.index_add_(0, distinct >> 32, torch.ones_like(distinct))
-    (blocks,) = pull(((counts + BLOCK - 1) // BLOCK).sum())
+    (blocks,) = pull(_ceil_div(counts, BLOCK).sum())
     return total / max(1, blocks * BLOCK * rows)
-
-
-def window_count(sizes: Tensor, rows: int) -> Tensor:
-    """Windows of at most `rows` that each segment is cut into."""
-    return _over(sizes, rows)
 
 
 def block_count(sizes: Tensor, rows: int) -> Tensor:
     """Blocks of the windows of each segment, whose columns are its nodes."""
-    return window_count(sizes, rows) * _over(sizes, BLOCK)
+    return _ceil_div(sizes, rows) * _ceil_div(sizes, BLOCK)
 
 
 def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Cut ranges of rows into windows of at most `rows`: first and last row of each, and the range it is from."""
     size = ptr.diff()
-    count = window_count(size, rows)
+    count = _ceil_div(size, rows)
     first_window = from_degree(count)
     if num_windows is None:
         (num_windows,) = pull(first_window[-1])
@@ -162,6 +156,13 @@ def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, T
     first = ptr[of] + (torch.arange(num_windows, dtype=torch.int32, device=ptr.device) - first_window[of]) * share[of]
     last = torch.minimum(first + share[of], ptr[of + 1])
     return first, torch.maximum(first, last), of
+
+
+def _place(side: Adjacency, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The window of each edge, int64, and its row there."""
+    row = expand(side.ptr, side.num_edges)
+    window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[row.long()]
+    return window, row - first[window]
 
 
 def make_tiles(
@@ -178,28 +179,26 @@ def make_tiles(
     """
     device = side.ptr.device
     sizes = None if segments is None else segments.sizes
-    if segments is not None:
-        known = None if sizes is None else int(window_count(sizes, rows).sum())
-        first, last, of = _windows(segments.ptr, rows, known)
+    if segments is None:
+        everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
+        first, last, _ = _windows(everything, rows, -(-side.num_rows // rows))
+        num_windows = first.numel()
+        window, row = _place(side, first, last)
+        distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
+        count = torch.zeros(num_windows, dtype=torch.int32, device=device)
+        count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
+        begin = from_degree(count)[:-1]
+        position = (position - begin[window]).to(torch.int32)
+    else:
+        first, last, of = _windows(segments.ptr, rows, None if sizes is None else int(_ceil_div(sizes, rows).sum()))
+        num_windows = first.numel()
         begin = segments.ptr[of]
         count = segments.ptr[of + 1] - begin
-    else:
-        everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
-        first, last, of = _windows(everything, rows, -(-side.num_rows // rows))
-    num_windows = first.numel()
-    if bits is None:
-        window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[expand(side.ptr, side.num_edges).long()]
-        row = expand(side.ptr, side.num_edges) - first[window]
-        if segments is not None:
+        if bits is None:
+            window, row = _place(side, first, last)
             position = side.index - begin[window]
-        else:
-            distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
-            count = torch.zeros(num_windows, dtype=torch.int32, device=device)
-            count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
-            begin = from_degree(count)[:-1]
-            position = (position - begin[window]).to(torch.int32)
 
-    first_block = from_degree(_over(count, BLOCK))
+    first_block = from_degree(_ceil_div(count, BLOCK))
     if segments is not None and sizes is not None:
         num_blocks, max_columns = int(block_count(sizes, rows).sum()), segments.longest
     else:

@@ -137,6 +137,13 @@ def test_edges_changed_after_the_transform(change):
         Graph.of_batch(batch)
 
 
+def test_facts_of_graphs_that_were_not_sorted():
+    facts = BatchFacts.of(Batch.from_data_list([SortEdges()(member) for member in members()]))
+    for batch in (Batch.from_data_list(members()), Batch.from_data_list(members()[1:])):
+        with pytest.raises(ValueError, match="needs the edges that SortEdges saw"):
+            Graph.of_batch(batch, facts=facts)
+
+
 def test_edge_between_graphs():
     batch = Batch.from_data_list(members())
     batch.edge_index = torch.cat([batch.edge_index, torch.tensor([[0], [batch.num_nodes - 1]])], dim=1)

@@ -176,7 +176,7 @@ def test_uncoalesced_matrix_keeps_duplicates_and_order():
 
 def test_matrix_refuses_reverse_flow_and_wrong_size():
     adj_t = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 3))
-    with pytest.raises(ValueError, match="'flow' needs 'source_to_target'"):
+    with pytest.raises(ValueError, match=r"'flow' needs 'source_to_target' .* \(got 'target_to_source'\)"):
         Graph.of(adj_t, 3, 2, flow="target_to_source")
     with pytest.raises(ValueError, match=r"'edge_index' needs shape \[num_dst=3, num_src=2\].*got \[2, 3\]"):
         Graph.of(adj_t, 2, 3)

@@ -162,5 +162,5 @@ def test_what_cannot_be_gathered():
     data = [Data(x=torch.zeros(3, 1), edge_index=torch.zeros(2, 1, dtype=torch.long), name="a") for _ in range(2)]
     with pytest.raises(ValueError, match=r"'graphs' needs tensors along nodes, edges or graphs \(got 'name'\)"):
         ResidentGraphs(data)
-    with pytest.raises(ValueError, match="'num_graphs' needs a value >= 1"):
+    with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
         ResidentGraphs([])
