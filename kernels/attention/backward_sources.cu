@@ -317,7 +317,7 @@ attention_backward_sources(const int* ptr, const int* index, const int* edge_id,
     });
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 attention_backward_sources_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks,
                                  i64 num_rows, i64 block, i64 num_blocks, const float* partial, const storage_t* value,
                                  const float* source_scalars, const float* parameter, double scale,

@@ -272,7 +272,7 @@ attention_backward_targets(const int* ptr, const int* index, const int* edge_id,
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 attention_backward_targets_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks,
                                  i64 num_rows, i64 block, i64 num_blocks, const float* partial,
                                  const storage_t* target, const float* target_scalars, const float* parameter,

@@ -317,7 +317,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
 }
 
 // Merges the chunks of each heavy row in chunk order.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
                         i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
                         float* exact, float* tangent, float* carry) {
