@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import conv
-from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, methods_of, weights_dtype
+from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.attention import add_attention
 from pyg_dfgnn.ops.attention_terms import attention_terms
 
@@ -93,8 +93,7 @@ class GATConv(FusedConv, conv.GATConv):
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
         """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""
         lin = self.lin_edge
-        plain = type(lin) is Linear and not (lin._forward_hooks or lin._forward_pre_hooks)
-        if plain and not torch.is_autocast_enabled(edge_attr.device.type):
+        if is_plain_linear(lin) and not torch.is_autocast_enabled(edge_attr.device.type):
             # W_e^T a_edge has one row per head: folding it first avoids a tensor [E, H, C].
             weight = lin.weight.view(self.heads, self.out_channels, -1)
             return F.linear(edge_attr, (weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(dim=1))

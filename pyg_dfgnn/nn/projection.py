@@ -25,7 +25,7 @@ def project(x: Tensor, *layers: torch.nn.Module) -> Sequence[Tensor]:
         As many tensors [N, F'].
     """
     few = type(x) in PLAIN and x.layout is torch.strided and x.size(0) <= _MAX_ROWS
-    if not few or not is_eager() or not all(map(_is_plain, layers)):
+    if not few or not is_eager() or not all(map(is_plain_linear, layers)):
         return [layer(x) for layer in layers]
     weights = [layer._parameters["weight"] for layer in layers]
     biases = [layer._parameters["bias"] for layer in layers]
@@ -38,7 +38,7 @@ def project(x: Tensor, *layers: torch.nn.Module) -> Sequence[Tensor]:
     return torch.baddbmm(torch.stack(biases).unsqueeze(1), rows, weight).unbind()  # type: ignore[arg-type]
 
 
-def _is_plain(layer: torch.nn.Module) -> bool:
+def is_plain_linear(layer: torch.nn.Module) -> bool:
     """Whether calling the layer is a product with its weight and nothing else."""
     own = layer.__dict__
     return (

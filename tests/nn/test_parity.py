@@ -1,12 +1,14 @@
 """The fused branch of every drop-in against PyG's own conv with the same parameters: outputs, weights, gradients."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import torch_geometric.typing
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 
@@ -438,13 +440,29 @@ def test_half_features_with_wider_parameters(name):
     assert convs[0](x, EDGES).dtype == convs[1](x, EDGES).dtype
 
 
-def test_hooks_of_the_edge_transformation_are_called():
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "backward", "backward_pre", "global", "replaced"])
+def test_hooks_of_the_edge_transformation_are_called(kind):
     conv, _ = build("GATConv", F_SRC, CHANNELS, edge_dim=EDGE_DIM)
     x, edge_attr = torch.randn(NUM_NODES, F_SRC).double(), torch.randn(EDGES.size(1), EDGE_DIM).double()
     plain = conv(x, EDGES, edge_attr)
-    seen = []
-    conv.lin_edge.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    torch.testing.assert_close(conv(x, EDGES, edge_attr), plain)
+    seen, lin = [], conv.lin_edge
+
+    def hook(*_):
+        seen.append(1)
+
+    if kind == "global":
+        handle = register_module_forward_hook(lambda module, *_: hook() if module is lin else None)
+    elif kind == "replaced":
+        forward = lin.forward
+        lin.forward = lambda given: hook() or forward(given)
+        handle = nullcontext()
+    else:
+        register = {"backward": "full_backward", "backward_pre": "full_backward_pre"}.get(kind, kind)
+        handle = getattr(lin, f"register_{register}_hook")(hook)
+    with handle:
+        out = conv(x, EDGES, edge_attr)
+        out.sum().backward()
+    torch.testing.assert_close(out, plain)
     assert len(seen) == 1
 
 
