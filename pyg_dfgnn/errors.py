@@ -88,12 +88,12 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Check that a value is one of a few.
+    """Check that a value is one of a few; 1 is not True.
 
     Raises:
         ValueError: It is not.
     """
-    if value not in choices:
+    if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
         raise ValueError(f"'{name}' needs one of {', '.join(map(repr, choices))} (got {value!r})")
 
 

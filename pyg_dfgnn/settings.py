@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -47,12 +48,17 @@ class Settings:
 
 
 _lock = threading.Lock()
+# What all threads see: the base with the changes of calls that may still turn out to be for a block.
 _global = Settings()
+_base = Settings()
+_calls: list[tuple[weakref.ref[settings], dict[str, Any]]] = []
 
 
 class _Override(threading.local):
     # A class attribute: every new thread starts without an override. Unlike a ContextVar, torch.compile can trace it.
     settings: Settings | None = None
+    # What the blocks around it had: settings, and what was around these.
+    outer: tuple[Settings | None, Any] | None = None
 
 
 _override = _Override()
@@ -84,23 +90,34 @@ class settings:
     """
 
     def __init__(self, **changes: Any) -> None:
-        global _global
         for name in changes:
             check_choice("settings", name, [field.name for field in fields(Settings)])
-        self._changes = changes
         with _lock:
-            self._before = _global
-            _global = self._after = replace(_global, **changes)
+            replace(_global, **changes)  # refuses wrong values
+            self._changes = changes
+            _calls.append((weakref.ref(self), changes))
+            _apply()
 
     def __enter__(self) -> Settings:
-        global _global
-        # Entering takes the process-wide change back, unless someone else has set something since.
+        # A call that is entered was for a block: the change for the process is taken back.
         with _lock:
-            if _global is self._after:
-                _global = self._before
-        self._outer = _override.settings
-        _override.settings = replace(current(), **self._changes)
-        return _override.settings
+            _calls[:] = [call for call in _calls if call[0]() is not self]
+            _apply()
+        inside = replace(current(), **self._changes)
+        _override.outer = _override.settings, _override.outer
+        _override.settings = inside
+        return inside
 
     def __exit__(self, *exc: object) -> None:
-        _override.settings = self._outer
+        assert _override.outer is not None
+        _override.settings, _override.outer = _override.outer
+
+
+def _apply() -> None:
+    """Make `_calls` the settings of the process; those that nobody can enter any more become the base."""
+    global _global, _base
+    while _calls and _calls[0][0]() is None:
+        _base = replace(_base, **_calls.pop(0)[1])
+    _global = _base
+    for _, changes in _calls:
+        _global = replace(_global, **changes)

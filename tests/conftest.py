@@ -34,6 +34,8 @@ def default_settings(monkeypatch):
     """What a test sets for the process ends with the test."""
     module = sys.modules["pyg_dfgnn.settings"]
     monkeypatch.setattr(module, "_global", Settings())
+    monkeypatch.setattr(module, "_base", Settings())
+    monkeypatch.setattr(module, "_calls", [])
 
 
 def list_torch_functions():

@@ -1,6 +1,8 @@
 """Settings: for the process when called, for a block and a thread in `with`."""
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,7 +47,55 @@ def test_with_is_for_one_thread_and_call_is_for_all():
     assert [each.fallback for each in seen] == ["log", "silent"]
 
 
-@pytest.mark.parametrize("wrong", [{"schedule": "fastest"}, {"fallback": None}, {"deterministic": "yes"}])
+def test_blocks_of_several_threads_leave_no_change():
+    def work(schedule):
+        for _ in range(300):
+            with settings(schedule=schedule) as inside:
+                assert current() is inside and inside.schedule == schedule
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(work, ("rows", "tiles", "pmf")))
+    finally:
+        sys.setswitchinterval(before)
+    assert current() == Settings()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_settings_that_are_made_before_their_blocks(first):
+    made = [settings(schedule="rows"), settings(schedule="pmf", fallback="error")]
+    with made[first], made[1 - first]:
+        assert current() == Settings("rows" if first else "pmf", None, "error")
+    assert current() == Settings()
+
+
+def test_a_block_inside_itself():
+    kept = settings(schedule="rows")
+    with kept:
+        with settings(fallback="silent"), kept:
+            assert current() == Settings("rows", None, "silent")
+        assert current() == Settings("rows")
+    assert current() == Settings()
+
+
+def test_calls_stay_when_a_block_made_before_them_is_entered():
+    block = settings(schedule="rows")
+    settings(schedule="pmf")
+    settings(fallback="silent")
+    with block:
+        assert current() == Settings("rows", None, "silent")
+    assert current() == Settings("pmf", None, "silent")
+    module = sys.modules["pyg_dfgnn.settings"]
+    for _ in range(100):
+        settings(schedule="tiles")
+    assert len(module._calls) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"schedule": "fastest"}, {"fallback": None}, {"deterministic": "yes"}, {"deterministic": 1}]
+)
 def test_wrong_value(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"'{name}' needs one of"):
