@@ -9,7 +9,7 @@ the softmax of each row. All functions run on CPU tensors and in float64 through
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,17 +20,10 @@ from pyg_dfgnn.dispatch.attention_rows import has_tangent
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.attention_launch import (
-    Inputs,
-    Kernels,
-    empty_as,
-    inverse_norm,
-    problem_of,
-    run_backward,
-    run_forward,
-    run_weights,
-)
-from pyg_dfgnn.ops.eager import apply_of, is_eager, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention, is_rounded
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, inverse_norm, problem_of, run_forward
+from pyg_dfgnn.ops.attention_operators import Operands
+from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
@@ -38,272 +31,6 @@ from pyg_dfgnn.settings import current
 Edges = Graph | EdgeSet
 # Bounds what a graph remembers when a scale or slope is another number in each call.
 _MAX_PLANS = 256
-
-
-class Operands(NamedTuple):
-    """Arguments of the registered operators, in schema order: the key of the graph, the score, then its inputs."""
-
-    edge_index: Tensor
-    num_src: int
-    num_dst: int
-    self_loops: bool
-    transposed: bool
-    score: str
-    target: Tensor | None
-    key: Tensor | None
-    value: Tensor
-    target_scalars: Tensor | None
-    source_scalars: Tensor | None
-    parameter: Tensor | None
-    edge: Tensor | None
-    seed: Tensor | None
-    scale: float
-    slope: float
-    dropout: float
-
-    def resolve(self) -> tuple[Kernels, Graph, Inputs]:
-        """The prepared kernels, the graph, and the inputs."""
-        graph = Graph.resolve(*self[:5])
-        inputs = Inputs(*self[6:])
-        if inputs.edge is not None:
-            # Not known while torch.compile traces self-loops.
-            sizes = graph.num_edges, *inputs.edge.shape[1:]
-            check_shape("edge", inputs.edge, sizes, f"[E={graph.num_edges}, ...]")
-        return Kernels.of(problem_of(self.score, inputs), graph), graph, inputs
-
-
-_OPERANDS = (
-    "Tensor edge_index, SymInt num_src, SymInt num_dst, bool self_loops, bool transposed, str score, Tensor? target, "
-    "Tensor? key, Tensor value, Tensor? target_scalars, Tensor? source_scalars, Tensor? parameter, Tensor? edge, "
-    "Tensor? seed, float scale, float slope, float dropout"
-)
-_library = torch.library.Library("pyg_dfgnn", "DEF")
-for _schema in (
-    f"attention_forward({_OPERANDS}, bool exact, bool tangent) -> (Tensor, Tensor, Tensor, Tensor)",
-    f"attention_backward({_OPERANDS}, Tensor out, Tensor softmax, Tensor grad_out, bool same, "
-    "bool edge_grad, Tensor tangent) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"attention_weights({_OPERANDS}, Tensor softmax) -> Tensor",
-):
-    # Inductor's CUDA graphs copy edge_index into a buffer of theirs: a replay would launch on the recorded graph.
-    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
-_library.define("attention_inverse_norm(Tensor x) -> Tensor")
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, exact, tangent = arguments
-    o = Operands(*operands)
-    kernels, graph, inputs = o.resolve()
-    walk = kernels.tangent(graph) if tangent else None
-    out, softmax, *rest = run_forward(kernels, inputs, o.num_dst, exact=exact, tangent=walk)
-    assert softmax is not None
-    nothing = (0, *out.shape[1:])
-    copy, derivative = (out.new_empty(nothing, dtype=torch.float32) if each is None else each for each in rest)
-    return out, softmax, copy, derivative
-
-
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *operands, exact, tangent = arguments
-    o = Operands(*operands)
-    _, heads, channels = o.value.shape
-    return (
-        o.value.new_empty((o.num_dst, heads, channels)),
-        o.value.new_empty((o.num_dst, heads, 2), dtype=torch.float32),
-        o.value.new_empty((o.num_dst if exact else 0, heads, channels), dtype=torch.float32),
-        o.value.new_empty((o.num_dst if tangent else 0, heads, channels), dtype=torch.float32),
-    )
-
-
-def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    count = len(Operands._fields)
-    kernels, graph, inputs = Operands(*arguments[:count]).resolve()
-    grads = run_backward(kernels, graph, inputs, *arguments[count:])
-    return tuple(inputs.value.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    count = len(Operands._fields)
-    o = Operands(*arguments[:count])
-    same, edge_grad = arguments[count + 3 : count + 5]
-    value = o.value
-    heads, channels = value.shape[1:]
-
-    def rows(present: bool, count: int) -> Tensor:
-        return value.new_empty((count, heads, channels)) if present else value.new_empty(0)
-
-    def scalars(count: int) -> Tensor:
-        return value.new_empty((count, heads), dtype=torch.float32)
-
-    add, dot = o.score == "add", o.score == "dot"
-    return (
-        scalars(o.num_dst) if add else rows(not same, o.num_dst),
-        rows(dot, o.num_src),
-        rows(True, o.num_src),
-        scalars(o.num_src) if add else rows(False, 0),
-        rows(False, 0) if o.parameter is None else empty_as(o.parameter),
-        empty_as(o.edge) if edge_grad and o.edge is not None else rows(False, 0),
-    )
-
-
-def _weights(*arguments: Any) -> Tensor:
-    *operands, softmax = arguments
-    return run_weights(*Operands(*operands).resolve(), softmax)
-
-
-def _weights_fake(*arguments: Any) -> Tensor:
-    o = Operands(*arguments[:-1])
-    edges = torch.library.get_ctx().new_dynamic_size() if o.self_loops else o.edge_index.shape[1]
-    return o.value.new_empty((edges, o.value.shape[1]), dtype=torch.float32)
-
-
-def _inverse_norm_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:2], dtype=torch.float32)
-
-
-for _name, _implementation, _fake in (
-    ("attention_forward", _forward, _forward_fake),
-    ("attention_backward", _backward, _backward_fake),
-    ("attention_weights", _weights, _weights_fake),
-    ("attention_inverse_norm", inverse_norm, _inverse_norm_fake),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pyg_dfgnn::{_name}", _fake, lib=_library)
-
-
-def _is_rounded(value: Tensor) -> bool:
-    """Whether backward needs the output in float32: the terms of dS cancel, and 16 bits of it would show."""
-    return value.dtype.itemsize == 2
-
-
-def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of the tensors of ``Inputs`` from those of ``run_backward``."""
-    target, key, value, source, parameter, edge = grads
-    add, dot = score == "add", score == "dot"
-    return (
-        None if add or same else target,
-        key if dot else None,
-        value,
-        target if add else None,
-        source if add else None,
-        parameter if score in ("cosine", "gatv2") else None,
-        edge if edge_grad else None,
-        None,
-    )
-
-
-class _Attention(torch.autograd.Function):
-    """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
-
-    Takes the inputs as they are and their tensors once more, which autograd has to see. Returns the output, with
-    ``weights`` also the softmax.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, bool], inputs: Inputs, *tensors: Any) -> Any:
-        kernels, graph, same, weights = rest
-        ctx.rest = kernels, graph, same, inputs[8:]
-        walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
-        exact = _is_rounded(inputs.value)
-        out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact=exact, tangent=walk)
-        ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
-        ctx.set_materialize_grads(False)
-        if not weights:
-            return out
-        ctx.mark_non_differentiable(softmax)
-        return out, softmax
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
-        if grad_out is None:
-            return (None,) * 10
-        kernels, graph, same, numbers = ctx.rest
-        *tensors, out, softmax, tangent = ctx.saved_tensors
-        inputs = Inputs(*tensors, *numbers)
-        edge_grad = ctx.needs_input_grad[8]
-        grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
-        return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
-
-
-_apply_attention = apply_of(_Attention)
-
-
-class _TracedAttention(torch.autograd.Function):
-    """The same through the registered operators, for tracing."""
-
-    @staticmethod
-    def forward(ctx: Any, same: bool, exact: bool, tangent: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
-        o = Operands(*arguments)
-        out, softmax, copy, derivative = torch.ops.pyg_dfgnn.attention_forward(*arguments, exact, tangent)
-        given = (a for a in arguments if isinstance(a, Tensor))
-        ctx.save_for_backward(*given, copy if exact else out, softmax, derivative)
-        ctx.layout = tuple(None if isinstance(a, Tensor) else (a,) for a in arguments)
-        ctx.same = same
-        ctx.edge_grad = o.edge is not None and ctx.needs_input_grad[3 + Operands._fields.index("edge")]
-        ctx.mark_non_differentiable(softmax)
-        return out, softmax
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *saved, out, softmax, tangent = ctx.saved_tensors
-        tensors = iter(saved)
-        arguments = [next(tensors) if entry is None else entry[0] for entry in ctx.layout]
-        rest = (out, softmax, grad_out, ctx.same, ctx.edge_grad, tangent)
-        grads = torch.ops.pyg_dfgnn.attention_backward(*arguments, *rest)
-        return (*(None,) * 9, *_input_grads(arguments[5], ctx.same, ctx.edge_grad, grads), None, None, None)
-
-
-class _Weights(torch.autograd.Function):
-    """Attention weights by kernel; a gradient through them, rarely asked for, takes the reference's composite path."""
-
-    @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, Tensor], *tensors: Any) -> Tensor:
-        kernels, graph, same, numbers, softmax = rest
-        ctx.save_for_backward(*tensors)
-        ctx.rest = (kernels.problem, graph, same, numbers)
-        return run_weights(kernels, graph, Inputs(*tensors, *numbers), softmax)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        problem, graph, same, numbers = ctx.rest
-        needed = ctx.needs_input_grad[1:]
-        with torch.enable_grad():
-            leaves: list[Any] = [
-                None if tensor is None else tensor.detach().requires_grad_(need)
-                for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-            ]
-            wide: list[Any] = [
-                leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves
-            ]
-            weights = _reference_weights(problem.score, graph, Inputs(*wide, *numbers), same)
-        wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
-        grads = iter(torch.autograd.grad(weights, wanted, grad, allow_unused=True))
-        return None, *(next(grads) if need else None for need in needed)
-
-
-def _reference_weights(score: str, graph: Graph, inputs: Inputs, same: bool) -> Tensor:
-    """The weights [E, H] of the inputs, in plain torch."""
-    given: dict[str, Any] = inputs._asdict()
-    value, edge, slope = given["value"], given["edge"], given["slope"]
-    keep = None
-    if inputs.seed is not None:
-        edge_ids = torch.arange(graph.num_edges, device=value.device)
-        keep = dropout_factor(edge_ids, value.shape[1], inputs.dropout, inputs.seed).float()
-    edges = graph.edge_index, graph.num_dst
-    if score == "dot":
-        query, key, scale = given["target"], given["key"], given["scale"]
-        return reference.dot_attention(*edges, query, key, value, edge=edge, scale=scale, keep=keep)[1]
-    if score == "cosine":
-        x_dst = None if same else given["target"]
-        return reference.cosine_attention(*edges, value, x_dst, beta=given["parameter"], keep=keep)[1]
-    if score == "add":
-        terms = given["source_scalars"], given["target_scalars"]
-        nothing = value[..., :0]
-        return reference.add_attention(*edges, nothing, *terms, alpha_edge=edge, negative_slope=slope, keep=keep)[1]
-    nodes = value, given["target"], given["parameter"]
-    return reference.gatv2_attention(*edges, *nodes, edge=edge, negative_slope=slope, keep=keep)[1]
-
 
 _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -397,11 +124,10 @@ def _num_edges(graph: Edges) -> int | None:
     return None if graph.self_loops else graph.edge_index.shape[1]
 
 
-def _fusable(score: str, value: Tensor, dtype: torch.dtype, edge: bool, dropout_p: float) -> bool:
+def _fusable(score: str, value: Tensor, edge: Tensor | None, dropout_p: float) -> bool:
     _, heads, channels = value.shape
-    problem = AttentionProblem(
-        score, heads, channels, dtype, value.device, edge, dropout_p > 0.0, torch.is_grad_enabled()
-    )
+    has_edge, drops = edge is not None, dropout_p > 0.0
+    problem = AttentionProblem(score, heads, channels, value.dtype, value.device, has_edge, drops, False)
     return not unsupported_reasons(problem)
 
 
@@ -449,7 +175,7 @@ def _run(
             graph.plans[signature] = kernels
     if kernels is not None:
         if tracked:
-            found = _apply_attention((kernels, graph, same, return_weights), inputs, *inputs[:8])
+            found = apply_attention((kernels, graph, same, return_weights), inputs, *inputs[:8])
             if not return_weights:
                 return found
             out, softmax = found
@@ -457,14 +183,14 @@ def _run(
             out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights)
             if not return_weights:
                 return out
-        return out, _Weights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
+        return out, AttentionWeights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    exact = tracked and _is_rounded(value)
+    exact = tracked and is_rounded(value)
     # Backward may run under other settings than these, so what forward leaves is not up to the plan.
     tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
-    out, softmax = _TracedAttention.apply(same, exact, tangent, *arguments)
+    out, softmax = TracedAttention.apply(same, exact, tangent, *arguments)
     if not return_weights:
         return out
     with torch.no_grad():
@@ -485,10 +211,6 @@ def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
 
 def _detached(arguments: Any) -> Any:
     return type(arguments)(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
-
-
-def _zeros_like_heads(graph: Edges, alpha_src: Tensor) -> Tensor:
-    return torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
 
 
 def _by_reference(
@@ -559,7 +281,7 @@ def dot_attention(
         dtype = _common_dtype(query, key, value, edge)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         edge = None if edge is None else edge.to(dtype)
-        if not _fusable("dot", value, dtype, edge is not None, dropout_p):
+        if not _fusable("dot", value, edge, dropout_p):
             tensors, options = (query, key, value), {"edge": edge, "scale": scale}
             return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights)
     scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
@@ -616,7 +338,7 @@ def cosine_attention(
             beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
         dtype = _common_dtype(x_src, target)
         x_src, target = x_src.to(dtype), target.to(dtype)
-        if not _fusable("cosine", x_src, dtype, False, dropout_p):
+        if not _fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights)
     source_norms = _inverse_norm(graph, x_src)
@@ -674,16 +396,15 @@ def add_attention(
             _check("alpha_edge", alpha_edge, device, E=_num_edges(graph), H=heads)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         check_range("negative_slope", negative_slope)
-        if not _fusable("add", value, value.dtype, alpha_edge is not None, dropout_p):
-            tensors, options = (
-                (value, alpha_src, alpha_dst),
-                {"alpha_edge": alpha_edge, "negative_slope": negative_slope},
-            )
+        if not _fusable("add", value, alpha_edge, dropout_p):
+            tensors = (value, alpha_src, alpha_dst)
+            options = {"alpha_edge": alpha_edge, "negative_slope": negative_slope}
             return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights)
-    target = _zeros_like_heads(graph, alpha_src) if alpha_dst is None else alpha_dst.float()
+    if alpha_dst is None:
+        alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
     edge = None if alpha_edge is None else alpha_edge.float()
     slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(None, None, value, target, alpha_src.float(), None, edge, None, 1.0, slope, p)
+    inputs = Inputs(None, None, value, alpha_dst.float(), alpha_src.float(), None, edge, None, 1.0, slope, p)
     return _run(graph, "add", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
 
 
@@ -734,7 +455,7 @@ def gatv2_attention(
         dtype = _common_dtype(x_src, x_dst, edge)
         x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
         edge = None if edge is None else edge.to(dtype)
-        if not _fusable("gatv2", x_src, dtype, edge is not None, dropout_p):
+        if not _fusable("gatv2", x_src, edge, dropout_p):
             tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
             return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights)
     slope, p = float(negative_slope), float(dropout_p)

@@ -81,11 +81,6 @@ def _ready(inputs: Inputs) -> tuple[list[Any], tuple[Any, ...]]:
     return tensors, (*(raw if inputs.value.is_cuda else tensors), *inputs[8:])
 
 
-def empty_as(tensor: Tensor) -> Tensor:
-    """An uninitialised contiguous tensor of the same shape, dtype and device."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 class Walk(Protocol):
     """One pass of a schedule over one graph, ready to launch: made as ``Walk(walk, chosen, graph)``.
 

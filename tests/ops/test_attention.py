@@ -235,8 +235,8 @@ def ways(fused, monkeypatch):
     def counted(name, function):
         return lambda *arguments: taken.append(name) or function(*arguments)
 
-    monkeypatch.setattr(ops, "_apply_attention", counted("eager", ops._apply_attention))
-    monkeypatch.setattr(ops._TracedAttention, "apply", counted("traced", ops._TracedAttention.apply))
+    monkeypatch.setattr(ops, "apply_attention", counted("eager", ops.apply_attention))
+    monkeypatch.setattr(ops.TracedAttention, "apply", counted("traced", ops.TracedAttention.apply))
     return taken
 
 
