@@ -97,6 +97,28 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"'{name}' needs one of {', '.join(map(repr, choices))} (got {value!r})")
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Check that a value is True or False.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"'{name}' needs True or False (got {_given(value)})")
+
+
+def check_integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> None:
+    """Check that a value is an integer with `low <= value <= high`; a bound that is None is open.
+
+    Raises:
+        TypeError: The value is not an integer.
+        ValueError: It is out of range.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"'{name}' needs an integer (got {_given(value)})")
+    check_range(name, value, low, high)
+
+
 def check_range(name: str, value: Any, low: float | None = None, high: float | None = None) -> None:
     """Check `low <= value <= high`; a bound that is None is open.
 

@@ -7,9 +7,11 @@ import torch
 
 from pyg_dfgnn.errors import (
     UnsupportedError,
+    check_bool,
     check_choice,
     check_device,
     check_dtype,
+    check_integer,
     check_range,
     check_shape,
 )
@@ -67,6 +69,19 @@ def test_range_takes_bounds_and_refuses_other_types():
     check_range("dropout_p", 1.0, 0, 1)
     assert message(TypeError, check_range, "p", "0.5", 0, 1) == "'p' needs a number (got str '0.5')"
     assert message(TypeError, check_range, "p", True, 0, 1) == "'p' needs a number (got bool True)"
+
+
+def test_integer():
+    check_integer("heads", 4, 1)
+    check_integer("seed", -1)
+    assert message(TypeError, check_integer, "heads", 4.5) == "'heads' needs an integer (got float 4.5)"
+    assert message(TypeError, check_integer, "heads", True) == "'heads' needs an integer (got bool True)"
+    assert message(ValueError, check_integer, "heads", 0, 1) == "'heads' needs a value >= 1 (got 0)"
+
+
+def test_bool():
+    check_bool("concat", False)
+    assert message(TypeError, check_bool, "concat", 1) == "'concat' needs True or False (got int 1)"
 
 
 def test_unsupported_keeps_its_reasons():

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.datasets.files import need_extra
+from pyg_dfgnn.errors import check_integer
 
 # Above this many nodes the whole spectrum costs more than a sparse solver that finds only the wanted part.
 _DENSE_NODES = 1024
@@ -28,7 +29,7 @@ class LaplacianEncoding:
     """
 
     def __init__(self, size: int) -> None:
-        check_range("size", size, 1)
+        check_integer("size", size, 1)
         self.size = size
 
     def __call__(self, data: Data) -> Data:
@@ -38,7 +39,11 @@ class LaplacianEncoding:
 
 
 def laplacian_eigenvectors(edge_index: Tensor, num_nodes: int, size: int) -> Tensor:
-    """The eigenvectors `[N, size]` after the first, in float64."""
+    """The eigenvectors `[N, size]` after the first, in float64.
+
+    Raises:
+        ModuleNotFoundError: The graph is large and scipy is missing.
+    """
     solve = _dense_eigenvectors if num_nodes <= max(_DENSE_NODES, size + 2) else _sparse_eigenvectors
     vectors = torch.zeros(num_nodes, size, dtype=torch.float64)
     found = solve(edge_index, num_nodes, size + 1)[:, 1:]
@@ -57,6 +62,7 @@ def _dense_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tenso
 
 
 def _sparse_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tensor:
+    need_extra("scipy.sparse.linalg", "the encodings of large graphs")
     import numpy as np
     from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import eigsh

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 from torch_geometric.data import Data
+
+from pyg_dfgnn.errors import check_bool
 
 Made = TypeVar("Made")
 Folders = Sequence[str | Path]
@@ -76,7 +80,9 @@ class RawFiles:
 
         Raises:
             FileNotFoundError: The files are nowhere and the download is not wanted or failed.
+            ValueError: The files cannot be read; says where they are.
         """
+        check_bool("download", download)
         local = self.find()
         if local is None and not download and not self.are_in(raw):
             raise self.not_found()
@@ -84,14 +90,30 @@ class RawFiles:
         # One process copies, downloads and processes; the others of a distributed run wait for it.
         with FileLock(raw.parent / ".lock"):
             if local is not None:
-                for file in self._missing(raw):
-                    # Whole or not at all, as an interrupted copy would pass for the file.
-                    shutil.copyfile(local / file, raw / f"{file}.partial")
-                    os.replace(raw / f"{file}.partial", raw / file)
+                self._copy(local, raw)
             try:
-                return make()
-            except OSError as error:
+                with self.reading(raw.parent if local is None else f"{local}, copied to {raw.parent},"):
+                    return make()
+            except Exception as error:
+                if self.are_in(raw):
+                    raise
                 raise FileNotFoundError(f"{self.not_found()}\nThe download failed: {error!r}") from error
+
+    @contextmanager
+    def reading(self, folder: str | Path) -> Iterator[None]:
+        """A block that reads the files of a folder; an error of it says that they may be damaged.
+
+        Raises:
+            ValueError: The files cannot be read.
+        """
+        try:
+            yield
+        except (ImportError, MemoryError, OSError):
+            # Not for what is in the files.
+            raise
+        except Exception as error:
+            damaged = f"the files of {self.name} in {folder} may be damaged; replace or remove them"
+            raise ValueError(f"{damaged}: {error!r}") from error
 
     def not_found(self) -> FileNotFoundError:
         """The error that says where to put which file."""
@@ -101,6 +123,17 @@ class RawFiles:
             lines.append(f"  {folder.resolve()}" + (f" (lacks {', '.join(missing)})" if folder.is_dir() else ""))
         lines.append(f"or name a folder that holds {self.places[0]} in the environment variable PYG_DFGNN_DATA.")
         return FileNotFoundError("\n".join([*lines, *([self.hint] if self.hint else [])]))
+
+    def _copy(self, local: Path, raw: Path) -> None:
+        """Copy the files that are missing or differ; what was made of others goes."""
+        is_there = [(raw / file).is_file() and filecmp.cmp(local / file, raw / file) for file in self.files]
+        changed = [file for file, same in zip(self.files, is_there) if not same]
+        if changed:
+            shutil.rmtree(raw.parent / "processed", ignore_errors=True)
+        for file in changed:
+            # Whole or not at all, as an interrupted copy would pass for the file.
+            shutil.copy2(local / file, raw / f"{file}.partial")
+            os.replace(raw / f"{file}.partial", raw / file)
 
     def _folders(self) -> list[Path]:
         roots = dict.fromkeys(Path(folder).expanduser() for folder in self.search)

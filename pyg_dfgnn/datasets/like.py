@@ -21,7 +21,7 @@ from pyg_dfgnn.datasets.generators import (
     superpixel_batch,
 )
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_choice, check_integer, check_range
 
 # Raised when a change makes other graphs from the same arguments, so that no file of the old ones is read.
 _RECIPE = 1
@@ -143,7 +143,7 @@ def photograph_superpixels_like(
         ValueError: `name` is unknown, a count is below 1 or `noise` is negative.
     """
     check_choice("name", name, tuple(_PHOTOGRAPHS))
-    check_range("num_objects", num_objects, 1)
+    check_integer("num_objects", num_objects, 1)
     check_range("noise", noise, 0)
     mean_nodes, num_classes = _PHOTOGRAPHS[name]
     palette = torch.rand(num_classes, 3, generator=generator_of(seed, "cpu"))
@@ -276,7 +276,7 @@ def _splits(
 ) -> dict[str, list[Data]]:
     counts = dict(zip(SPLITS, (num_train, num_val, num_test)))
     for split, count in counts.items():
-        check_range(f"num_{split}", count, 1)
+        check_integer(f"num_{split}", count, 1)
     splits: dict[str, list[Data]] = {split: [] for split in SPLITS}
     with progress(name, sum(counts.values())) as bar:
         for stream, (split, graphs) in enumerate(splits.items()):

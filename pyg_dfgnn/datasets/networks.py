@@ -13,7 +13,7 @@ from torch_geometric.utils import remove_self_loops, to_undirected
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
 from pyg_dfgnn.datasets.task import SPLITS, Task
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_choice, check_integer
 
 _HETEROPHILOUS_URL = "https://github.com/yandex-research/heterophilous-graphs/raw/main/data"
 # Scored by ROC AUC where the published results are.
@@ -41,7 +41,7 @@ def heterophilous(
         The task: one graph with a mask per split.
 
     Raises:
-        ValueError: `name` is unknown or `split` out of range.
+        ValueError: `name` is unknown, `split` out of range, or the file cannot be read.
         FileNotFoundError: The raw file is nowhere; says where to put it.
 
     Source: Platonov et al., A Critical Look at the Evaluation of GNNs under Heterophily, ICLR 2023.
@@ -58,7 +58,7 @@ def heterophilous(
 
     arrays = raw_files.load(raw, download, read)
     masks = {part: torch.from_numpy(arrays[f"{part}_masks"]).bool() for part in SPLITS}
-    check_range("split", split, 0, len(masks["train"]) - 1)
+    check_integer("split", split, 0, len(masks["train"]) - 1)
     edge_index, _ = remove_self_loops(torch.from_numpy(arrays["edges"]).long().t().contiguous())
     y = torch.from_numpy(arrays["node_labels"]).long()
     data = Data(
@@ -89,7 +89,7 @@ def facebook(
         The task: one graph with a mask per split; nodes without a label are in none.
 
     Raises:
-        ValueError: `name` is unknown.
+        ValueError: `name` is unknown, or the file cannot be read.
         FileNotFoundError: The raw file is nowhere; says where to put it.
         ModuleNotFoundError: scipy is missing.
 
@@ -123,7 +123,7 @@ def co_purchase(
         The task: one graph with a mask per split.
 
     Raises:
-        ValueError: `name` is unknown.
+        ValueError: `name` is unknown, or the file cannot be read.
         FileNotFoundError: The raw file is nowhere; says where to put it.
         ModuleNotFoundError: scipy is missing.
 
@@ -155,6 +155,7 @@ def reddit(*, search: Folders = SEARCH, cache: str | Path = CACHE, download: boo
     Raises:
         FileNotFoundError: The raw files are nowhere; says where to put which.
         ModuleNotFoundError: scipy is missing.
+        ValueError: The files cannot be read.
 
     Source: Hamilton et al., Inductive Representation Learning on Large Graphs, NeurIPS 2017.
     """

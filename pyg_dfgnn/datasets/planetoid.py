@@ -46,7 +46,7 @@ def planetoid(
         The task: one graph with a mask per split.
 
     Raises:
-        ValueError: `name` is unknown.
+        ValueError: `name` is unknown, or the files cannot be read.
         FileNotFoundError: The raw files are nowhere; says where to put which.
         ModuleNotFoundError: scipy is missing.
     """
@@ -76,11 +76,14 @@ def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool =
     Raises:
         FileNotFoundError: The raw files are nowhere; says where to put which.
         ModuleNotFoundError: scipy is missing.
+        ValueError: The files cannot be read.
     """
     need_extra("scipy.sparse", "the citation graphs")
-    raw = _raw_files("PubMed", search, skipped=("allx",)).need()
-    parts = {part: _read(raw / f"ind.pubmed.{part}") for part in ("x", "tx", "ally", "ty", "graph")}
-    test_ids = torch.tensor([int(line) for line in (raw / "ind.pubmed.test.index").read_text().split()])
+    raw_files = _raw_files("PubMed", search, skipped=("allx",))
+    raw = raw_files.need()
+    with raw_files.reading(raw):
+        parts = {part: _read(raw / f"ind.pubmed.{part}") for part in ("x", "tx", "ally", "ty", "graph")}
+        test_ids = torch.tensor([int(line) for line in (raw / "ind.pubmed.test.index").read_text().split()])
 
     y = torch.from_numpy(parts["ally"]).argmax(dim=1)
     num_nodes = len(y) + len(test_ids)

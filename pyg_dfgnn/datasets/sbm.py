@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets.files import cached
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_integer, check_range
 
 # The first key of each random stream, so that adding graphs to one split changes no other graph.
 _STREAMS = {"train": 1, "val": 2, "test": 3, "patterns": 4}
@@ -168,15 +168,15 @@ def _check(**probabilities: float) -> None:
 
 
 def _check_sizes(min_size: int, max_size: int, **counts: int) -> None:
-    check_range("min_size", min_size, 1)
-    check_range("max_size", max_size, min_size)
+    check_integer("min_size", min_size, 1)
+    check_integer("max_size", max_size, min_size)
     for name, value in counts.items():
-        check_range(name, value, 1)
+        check_integer(name, value, 1)
 
 
 def _check_counts(*counts: int) -> None:
     for split, count in zip(SPLITS, counts):
-        check_range(f"num_{split}", count, 1)
+        check_integer(f"num_{split}", count, 1)
 
 
 def _splits(

@@ -20,7 +20,7 @@ from torch_geometric.datasets import GNNBenchmarkDataset, LRGBDataset
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, cached, need_extra
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_choice, check_integer
 
 SOURCES = ("auto", "published", "pixels")
 
@@ -72,13 +72,13 @@ def image_superpixels(
         The task at graph level, 10 classes; `synthetic` says when graphs were made from pixels, and from which.
 
     Raises:
-        ValueError: `name` or `source` is unknown, or `num_graphs` is below 3.
+        ValueError: `name` or `source` is unknown, `num_graphs` is below 3, or published files cannot be read.
         FileNotFoundError: The raw files are nowhere; says where to put which.
-        ModuleNotFoundError: scikit-image is missing.
+        ModuleNotFoundError: scipy or scikit-image is missing.
     """
     check_choice("name", name, tuple(_IMAGES))
     if num_graphs is not None:
-        check_range("num_graphs", num_graphs, 3)
+        check_integer("num_graphs", num_graphs, 3)
     published = RawFiles(
         f"{name} superpixels",
         (f"{name}_v2.pt",),
@@ -98,8 +98,7 @@ def image_superpixels(
         splits = {split: [_published_image(graph) for graph in graphs[split]] for split in SPLITS}
         synthetic = None
     else:
-        need_extra("skimage.segmentation", "superpixels")
-        folder = pixels.need()
+        folder = _folder(pixels)
         read_images = _mnist if name == "MNIST" else _cifar10
 
         def make() -> dict[str, list[Data]]:
@@ -143,9 +142,9 @@ def photograph_superpixels(
         The task at node level, 21 or 81 classes, scored by macro F1.
 
     Raises:
-        ValueError: `name` or `source` is unknown.
+        ValueError: `name` or `source` is unknown, or published files cannot be read.
         FileNotFoundError: The raw files are nowhere; says where to put which.
-        ModuleNotFoundError: scikit-image is missing.
+        ModuleNotFoundError: scipy or scikit-image is missing.
     """
     check_choice("name", name, tuple(_PHOTOGRAPHS))
     stem, num_classes = name.lower(), _PHOTOGRAPHS[name]
@@ -162,8 +161,7 @@ def photograph_superpixels(
 
         splits, synthetic = published.load(raw, download, read), None
     else:
-        need_extra("skimage.segmentation", "superpixels")
-        folder = pixels.need()
+        folder = _folder(pixels)
 
         def make() -> dict[str, list[Data]]:
             rng = np.random.default_rng(seed)
@@ -277,6 +275,13 @@ def _from_pixels(source: str, published: RawFiles, raw: Path, pixels: RawFiles) 
     check_choice("source", source, SOURCES)
     have_published = published.find() is not None or published.are_in(raw)
     return source == "pixels" or (source == "auto" and not have_published and pixels.find() is not None)
+
+
+def _folder(pixels: RawFiles) -> Path:
+    """Where the images lie, if what cuts them into superpixels is installed."""
+    for module in ("scipy.ndimage", "skimage.segmentation"):
+        need_extra(module, "superpixels")
+    return pixels.need()
 
 
 def _published_image(graph: Data) -> Data:

@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_integer, check_range
+from pyg_dfgnn.models.convs import find_conv
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -23,7 +24,7 @@ class AGNN(nn.Module):
         dropout: Before both linear layers.
 
     Raises:
-        ValueError: A size or rate is out of range.
+        ValueError: A size or rate is out of range, or `convs` lacks the convolution.
 
     Source: Thekumparampil et al., Attention-based Graph Neural Network for Semi-supervised Learning, 2018.
     """
@@ -39,12 +40,13 @@ class AGNN(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        check_range("hidden_channels", hidden_channels, 1)
-        check_range("layers", layers, 1)
+        check_integer("hidden_channels", hidden_channels, 1)
+        check_integer("layers", layers, 1)
         check_range("dropout", dropout, 0.0, 1.0)
         self.dropout = dropout
         self.lin_in = nn.Linear(in_channels, hidden_channels)
-        self.convs = nn.ModuleList(convs.AGNNConv(requires_grad=index > 0) for index in range(layers))
+        conv = find_conv(convs, "AGNNConv")
+        self.convs = nn.ModuleList(conv(requires_grad=index > 0) for index in range(layers))
         self.lin_out = nn.Linear(hidden_channels, out_channels)
 
     def forward(

@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_bool, check_integer, check_range
+from pyg_dfgnn.models.convs import find_conv
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -26,7 +27,7 @@ class GAT(nn.Module):
         residual: Add each layer's (projected) input to its output.
 
     Raises:
-        ValueError: A size or rate is out of range.
+        ValueError: A size or rate is out of range, or `convs` lacks the convolution.
 
     Source: Velickovic et al., Graph Attention Networks, ICLR 2018; the defaults are its setting for Cora.
     """
@@ -49,10 +50,11 @@ class GAT(nn.Module):
         super().__init__()
         sizes = {"hidden_channels": hidden_channels, "heads": heads, "out_heads": out_heads, "layers": layers}
         for name, size in sizes.items():
-            check_range(name, size, 1)
+            check_integer(name, size, 1)
         check_range("dropout", dropout, 0.0, 1.0)
+        check_bool("residual", residual)
         self.dropout = dropout
-        conv = getattr(convs, self.conv)
+        conv = find_conv(convs, self.conv)
         self.convs = nn.ModuleList()
         for _ in range(layers - 1):
             self.convs.append(conv(in_channels, hidden_channels, heads, dropout=dropout, residual=residual))

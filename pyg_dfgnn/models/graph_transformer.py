@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_choice, check_range, check_shape
+from pyg_dfgnn.errors import check_choice, check_integer, check_range, check_shape
+from pyg_dfgnn.models.convs import find_conv
 from pyg_dfgnn.models.pool import mean_pool
 
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -31,7 +32,8 @@ class GraphTransformer(nn.Module):
         attention_dropout: Of the attention weights.
 
     Raises:
-        ValueError: `norm` is unknown, a size or rate is out of range, or `heads` does not divide `hidden_channels`.
+        ValueError: `norm` is unknown, a size or rate is out of range, `heads` does not divide `hidden_channels`, or
+            `convs` lacks the convolution.
 
     Source: Dwivedi and Bresson, A Generalization of Transformer Networks to Graphs, 2021.
     """
@@ -53,8 +55,8 @@ class GraphTransformer(nn.Module):
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
         for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
-            check_range(name, size, 1)
-        check_range("pe_size", pe_size, 0)
+            check_integer(name, size, 1)
+        check_integer("pe_size", pe_size, 0)
         check_range("dropout", dropout, 0.0, 1.0)
         check_range("attention_dropout", attention_dropout, 0.0, 1.0)
         if hidden_channels % heads:
@@ -62,8 +64,9 @@ class GraphTransformer(nn.Module):
         self.pe_size = pe_size
         self.embed = nn.Linear(in_channels, hidden_channels)
         self.embed_pe = nn.Linear(pe_size, hidden_channels) if pe_size else None
+        conv = find_conv(convs, "TransformerConv")
         self.blocks = nn.ModuleList(
-            _Block(convs, hidden_channels, heads, NORMS[norm], dropout, attention_dropout) for _ in range(layers)
+            _Block(conv, hidden_channels, heads, NORMS[norm], dropout, attention_dropout) for _ in range(layers)
         )
         self.readout = nn.Sequential(
             nn.Linear(hidden_channels, hidden_channels // 2),
@@ -104,12 +107,10 @@ class GraphTransformer(nn.Module):
 
 class _Block(nn.Module):
     def __init__(
-        self, convs: Any, channels: int, heads: int, norm: Any, dropout: float, attention_dropout: float
+        self, conv: Any, channels: int, heads: int, norm: Any, dropout: float, attention_dropout: float
     ) -> None:
         super().__init__()
-        self.conv = convs.TransformerConv(
-            channels, channels // heads, heads, dropout=attention_dropout, bias=False, root_weight=False
-        )
+        self.conv = conv(channels, channels // heads, heads, dropout=attention_dropout, bias=False, root_weight=False)
         self.project = nn.Linear(channels, channels)
         self.dropout = nn.Dropout(dropout)
         self.norm_attention = norm(channels)

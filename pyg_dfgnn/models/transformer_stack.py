@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_integer
+from pyg_dfgnn.models.convs import find_conv
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -22,7 +23,7 @@ class TransformerStack(nn.Module):
         layers: Number of attention layers.
 
     Raises:
-        ValueError: A size is below 1, or `heads` does not divide `hidden_channels`.
+        ValueError: A size is below 1, `heads` does not divide `hidden_channels`, or `convs` lacks the convolution.
 
     Source: Liu et al., DF-GNN: Dynamic Fusion Framework for Attention Graph Neural Networks on GPUs, LoG 2024.
     """
@@ -39,13 +40,13 @@ class TransformerStack(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
-            check_range(name, size, 1)
+            check_integer(name, size, 1)
         if hidden_channels % heads:
             raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
         self.lin_in = nn.Linear(in_channels, hidden_channels)
+        conv = find_conv(convs, "TransformerConv")
         self.convs = nn.ModuleList(
-            convs.TransformerConv(hidden_channels, hidden_channels // heads, heads, root_weight=False)
-            for _ in range(layers)
+            conv(hidden_channels, hidden_channels // heads, heads, root_weight=False) for _ in range(layers)
         )
         self.lin_out = nn.Linear(hidden_channels, out_channels)
 

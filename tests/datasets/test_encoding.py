@@ -1,6 +1,7 @@
 """Laplacian encodings against closed forms and against the definition."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -56,3 +57,12 @@ def test_small_graphs_are_filled_up(num_nodes):
 def test_size_is_checked():
     with pytest.raises(ValueError, match=r"'size' needs a value >= 1 \(got 0\)"):
         LaplacianEncoding(0)
+    with pytest.raises(TypeError, match=r"'size' needs an integer \(got float 2.5\)"):
+        LaplacianEncoding(2.5)
+
+
+def test_large_graphs_need_scipy(monkeypatch):
+    monkeypatch.setattr(encoding, "_DENSE_NODES", 8)
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with pytest.raises(ModuleNotFoundError, match=r"need scipy: pip install 'pyg_dfgnn\[data\]'"):
+        laplacian_eigenvectors(ring(30), 30, 2)

@@ -1,5 +1,9 @@
 """Made graphs are kept whole and told apart by their parameters; raw files are found, copied or asked for."""
 
+import errno
+import pickle
+import shutil
+
 import pytest
 import torch
 from torch_geometric.data import Data
@@ -100,6 +104,60 @@ def test_missing_raw_files_are_named(tmp_path):
 
     with pytest.raises(FileNotFoundError, match=r"(?s)Put one, two.*The download failed: OSError\('no network'\)"):
         raw_files.load(tmp_path / "cache", True, fail)
+
+
+def raw_of(folder, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "one").write_text(text)
+    return RawFiles("Set", ("one",), ("set/raw",), [folder.parents[1]])
+
+
+def test_changed_raw_files_take_the_place_of_copies(tmp_path):
+    raw, made = tmp_path / "cache" / "raw", tmp_path / "cache" / "processed" / "data"
+
+    def make():
+        # As PyG's classes do.
+        if not made.is_file():
+            made.parent.mkdir(exist_ok=True)
+            made.write_text((raw / "one").read_text() + str(len(calls)))
+        return made.read_text()
+
+    calls = []
+    for text, expected in (("old", "old0"), ("old", "old0"), ("new", "new2"), ("whole", "whole3")):
+        assert raw_of(tmp_path / "local" / "set" / "raw", text).load(raw, False, make) == expected
+        calls.append(text)
+
+
+def test_damaged_raw_files_are_named(tmp_path):
+    local, raw = tmp_path / "local" / "set" / "raw", tmp_path / "cache" / "set" / "raw"
+
+    def make():
+        return pickle.loads((raw / "one").read_bytes())
+
+    damaged = f"{local}, copied to {raw.parent}, may be damaged; replace or remove them: UnpicklingError"
+    with pytest.raises(ValueError, match=damaged):
+        raw_of(local, "junk").load(raw, True, make)
+    shutil.rmtree(local)
+    with pytest.raises(ValueError, match=f"the files of Set in {raw.parent} may be damaged"):
+        RawFiles("Set", ("one",), ("set/raw",), [tmp_path / "local"]).load(raw, True, make)
+    local.mkdir()
+    (local / "one").write_bytes(pickle.dumps("whole"))
+    assert RawFiles("Set", ("one",), ("set/raw",), [tmp_path / "local"]).load(raw, True, make) == "whole"
+
+
+def test_errors_of_the_system_are_not_those_of_a_download(tmp_path):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    raw_files = raw_of(tmp_path / "local" / "set" / "raw", "text")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        raw_files.load(tmp_path / "cache" / "raw", True, full)
+    assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_download_is_checked(tmp_path):
+    with pytest.raises(TypeError, match=r"'download' needs True or False \(got str 'maybe'\)"):
+        raw_of(tmp_path / "set" / "raw", "text").load(tmp_path / "cache", "maybe", lambda: None)
 
 
 def test_missing_package_names_the_extra():

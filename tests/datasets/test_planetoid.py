@@ -97,6 +97,18 @@ def test_pubmed_made_features(tmp_path):
     assert graph.num_edges == 2 * 530
 
 
+@pytest.mark.parametrize("made_features", [False, True])
+def test_damaged_files_are_named(tmp_path, made_features):
+    raw = tmp_path / "PubMed" / "raw"
+    write_raw(raw, "PubMed")
+    (raw / "ind.pubmed.tx").write_text("junk")
+    with pytest.raises(ValueError, match=rf"the files of PubMed in {raw}.* may be damaged.*UnpicklingError"):
+        if made_features:
+            pubmed_made_features(search=[tmp_path])
+        else:
+            planetoid("PubMed", search=[tmp_path], cache=tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "edges", "split"),
     [("Cora", 2708, 10556, (140, 500, 1000)), ("CiteSeer", 3327, 9104, (120, 500, 1000))],

@@ -4,6 +4,7 @@ import gzip
 import io
 import pickle
 import shutil
+import sys
 import tarfile
 
 import numpy as np
@@ -221,6 +222,13 @@ def test_missing_files_are_named(tmp_path, make, name):
         make(name, **options)
     with pytest.raises(FileNotFoundError, match="raw files of the "):
         make(name, **options, source="pixels")
+
+
+@pytest.mark.parametrize(("make", "name"), [(image_superpixels, "MNIST"), (photograph_superpixels, "COCO-SP")])
+def test_superpixels_need_scipy(tmp_path, monkeypatch, make, name):
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
+    with pytest.raises(ModuleNotFoundError, match=r"superpixels need scipy: pip install 'pyg_dfgnn\[data\]'"):
+        make(name, source="pixels", search=[tmp_path], cache=tmp_path, download=False)
 
 
 @pytest.mark.parametrize(

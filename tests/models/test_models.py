@@ -111,6 +111,31 @@ def test_arguments_out_of_range(model, name, value, needed):
         model(5, 3, torch_geometric.nn, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *((model, name) for model in (GraphTransformer, TransformerStack, GAT) for name in SIZES),
+        *((AGNN, name) for name in ("hidden_channels", "layers")),
+        (GAT, "out_heads"),
+        (GraphTransformer, "pe_size"),
+    ],
+)
+def test_sizes_are_integers(model, name):
+    with pytest.raises(TypeError, match=rf"'{name}' needs an integer \(got float 4.5\)"):
+        model(5, 3, torch_geometric.nn, **{name: 4.5})
+
+
+@pytest.mark.parametrize(
+    ("model", "conv"),
+    [(GAT, "GATConv"), (GATv2, "GATv2Conv"), (AGNN, "AGNNConv"), (GraphTransformer, "TransformerConv")]
+    + [(TransformerStack, "TransformerConv")],
+)
+def test_namespace_without_the_convolution(model, conv):
+    needed = rf"'convs' needs a namespace with {conv}, as torch_geometric.nn has \(got torch_geometric\)"
+    with pytest.raises(ValueError, match=needed):
+        model(5, 3, torch_geometric)
+
+
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"'hidden_channels' needs a multiple of heads=3 \(got 16\)"):
         TransformerStack(5, 3, torch_geometric.nn, hidden_channels=16, heads=3)
