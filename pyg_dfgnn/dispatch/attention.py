@@ -403,32 +403,49 @@ def choose(
     problem = with_tangent(problem, graph, walks, settings)
     name, reason = _asked_for(problem, graph, walks, settings)
     if name is None:
-        kind = _kind(walks, problem, graph, settings)
-        taken = _as_its_kind(kind, problem, graph, walks, settings)
-        if taken is not None and not explain:
-            why = "as for another batch of its kind"
-            return tuple(
-                Choice(walk, option.chosen, why, True, (option,)) for walk, option in zip(walks, taken, strict=True)
-            )
+        return _by_time(problem, graph, walks, settings, explain)
+    return _by_name(name, reason, problem, graph, walks, settings, explain)
+
+
+def _by_time(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings, explain: bool
+) -> tuple[Choice, ...]:
+    """The fastest candidates, or what another batch of the kind took."""
+    kind = _kind(walks, problem, graph, settings)
+    taken = _as_its_kind(kind, problem, graph, walks, settings)
+    final, reason = True, "as for another batch of its kind"
+    if taken is None or explain:
         found = options(problem, graph, walks, settings)
-        final, reason = True, f"the lowest estimate of {len(CANDIDATES)} candidates"
-        if taken is not None:
-            reason = "as for another batch of its kind"
-        elif settings.schedule == "autotune":
+    else:
+        found = [{option.schedule: option} for option in taken]
+    if taken is None:
+        reason = f"the lowest estimate of {len(CANDIDATES)} candidates"
+        if settings.schedule == "autotune":
             seconds = autotune.recall(autotune.key_of(problem, graph, walks, found))
             final, reason = seconds is not None, "the fastest of all candidates that can run"
             if seconds is None:
                 reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
             else:
                 found = [_with_seconds(offers, seconds[walk]) for offers, walk in zip(found, walks, strict=True)]
-        taken = taken or _cheapest(found)
+        taken = _cheapest(found)
         if not explain:
             _remember(kind, tuple(option.schedule for option in taken))
-        return tuple(
-            Choice(walk, option.chosen, reason, final, tuple(offers.values()))
-            for walk, option, offers in zip(walks, taken, found, strict=True)
-        )
+    return tuple(
+        Choice(walk, option.chosen, reason, final, tuple(offers.values()))
+        for walk, option, offers in zip(walks, taken, found, strict=True)
+    )
 
+
+def _by_name(
+    name: str,
+    reason: str,
+    problem: AttentionProblem,
+    graph: Graph,
+    walks: Sequence[str],
+    settings: Settings,
+    explain: bool,
+) -> tuple[Choice, ...]:
+    """The schedule that was asked for, and `rows` for the passes that it cannot run."""
     others = tuple(other for other in CANDIDATES if other != name) if explain else ()
     found = options(problem, graph, walks, settings, (name, *others))
     choices = []
