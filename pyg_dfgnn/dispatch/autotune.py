@@ -28,7 +28,7 @@ _DEGREES = "degrees"
 
 def folder() -> Path:
     """Where timings are kept: the folder in which CuPy keeps compiled kernels."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 @cache

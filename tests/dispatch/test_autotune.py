@@ -1,6 +1,7 @@
 """What timings are remembered by, and how they are kept."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -137,6 +138,16 @@ def test_beside_the_compiled_kernels(monkeypatch, tmp_path):
     monkeypatch.delenv("CUPY_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert autotune.folder() == tmp_path / ".cupy" / "kernel_cache"
+
+
+def test_a_user_without_a_home(monkeypatch, tmp_path):
+    """As in a container that runs under a number."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    autotune.remember(key_of(), SECONDS)
+    autotune.forget()
+    assert autotune.recall(key_of()) == SECONDS
 
 
 def test_no_key_while_a_new_graph_is_captured(monkeypatch):
