@@ -9,6 +9,7 @@ the softmax of each row. All functions run on CPU tensors and in float64 through
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -21,7 +22,7 @@ from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention, is_rounded
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, inverse_norm, problem_of, run_forward
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, inverse_norm, problem_of, run_forward, run_weights
 from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.reference import attention as reference
@@ -183,7 +184,9 @@ def _run(
             out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights)
             if not return_weights:
                 return out
-        return out, AttentionWeights.apply((kernels, graph, same, inputs[8:], softmax), *inputs[:8])
+        # No closures: their cells would cost every call.
+        weigh = partial(run_weights, kernels, graph, inputs, softmax)  # type: ignore[arg-type]
+        return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *inputs[:8])
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
@@ -193,8 +196,10 @@ def _run(
     out, softmax = TracedAttention.apply(same, exact, tangent, *arguments)
     if not return_weights:
         return out
-    with torch.no_grad():
-        return out, torch.ops.pyg_dfgnn.attention_weights(*_detached(arguments), softmax)
+    if torch.compiler.is_compiling():
+        return out, _traced_weights(arguments, softmax)
+    weigh = partial(_traced_weights, arguments, softmax)
+    return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *inputs[:8])
 
 
 def _is_eager(graph: Edges) -> TypeGuard[Graph]:
@@ -209,8 +214,11 @@ def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
         return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())
 
 
-def _detached(arguments: Any) -> Any:
-    return type(arguments)(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+def _traced_weights(arguments: Operands, softmax: Tensor) -> Tensor:
+    """The weights by the registered operator, without a gradient."""
+    detached = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    with torch.no_grad():
+        return torch.ops.pyg_dfgnn.attention_weights(*detached, softmax)
 
 
 def _by_reference(

@@ -1,13 +1,13 @@
 """The gradients of the attention: launched at once, through the registered operators, and of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, run_backward, run_forward, run_weights
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, run_backward, run_forward
 from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
 from pyg_dfgnn.reference import attention as reference
@@ -99,20 +99,21 @@ class TracedAttention(torch.autograd.Function):
 
 
 class AttentionWeights(torch.autograd.Function):
-    """Attention weights by kernel; a gradient through them, rarely asked for, takes the reference's composite path."""
+    """What `weigh` gives for the inputs; a gradient, rarely asked for, takes the reference's composite path."""
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, Any, Tensor], *tensors: Any) -> Tensor:
-        kernels, graph, same, numbers, softmax = rest
+    def forward(
+        ctx: Any, weigh: Callable[[], Tensor], score: str, graph: Graph, same: bool, numbers: Any, *tensors: Any
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.rest = (kernels.problem, graph, same, numbers)
-        return run_weights(kernels, graph, Inputs(*tensors, *numbers), softmax)
+        ctx.rest = (score, graph, same, numbers)
+        return weigh()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        problem, graph, same, numbers = ctx.rest
-        needed = ctx.needs_input_grad[1:]
+        score, graph, same, numbers = ctx.rest
+        needed = ctx.needs_input_grad[5:]
         with torch.enable_grad():
             leaves: list[Any] = [
                 None if tensor is None else tensor.detach().requires_grad_(need)
@@ -121,10 +122,10 @@ class AttentionWeights(torch.autograd.Function):
             wide: list[Any] = [
                 leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves
             ]
-            weights = _reference_weights(problem.score, graph, Inputs(*wide, *numbers), same)
+            weights = _reference_weights(score, graph, Inputs(*wide, *numbers), same)
         wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
         grads = iter(torch.autograd.grad(weights, wanted, grad, allow_unused=True))
-        return None, *(next(grads) if need else None for need in needed)
+        return *(None,) * 5, *(next(grads) if need else None for need in needed)
 
 
 def _reference_weights(score: str, graph: Graph, inputs: Inputs, same: bool) -> Tensor:

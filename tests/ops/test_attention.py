@@ -156,6 +156,24 @@ def test_gradient_through_the_weights(score, full, path):
     assert_all_close(pairs(actual, expected), torch.float32)
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_gradient_through_the_weights_where_operators_are_intercepted(score, full, fused):
+    problem = problem_of(score, full=full)
+    factor = torch.randn(problem.edge_index.size(1), problem.heads)
+    problem.grad_out = torch.ones(())
+
+    def loss(**inputs):
+        out, weights = problem.call(**inputs, return_weights=True)
+        return out.square().sum() + (factor * weights).sum()
+
+    torch.manual_seed(3)
+    expected = problem.run(loss)
+    torch.manual_seed(3)
+    with Recorder() as recorder:
+        assert_equal(problem.run(loss), expected)
+    assert recorder.calls
+
+
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
 def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
     """Duplicates and self-loops too; each target's weights sum to 1."""
