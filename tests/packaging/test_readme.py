@@ -5,19 +5,30 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
+from pyg_dfgnn.nn import GATConv
 from pyg_dfgnn.paths import configs_dir
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 COMMANDS = re.findall(r"^`?python train\.py ?([^#`\n]*)", README, flags=re.MULTILINE)
 
 
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
 def test_example(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(example, {})
+    exec(EXAMPLES[0], {})
     printed = capsys.readouterr().out
     assert printed.startswith("torch.Size([100, 32])\n") and "PyG's own path, because" in printed
+
+
+def test_partitioned_example():
+    (example,) = EXAMPLES[1:]
+    given = {"edge_index": torch.randint(30, (2, 90)), "num_nodes": 30, "x": torch.randn(30, 4), "model": GATConv(4, 2)}
+    exec(example, given)
+    assert given["out"].shape == (30, 2)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
