@@ -1,8 +1,7 @@
 """Compressed adjacency: grouping edges by row, transposing, inserting self-loops, splitting heavy rows.
 
-Every function runs on the device of its input, sorts at most once, has no Python loop and is deterministic. Each
-structure is finished by one host sync (:func:`pull`), its last step: afterwards nothing is in flight, so any stream may
-read it.
+Every function runs on the device of its input, sorts at most once, loops over no rows and is deterministic. Each structure
+is finished by one host sync (:func:`pull`), its last step: afterwards nothing is in flight, so any stream may read it.
 """
 
 from __future__ import annotations
@@ -193,15 +192,15 @@ class ColumnBlocks:
         del block
         self.ptr = offsets(key, side.num_rows * count)
         del key
-        self.chunks: list[Chunks | None] = []
-        for b in range(count):
-            begin, end = self.ptr[b:-1:count].contiguous(), self.ptr[b + 1 :: count].contiguous()
-            (longest_row,) = pull((end - begin).max() if side.num_rows else begin.sum())
-            chunks = None
-            if longest_row > max_edges:
-                order = side.row_order if ordered else None
-                chunks = split_heavy_rows(begin, end, side.num_edges, max_edges, order)
-            self.chunks.append(chunks)
+        longest_rows = self.ptr.diff().view(-1, count).amax(0).tolist() if side.num_rows else [0] * count
+        self.chunks = [
+            self._split(side, block, max_edges, ordered) if longest_row > max_edges else None
+            for block, longest_row in enumerate(longest_rows)
+        ]
+
+    def _split(self, side: Adjacency, block: int, max_edges: int, ordered: bool) -> Chunks:
+        begin, end = self.ptr[block : -1 : self.count].contiguous(), self.ptr[block + 1 :: self.count].contiguous()
+        return split_heavy_rows(begin, end, side.num_edges, max_edges, side.row_order if ordered else None)
 
     def tensors(self) -> list[Tensor]:
         """All arrays."""

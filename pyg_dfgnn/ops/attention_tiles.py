@@ -1,4 +1,4 @@
-"""The launches of the schedule `tiles`: one kernel per pass, one thread block per window of rows and head."""
+"""The launches of the schedule `tiles`: one kernel per pass, one thread block per window of rows and group of heads."""
 
 from collections.abc import Sequence
 from typing import Any
