@@ -1,7 +1,8 @@
 """Compressed adjacency: grouping edges by row, transposing, inserting self-loops, splitting heavy rows.
 
-Every function runs on the device of its input, sorts at most once, loops over no rows and is deterministic. Each structure
-is finished by one host sync (:func:`pull`), its last step: afterwards nothing is in flight, so any stream may read it.
+Every function runs on the device of its input, sorts at most once, loops over no rows and is deterministic. Each
+structure is finished by a host sync (:func:`pull`), its last step: afterwards nothing is in flight, so any stream may
+read it.
 """
 
 from __future__ import annotations
