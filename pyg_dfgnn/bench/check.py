@@ -32,8 +32,16 @@ from pyg_dfgnn.bench.cases.attention import (
 from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
 from pyg_dfgnn.bench.graphs import BenchGraph
 from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
-from pyg_dfgnn.bench.prepare import DTYPES, Prepared, collect_specs, in_force, problem_of, rounded_problem
-from pyg_dfgnn.bench.results import Table, file_stem, markdown, source_digest
+from pyg_dfgnn.bench.prepare import (
+    DTYPES,
+    Prepared,
+    collect_specs,
+    in_force,
+    problem_of,
+    rounded_problem,
+    unbounded_reasons,
+)
+from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown, source_digest
 from pyg_dfgnn.dispatch.attention import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
@@ -98,11 +106,11 @@ def check_dtype(
     op: Op,
 ) -> dict[str, Any]:
     """The result columns of one case in the dtype of that name: status, worst error and tensor, bound."""
-    reasons = (
-        unsupported_reasons(problem_of(case, name, graph.bench.device)) if graph.bench.device.type == "cuda" else []
-    )
-    if reasons:
+    problem = problem_of(case, name, graph.bench.device)
+    if problem.device.type == "cuda" and (reasons := unsupported_reasons(problem)):
         return {"status": "refused: " + "; ".join(reasons)}
+    if reasons := unbounded_reasons(problem):
+        return {"status": "not run: " + "; ".join(reasons)}
     dtype = DTYPES[name]
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
     factor = representable_factor(expected, dtype)
@@ -265,7 +273,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
     )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
-    parser.add_argument("--out", type=Path, default=Path("results/check"))
+    parser.add_argument("--out", type=Path, help="folder (default: results/check; outputs/check if small or on a CPU)")
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--small", action="store_true", help="miniature generated graphs")
     parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
@@ -294,7 +302,8 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
     started = time.perf_counter()
-    path = options.out / f"{file_stem(device)}.csv"
+    folder = options.out or default_folder("check", device, options.small)
+    path = folder / f"{file_stem(device, options.small)}.csv"
     if options.restart:
         path.unlink(missing_ok=True)
     table = Table(path, FIELDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,8 +87,8 @@ def _block_model(small: bool) -> BenchGraph:
     return _shuffled("block_model", torch.cat(edges, 1), ptr[-1], ptr[-1], ptr=torch.tensor(ptr))
 
 
-def _real(name: str) -> BenchGraph:
-    graph = benchmark_graph(name, "cpu")
+def _real(name: str, small: bool) -> BenchGraph:
+    graph = benchmark_graph(name, "cpu", small=small)
     return _shuffled(name, graph.edge_index, graph.num_src, graph.num_dst)
 
 
@@ -101,9 +102,9 @@ CHECK_GRAPHS: dict[str, Callable[[bool], BenchGraph]] = {
     "bipartite_wide": _bipartite_wide,
     "bipartite_tall": _bipartite_tall,
     "block_model": _block_model,
-    "cora": lambda small: _real("cora"),
+    "cora": partial(_real, "cora"),
     "hub": _hub,
-    "cornell5": lambda small: _real("cornell5"),
+    "cornell5": partial(_real, "cornell5"),
 }
 
 

@@ -1,8 +1,9 @@
 """Estimates of the cost models beside measured times of passes, the fit of their constants, and what `auto` loses.
 
 python -m pyg_dfgnn.bench experiment=choice                                  measures every pass by every schedule
-python -m pyg_dfgnn.bench.costs results/bench/<experiment and gpu>.csv       compares, judges what auto takes today
-python -m pyg_dfgnn.bench.costs CSV --fit rows.STEP rows.ROW.forward gpu.cache_bytes_per_s
+python -m pyg_dfgnn.bench.costs                                              compares, judges what auto takes today
+python -m pyg_dfgnn.bench.costs results/bench/<gpu>/choice.csv               with the times of another GPU
+python -m pyg_dfgnn.bench.costs --fit rows.STEP rows.ROW.forward gpu.cache_bytes_per_s
 
 A constant is named by the candidate's module (``rows``, ``tiles``, ``paper``: pyg_dfgnn.dispatch.attention_...), its
 name there and, in a table, the key; or by ``gpu`` and a field of `Gpu`. Better values are printed, to be written there
@@ -12,10 +13,9 @@ by hand. The graphs are made again by their recipes; without a GPU the device of
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from pyg_dfgnn.bench.cases.attention import AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import compressed, problem_of
-from pyg_dfgnn.bench.results import markdown
+from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown
 from pyg_dfgnn.bench.tables import Choice, latest, tangent_cost
 from pyg_dfgnn.bench.targets import CHOICE_LOSS
 from pyg_dfgnn.dispatch import gpu
@@ -81,23 +81,41 @@ class Sample:
         return math.log(self.estimate / self.seconds)
 
 
-def read(path: Path, device: torch.device, small: bool = False) -> list[Sample]:
-    """The timed passes of a result file, each by a candidate that was asked for by name."""
-    with path.open(newline="") as file:
-        rows = latest(list(csv.DictReader(file))).values()
+def read(path: Path, device: torch.device, small: bool = False, graphs: Container[str] | None = None) -> list[Sample]:
+    """The timed passes of a result file, each by a candidate that was asked for by name.
+
+    Args:
+        path: A CSV of the bench.
+        device: What is planned for; its graphs are made there, and skipped with a message where that is not possible.
+        small: Whether the graphs were miniatures.
+        graphs: Names of those to read; None: all.
+
+    Returns:
+        A sample per pass.
+    """
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in latest(Table.read(path)).values():
+        wanted = graphs is None or row["graph"] in graphs
+        timed = row["status"] == "ok" and row["state"] == "warm"
+        if wanted and timed and row["direction"] in WALKS and row["schedule"] in CANDIDATES:
+            rows_of.setdefault(row["graph"], []).append(row)
     samples = []
-    for row in rows:
-        name, walk = row["schedule"], row["direction"]
-        if row["status"] != "ok" or row["state"] != "warm" or walk not in WALKS or name not in CANDIDATES:
+    for graph_name, rows in rows_of.items():
+        try:
+            graph = compressed(benchmark_graph(graph_name, device, small=small))
+        except (FileNotFoundError, ImportError, RuntimeError) as error:
+            print(f"skipped graph {graph_name}: {error}")
             continue
-        graph = compressed(benchmark_graph(row["graph"], device, small=small))
-        problem = problem_of(AttentionCase(row["score"], int(row["heads"]), int(row["channels"])), row["dtype"], device)
-        walks = FORWARD if walk in FORWARD else BACKWARD
-        problem = with_tangent(problem, graph, walks, Settings(schedule=name))
-        if not BY_NAME[name].reasons_against(problem, walk, graph):
-            case = (row["graph"], row["score"], row["heads"], row["channels"], row["dtype"])
-            chosen = BY_NAME[name].plan_pass(problem, walk, graph)
-            samples.append(Sample(case, problem, graph, walk, name, chosen, 1e-3 * float(row["median_ms"])))
+        for row in rows:
+            name, walk = row["schedule"], row["direction"]
+            attention = AttentionCase(row["score"], int(row["heads"]), int(row["channels"]))
+            problem = problem_of(attention, row["dtype"], device)
+            walks = FORWARD if walk in FORWARD else BACKWARD
+            problem = with_tangent(problem, graph, walks, Settings(schedule=name))
+            if not BY_NAME[name].reasons_against(problem, walk, graph):
+                case = (graph_name, row["score"], row["heads"], row["channels"], row["dtype"])
+                chosen = BY_NAME[name].plan_pass(problem, walk, graph)
+                samples.append(Sample(case, problem, graph, walk, name, chosen, 1e-3 * float(row["median_ms"])))
     return samples
 
 
@@ -217,16 +235,21 @@ def fit(samples: Sequence[Sample], constants: Sequence[Constant], steps: int = S
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print how estimates and times compare, and what `auto` loses; with ``--fit`` before and after."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=Path)
+    parser.add_argument("csv", type=Path, nargs="?", help="of the bench (default: choice.csv of this device)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="miniature graphs, as they were measured with")
+    parser.add_argument("--graphs", nargs="+", help="only these (default: all of the CSV)")
     parser.add_argument("--schedules", nargs="+", default=list(CANDIDATES), help="those whose times are fitted")
     parser.add_argument("--fit", nargs="+", default=[], metavar="CONSTANT")
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args(arguments)
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
+    folder = default_folder("bench", device, given.small) / file_stem(device, given.small)
+    path = given.csv or folder / "choice.csv"
+    if not path.exists():
+        parser.error(f"there is no {path}: name another CSV, or run `python -m pyg_dfgnn.bench experiment=choice`")
 
-    samples = read(given.csv, device, given.small)
+    samples = read(path, device, given.small, given.graphs)
     print(f"{comparison(samples)}\n\n{loss_table(samples)}")
     if given.fit:
         constants = [Constant(name, device) for name in given.fit]

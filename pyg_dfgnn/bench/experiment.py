@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS, Flex
 from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase
 from pyg_dfgnn.bench.graphs import Recipe, recipe_of
 from pyg_dfgnn.bench.prepare import DTYPES
-from pyg_dfgnn.bench.results import Rows
+from pyg_dfgnn.bench.results import Rows, default_folder
 from pyg_dfgnn.bench.timing import Pace
 from pyg_dfgnn.dispatch.attention_problem import WALKS
 from pyg_dfgnn.errors import check_choice
@@ -64,7 +65,7 @@ class Experiment:
     """What to measure and how; one field per key of ``configs/bench/bench.yaml``, which explains them.
 
     Raises:
-        ValueError: A name is not among the choices.
+        ValueError: A name is not among the choices, or a size has another form.
     """
 
     name: str
@@ -103,6 +104,9 @@ class Experiment:
                 check_choice(name, value, allowed)
         for name in values["graphs"]:
             recipe_of(name)
+        for size in values["sizes"]:
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
+                raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
         isolated = dict(values["isolated"])
         isolated["implementations"] = tuple(isolated["implementations"])
         device = values["device"]
@@ -113,8 +117,8 @@ class Experiment:
             isolated=Isolation(**isolated),
             device=torch.device(device),
             workers=max(1, (os.cpu_count() or 2) - 1) if values["workers"] is None else values["workers"],
-            folder=Path(values["folder"]),
         )
+        values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
         return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})
 
     def recipe(self, graph: str) -> Recipe:

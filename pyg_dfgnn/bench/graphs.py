@@ -287,5 +287,8 @@ def compare_with_recipe(graph: BenchGraph, recipe: Recipe) -> str:
         return f"{line}: identical"
     for value, wished, tolerance in zip(achieved, recorded, recipe.tolerance, strict=True):
         if wished is not None and abs(value - wished) > tolerance * wished:
-            raise RuntimeError(f"{line} (achieved / recorded): another graph, times would not be comparable")
+            reason = "times would not be comparable"
+            if graph.device.type != "cuda" and "file" not in recipe.arguments:
+                reason = "full-size graphs need a GPU (they are sampled on the CUDA generator), or small=true"
+            raise RuntimeError(f"{line} (achieved / recorded): another graph; {reason}")
     return f"{line}: equivalent"

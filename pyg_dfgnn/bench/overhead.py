@@ -3,7 +3,7 @@
 A forward pass is timed without gradient, as in evaluation, and once more where a gradient will follow ("fwd, grad").
 
 ``python -m pyg_dfgnn.bench.overhead`` appends to ``results/bench/<gpu>-overhead.csv`` and prints the table. Without a
-GPU every launch goes nowhere: what is left is the host's part without the driver.
+GPU every launch goes nowhere: what is left is the host's part without the driver; it goes to ``outputs/bench``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyg_dfgnn import nn
 from pyg_dfgnn.bench.cases.attention import LAYERS, SCORES, AttentionCase, fused, make_grad_out, make_inputs
 from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph
 from pyg_dfgnn.bench.prepare import Prepared
-from pyg_dfgnn.bench.results import Table, environment, file_stem, markdown, now
+from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, markdown, now
 from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.runtime import launcher
@@ -129,11 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scores", nargs="+", default=list(SCORES), choices=SCORES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
-    parser.add_argument("--out", type=Path, default=Path("results/bench"))
+    parser.add_argument("--out", type=Path, help="folder (default: results/bench; outputs/bench if small or on a CPU)")
     parser.add_argument("--small", action="store_true", help="a miniature graph")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    table = Table(options.out / f"{file_stem(device)}-overhead.csv", FIELDS)
+    folder = options.out or default_folder("bench", device, options.small)
+    table = Table(folder / f"{file_stem(device, options.small)}-overhead.csv", FIELDS)
     graph = Prepared.of(benchmark_graph("b", device, small=options.small))
     timer = Timer(device)
     rows = []
@@ -143,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.append(rows)
     shown = FIELDS[: FIELDS.index("gpu")]
     print(markdown(shown, ([row[name] for name in shown] for row in rows)))
+    print(f"{len(rows)} rows in {table.path}")
     return 0
 
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.cases.attention import AttentionCase, Inputs, fused, make_grad_out, make_inputs
 from pyg_dfgnn.bench.graphs import BenchGraph
-from pyg_dfgnn.dispatch.attention import AttentionProblem, plan
+from pyg_dfgnn.dispatch.attention import AttentionProblem, plan, unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.runtime import launcher
@@ -91,6 +91,24 @@ def problem_of(case: AttentionCase, dtype: str, device: torch.device) -> Attenti
         needs_grad=True,
         tf32=dtype == "tf32",
     )
+
+
+def unbounded_reasons(problem: AttentionProblem) -> list[str]:
+    """Why no error bound holds for a problem.
+
+    The bounds are those of the fused kernels, whose sums are float32. The reference, which runs without them, keeps
+    them in float32; in 16 bits it rounds each term and each sum, and the gradients of scores cancel.
+
+    Args:
+        problem: What is computed.
+
+    Returns:
+        One sentence per reason, [] when a bound holds.
+    """
+    reasons = unsupported_reasons(problem)
+    if reasons and problem.dtype.itemsize == 2:
+        return ["the reference rounds every step to 16 bits, no bound holds for it", *reasons]
+    return []
 
 
 def collect_specs(

@@ -50,9 +50,23 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def file_stem(device: torch.device) -> str:
-    """The device's name as a file name."""
-    return device_name(device).lower().replace(" ", "-")
+def file_stem(device: torch.device, small: bool = False) -> str:
+    """The device's name as a file name; results on miniature graphs have one of their own."""
+    return device_name(device).lower().replace(" ", "-") + ("-small" if small else "")
+
+
+def default_folder(kind: str, device: torch.device, small: bool = False) -> Path:
+    """Where results go if no folder is given: ``results`` keeps those of a GPU, ``outputs``, ignored by git, the rest.
+
+    Args:
+        kind: Of results, the name of the folder.
+        device: What was measured.
+        small: Whether on miniature graphs.
+
+    Returns:
+        The path, relative to the working directory.
+    """
+    return Path("results" if device.type == "cuda" and not small else "outputs") / kind
 
 
 def _version(*names: str) -> str:

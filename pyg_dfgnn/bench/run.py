@@ -30,11 +30,12 @@ from pyg_dfgnn.bench.prepare import (
     in_force,
     problem_of,
     rounded_problem,
+    unbounded_reasons,
 )
 from pyg_dfgnn.bench.results import Rows, Table, environment, file_stem, now
 from pyg_dfgnn.bench.timing import Call, Timer, Timing
 from pyg_dfgnn.bench.traffic import compulsory_bytes, gathered_bytes
-from pyg_dfgnn.dispatch.attention import LaunchPlan, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan, unsupported_reasons
 from pyg_dfgnn.dispatch.attention_problem import WALKS
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import UnsupportedError
@@ -106,11 +107,14 @@ class Measurement:
         forward_only = [d for d in self.job.directions if d == "fwd"]
         training = [d for d in self.job.directions if d != "fwd"]
         with in_force(self.job.schedule or "auto", self.job.dtype):
+            unbounded: list[str] = []
             if self.is_fused:
-                self.base.update(self._plan_columns())
+                problem = problem_of(self.case, self.job.dtype, self.graph.device)
+                self.base.update(self._plan_columns(problem))
+                unbounded = unbounded_reasons(problem)
             for directions in filter(None, (forward_only, training)):
-                reasons = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
-                if reasons:
+                own = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
+                if reasons := [*unbounded, *own]:
                     yield from self._without_times(directions, "not run: " + "; ".join(reasons))
                     continue
                 try:
@@ -126,10 +130,8 @@ class Measurement:
     def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
-    def _plan_columns(self) -> Row:
-        problem = problem_of(self.case, self.job.dtype, self.graph.device)
-        reasons = unsupported_reasons(problem)
-        if reasons:
+    def _plan_columns(self, problem: AttentionProblem) -> Row:
+        if reasons := unsupported_reasons(problem):
             return {**{f"{walk}_schedule": "reference" for walk in WALKS}, "plan": "reference: " + "; ".join(reasons)}
         return plan_columns(plan(problem, compressed(self.graph)))
 
@@ -268,7 +270,7 @@ def run(config: Mapping[str, Any]) -> int:
     """
     experiment = Experiment.of(config)
     device = experiment.device
-    folder = experiment.folder / f"{file_stem(device)}{'-small' if experiment.small else ''}"
+    folder = experiment.folder / file_stem(device, experiment.small)
     path = folder / f"{experiment.file}.csv"
     if experiment.restart:
         path.unlink(missing_ok=True)

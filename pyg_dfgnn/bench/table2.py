@@ -32,7 +32,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from pyg_dfgnn.bench import table2_report
-from pyg_dfgnn.bench.results import Table, environment, file_stem, now, source_digest
+from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
     PHASES,
     Backend,
@@ -104,10 +104,11 @@ class Options:
     @staticmethod
     def of(config: Mapping[str, Any], model_name: str) -> Options:
         """From a resolved config."""
-        values = {**config, "model_name": model_name, "pace": Pace(**config["pace"]), "folder": Path(config["folder"])}
+        values = {**config, "model_name": model_name, "pace": Pace(**config["pace"])}
         if values["device"] == "auto":
             values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         values["device"] = torch.device(values["device"])
+        values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
         for name in ("batch_size", "num_batches"):
             check_range(name, values[name], 1)
         return Options(**{field.name: values[field.name] for field in fields(Options)})

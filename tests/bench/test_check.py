@@ -8,6 +8,7 @@ from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase, forward_backw
 from pyg_dfgnn.bench.check_graphs import check_graph
 from pyg_dfgnn.bench.oracle import compare, float64_reference
 from pyg_dfgnn.bench.prepare import Prepared, collect_specs, rounded_problem
+from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.settings import Settings, current
@@ -148,6 +149,28 @@ def test_command_resumes_and_merges(tmp_path, capsys, monkeypatch):
     assert run(tmp_path, *graphs) == 0
     assert run(tmp_path, "--summary") == 0
     assert "| auto | float32 | 70 | 5e-06 |" in capsys.readouterr().out
+
+
+def test_miniatures_have_a_file_of_their_own(tmp_path, monkeypatch):
+    graphs = ["--graphs", "one_node", "--scores", "dot"]
+    assert run(tmp_path, *graphs) == 0
+    full = ["--device", "cpu", "--heads", "3", "--widths", "7", "--dtypes", "float32", "--out", str(tmp_path), *graphs]
+    assert check.main(full) == 0
+    small, whole = sorted(tmp_path.iterdir(), key=lambda path: -len(path.name))
+    assert small.stem == f"{whole.stem}-small" and len(whole.read_text().splitlines()) == 1 + 4
+    monkeypatch.chdir(tmp_path)
+    assert check.main([*OPTIONS, *graphs]) == 0
+    assert (tmp_path / "outputs" / "check" / small.name).read_text() == small.read_text()
+
+
+def test_16_bits_without_kernels_are_not_judged(tmp_path, capsys):
+    graphs = ["--graphs", "self_loops", "--scores", "dot"]
+    assert run(tmp_path, *graphs, "--dtypes", "float32", "bfloat16", "float16") == 0
+    (path,) = tmp_path.iterdir()
+    statuses = {row["dtype"]: row["status"] for row in Table.read(path)}
+    assert statuses.pop("float32") == "ok"
+    assert all(status.startswith("not run: the reference rounds every step") for status in statuses.values())
+    assert "tensors are on cpu" in statuses["bfloat16"]
 
 
 def test_command_fails_on_a_breach(tmp_path, capsys):

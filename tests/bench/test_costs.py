@@ -8,6 +8,8 @@ import torch
 
 from pyg_dfgnn.bench import costs
 from pyg_dfgnn.bench.costs import Constant, Sample
+from pyg_dfgnn.bench.graphs import benchmark_graph
+from pyg_dfgnn.bench.results import default_folder, file_stem
 from pyg_dfgnn.bench.run import FIELDS
 from pyg_dfgnn.dispatch import attention_rows, gpu
 from pyg_dfgnn.dispatch.attention import BY_NAME, CANDIDATES, WALKS
@@ -104,6 +106,29 @@ def test_command(path, capsys):
     assert costs.main([str(path), "--device", "cpu", "--small", "--fit", "rows.STEP", "--steps", "5"]) == 0
     shown = capsys.readouterr().out
     assert "| rows | forward | 3 |" in shown and "rows.STEP: " in shown and shown.count("lose more than 5 %") == 2
+
+
+def test_the_csv_is_that_of_the_device(path, capsys, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    with pytest.raises(SystemExit):
+        costs.main(["--device", "cpu", "--small"])
+    folder = default_folder("bench", CPU, small=True) / file_stem(CPU, small=True)
+    assert f"there is no {folder}/choice.csv" in capsys.readouterr().err
+    folder.mkdir(parents=True)
+    path.rename(folder / "choice.csv")
+    assert costs.main(["--device", "cpu", "--small", "--graphs", "e"]) == 0
+    assert "| rows | forward | 1 |" in capsys.readouterr().out
+
+
+def test_what_cannot_be_made_is_skipped(path, capsys, monkeypatch):
+    def made(name, device, *, small):
+        if name == "e":
+            raise RuntimeError("full-size graphs need a GPU")
+        return benchmark_graph(name, device, small=small)
+
+    monkeypatch.setattr(costs, "benchmark_graph", made)
+    assert {sample.case[0] for sample in costs.read(path, CPU, small=True)} == {"b"}
+    assert capsys.readouterr().out == "skipped graph e: full-size graphs need a GPU\n"
 
 
 def test_an_error_is_a_logarithm():

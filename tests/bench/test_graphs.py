@@ -129,6 +129,19 @@ def test_another_graph_is_refused(change):
         compare_with_recipe(BenchGraph("e", edges, nodes, nodes), RECIPES["e"])
 
 
+def test_full_size_graphs_need_a_gpu():
+    recipe = RECIPES["b"]
+    graph = BenchGraph("b", torch.zeros(2, 7, dtype=torch.long), recipe.num_nodes, recipe.num_nodes)
+    with pytest.raises(RuntimeError, match="full-size graphs need a GPU .*, or small=true"):
+        compare_with_recipe(graph, recipe)
+    with pytest.raises(RuntimeError, match="another graph; times would not be comparable"):
+        compare_with_recipe(graph, RECIPES["cora"])
+
+
+def test_small_check_graphs_are_miniatures():
+    assert all(check_graph(name, "cpu", small=True).num_edges < 2000 for name in CHECK_GRAPHS)
+
+
 GENERATED = [name for name in CHECK_GRAPHS if name not in ("cora", "cornell5")]
 
 

@@ -155,6 +155,11 @@ def test_compiled_cells_come_last(options):
     ]
 
 
+def test_results_of_a_cpu_go_elsewhere(options):
+    assert options("folder=null").folder.as_posix() == "outputs/table2"
+    assert options("folder=null", "device=cuda").folder.as_posix() == "results/table2"
+
+
 def test_the_table_of_the_paper():
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
         options = table2.Options.of(OmegaConf.to_container(compose("table2"), resolve=True), "transformer_stack")
