@@ -142,10 +142,11 @@ def _read(key: str) -> Seconds | None:
 def remember(key: str, seconds: Seconds) -> None:
     """Keep a timing. The file appears whole or not at all.
 
-    One that ran out of memory, or whose folder cannot be written, is kept for this process only.
+    One that ran out of memory, for all candidates or some, or whose folder cannot be written, is kept for this process
+    only.
     """
     _remembered[key] = seconds
-    if any(math.isinf(value) for times in seconds.values() for value in times.values()):
+    if any(not times or math.inf in times.values() for times in seconds.values()):
         return
     path = _path(key)
     text = json.dumps({"key": json.loads(key), "seconds": seconds}, indent=1)

@@ -431,8 +431,13 @@ def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings
     key = autotune.key_of(problem, graph, walks, found)
     if key is None or autotune.recall(key) is not None or not tuning.can_time(graph.device):
         return
-    with torch.inference_mode(False), torch.no_grad():
-        autotune.remember(key, measure(problem, graph, walks, found))
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            seconds = measure(problem, graph, walks, found)
+    except torch.OutOfMemoryError as error:
+        _logger.warning("nothing is timed for a choice by autotune: %s", error)
+        seconds = {walk: {} for walk in walks}
+    autotune.remember(key, seconds)
 
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:

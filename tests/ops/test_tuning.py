@@ -112,6 +112,23 @@ def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
     assert "schedule 'rows' is left out of a choice by autotune: too much" in caplog.text
 
 
+def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, caplog):
+    """Estimates decide then, for this process."""
+    inputs = []
+
+    def example(*arguments):
+        inputs.append(arguments)
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(launch, "example", example)
+    problem = problem_of("dot", DENSE)
+    with settings(schedule="autotune"):
+        problem.run()
+        problem.run()
+    assert len(inputs) == 2 and not timer.count and not list(tmp_path.iterdir())
+    assert "nothing is timed for a choice by autotune: too much" in caplog.text
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("walks", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda walks: walks[0])
 def test_every_candidate_is_measured(score, walks, timer):
