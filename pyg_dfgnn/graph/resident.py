@@ -11,7 +11,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.collate import collate
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph.adjacency import Side, from_degree, push
+from pyg_dfgnn.graph.adjacency import INT32_MAX, Side, from_degree, push
 from pyg_dfgnn.graph.batch import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts, assemble
 from pyg_dfgnn.graph.graph import Graph, check_edges, keep
 from pyg_dfgnn.graph.tiles import block_count, make_tiles
@@ -40,7 +40,7 @@ class ResidentGraphs:
         device: Where they are kept.
 
     Raises:
-        ValueError: There is no graph, int32 cannot count the edges of all, or an attribute is of another kind.
+        ValueError: There is no graph, int32 cannot count the nodes or edges of all, or an attribute is of another kind.
     """
 
     def __init__(self, graphs: Sequence[Data], device: torch.device | str = "cpu") -> None:
@@ -49,6 +49,7 @@ class ResidentGraphs:
         stored, slices, _ = collate(Data, list(graphs), increment=False, add_batch=False)
         self.nodes = torch.tensor([graph.num_nodes for graph in graphs])
         self.edges = torch.tensor([graph.num_edges for graph in graphs])
+        check_range("num_nodes", int(self.nodes.sum()), 0, INT32_MAX)
         check_edges(int(self.edges.sum()))
         self._first_node, self._first_edge = first(self.nodes), first(self.edges)
         self.facts: Tensor | None = stored.get(FACTS)

@@ -162,5 +162,8 @@ def test_what_cannot_be_gathered():
     data = [Data(x=torch.zeros(3, 1), edge_index=torch.zeros(2, 1, dtype=torch.long), name="a") for _ in range(2)]
     with pytest.raises(ValueError, match=r"'graphs' needs tensors along nodes, edges or graphs \(got 'name'\)"):
         ResidentGraphs(data)
+    many = [Data(edge_index=torch.zeros(2, 0, dtype=torch.long), num_nodes=1 << 30) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"'num_nodes' needs a value in \[0, 2147483647\] \(got 2147483648\)"):
+        ResidentGraphs(many)
     with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
         ResidentGraphs([])
