@@ -5,6 +5,8 @@ import torch._functorch.config
 from torch._inductor import config
 
 from pyg_dfgnn.settings import settings
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +20,12 @@ def no_compile_cache():
 def general_schedule(default_settings):
     """Tests that count launches or compare bits mean this schedule; those of other schedules ask for theirs."""
     settings(schedule="rows")
+
+
+@pytest.fixture
+def fused():
+    """CPU tensors take the fused path; the names of the kernels launched so far."""
+    if compiler() is None:
+        pytest.skip("needs a host compiler (g++)")
+    with emulated_device() as launched:
+        yield launched

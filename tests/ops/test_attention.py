@@ -26,15 +26,6 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a host com
 PATHS = ["reference", pytest.param("fused", marks=needs_compiler)]
 
 
-@pytest.fixture
-def fused():
-    """CPU tensors take the fused path."""
-    if compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
-    with emulated_device() as launched:
-        yield launched
-
-
 @pytest.fixture(params=PATHS)
 def path(request):
     """Both ways of an operator; the value lists the launches, None for the reference."""

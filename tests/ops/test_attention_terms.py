@@ -8,8 +8,6 @@ import torch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.ops import attention_terms as ops
 from pyg_dfgnn.ops.attention_terms import attention_terms
-from tests.emu.loader import compiler
-from tests.kernels.emulated import emulated_device
 from tests.ops.problems import Recorder
 from tests.tolerances import assert_all_close
 
@@ -21,15 +19,6 @@ SETUPS = [
     (2, 40, torch.bfloat16),
     (1, 64, torch.float16),
 ]
-
-
-@pytest.fixture
-def fused():
-    """CPU tensors take the kernels."""
-    if compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
-    with emulated_device() as launched:
-        yield launched
 
 
 def draw(rows, heads, channels, dtype=torch.float32, vectors=2, vector_dtype=torch.float32):
