@@ -1,6 +1,8 @@
-"""Host microseconds of one launch, and of a forward and a forward+backward of the op and of the conv, on graph (b).
+"""Host microseconds of one launch, and of a forward and a forward+backward of the op and of the conv, on small graphs.
 
 A forward pass is timed without gradient, as in evaluation, and once more where a gradient will follow ("fwd, grad").
+"replay, per layer" is the device time of a layer's forward in a CUDA graph of eight; "torch product" the host's for one
+product of two tensors, to compare hosts by.
 
 ``python -m pyg_dfgnn.bench.overhead`` appends to ``results/bench/<gpu>-overhead.csv`` and prints the table. Without a
 GPU every launch goes nowhere: what is left is the host's part without the driver; it goes to ``outputs/bench``.
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,9 @@ from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.runtime import launcher
 
-FIELDS = (
-    "layer heads channels what kernels host_us host_us_per_kernel gpu torch cuda pyg cupy commit digest time".split()
-)
+FIELDS = "graph layer heads channels what kernels us us_per_kernel gpu torch cuda pyg cupy commit digest time".split()
 REPETITIONS = 300
+REPLAYED_LAYERS = 8
 CONVS = {"dot": nn.TransformerConv, "cosine": nn.AGNNConv, "add": nn.GATConv, "gatv2": nn.GATv2Conv}
 
 Call = Callable[[], Tensor]
@@ -77,8 +79,21 @@ def count(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
     return launches
 
 
+def replayed_us(call: Call, timer: Timer) -> float:
+    """Device time of one of the calls that follow each other in a CUDA graph, without gradient."""
+
+    def layers() -> None:
+        for _ in range(REPLAYED_LAYERS):
+            call()
+
+    with torch.no_grad():
+        return 1e3 * timer.time(timer.replay(layers)).median_ms / REPLAYED_LAYERS
+
+
 def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int = REPETITIONS) -> list[dict[str, Any]]:
     """Rows for one launch of the forward kernel, and for forward and forward+backward of the op and of the conv.
+
+    On a GPU also for a layer of a CUDA graph.
 
     Args:
         case: The layer.
@@ -106,26 +121,33 @@ def measure(case: AttentionCase, graph: Prepared, timer: Timer, repetitions: int
                     launch = partial(launcher.launch, kernel, grid, block, raw, device, shared_bytes)
                     rows.append(("launch", 1, timer.host_us(launch, repetitions)))
                     break
+            if timer.on_gpu:
+                rows.append(("replay, per layer", len(launches), replayed_us(call, timer)))
+            factors = leaves[0].detach(), torch.ones_like(leaves[0])
+            rows.append(("torch product", 1, timer.host_us(partial(torch.mul, *factors), repetitions)))
         with torch.no_grad():
             rows.append((f"{name}fwd", len(launches), timer.host_us(call, repetitions)))
         rows.append((f"{name}fwd, grad", len(launches), timer.host_us(call, repetitions)))
         rows.append((f"{name}fwd+bwd", len(count(both)), timer.host_us(both, repetitions)))
-    base = {"layer": LAYERS[case.score], "heads": case.heads, "channels": case.channels, "time": now()}
-    base |= environment(device)
+    base = {"graph": graph.bench.name, "layer": LAYERS[case.score], "heads": case.heads, "channels": case.channels}
+    base |= {"time": now(), **environment(device)}
     return [
         {
             **base,
             "what": what,
             "kernels": kernels,
-            "host_us": f"{host_us:.2f}",
-            "host_us_per_kernel": f"{host_us / kernels:.2f}" if kernels else "",
+            "us": f"{us:.2f}",
+            "us_per_kernel": f"{us / kernels:.2f}" if kernels else "",
         }
-        for what, kernels, host_us in rows
+        for what, kernels, us in rows
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--graphs", nargs="+", default=["b", "cora", "citeseer"], help="real ones where their files are"
+    )
     parser.add_argument("--scores", nargs="+", default=list(SCORES), choices=SCORES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
@@ -135,12 +157,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     folder = options.out or default_folder("bench", device, options.small)
     table = Table(folder / f"{file_stem(device, options.small)}-overhead.csv", FIELDS)
-    graph = Prepared.of(benchmark_graph("b", device, small=options.small))
     timer = Timer(device)
     rows = []
-    with fused_anywhere(device):
-        for score, (heads, channels) in ((s, size) for s in options.scores for size in ((1, 128), (8, 16))):
-            rows += measure(AttentionCase(score, heads, channels), graph, timer, options.repetitions)
+    for name in options.graphs:
+        try:
+            graph = Prepared.of(benchmark_graph(name, device, small=options.small))
+        except FileNotFoundError as error:
+            print(f"skipped graph {name}: {error}")
+            continue
+        with fused_anywhere(device):
+            for score, (heads, channels) in product(options.scores, ((1, 128), (8, 16))):
+                rows += measure(AttentionCase(score, heads, channels), graph, timer, options.repetitions)
     table.append(rows)
     shown = FIELDS[: FIELDS.index("gpu")]
     print(markdown(shown, ([row[name] for name in shown] for row in rows)))

@@ -545,11 +545,23 @@ def test_every_implementation_predicts_its_memory():
 
 
 def test_overhead_command(tmp_path, capsys):
-    arguments = ["--small", "--device", "cpu", "--repetitions", "3", "--scores", "dot", "--out", str(tmp_path)]
+    arguments = [
+        "--small",
+        "--device",
+        "cpu",
+        "--repetitions",
+        "3",
+        "--scores",
+        "dot",
+        "--out",
+        str(tmp_path),
+        "--graphs",
+        "b",
+    ]
     assert overhead.main(arguments) == 0
     (path,) = tmp_path.iterdir()
     printed = capsys.readouterr().out
-    assert "| GT | 8 | 16 | conv fwd+bwd | 3 |" in printed and str(path) in printed
+    assert "| b | GT | 8 | 16 | conv fwd+bwd | 3 |" in printed and str(path) in printed
     assert path.name.endswith("-small-overhead.csv")
 
 
@@ -564,7 +576,7 @@ def test_overhead_counts_and_repeats_launches(score):
     with overhead.fused_anywhere(CPU), launcher.override(lambda spec, entry, *rest: launched.append(entry)):
         rows = overhead.measure(AttentionCase(score, 1, 8), graph, Timer(CPU), repetitions=2)
     norms = int(score == "cosine")
-    expected = {"launch": 1, "fwd": 1 + norms, "fwd+bwd": 3 + norms}
+    expected = {"launch": 1, "torch product": 1, "fwd": 1 + norms, "fwd+bwd": 3 + norms}
     # GATConv also makes the terms of its nodes.
     terms = int(score == "add")
     expected |= {"conv fwd": expected["fwd"] + terms, "conv fwd+bwd": expected["fwd+bwd"] + 2 * terms}
