@@ -285,7 +285,7 @@ class Graph:
     def edge_index(self) -> Tensor:
         """The edges, int64 [2, E]: row 0 sources, row 1 targets, in input order, loops appended.
 
-        The user's own tensor where it says the same and still lives; otherwise made from `csr` and kept.
+        The user's own tensor where it says the same and still lives; otherwise made from `csr` and kept until an edit.
         """
         made = self._own_edge_index
         if made is None or made._version != self._own_version:
