@@ -47,7 +47,9 @@ def _refuse(module: torch.nn.Module, edge_index: Any, nodes: list[Tensor], edge_
     if edge_attr is not None:
         reasons.append("edge_attr")
     if module.training and getattr(module, "dropout", 0.0) > 0:
-        reasons.append("attention dropout")
+        # As the models of `configs/model` name it.
+        name = "attention_dropout" if isinstance(module, conv.TransformerConv) else "dropout"
+        reasons.append(f"attention dropout (set model.{name}=0)")
     if getattr(module, "flow", "source_to_target") != "source_to_target":
         reasons.append("flow='target_to_source'")
     if reasons:

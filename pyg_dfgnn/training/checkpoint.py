@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint to resume from.
 
     Args:
-        path: The file, or the run folder that holds `checkpoints/last.pt`.
+        path: The run folder, or `checkpoints/last.pt` in it.
         config: The resolved config of the run that takes it up.
 
     Returns:
@@ -48,23 +51,41 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no checkpoint.
-        ValueError: The checkpoint belongs to another model, data set, optimizer, scheduler or seed.
+        ValueError: The file is something else, or belongs to another model, data set, optimizer, scheduler or seed.
     """
     path = Path(path)
     file = path / "checkpoints" / "last.pt" if path.is_dir() else path
+    needed = "'resume' needs a run folder or its checkpoints/last.pt"
     if not file.is_file():
-        raise FileNotFoundError(f"'resume' needs a checkpoint or a run folder with checkpoints/last.pt (got {path})")
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    saved, given = ({key: _flat(source.get(key), key) for key in _FIXED} for source in (state["config"], config))
-    differences = [
-        f"'{name}' needs {saved[key].get(name)!r} as in the checkpoint (got {given[key].get(name)!r})"
-        for key in _FIXED
-        for name in sorted(saved[key].keys() | given[key].keys())
-        if name not in _FREE and saved[key].get(name) != given[key].get(name)
-    ]
-    if differences:
-        raise ValueError(f"cannot resume from {file}: " + "; ".join(differences))
+        raise FileNotFoundError(f"{needed} (got {path})")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise ValueError(f"{needed} (got {file}, which is no checkpoint or is damaged)") from error
+    if not isinstance(state, dict) or "optimizer" not in state:
+        raise ValueError(f"{needed} (got {file}, which lacks the state of the optimizer)")
+    saved, given = _fixed(state["config"]), _fixed(config)
+    different = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
+    if different:
+        reasons = "; ".join(
+            f"'{name}' needs {saved.get(name)!r} as in the checkpoint (got {given.get(name)!r})" for name in different
+        )
+        words = shlex.join(_override(name, saved, given) for name in different)
+        raise ValueError(f"cannot resume from {file}: {reasons}. Go on with {words}")
     return state
+
+
+def _fixed(config: dict[str, Any]) -> dict[str, Any]:
+    leaves = {name: value for key in _FIXED for name, value in _flat(config.get(key), key).items()}
+    return {name: value for name, value in leaves.items() if name not in _FREE}
+
+
+def _override(name: str, saved: dict[str, Any], given: dict[str, Any]) -> str:
+    """What sets a value to that of the checkpoint on the command line."""
+    if name not in saved:
+        return f"~{name}"
+    value = saved[name] if isinstance(saved[name], str) else json.dumps(saved[name])
+    return f"{'' if name in given else '+'}{name}={value}"
 
 
 def _flat(value: Any, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch_geometric.loader import DataLoader, NeighborLoader
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_integer
 from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
 
@@ -90,7 +90,7 @@ class ResidentLoader:
         group: Group | None = None,
     ) -> None:
         self.group = group or Group()
-        check_range("batch_size", batch_size, self.group.size)
+        check_integer("batch_size", batch_size, self.group.size)
         self.count, self.batch_size, self.order = len(graphs), batch_size, order
         self.costs = edges_of(graphs)
         # For a process that goes without in a short last batch.
@@ -178,7 +178,7 @@ def sampled(
     Raises:
         ValueError: `num_neighbors` or `batch_size` is missing or too small, or PyG has no library to sample with.
     """
-    check_range("sampler.batch_size", options.get("batch_size"), 1)
+    check_integer("sampler.batch_size", options.get("batch_size"), 1)
     if not options.get("num_neighbors"):
         raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {options.get('num_neighbors')})")
     if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):

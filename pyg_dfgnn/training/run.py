@@ -6,11 +6,18 @@ import importlib
 import inspect
 import json
 import logging
+import os
+import shlex
+import sys
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch_geometric
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -19,10 +26,10 @@ from torch.optim import Optimizer
 import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
-from pyg_dfgnn.training.trainer import Trainer
+from pyg_dfgnn.training.trainer import Options, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -50,27 +57,34 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         FileNotFoundError: The data set or the checkpoint to resume from is not there.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    backend = config["backend"]
     check_choice("returns", config["returns"], RETURNS)
-    check_range("seed", config["seed"], 0)
+    check_integer("seed", config["seed"], 0)
+    check_bool("backend.sort_edges", backend["sort_edges"])
+    options = Options(**config["trainer"])
+    folder = run_folder(config["paths"]["run"])
+    config["paths"]["run"] = str(folder)
     device = choose_device(config["device"])
+    # As partials, because hydra would wrap an error of the call and escape its line breaks.
+    make_model = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
+    with torch.device("meta"):
+        # Refuses wrong arguments before the data are made.
+        make_model(1, 1)
     group = group or Group.of_environment(device)
     device = group.device
     if not group.is_main:
         logging.getLogger("pyg_dfgnn").setLevel(logging.WARNING)
+    resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(config)))
-    folder = Path(config["paths"]["run"])
-    folder.mkdir(parents=True, exist_ok=True)
     if group.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps(environment(device), indent=2) + "\n")
-    resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
-    with pyg_dfgnn.settings(**config["backend"]["settings"]):
+    with pyg_dfgnn.settings(**backend["settings"]):
         torch.manual_seed(config["seed"])
-        # As partials, because hydra would wrap an error of the call and escape its line breaks.
         with group.first_alone():
             task: Task = instantiate(cfg.data.task, _partial_=True)()
-        convs = importlib.import_module(config["backend"]["convs"])
-        model = instantiate(cfg.model, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
+        model = make_model(task.num_features, task.num_classes).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         optimizer = make_optimizer(cfg.optimizer, model, device)
@@ -83,17 +97,22 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             device,
             folder,
             config,
+            options,
             seed=config["seed"],
             group=group,
-            sort_edges=config["backend"]["sort_edges"] and device.type == "cuda",
-            **config["trainer"],
+            sort_edges=backend["sort_edges"] and device.type == "cuda",
         )
         if resumed is not None:
             trainer.load_state(resumed)
+            rest = ": nothing is left to train" if trainer.is_done else ""
+            log.info("resumed after epoch %d of %d%s", trainer.epoch, options.epochs, rest)
         place = f"{device}" if group.size == 1 else f"{group.size} processes"
         log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
         try:
             trainer.fit()
+        except KeyboardInterrupt:
+            log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(folder))
+            raise
         finally:
             if group.is_main and trainer.best is not None:
                 title = f"{type(model).__name__} on {task.name}"
@@ -110,7 +129,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "prepare_time_s": trainer.prepare_s,
         "task": task.name,
         "model": type(model).__name__,
-        "convs": config["backend"]["convs"],
+        "convs": backend["convs"],
         "seed": config["seed"],
         "processes": group.size,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -139,6 +158,38 @@ def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -
     return make(model.parameters(), **({"fused": True} if is_open and device.type == "cuda" else {}))
 
 
+def run_folder(name: str | None) -> Path:
+    """Where a run leaves its files: the named folder, else that of the Hydra job, else a new one in `outputs`."""
+    if name is not None:
+        return Path(name)
+    if HydraConfig.initialized():
+        return Path(HydraConfig.get().runtime.output_dir)
+    return Path("outputs", datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"))
+
+
+def import_convs(name: str) -> ModuleType:
+    """The module that a config names for its convolutions.
+
+    Raises:
+        ValueError: There is no such module.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"'backend.convs' needs a module, such as torch_geometric.nn (got {name!r})") from error
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run in a folder: its command, or its arguments if a launcher has started it."""
+    resume = f"resume={folder.resolve()}"
+    if not HydraConfig.initialized():
+        return resume
+    launched = {"WORLD_SIZE", "SUBMITIT_EXECUTOR"} & os.environ.keys()
+    program = [] if launched else sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    overrides = [word for word in HydraConfig.get().overrides.task if not word.startswith("resume=")]
+    return shlex.join([*program, *overrides, resume])
+
+
 def choose_device(name: str) -> torch.device:
     """The device that a config names: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1".
 
@@ -149,8 +200,10 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"'device' needs auto, cpu, cuda or cuda:<index> (got {name!r})") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"'device' needs auto, cpu, cuda or cuda:<index> (got {name!r})")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"'device' needs a GPU that is there: {torch.cuda.device_count()} found (got {name!r})")
     return device

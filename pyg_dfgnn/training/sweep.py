@@ -1,6 +1,6 @@
 """Collect the runs of sweeps: rows per run, means over seeds beside published numbers, curves.
 
-python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00 --csv runs.csv
+python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00.123456
 python -m pyg_dfgnn.training.sweep multirun/a multirun/b --csv runs.csv --markdown table.md --png curves.png
 """
 
@@ -139,30 +139,31 @@ def _curve(run: Row) -> list[float]:
 
 
 def main() -> None:
-    """Print mean and standard deviation of the test metric of each setting, and write what is asked for."""
+    """Print mean and standard deviation of the test metric of each setting, and write rows, table and curves."""
     parser = argparse.ArgumentParser(description="Collect the runs of sweeps.")
     parser.add_argument("folders", nargs="+", help="run folders of the sweeps")
-    parser.add_argument("--csv", required=True, help="file to write: one row per run")
-    parser.add_argument("--markdown", help="file to write: one line per setting, over its seeds")
-    parser.add_argument("--png", help="file to write: curves of the settings")
+    parser.add_argument("--csv", help="file for one row per run, else sweep.csv in the first folder")
+    parser.add_argument("--markdown", help="file for one line per setting, over its seeds, else sweep.md there")
+    parser.add_argument("--png", help="file for curves of the settings, else sweep.png there")
     parser.add_argument("--published", help=f"CSV with the columns {', '.join(PUBLISHED_FIELDS)}")
     arguments = parser.parse_args()
+    first = Path(arguments.folders[0])
+    csv_file = Path(arguments.csv or first / "sweep.csv")
+    markdown_file = Path(arguments.markdown or first / "sweep.md")
+    png_file = Path(arguments.png or first / "sweep.png")
     rows = collect(*arguments.folders)
     groups = by_seed(rows)
     fields = dict.fromkeys(name for row in rows for name in row)
-    with open(arguments.csv, "w", newline="") as stream:
+    with open(csv_file, "w", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(fields), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    if arguments.markdown:
-        published = read_published(arguments.published) if arguments.published else {}
-        Path(arguments.markdown).write_text(markdown(groups, published))
-    if arguments.png:
-        figure(groups).savefig(arguments.png, dpi=110)
+    markdown_file.write_text(markdown(groups, read_published(arguments.published) if arguments.published else {}))
+    figure(groups).savefig(png_file, dpi=110)
     for (task, model, metric, _, convs, *_), runs in groups.items():
         values = [run["test_accuracy"] for run in runs]
         print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
-    print(arguments.csv)
+    print(f"{csv_file}, {markdown_file}, {png_file}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,82 @@ from tqdm import tqdm
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
-from pyg_dfgnn.errors import check_choice, check_range
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
 from pyg_dfgnn.training.report import write_history
-from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from pyg_dfgnn.training.step import PRECISIONS, CapturedStep, Recorder, Step
 
 log = logging.getLogger(__name__)
 
 MONITORS = ("val_accuracy", "val_loss")
 # How an optimizer launches its kernels, not what it computes.
 _LAUNCHES = ("capturable", "foreach", "fused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to train, as `configs/trainer` has it.
+
+    Args:
+        epochs: Most epochs.
+        monitor: "val_accuracy" or "val_loss"; decides the best epoch and early stopping.
+        patience: Stop after this many epochs without a better one; None trains all epochs.
+        max_time_s: Start no epoch that would end later than so many seconds after the call of :meth:`Trainer.fit`, if
+            it takes as long as those before it; None: no limit.
+        precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
+        loader: Arguments of PyG's DataLoader; None where the task is one graph.
+        sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
+        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); on several processes
+            only where the task is one graph.
+        compile: Call the model through `torch.compile(fullgraph=True)`.
+        prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
+        resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
+        checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
+        log_every: Epochs between two log lines where no progress bar is shown.
+        progress: Show a progress bar; None: only on a terminal.
+
+    Raises:
+        TypeError: A number or a truth value is something else.
+        ValueError: A value is not among its choices or out of range.
+    """
+
+    epochs: int
+    monitor: str = "val_accuracy"
+    patience: int | None = None
+    max_time_s: float | None = None
+    precision: str = "fp32"
+    loader: Mapping[str, Any] | None = None
+    sampler: Mapping[str, Any] | None = None
+    cuda_graph: bool = False
+    compile: bool = False
+    prefetch: bool = False
+    resident: bool | None = None
+    checkpoint_every: int = 1
+    log_every: int = 1
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("monitor", self.monitor, MONITORS)
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+        for name in ("epochs", "checkpoint_every", "log_every"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("cuda_graph", "compile", "prefetch"):
+            check_bool(name, getattr(self, name))
+        if self.patience is not None:
+            check_integer("patience", self.patience, 1)
+        if self.max_time_s is not None:
+            check_range("max_time_s", self.max_time_s, 0.0)
+        if self.resident is not None:
+            check_bool("resident", self.resident)
+        if self.progress is not None:
+            check_bool("progress", self.progress)
+        if self.loader is not None:
+            check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
+        if self.sampler is not None and self.cuda_graph:
+            raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
 
 
 class Trainer:
@@ -49,29 +113,13 @@ class Trainer:
         device: Where to train.
         folder: Checkpoints go to `checkpoints/last.pt` and `checkpoints/best.pt` in it.
         config: Resolved config, stored in the checkpoints.
-        epochs: Most epochs.
-        monitor: "val_accuracy" or "val_loss"; decides the best epoch and early stopping.
-        patience: Stop after this many epochs without a better one; None trains all epochs.
-        max_time_s: Start no epoch that would end later than so many seconds after the call of :meth:`fit`, if it takes
-            as long as those before it; None: no limit.
-        precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
-        loader: Arguments of PyG's DataLoader; None where the task is one graph.
-        sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
-        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); on several processes
-            only where the task is one graph.
-        compile: Call the model through `torch.compile(fullgraph=True)`.
-        prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
-        resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
+        options: How to train.
         sort_edges: Sort the edges of each graph once, so that no mini-batch is sorted.
         seed: Decides the order of the mini-batches.
         group: The processes that train together: they share each mini-batch, or each owns a part of the whole graph.
-        checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
-        log_every: Epochs between two log lines where no progress bar is shown.
-        progress: Show a progress bar; None: only on a terminal.
 
     Raises:
-        ValueError: An argument is not among its choices, out of range, or does not fit the task, the device or the
-            group.
+        ValueError: An option does not fit the task, the device or the group.
     """
 
     def __init__(
@@ -83,54 +131,30 @@ class Trainer:
         device: torch.device,
         folder: Path,
         config: dict[str, Any],
+        options: Options,
         *,
-        epochs: int,
-        monitor: str = "val_accuracy",
-        patience: int | None = None,
-        max_time_s: float | None = None,
-        precision: str = "fp32",
-        loader: Mapping[str, Any] | None = None,
-        sampler: Mapping[str, Any] | None = None,
-        cuda_graph: bool = False,
-        compile: bool = False,
-        prefetch: bool = False,
-        resident: bool | None = None,
         sort_edges: bool = False,
         seed: int = 0,
         group: Group | None = None,
-        checkpoint_every: int = 1,
-        log_every: int = 1,
-        progress: bool | None = None,
     ) -> None:
-        check_range("epochs", epochs, 1)
-        check_choice("monitor", monitor, MONITORS)
-        check_range("checkpoint_every", checkpoint_every, 1)
-        check_range("log_every", log_every, 1)
-        if patience is not None:
-            check_range("patience", patience, 1)
-        if max_time_s is not None:
-            check_range("max_time_s", max_time_s, 0.0)
+        loader, sampler, cuda_graph = options.loader, options.sampler, options.cuda_graph
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
             raise ValueError(f"'loader' needs {needed} (got {loader})")
-        if loader is not None:
-            check_range("loader.batch_size", loader.get("batch_size"), 1)
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
-        if sampler is not None and cuda_graph:
-            raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
         self.group = group = group or Group()
-        if compile and group.size > 1:
+        if options.compile and group.size > 1:
             raise ValueError(f"'compile' needs one process (got {group.size})")
         if cuda_graph and group.size > 1 and not task.full_graph:
             # Their batches differ in size, so that they would not capture at the same step.
             raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
-        self.epochs, self.monitor, self.patience, self.max_time_s = epochs, monitor, patience, max_time_s
+        self.options = options
         recorder = Recorder(device) if cuda_graph else None
         called: Any = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
-        if compile:
+        if options.compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
         room = None
@@ -143,10 +167,9 @@ class Trainer:
             optimizer,
             loss_weights=task.loss_weights,
             graph_level=task.level == "graph",
-            precision=precision,
+            precision=options.precision,
             group=group,
         )
-        self.checkpoint_every, self.log_every, self.progress = checkpoint_every, log_every, progress
         self.seed = seed
         self.order = torch.Generator().manual_seed(seed)
         self.epoch = 0
@@ -160,10 +183,17 @@ class Trainer:
                 (graph,) = task.splits["train"]
                 source = sampled(graph, device, sampler, self.order, group)
                 seeds = Seeds(device, int(graph.train_mask.sum()))
-                self._batches["train"] = Batches(source, seeds, device, prefetch=prefetch)
+                self._batches["train"] = Batches(source, seeds, device, prefetch=options.prefetch)
         else:
             self._batches = graph_batches(
-                task, device, loader, self.order, group, sort_edges=sort_edges, resident=resident, prefetch=prefetch
+                task,
+                device,
+                loader,
+                self.order,
+                group,
+                sort_edges=sort_edges,
+                resident=options.resident,
+                prefetch=options.prefetch,
             )
         self._state = self.state()
         self._is_between_epochs = True
@@ -175,41 +205,45 @@ class Trainer:
             KeyboardInterrupt: As it came, or when the process was asked to end (SIGTERM), after the state of the last
                 whole epoch was saved.
         """
-        steps = len(self._batches["train"])
+        options, steps = self.options, len(self._batches["train"])
         started = time.perf_counter()
         bar = tqdm(
-            total=self.epochs * steps,
+            total=options.epochs * steps,
             initial=self.epoch * steps,
-            disable=not self.group.is_main or (None if self.progress is None else not self.progress),
+            disable=not self.group.is_main or (None if options.progress is None else not options.progress),
             unit="step",
             dynamic_ncols=True,
         )
         # Among several processes one that waits for an ended one would not come to hear of it.
         before = _interrupt_at_sigterm() if self.group.size == 1 else None
         try:
-            while self.epoch < self.epochs and not self._is_stale() and not self._is_late(started):
+            while not self.is_done and not self._is_late(started):
                 with _interrupts_after() if steps == 1 else nullcontext():
                     row = self._run_epoch(bar)
-                if bar.disable and (self.epoch % self.log_every == 0 or self.epoch == self.epochs):
-                    log.info(_line(row, self.epochs, self._remaining_s(started)))
+                if bar.disable and (self.epoch % options.log_every == 0 or self.epoch == options.epochs):
+                    log.info(_line(row, options.epochs, self._remaining_s(started)))
                 if not bar.disable:
                     shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
                     bar.set_postfix(shown, refresh=False)
-                if self.epoch % self.checkpoint_every == 0:
+                if self.epoch % options.checkpoint_every == 0:
                     self.save()
         except KeyboardInterrupt:
             with _interrupts_after():
                 self.save()
-            log.info("interrupted after epoch %d; go on with resume=%s", self.epoch, self.folder)
             raise
         finally:
             bar.close()
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
         self.save()
-        if self.epoch < self.epochs:
-            why = f"no better one for {self.patience}" if self._is_stale() else f"max_time_s={self.max_time_s}"
-            log.info("stopped after epoch %d of %d: %s", self.epoch, self.epochs, why)
+        if self.epoch < options.epochs:
+            why = f"no better one for {options.patience}" if self._is_stale() else f"max_time_s={options.max_time_s}"
+            log.info("stopped after epoch %d of %d: %s", self.epoch, options.epochs, why)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last epoch is behind it, or no better one was seen for `patience` epochs."""
+        return self.epoch >= self.options.epochs or self._is_stale()
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Loss and accuracy of the model as it is on "train", "val" or "test"."""
@@ -281,8 +315,9 @@ class Trainer:
         epoch = self.epoch + 1
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}
         best = self.best
-        if best is None or self._is_better(row[self.monitor], best[self.monitor]):
-            best = {"epoch": epoch, self.monitor: row[self.monitor], "model": self._keep_model()}
+        monitor = self.options.monitor
+        if best is None or self._is_better(row[monitor], best[monitor]):
+            best = {"epoch": epoch, monitor: row[monitor], "model": self._keep_model()}
         # From here on the epoch counts; an interrupt before it leaves the state of the epoch before.
         self.epoch, self.best = epoch, best
         self.history.append(row)
@@ -312,10 +347,10 @@ class Trainer:
 
     def _remaining_s(self, started: float) -> float:
         """Estimate for the epochs to come that time is left for, if none is saved by stopping early."""
-        needed = (self.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
-        if self.max_time_s is None:
+        needed = (self.options.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
+        if self.options.max_time_s is None:
             return needed
-        return min(needed, max(0.0, started + self.max_time_s - time.perf_counter()))
+        return min(needed, max(0.0, started + self.options.max_time_s - time.perf_counter()))
 
     def _keep_model(self) -> dict[str, Any]:
         """A copy of the model's state, in the memory of the best one before."""
@@ -333,17 +368,18 @@ class Trainer:
         # The metric of a split may be undefined in an epoch.
         if math.isnan(best):
             return not math.isnan(value)
-        return value < best if self.monitor.endswith("loss") else value > best
+        return value < best if self.options.monitor.endswith("loss") else value > best
 
     def _is_late(self, started: float) -> bool:
-        if self.max_time_s is None or not self.history:
+        if self.options.max_time_s is None or not self.history:
             return False
         end = time.perf_counter() - started + statistics.fmean(row["time_s"] for row in self.history)
         # The processes decide alike.
-        return max(self.group.counts(int(end > self.max_time_s))) > 0
+        return max(self.group.counts(int(end > self.options.max_time_s))) > 0
 
     def _is_stale(self) -> bool:
-        return self.patience is not None and self.best is not None and self.epoch - self.best["epoch"] >= self.patience
+        patience, best = self.options.patience, self.best
+        return patience is not None and best is not None and self.epoch - best["epoch"] >= patience
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -78,6 +78,17 @@ def test_data_yields_to_the_command_line():
     assert config["optimizer"]["_target_"] == "torch.optim.AdamW" and config["trainer"]["epochs"] == 7
 
 
+def test_runs_of_a_second_have_folders_of_their_own():
+    dirs = set()
+    for _ in range(2):
+        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+            dirs.add(compose("train", return_hydra_config=True).hydra.sweep.dir)
+    assert len(dirs) == 2
+    config = OmegaConf.load(configs_dir() / "hydra" / "default.yaml")
+    run, sweep = (OmegaConf.to_container(config, resolve=False)[mode]["dir"].split("/") for mode in ("run", "sweep"))
+    assert run[-1] == sweep[-1]
+
+
 def test_data_folders_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("PYG_DFGNN_DATA", "/somewhere")
     monkeypatch.setenv("PYG_DFGNN_CACHE", "/elsewhere")

@@ -49,6 +49,14 @@ def test_wheel_finds_its_files(wheel, tmp_path):
     assert done.stdout.split() == [str(tmp_path / "site" / "pyg_dfgnn" / name) for name in ("kernels", "configs")]
 
 
+def test_wheel_trains(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    command = [sys.executable, "-m", "pyg_dfgnn.training", "--help"]
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("train is powered by Hydra.") and "model: agnn, " in done.stdout
+
+
 def test_checkout_finds_its_files():
     assert (paths.kernels_dir() / "attention").is_dir()
     assert (paths.configs_dir() / "train.yaml").is_file()

@@ -32,11 +32,11 @@ def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
 
     rows = sweep_module.collect(sweep)
     assert [row["seed"] for row in rows] == [0, 1] and "seed=1" in rows[1]["overrides"].split()
-    monkeypatch.setattr(sys, "argv", ["sweep", str(sweep), "--csv", str(tmp_path / "runs.csv")])
+    monkeypatch.setattr(sys, "argv", ["sweep", str(sweep)])
     sweep_module.main()
     mean = 50 * (rows[0]["test_accuracy"] + rows[1]["test_accuracy"])
     assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
-    with open(tmp_path / "runs.csv") as stream:
+    with open(sweep / "sweep.csv") as stream:
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 

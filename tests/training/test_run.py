@@ -3,13 +3,20 @@
 import csv
 import json
 import re
+import sys
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 
 from pyg_dfgnn import training
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
+from pyg_dfgnn.training.run import resume_command
+from tests.training.conftest import TINY
 from tests.training.test_step import HostRecorder
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
@@ -189,9 +196,6 @@ def test_autocast(run, precision):
 
 
 def test_whole_graph(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    from pyg_dfgnn.paths import configs_dir
     from tests.datasets.test_planetoid import write_raw
 
     write_raw(tmp_path / "Cora" / "raw")
@@ -219,20 +223,93 @@ def test_whole_graph(tmp_path):
         (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),
         (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
         (["device=cuda:99"], ValueError, r"'device' needs a GPU that is there: \d+ found \(got 'cuda:99'\)"),
-        (["seed=abc"], TypeError, r"'seed' needs a number \(got str 'abc'\)"),
+        (["seed=abc"], TypeError, r"'seed' needs an integer \(got str 'abc'\)"),
+        (["backend.sort_edges=2"], TypeError, r"'backend.sort_edges' needs True or False \(got int 2\)"),
         (["trainer.loader.batch_size=0"], ValueError, r"'loader.batch_size' needs a value >= 1 \(got 0\)"),
         (["returns=speed"], ValueError, r"'returns' needs one of 'val_loss'.* \(got 'speed'\)"),
-        (["resume=nowhere"], FileNotFoundError, r"'resume' needs a checkpoint .* \(got nowhere\)"),
+        (["resume=nowhere"], FileNotFoundError, r"'resume' needs a run folder .* \(got nowhere\)"),
         (["+data.task.p=2"], ValueError, r"'p' needs a value in \[0.0, 1.0\] \(got 2\)"),
         (["model.heads=5"], ValueError, r"'hidden_channels' needs a multiple of heads=5 \(got 32\)"),
         (["model.norm=none"], ValueError, r"'norm' needs one of 'batch', 'layer' \(got 'none'\)"),
         (["backend=auto", "backend.settings.fallback=no"], ValueError, r"'fallback' needs one of 'log', 'error'"),
+        (["backend=unfused", "model=gat"], UnsupportedError, r"attention dropout \(set model.dropout=0\)"),
+        (["backend=unfused", "model.attention_dropout=0.1"], UnsupportedError, r"\(set model.attention_dropout=0\)"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_wrong_configs(run, overrides, error, message):
     with pytest.raises(error, match=message):
         run("run", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("trainer.epochs=2.5", TypeError, r"'epochs' needs an integer \(got float 2.5\)"),
+        ("trainer.patience=2.5", TypeError, r"'patience' needs an integer \(got float 2.5\)"),
+        ("trainer.loader.batch_size=2.5", TypeError, r"'loader.batch_size' needs an integer \(got float 2.5\)"),
+        ("trainer.resident=abc", TypeError, r"'resident' needs True or False \(got str 'abc'\)"),
+        ("trainer.progress=maybe", TypeError, r"'progress' needs True or False \(got str 'maybe'\)"),
+        ("seed=1.5", TypeError, r"'seed' needs an integer \(got float 1.5\)"),
+        ("model.heads=4.5", TypeError, r"'heads' needs an integer \(got float 4.5\)"),
+        ("device=mps", ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'mps'\)"),
+        ("backend.convs=torch_geometric", ValueError, r"'convs' needs a namespace with Tr.* \(got torch_geometric\)"),
+        ("backend.convs=nowhere", ValueError, r"'backend.convs' needs a module.* \(got 'nowhere'\)"),
+    ],
+)
+def test_wrong_values_do_not_wait_for_the_data(run, override, error, message):
+    with pytest.raises(error, match=message):
+        run("run", override, "+data.task.refused=here")
+
+
+def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
+    _, folder = run("run", "trainer.epochs=1")
+    (tmp_path / "text.md").write_text("# Text")
+    for file, why in ((folder / "checkpoints" / "best.pt", "lacks the state"), (tmp_path / "text.md", "is no")):
+        with pytest.raises(ValueError, match=rf"needs a run folder or .*last.pt \(got {file}, which {why}"):
+            run("other", f"resume={file}")
+
+
+def test_resumed_run_says_where_it_is(run, caplog):
+    caplog.set_level("INFO")
+    _, folder = run("run", "trainer.epochs=2")
+    with pytest.raises(ValueError, match=r"needs 2 as in the checkpoint \(got 3\)\. Go on with scheduler\.T_max=2$"):
+        run("run", "trainer.epochs=3", f"resume={folder}")
+    run("run", "trainer.epochs=3", "scheduler.T_max=2", f"resume={folder}")
+    assert "resumed after epoch 2 of 3\n" in caplog.text and "nothing is left" not in caplog.text
+    run("run", "trainer.epochs=3", "scheduler.T_max=2", f"resume={folder}")
+    assert "resumed after epoch 3 of 3: nothing is left to train\n" in caplog.text
+
+
+def test_overrides_of_a_checkpoint(run):
+    _, folder = run("run", "trainer.epochs=1", "+optimizer.eps=1e-7", "optimizer.weight_decay=0.1")
+    words = r"optimizer.weight_decay=0.1 \+optimizer.eps=1e-07 '~optimizer.amsgrad'$"
+    with pytest.raises(ValueError, match=f"Go on with {words}"):
+        run("other", "trainer.epochs=1", "+optimizer.amsgrad=true", f"resume={folder}")
+
+
+def test_composed_config_gets_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        cfg = compose("train", [*TINY, "trainer.epochs=1"])
+    training.train(cfg)
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert (folder / "metrics.json").is_file()
+
+
+def test_command_of_a_resumed_run(tmp_path, monkeypatch):
+    job = HydraConfig.instance()
+    monkeypatch.setattr(job, "cfg", None)
+    assert resume_command(tmp_path) == f"resume={tmp_path}"
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        overrides = ["seed=3", "resume=before", "trainer.sampler={num_neighbors: [4], batch_size: 2}"]
+        job.set_config(compose("train", [*overrides, "hydra.job.chdir=false"], return_hydra_config=True))
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-O", *sys.argv])
+    arguments = f"seed=3 'trainer.sampler={{num_neighbors: [4], batch_size: 2}}' resume={tmp_path}"
+    assert resume_command(tmp_path) == f"python -O train.py {arguments}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resume_command(tmp_path) == arguments
 
 
 def test_resume_needs_the_same_run(run):

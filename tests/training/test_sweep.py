@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -55,6 +56,16 @@ def test_table_and_curves(folder, tmp_path, monkeypatch, capsys):
     with outs["csv"].open() as stream:
         assert [row["seed"] for row in csv.DictReader(stream)] == ["0", "1", "0", "1"]
     assert "GAT on Cora, pyg_dfgnn.nn: test accuracy 84.00 +- 0.00 % over 2 runs" in capsys.readouterr().out
+
+
+def test_files_lie_in_the_first_folder(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder / "0", tmp_path / "more" / "0")
+    OmegaConf.save(["experiment=gat_cora", "optimizer.lr=1"], tmp_path / "more" / "0" / ".hydra" / "overrides.yaml")
+    command(monkeypatch, folder, tmp_path / "more")
+    assert len((folder / "sweep.csv").read_text().splitlines()) == 6
+    assert len((folder / "sweep.md").read_text().splitlines()) == 5
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert str(folder / "sweep.md") in capsys.readouterr().out
 
 
 def test_without_published_results(folder, tmp_path, monkeypatch):
