@@ -34,7 +34,7 @@ class Settings:
             `torch.are_deterministic_algorithms_enabled()`.
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
             `"rows"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`, `"silent"`
-            says nothing.
+            says nothing. Tensors on a CPU are a reason for `"error"` alone, and only where there is a GPU.
     """
 
     schedule: str = "auto"

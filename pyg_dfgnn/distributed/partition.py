@@ -126,10 +126,12 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
         group: The processes, all of which have to call.
 
     Raises:
-        TypeError: `edge_index` is no integer tensor.
+        TypeError: `edge_index` is no integer tensor, or `group` no :class:`Group`.
         ValueError: Its shape is not [2, E], or an id is out of range.
     """
     check_edge_index(edge_index)
+    if not isinstance(group, Group):
+        raise TypeError(f"'group' needs a Group, such as Group.of_environment() (got {type(group).__name__})")
     check_range("num_nodes", num_nodes, 1)
     if edge_index.numel() and not (0 <= int(edge_index.min()) and int(edge_index.max()) < num_nodes):
         span = f"{int(edge_index.min())} to {int(edge_index.max())}"

@@ -101,7 +101,11 @@ def describe_plan(conv: torch.nn.Module, x: Any, edge_index: Any, *args: Any, **
     if not isinstance(conv, FusedConv):
         if type(conv) in DROP_INS:
             return Description(str(conv), (f"this is PyG's {type(conv).__name__}: pyg_dfgnn.accelerate turns it over",))
-        return Description(str(conv), (f"{type(conv).__name__} has no drop-in",))
+        inner = [name for name, module in conv.named_modules() if isinstance(module, FusedConv)]
+        name = type(conv).__name__
+        return Description(
+            str(conv), (f"{name} is no conv; its own are {', '.join(inner)}" if inner else f"{name} has no drop-in",)
+        )
     call = conv._call(x, edge_index, *args, **kwargs)
     problem = AttentionProblem(*call.problem) if call.problem else None
     if problem is not None:

@@ -203,6 +203,8 @@ class FusedConv(MessagePassing):
         if not all(node is None or (isinstance(node, Tensor) and node.dim() == 2) for node in nodes) or x is None:
             found.append("x is not a matrix [N, F] per node set")
             return Call(found, (), edge_index, form)
+        if form == "PartitionedGraph":
+            raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")
         if form not in FORMS:
             found.append(f"edge_index is a {form}")
             return Call(found, (), edge_index, form)
@@ -331,9 +333,13 @@ class FusedConv(MessagePassing):
         return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
 
     def _report(self, reasons: list[str]) -> None:
-        """Tell the user, as `settings(fallback=...)` asks, why a call is PyG's own. The CPU alone is no news."""
-        told = [reason for reason in reasons if reason != NO_DEVICE]
+        """Tell the user, as `settings(fallback=...)` asks, why a call is PyG's own.
+
+        That tensors are on the CPU is no news, and an error only where there is a GPU for them.
+        """
         fallback = current().fallback
+        wanted = fallback == "error" and torch.cuda.is_available()
+        told = [reason for reason in reasons if wanted or reason != NO_DEVICE]
         if not told or fallback == "silent":
             return
         if fallback == "error":
@@ -389,7 +395,8 @@ class FusedConv(MessagePassing):
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the node features behind the linear layers."""
-        if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        # Meta tensors have no autocast to ask about.
+        if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
         return x.dtype
 

@@ -11,6 +11,7 @@ import pyg_dfgnn.nn
 from pyg_dfgnn import models
 from pyg_dfgnn.distributed import Group, partition, wrap
 from pyg_dfgnn.distributed.partition import edge_cuts
+from pyg_dfgnn.nn import GATConv
 
 N, FEATURES, CLASSES, ENCODINGS = 40, 5, 3, 2
 MODELS = {
@@ -138,3 +139,11 @@ def test_other_convs_are_refused():
     model(torch.zeros(2, 1), edge_index)
     with pytest.raises(TypeError, match=r"'model' needs convs among GATConv, .* \(got GCNConv\)"):
         model(torch.zeros(2, 1), partition(edge_index, 2, Group()))
+
+
+def test_a_conv_alone_takes_no_part():
+    edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(TypeError, match=r"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned"):
+        GATConv(1, 1)(torch.zeros(2, 1), partition(edge_index, 2, Group()))
+    with pytest.raises(TypeError, match=r"'group' needs a Group, such as Group.of_environment\(\) \(got NoneType\)"):
+        partition(edge_index, 2, None)

@@ -71,11 +71,16 @@ def test_same_class_surface(name, args, kwargs):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cpu_is_pygs_own_forward(name, x, caplog):
+def test_cpu_is_pygs_own_forward(name, x, caplog, monkeypatch):
     mine, theirs = make(name), make(name, pyg)
     theirs.load_state_dict(mine.state_dict())
     with caplog.at_level(logging.DEBUG, logger="pyg_dfgnn"), pyg_dfgnn.settings(fallback="error"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert torch.equal(mine(x, EDGES), theirs(x, EDGES))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(UnsupportedError, match=NO_DEVICE):
+            mine(x, EDGES)
+    mine(x, EDGES)
     assert not caplog.records
 
 
@@ -241,7 +246,8 @@ def test_torch_func_takes_pygs_path(name, x):
     torch.testing.assert_close(grad, expected)
 
 
-def test_all_reasons_at_once(x):
+def test_all_reasons_at_once(x, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     conv = make("GATConv", aggr="max")
     conv.register_message_forward_hook(lambda module, inputs, out: None)
     description = pyg_dfgnn.describe_plan(conv, x, EDGES)
@@ -249,7 +255,18 @@ def test_all_reasons_at_once(x):
     assert all(reason in str(description) for reason in description.reasons)
     with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError) as error:
         conv(x, EDGES)
-    assert len(error.value.reasons) == 2, "the CPU is no reason to fail"
+    assert len(error.value.reasons) == 2, "the CPU is no reason to fail where there is no GPU"
+
+
+def test_meta_tensors_pass(x):
+    conv = make("TransformerConv").to("meta")
+    out = conv(x.to("meta"), EDGES.to("meta"))
+    assert out.is_meta and out.shape == make("TransformerConv")(x, EDGES).shape
+
+
+def test_a_model_is_no_conv(x):
+    model = torch.nn.ModuleDict({"first": make("GATConv"), "second": torch.nn.Linear(2, 2)})
+    assert pyg_dfgnn.describe_plan(model, x, EDGES).reasons == ("ModuleDict is no conv; its own are first",)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
