@@ -126,8 +126,7 @@ class RawFiles:
 
     def _copy(self, local: Path, raw: Path) -> None:
         """Copy the files that are missing or differ; what was made of others goes."""
-        is_there = [(raw / file).is_file() and filecmp.cmp(local / file, raw / file) for file in self.files]
-        changed = [file for file, same in zip(self.files, is_there) if not same]
+        changed = [file for file in self.files if not _is_copy(raw / file, local / file)]
         if changed:
             shutil.rmtree(raw.parent / "processed", ignore_errors=True)
         for file in changed:
@@ -141,6 +140,10 @@ class RawFiles:
 
     def _missing(self, folder: Path) -> list[str]:
         return [file for file in self.files if not (folder / file).is_file()]
+
+
+def _is_copy(file: Path, source: Path) -> bool:
+    return file.is_file() and filecmp.cmp(file, source)
 
 
 def need_extra(module: str, what: str) -> None:

@@ -176,11 +176,8 @@ def sampled(
         group: The processes that share each batch of training nodes.
 
     Raises:
-        ValueError: `num_neighbors` or `batch_size` is missing or too small, or PyG has no library to sample with.
+        ValueError: PyG has no library to sample with.
     """
-    check_integer("sampler.batch_size", options.get("batch_size"), 1)
-    if not options.get("num_neighbors"):
-        raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {options.get('num_neighbors')})")
     if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
         raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
     given = {"pin_memory": device.type == "cuda", "generator": order, **options}

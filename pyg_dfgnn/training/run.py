@@ -53,6 +53,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         The metric that `cfg.returns` names, the test accuracy unless changed.
 
     Raises:
+        TypeError: A value of the config has another type than it needs.
         ValueError: The config asks for something that does not fit; says what.
         FileNotFoundError: The data set or the checkpoint to resume from is not there.
     """

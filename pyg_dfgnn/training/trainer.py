@@ -98,8 +98,13 @@ class Options:
             check_bool("progress", self.progress)
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
-        if self.sampler is not None and self.cuda_graph:
-            raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
+        if self.sampler is not None:
+            check_integer("sampler.batch_size", self.sampler.get("batch_size"), 1)
+            if not self.sampler.get("num_neighbors"):
+                given = self.sampler.get("num_neighbors")
+                raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {given})")
+            if self.cuda_graph:
+                raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
 
 
 class Trainer:

@@ -19,6 +19,7 @@ from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
+from pyg_dfgnn.training.trainer import Options
 from tests.datasets.test_planetoid import write_raw
 from tests.training.test_run import assert_equal, history, parameters
 from tests.training.test_step import graph
@@ -162,10 +163,8 @@ def test_a_request_to_end_interrupts_an_epoch(run, tmp_path, monkeypatch):
     "options", [{}, {"batch_size": 4}, {"num_neighbors": [2]}, {"num_neighbors": [], "batch_size": 4}]
 )
 def test_sampler_without_its_numbers(options):
-    data = graph(12, 0)
-    data.train_mask = torch.ones(12, dtype=torch.bool)
     with pytest.raises((TypeError, ValueError), match=r"'sampler\.(num_neighbors|batch_size)' needs .* \(got "):
-        sampled(data, CPU, options, torch.Generator(), Group())
+        Options(epochs=1, sampler=options)
 
 
 @pytest.mark.parametrize("loader", ["resident", "workers"])
