@@ -93,7 +93,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     Raises:
         ValueError: It is not.
     """
-    if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
+    if value not in choices or (value in (0, 1) and type(value) not in map(type, choices)):
         raise ValueError(f"'{name}' needs one of {', '.join(map(repr, choices))} (got {value!r})")
 
 

@@ -109,8 +109,9 @@ class settings:
         return inside
 
     def __exit__(self, *exc: object) -> None:
-        assert _override.outer is not None
-        _override.settings, _override.outer = _override.outer
+        # Another thread may end the block, as a generator that is thrown away.
+        if _override.outer is not None:
+            _override.settings, _override.outer = _override.outer
 
 
 def _apply() -> None:

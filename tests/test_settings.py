@@ -63,6 +63,15 @@ def test_blocks_of_several_threads_leave_no_change():
     assert current() == Settings()
 
 
+def test_a_block_may_end_in_another_thread():
+    block = settings(schedule="rows")
+    thread = threading.Thread(target=block.__enter__)
+    thread.start()
+    thread.join()
+    block.__exit__()
+    assert current() == Settings()
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_settings_that_are_made_before_their_blocks(first):
     made = [settings(schedule="rows"), settings(schedule="pmf", fallback="error")]

@@ -158,20 +158,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out or default_folder("bench", device, options.small)
     table = Table(folder / f"{file_stem(device, options.small)}-overhead.csv", FIELDS)
     timer = Timer(device)
-    rows = []
+    count = 0
+    shown = FIELDS[: FIELDS.index("gpu")]
     for name in options.graphs:
         try:
             graph = Prepared.of(benchmark_graph(name, device, small=options.small))
         except FileNotFoundError as error:
             print(f"skipped graph {name}: {error}")
             continue
+        rows = []
         with fused_anywhere(device):
             for score, (heads, channels) in product(options.scores, ((1, 128), (8, 16))):
                 rows += measure(AttentionCase(score, heads, channels), graph, timer, options.repetitions)
-    table.append(rows)
-    shown = FIELDS[: FIELDS.index("gpu")]
-    print(markdown(shown, ([row[name] for name in shown] for row in rows)))
-    print(f"{len(rows)} rows in {table.path}")
+        table.append(rows)
+        count += len(rows)
+        print(markdown(shown, ([row[column] for column in shown] for row in rows)), flush=True)
+    print(f"{count} rows in {table.path}")
     return 0
 
 

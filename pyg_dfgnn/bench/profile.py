@@ -102,7 +102,7 @@ class Profiled:
 
 
 def command(cases: Sequence[str]) -> list[str]:
-    """Nsight Compute around this module in a process of its own, which profiles the cases one after the other."""
+    """Nsight Compute around this module in a process of its own, which runs the cases."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     options = [
         "--csv",
@@ -192,15 +192,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not torch.cuda.is_available() or shutil.which("ncu") is None:
         parser.error("profiling needs an NVIDIA GPU and Nsight Compute's 'ncu' on the PATH")
-    done = subprocess.run(command(options.cases), capture_output=True, text=True)
-    if options.raw:
-        options.raw.write_text(done.stdout + done.stderr)
     device = torch.device("cuda")
     facts = {name: value for name, value in environment(device).items() if name in FIELDS}
-    rows = [{**row, **facts, "time": now()} for row in parse(options.cases, done.stdout + done.stderr)]
-    Table(options.out / file_stem(device) / "profile.csv", FIELDS).append(rows)
-    print(table(rows))
-    return int(any(float(row["error"]) > row["bound"] for row in rows))
+    kept = Table(options.out / file_stem(device) / "profile.csv", FIELDS)
+    good = True
+    for case in options.cases:
+        done = subprocess.run(command([case]), capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        if options.raw:
+            with options.raw.open("a") as file:
+                file.write(output)
+        try:
+            rows = [{**row, **facts, "time": now()} for row in parse([case], output)]
+        except ValueError as error:
+            print(f"{case}: {error}", flush=True)
+            good = False
+            continue
+        kept.append(rows)
+        print(table(rows), flush=True)
+        good = good and all(float(row["error"]) <= row["bound"] for row in rows)
+    return int(not good)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -74,6 +75,22 @@ def test_rows_are_per_kernel():
 def test_missing_kernels_are_an_error():
     with pytest.raises(ValueError, match="2 kernels of 3 and 2 cases of 2 came back:\n==PROF=="):
         list(profile.parse(CASES, output(rows=3)))
+
+
+def test_each_case_is_kept_and_a_failed_one_named(monkeypatch, tmp_path, capsys):
+    printed = {CASES[0]: "no kernels were profiled", CASES[1]: output(FACTS[1:], rows=2)}
+    run = lambda command, **options: subprocess.CompletedProcess(command, 0, printed[command[-1]], "")  # noqa: E731
+    monkeypatch.setattr(profile.subprocess, "run", run)
+    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(profile, "file_stem", lambda device: "gpu")
+    monkeypatch.setattr(profile, "environment", lambda device: {"gpu": "GPU", "torch": "2", "pyg": "2"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert profile.main([*CASES, "--out", str(tmp_path), "--raw", str(tmp_path / "raw.txt")]) == 1
+    shown = capsys.readouterr().out
+    assert f"{CASES[0]}: 0 kernels of 0 and 0 cases of 1 came back" in shown and "| attention_forward |" in shown
+    (row,) = profile.Table.read(tmp_path / "gpu" / "profile.csv")
+    assert row["case"] == CASES[1] and row["gpu"] == "GPU" and float(row["us"]) == 58.016
+    assert (tmp_path / "raw.txt").read_text().startswith("no kernels")
 
 
 @pytest.mark.skipif(
