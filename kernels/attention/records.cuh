@@ -1,5 +1,4 @@
-// What the backward pass over targets leaves of each target for the pass over sources: (max, inverse, delta, 0) per
-// head.
+// What the backward pass over targets leaves of each target for the pass over sources: (max, inverse, delta, 0) per head.
 
 // The terms of a row's dS cancel, so delta must not carry the rounding of a 16-bit output: there `out` is the fp32 copy
 // that the forward pass left.

@@ -1,10 +1,10 @@
 // The tile schedule: attention inside dense blocks, on tensor cores.
 //
-// A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its
-// columns are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes
-// over its columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that
-// the window owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are
-// used. A thread block takes BLOCK_HEADS heads side by side, which share the bits.
+// A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its columns
+// are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes over its
+// columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that the window
+// owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are used. A
+// thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
 // Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
 // them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), FOLD (see
@@ -21,12 +21,10 @@ struct Window {
     int first_row, end_row, first_block, num_columns, first_column;
 };
 
-#define TILES_PARAMETERS const int *windows, const int *columns, const u32 *bits
-
 struct Tiles {
     const int* windows;  // [num_windows, 8]: the fields of Window
     const int* columns;  // [num_blocks, 32] with LISTED; past the end the last one again
-    const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window, column c of the block
+    const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window and column c of the block
 };
 
 // The two rows of the window that a lane holds results of, 8 apart.
@@ -63,34 +61,39 @@ __device__ __forceinline__ int column_node(const Tiles& t, const Window& w, int 
 // Where the numbers of head h of the thread block are.
 __device__ __forceinline__ i64 head_index(int row, int h) { return (i64)row * HEADS + blockIdx.y * BLOCK_HEADS + h; }
 
-// Starts to copy what the heads need of a step's rows: with TENSORS = 2 those of `first`, and those of `last`, each to
-// a tile of its own.
-template <int TENSORS, class RowOf>
-__device__ __forceinline__ void copy_rows(storage_t* stage, const storage_t* first, const storage_t* last,
+// Starts to copy what the heads need of rows of one or two tensors, each to a tile of its own.
+template <int ROWS, int TENSORS, class RowOf>
+__device__ __forceinline__ void copy_rows(storage_t* const (&tiles)[TENSORS], const storage_t* const (&tensors)[TENSORS],
                                           RowOf row_of) {
     constexpr int ELEMENTS = 16 / STORAGE_BYTES, PIECES = BLOCK_HEADS * CHANNELS / ELEMENTS;
     const auto copy = [&](int row, int piece) {
         const u64 from = (u64)(u32)row_of(row) * ROW_STRIDE + blockIdx.y * (BLOCK_HEADS * CHANNELS) + piece * ELEMENTS;
-        storage_t* const to = stage + row * TILE_STRIDE + piece * ELEMENTS;
-        if (TENSORS == 2) copy16(to, first + from);
-        copy16(to + TILE_ELEMENTS((TENSORS - 1) * STEP), last + from);
+#pragma unroll
+        for (int t = 0; t < TENSORS; ++t) copy16(tiles[t] + row * TILE_STRIDE + piece * ELEMENTS, tensors[t] + from);
     };
     if constexpr (THREADS % PIECES == 0) {
         constexpr int STRIDE = THREADS / PIECES;
-        const int first_row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+        const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
 #pragma unroll
-        for (int row = 0; row < STEP; row += STRIDE) {
-            if (STEP % STRIDE == 0 || row + first_row < STEP) copy(row + first_row, piece);
+        for (int row = 0; row < ROWS; row += STRIDE) {
+            if (ROWS % STRIDE == 0 || row + first < ROWS) copy(row + first, piece);
         }
     } else {
-        for (int i = threadIdx.x; i < STEP * PIECES; i += THREADS) copy(i / PIECES, i % PIECES);
+        for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) copy(i / PIECES, i % PIECES);
     }
 }
 
+template <int ROWS, class RowOf>
+__device__ __forceinline__ void copy_rows(storage_t* tile, const storage_t* tensor, RowOf row_of) {
+    storage_t* const tiles[1] = {tile};
+    const storage_t* const tensors[1] = {tensor};
+    copy_rows<ROWS, 1>(tiles, tensors, row_of);
+}
+
 // The same for one number per head of each row.
-template <class RowOf>
+template <int ROWS, class RowOf>
 __device__ __forceinline__ void copy_scalars(float* values, const float* tensor, RowOf row_of) {
-    for (int i = threadIdx.x; i < STEP * BLOCK_HEADS; i += THREADS) {
+    for (int i = threadIdx.x; i < ROWS * BLOCK_HEADS; i += THREADS) {
         copy4(values + i, tensor + head_index(row_of(i / BLOCK_HEADS), i % BLOCK_HEADS));
     }
 }
@@ -107,9 +110,7 @@ __device__ __forceinline__ void keep_own_rows(u32* words, const storage_t* tenso
 // Zeros between the channels of a row and the width that the products read.
 __device__ __forceinline__ void clear_padding(storage_t* tiles, int rows) {
     constexpr int FIRST = BLOCK_HEADS * CHANNELS, WIDTH = TILE_CHANNELS - FIRST, DIVISOR = WIDTH > 0 ? WIDTH : 1;
-    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
-        tiles[i / DIVISOR * TILE_STRIDE + FIRST + i % DIVISOR] = 0;
-    }
+    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) tiles[i / DIVISOR * TILE_STRIDE + FIRST + i % DIVISOR] = 0;
 }
 
 // Edge bits of a lane's two rows in one block of columns, and those of one step, its first column lowest.
@@ -126,8 +127,8 @@ __device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, i
     return {{__ldg(words), __ldg(words + 8)}};
 }
 
-// What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound,
-// infinite where there is an edge and else minus infinity.
+// What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound, infinite
+// where there is an edge and else minus infinity.
 struct Mask {
     StepBits bits;
 #if BLOCK_HEADS > 1
@@ -171,26 +172,6 @@ __device__ __forceinline__ bool warp_has_edges(const StepBits& bits) {
     return __any_sync(FULL_MASK, ((bits.word[0] | bits.word[1]) & mask) != 0u);
 }
 
-// Passes over the columns of a window: work(step, mask) for the steps in which the warp has edges, while
-// fetch(step + 1) copies what the next step gathers. The caller has fetched step 0.
-template <class Fetch, class Work>
-__device__ __forceinline__ void for_each_step(const Tiles& t, const Window& w, int steps, const Fetch& fetch,
-                                              const Work& work) {
-    StepBits next_bits = {};
-    if (steps > 0) next_bits = load_bits(t, w, 0);
-    for (int step = 0; step < steps; ++step) {
-        const StepBits edges = next_bits.of_step(step);
-        wait_copies<0>();
-        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
-        __syncthreads();
-        if (step + 1 < steps) {
-            fetch(step + 1);
-            next_bits = load_bits(t, w, step + 1);
-        }
-        if (warp_has_edges(edges)) work(step, Mask(edges));
-    }
-}
-
 template <int TILES>
 __device__ __forceinline__ void clear(float (&d)[TILES][4]) {
 #pragma unroll
@@ -200,8 +181,8 @@ __device__ __forceinline__ void clear(float (&d)[TILES][4]) {
     }
 }
 
-// d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add
-// to, which would show after many steps: with FOLD the products are summed for each step and then added with rounding.
+// d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add to,
+// which would show after many steps: with FOLD the products are summed for each step and then added with rounding.
 __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], const float (&coefficients)[STEP_TILES][4],
                                               const storage_t* tile) {
 #if FOLD
@@ -274,14 +255,6 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(FULL_MASK, value, 2);
 }
 
-// What a row's four lanes have summed; <x^, g> of the cosine score takes the row's own inverse norm too.
-__device__ __forceinline__ void sum_scalars(float (&sum)[2], const float (&own)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        sum[half] = quad_sum(sum[half]) * (SCORE == SCORE_COSINE ? own[half] : 1.0f);
-    }
-}
-
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(FULL_MASK, value, 1));
     return fmaxf(value, __shfl_xor_sync(FULL_MASK, value, 2));
@@ -299,8 +272,7 @@ __device__ __forceinline__ void store_pair(storage_t* address, float first, floa
 // Whether a lane's two channels of channel tile c exist; CHANNELS is even.
 __device__ __forceinline__ bool has_channels(int c) { return CHANNELS % 8 == 0 || 8 * c + 2 * lane_pos() < CHANNELS; }
 
-__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, int h,
-                                           const float (&d)[CHANNEL_TILES][4]) {
+__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, int h, const float (&d)[CHANNEL_TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         storage_t* row = base + head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();

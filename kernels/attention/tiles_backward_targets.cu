@@ -1,6 +1,5 @@
-// Attention backward over windows of targets, tile schedule: records and target gradients, as in backward_targets.cu.
-// Row dot products of the step are recomputed on tensor cores, and the gradient is the product of dS with the step's
-// rows.
+// Attention backward over windows of targets, tile schedule: records and target gradients, as in backward_targets.cu. Row
+// dot products of the step are recomputed on tensor cores, and the gradient is the product of dS with the step's rows.
 #include "include/number.cuh"
 #include "include/mma.cuh"
 #include "attention/logit.cuh"
@@ -20,9 +19,8 @@ struct Head {
 #endif
 };
 
-__device__ __forceinline__ void load_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h,
-                                          const float* out, const float* softmax, const storage_t* grad_out,
-                                          float* records) {
+__device__ __forceinline__ void load_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h, const float* out,
+                                          const float* softmax, const storage_t* grad_out, float* records) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const i64 index = head_index(own.row[half], h), first = index * CHANNELS + 2 * lane_pos();
@@ -83,9 +81,14 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
 #endif
 }
 
-__device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h,
-                                           void* grad_target, float* grad_beta) {
-    if (SCORE != SCORE_DOT) sum_scalars(head.scalar_sum, head.own_scalar);
+__device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h, void* grad_target,
+                                           float* grad_beta) {
+#if SCORE != SCORE_DOT
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        head.scalar_sum[half] = quad_sum(head.scalar_sum[half]) * (SCORE == SCORE_COSINE ? head.own_scalar[half] : 1.0f);
+    }
+#endif
 #if SCORE == SCORE_ADD
     store_scalars(static_cast<float*>(grad_target), own, h, head.scalar_sum);
 #else
@@ -99,11 +102,16 @@ __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, co
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_tiles_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float* out, const float* softmax,
-                                 const storage_t* grad_out, float* records, void* grad_target, float* grad_beta) {
+attention_tiles_backward_targets(const int* windows, const int* columns, const u32* bits, const storage_t* target,
+                                 const storage_t* key, const storage_t* value, const float* target_scalars,
+                                 const float* source_scalars, const float* parameter, const void* edge,
+                                 const u64* seed, double scale, double slope, double dropout, const float* out,
+                                 const float* softmax, const storage_t* grad_out, float* records, void* grad_target,
+                                 float* grad_beta) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Tiles tiles = {windows, columns, bits};
-    const ScoreInputs in = INPUTS;
+    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
+                            edge,      seed, (float)scale, (float)slope, (float)dropout};
     u32* const grad_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     u32* const target_words = grad_words + OWN_WORDS - BLOCK_HEADS * LEFT_WORDS;
     storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_WORDS);
@@ -112,9 +120,16 @@ attention_tiles_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float
     const int steps = (w.num_columns + STEP - 1) / STEP;
 
     const auto fetch = [&](int step) {
+        storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
         const auto id = [&](int row) { return column_node(tiles, w, step * STEP + row); };
-        copy_rows<HAS_KEY ? 2 : 1>(stages + step % 2 * STAGE_ELEMENTS, in.key, in.value, id);
-        if (HAS_NODE_SCALARS) copy_scalars(scalars + step % 2 * STEP * BLOCK_HEADS, in.source_scalars, id);
+#if HAS_KEY
+        storage_t* const rows[2] = {stage, stage + TILE_ELEMENTS(STEP)};
+        const storage_t* const tensors[2] = {in.key, in.value};
+        copy_rows<STEP, 2>(rows, tensors, id);
+#else
+        copy_rows<STEP>(stage, in.value, id);
+#endif
+        if (HAS_NODE_SCALARS) copy_scalars<STEP>(scalars + step % 2 * STEP * BLOCK_HEADS, in.source_scalars, id);
         close_copies();
     };
 
@@ -127,16 +142,29 @@ attention_tiles_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float
 #pragma unroll
     for (int h = 0; h < BLOCK_HEADS; ++h) load_head(heads[h], in, own, h, out, softmax, grad_out, records);
 
-    for_each_step(tiles, w, steps, fetch, [&](int step, const Mask& mask) {
-        const storage_t* const keys = stages + step % 2 * STAGE_ELEMENTS;
-        const storage_t* const values = keys + TILE_ELEMENTS(KEY_ROWS);
-        const float* const others = scalars + step % 2 * STEP * BLOCK_HEADS;
-#pragma unroll
-        for (int h = 0; h < BLOCK_HEADS; ++h) {
-            add_step(heads[h], in, mask, grad_words + h * LEFT_WORDS, target_words + h * LEFT_WORDS,
-                     keys + h * CHANNELS, values + h * CHANNELS, others + h);
+    StepBits next_bits = {};
+    if (steps > 0) next_bits = load_bits(tiles, w, 0);
+    for (int step = 0; step < steps; ++step) {
+        const StepBits edges = next_bits.of_step(step);
+        wait_copies<0>();
+        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
+        __syncthreads();
+        if (step + 1 < steps) {
+            fetch(step + 1);
+            next_bits = load_bits(tiles, w, step + 1);
         }
-    });
+        if (warp_has_edges(edges)) {
+            const storage_t* const keys = stages + step % 2 * STAGE_ELEMENTS;
+            const storage_t* const values = keys + TILE_ELEMENTS(KEY_ROWS);
+            const float* const others = scalars + step % 2 * STEP * BLOCK_HEADS;
+            const Mask mask(edges);
+#pragma unroll
+            for (int h = 0; h < BLOCK_HEADS; ++h) {
+                add_step(heads[h], in, mask, grad_words + h * LEFT_WORDS, target_words + h * LEFT_WORDS,
+                         keys + h * CHANNELS, values + h * CHANNELS, others + h);
+            }
+        }
+    }
 
 #pragma unroll
     for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], in, own, h, grad_target, grad_beta);

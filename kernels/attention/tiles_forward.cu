@@ -1,5 +1,5 @@
-// Attention forward, tile schedule: O_i = sum_j softmax_j(S_ij) v_j over the columns of a window, with an online
-// softmax. Results as in forward.cu.
+// Attention forward, tile schedule: O_i = sum_j softmax_j(S_ij) v_j over the columns of a window, with an online softmax.
+// Results as in forward.cu.
 #include "include/number.cuh"
 #include "include/mma.cuh"
 #include "attention/logit.cuh"
@@ -90,10 +90,14 @@ __device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_tiles_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* softmax, float* exact) {
+attention_tiles_forward(const int* windows, const int* columns, const u32* bits, const storage_t* target,
+                        const storage_t* key, const storage_t* value, const float* target_scalars,
+                        const float* source_scalars, const float* parameter, const void* edge, const u64* seed,
+                        double scale, double slope, double dropout, storage_t* out, float* softmax, float* exact) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Tiles tiles = {windows, columns, bits};
-    const ScoreInputs in = INPUTS;
+    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
+                            edge,      seed, (float)scale, (float)slope, (float)dropout};
     u32* const own_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_WORDS);
     float* const scalars = reinterpret_cast<float*>(stages + 2 * STAGE_ELEMENTS);
@@ -101,9 +105,16 @@ attention_tiles_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, floa
     const int steps = (w.num_columns + STEP - 1) / STEP;
 
     const auto fetch = [&](int step) {
+        storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
         const auto id = [&](int row) { return column_node(tiles, w, step * STEP + row); };
-        copy_rows<HAS_KEY ? 2 : 1>(stages + step % 2 * STAGE_ELEMENTS, in.key, in.value, id);
-        if (HAS_NODE_SCALARS) copy_scalars(scalars + step % 2 * STEP * BLOCK_HEADS, in.source_scalars, id);
+#if HAS_KEY
+        storage_t* const rows[2] = {stage, stage + TILE_ELEMENTS(STEP)};
+        const storage_t* const tensors[2] = {in.key, in.value};
+        copy_rows<STEP, 2>(rows, tensors, id);
+#else
+        copy_rows<STEP>(stage, in.value, id);
+#endif
+        if (HAS_NODE_SCALARS) copy_scalars<STEP>(scalars + step % 2 * STEP * BLOCK_HEADS, in.source_scalars, id);
         close_copies();
     };
 
@@ -124,14 +135,27 @@ attention_tiles_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, floa
         clear(heads[h].acc);
     }
 
-    for_each_step(tiles, w, steps, fetch, [&](int step, const Mask& mask) {
-        const storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
-        const float* const others = scalars + step % 2 * STEP * BLOCK_HEADS;
-#pragma unroll
-        for (int h = 0; h < BLOCK_HEADS; ++h) {
-            add_step(heads[h], in, mask, own_words + h * LEFT_WORDS, stage + h * CHANNELS, others + h);
+    StepBits next_bits = {};
+    if (steps > 0) next_bits = load_bits(tiles, w, 0);
+    for (int step = 0; step < steps; ++step) {
+        const StepBits edges = next_bits.of_step(step);
+        wait_copies<0>();
+        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
+        __syncthreads();
+        if (step + 1 < steps) {
+            fetch(step + 1);
+            next_bits = load_bits(tiles, w, step + 1);
         }
-    });
+        if (warp_has_edges(edges)) {
+            const storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
+            const float* const others = scalars + step % 2 * STEP * BLOCK_HEADS;
+            const Mask mask(edges);
+#pragma unroll
+            for (int h = 0; h < BLOCK_HEADS; ++h) {
+                add_step(heads[h], in, mask, own_words + h * LEFT_WORDS, stage + h * CHANNELS, others + h);
+            }
+        }
+    }
 
 #pragma unroll
     for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], own, h, out, softmax, exact);
