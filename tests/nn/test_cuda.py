@@ -37,11 +37,11 @@ def arguments(key, edge_index):
     return (torch.randn(edge_index.size(1), EDGE_DIM, device="cuda"),) if "edge_dim" in CONVS[key][2] else ()
 
 
-def build(key, dtype=torch.float32):
+def build(key, dtype=torch.float32, std=0.5):
     name, args, kwargs = CONVS[key]
     conv = getattr(ours, name)(*args, **kwargs).cuda()
     for parameter in conv.parameters():
-        parameter.data.normal_(std=0.5)
+        parameter.data.normal_(std=std)
     other = getattr(pyg, name)(*args, **kwargs).cuda().to(dtype)
     other.load_state_dict(conv.state_dict())
     return conv, other
@@ -54,7 +54,9 @@ def relative(actual, expected, floor=1e-12):
 @pytest.mark.parametrize("key", CONVS)
 def test_outputs_and_gradients(key, graph):
     x, edge_index = graph
-    conv, oracle = build(key, torch.float64)
+    # Smaller weights for TransformerConv: with 0.5 the softmax puts a row on few edges, and the rounding that is left in
+    # the key's bias (see below) comes to the bound in PyG's float32 too; with 0.2 it is below a third of it.
+    conv, oracle = build(key, torch.float64, std=0.2 if key.startswith("transformer") else 0.5)
     rest = arguments(key, edge_index)
     results = []
     for module, dtype in ((conv, torch.float32), (oracle, torch.float64)):
