@@ -54,8 +54,8 @@ def relative(actual, expected, floor=1e-12):
 @pytest.mark.parametrize("key", CONVS)
 def test_outputs_and_gradients(key, graph):
     x, edge_index = graph
-    # Smaller weights for TransformerConv: with 0.5 the softmax puts a row on few edges, and the rounding that is left in
-    # the key's bias (see below) comes to the bound in PyG's float32 too; with 0.2 it is below a third of it.
+    # Smaller weights for TransformerConv: with 0.5 the softmax puts a row on few edges, and the rounding left in the
+    # key's bias (see below) comes to the bound in PyG's float32 too; with 0.2 it is below a third of it.
     conv, oracle = build(key, torch.float64, std=0.2 if key.startswith("transformer") else 0.5)
     rest = arguments(key, edge_index)
     results = []
