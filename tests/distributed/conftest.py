@@ -32,14 +32,17 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(["torch_geometr
 
 @pytest.fixture
 def launch():
-    """launch(size, function, *arguments): run a function of a test module in so many processes; any error is raised."""
+    """launch(size, function, *arguments): run a function of a test module in so many processes; any error is raised.
 
-    def run(size, function, *arguments):
+    They come from a server that has imported everything; "spawn" makes fresh ones, as CUDA asks for.
+    """
+
+    def run(size, function, *arguments, start_method="forkserver"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         torch.multiprocessing.start_processes(
-            _enter, (function, size, port, arguments), nprocs=size, start_method="forkserver"
+            _enter, (function, size, port, arguments), nprocs=size, start_method=start_method
         )
 
     return run

@@ -46,4 +46,4 @@ def test_equals_single_launches(launch):
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_equals_single_launches_on_gpus(launch):
-    launch(2, compare, "cuda")
+    launch(2, compare, "cuda", start_method="spawn")
