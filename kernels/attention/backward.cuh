@@ -2,9 +2,9 @@
 //
 //   dP_ij = <dO_i, v_ij>,  dS_ij = P_ij (D_ij dP_ij - delta_i),  dv_ij = P_ij D_ij dO_i
 //
-// There are no atomics and no per-edge buffer: weights are recomputed from the softmax of the row. The pass over targets
-// leaves (max, inverse, delta, 0) per target and head [num_targets, HEADS, 4] for the pass over sources, which gathers it
-// with one load.
+// There are no atomics and no per-edge buffer: weights are recomputed from the softmax of the row. The pass over
+// targets leaves (max, inverse, delta, 0) per target and head [num_targets, HEADS, 4] for the pass over sources, which
+// gathers it with one load.
 #include "attention/records.cuh"
 
 #define COUNT (UNROLL * LANE_HEADS)

@@ -1,5 +1,5 @@
-// Attention backward over targets where the forward pass left the derivative of the output in the target scalar (add score,
-// TANGENT in forward.cu): a dot product per node, dl_i = <dO_i, dO_i / dl_i>, and no edge is read.
+// Attention backward over targets where the forward pass left the derivative of the output in the target scalar (add
+// score, TANGENT in forward.cu): a dot product per node, dl_i = <dO_i, dO_i / dl_i>, and no edge is read.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 #include "attention/records.cuh"
@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_backward_nodes(i64 num_rows, const void* out, const float* tangent, const float* softmax,
                          const storage_t* grad_out, float* records, float* grad_target) {
     const Lanes l = lane_layout();
-    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+    const i64 w = item_of_lane(l);
     const bool active = w < num_rows;
     const int row = active ? (int)w : 0;
     const Part grad = load_part(grad_out, row, l);

@@ -1,11 +1,11 @@
 // Attention forward, row schedule: O_i = sum_j softmax_j(S_ij) D_ij v_j in one pass over the edges of a row, with an
 // online softmax (Milakov and Gimelshein, arXiv 1805.02867). Writes O [num_targets, HEADS, CHANNELS] and the softmax of
-// each row [num_targets, HEADS, 2] (see RowSoftmax); a row without edges gives zeros. With `exact` not null O is written
-// in fp32 too.
+// each row [num_targets, HEADS, 2] (see RowSoftmax) where `softmax` is not null; a row without edges gives zeros. With
+// `exact` not null O is written in fp32 too.
 //
 // With TANGENT (add score) it also writes the derivative of O_i in l_i, so that the backward pass over targets reads no
-// edge: dl_i = <dO_i, dO_i / dl_i>. With s the slope, and p+ and O+ what edges with a positive pre-activation give to the
-// sum of weights, 1, and to O_i:
+// edge: dl_i = <dO_i, dO_i / dl_i>. With s the slope, and p+ and O+ what edges with a positive pre-activation give to
+// the sum of weights, 1, and to O_i:
 //
 //   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
 //
@@ -15,6 +15,7 @@
 #include "include/philox.cuh"
 #include "attention/rows.cuh"
 #include "attention/score.cuh"
+#include "attention/resident.cuh"
 #include "attention/gather.cuh"
 
 // Sums of weights and of weighted values: part 0 over all edges, with TANGENT part 1 over those with z > 0.
@@ -175,35 +176,21 @@ __device__ __forceinline__ void merge_chunks(Softmax& state, const float* buffer
     merge_slots(state);
 }
 
-// Whether an edge counts to a part.
-__device__ __forceinline__ bool is_in(int part, float own, float other, float edge) {
-    return part == 0 || pre_activation(own, other, edge) > 0.0f;
-}
+// Whether an edge with pre-activation z counts to a part.
+__device__ __forceinline__ bool is_in(int part, float z) { return part == 0 || z > 0.0f; }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_forward(const int* ptr, const int* index, const int* edge_id, const int* chunk_row, const int* chunk_begin,
-                  const int* chunk_end, const int* chunk_join, const int* row_order, const int* node_ptr, i64 num_rows,
-                  i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks, const storage_t* target, const storage_t* key, const storage_t* value, const float* target_scalars,
-                  const float* source_scalars, const float* parameter, const void* edge, const u64* seed, double scale,
-                  double slope, double dropout, storage_t* out, float* softmax, float* exact, float* tangent,
-                  float* partial, float* carry) {
-    Adjacency a = {ptr,       index,    edge_id,  chunk_row,  chunk_begin, chunk_end, chunk_join,
-                   row_order, node_ptr, num_rows, num_chunks, max_edges,   block,     num_blocks};
-    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
-                            edge,      seed, (float)scale, (float)slope, (float)dropout};
+attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* softmax, float* exact,
+                  float* tangent, float* partial, float* carry) {
+    Adjacency a = ADJACENCY;
+    const ScoreInputs in = INPUTS;
     const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
-#if RESIDENT
-    const ScoreInputs gathered = bring_sources(in, a);
-#else
-    const ScoreInputs& gathered = in;
-#endif
+    ScoreInputs gathered = in;
+    bring_sources(gathered, a);
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
-
-#if IN_SHARED
     finish_copies();
-#endif
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item), full_steps = num_full_steps(item);
 
@@ -225,15 +212,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
             if (!IN_SHARED) next = load_step(a, item, l, step + 1);
 
             float logit[UNROLL][LANE_HEADS];
-#if SCORE != SCORE_ADD
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const Part other = neighbours.scored(u);
-#pragma unroll
-                for (int h = 0; h < LANE_HEADS; ++h) logit[u][h] = score_product(own, other, weights, in.slope, h);
-            }
-            head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&logit[0][0]);
-#endif
+            score_products(logit, neighbours, own, weights, in.slope);
             float dropout_factors[UNROLL][LANE_HEADS];
             load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
 
@@ -243,8 +222,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                 float max = state.max.x[h];
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u) {
-                    const float s = score_logit(logit[u][h], own_scalars.x[h], neighbours.scalar(u, h),
-                                                neighbours.edge_scalar(u, h), factor.x[h], in.slope);
+                    const float s = neighbours.logit(u, h, logit[u][h], own_scalars, factor, in.slope);
                     logit[u][h] = FULL || is_valid(item, l, step, u) ? s : negative_infinity();
                     max = fmaxf(max, logit[u][h]);
                 }
@@ -261,9 +239,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                     weight[u][h] = p * dropout_factors[u][h];
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part) {
-                        if (is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
-                            state.sum[part].x[h] += p;
-                        }
+                        if (is_in(part, neighbours.activation_input(u, h, own_scalars))) state.sum[part].x[h] += p;
                     }
                 }
             }
@@ -276,7 +252,7 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
                     for (int part = 0; part < PARTS; ++part) {
                         // The weight 0 of a padded position would turn an infinite value into NaN.
                         if ((FULL || is_valid(item, l, step, u)) &&
-                            is_in(part, own_scalars.x[h], neighbours.scalar(u, h), neighbours.edge_scalar(u, h))) {
+                            is_in(part, neighbours.activation_input(u, h, own_scalars))) {
 #pragma unroll
                             for (int c = 0; c < LANE_ELEMS; ++c) {
                                 state.acc[part].x[h][c] = fmaf(weight[u][h], v.x[h][c], state.acc[part].x[h][c]);
@@ -317,26 +293,23 @@ attention_forward(const int* ptr, const int* index, const int* edge_id, const in
 }
 
 // Merges the chunks of each heavy row in chunk order.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-attention_forward_merge(const int* heavy_row, const int* heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows,
-                        i64 block, i64 num_blocks, const float* partial, double slope, storage_t* out, float* softmax,
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+attention_forward_merge(HEAVY_PARAMETERS, const float* partial, double slope, storage_t* out, float* softmax,
                         float* exact, float* tangent, float* carry) {
     const Results results = {out, softmax, exact, tangent, (float)slope};
     const Lanes l = lane_layout();
-    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
-    const bool active = w < num_heavy;
-    const int begin = active ? heavy_ptr[w] : 0, end = active ? heavy_ptr[w + 1] : 0;
-    const int row = active ? heavy_row[w] : 0;
+    const HeavyRows heavy = HEAVY;
+    const HeavyRow row = heavy_row_of(heavy, l);
 
     Softmax state = empty_softmax();
-    if (block > 0 && active && l.edge_slot == 0) state = load_state(carry, num_rows, row, l);
-    merge_chunks<true>(state, partial, num_chunks, begin, end, l);
+    if (!heavy.starts() && row.active && l.edge_slot == 0) state = load_state(carry, num_rows, row.row, l);
+    merge_chunks<true>(state, partial, num_chunks, row.begin, row.end, l);
     // The lanes of a head read the same carried numbers; one of them overwrites these.
     __syncwarp();
-    if (!active || l.edge_slot != 0) return;
-    if (block + 1 < num_blocks) {
-        store_state(carry, num_rows, row, l, state);
+    if (!row.active || l.edge_slot != 0) return;
+    if (heavy.finishes()) {
+        store_row(state, row.row, l, results);
     } else {
-        store_row(state, row, l, results);
+        store_state(carry, num_rows, row.row, l, state);
     }
 }

@@ -1,27 +1,57 @@
-// What a row of the CSR reads of its neighbours in one step: value, key, edge and scalar terms of UNROLL sources. With
-// IN_SHARED `in` has them in shared memory, but for the edges.
-struct Neighbours {
+// What a row reads in one step of UNROLL edges and of the nodes at their other ends. Vectors that a variant does not
+// read are left out of the text: the compiler would unroll less for them.
+struct EdgeTerms {
+#if HAS_EDGE_VECTOR
+    Packed edges[UNROLL];
+#endif
+    HeadValues scalars[UNROLL], edge_scalars[UNROLL];
+
+    __device__ __forceinline__ float scalar(int u, int h) const { return HAS_NODE_SCALARS ? scalars[u].x[h] : 0.0f; }
+
+    __device__ __forceinline__ float edge_scalar(int u, int h) const {
+        return HAS_EDGE_SCALARS ? edge_scalars[u].x[h] : 0.0f;
+    }
+
+    __device__ __forceinline__ void add_edge(Part& part, int u) const {
+#if HAS_EDGE_VECTOR
+        add_to(part, widen(edges[u]));
+#endif
+    }
+
+    // The logit of edge u in head h, given its reduced product and what the row contributes (see score_logit).
+    __device__ __forceinline__ float logit(int u, int h, float product, const HeadValues& own,
+                                           const HeadValues& factor, float slope) const {
+        return score_logit(product, own.x[h], scalar(u, h), edge_scalar(u, h), factor.x[h], slope);
+    }
+
+    __device__ __forceinline__ float activation_input(int u, int h, const HeadValues& own) const {
+        return pre_activation(own.x[h], scalar(u, h), edge_scalar(u, h));
+    }
+
+    __device__ __forceinline__ void load_scalars(int u, const float* base, const void* edge, const Step& step,
+                                                 const Lanes& l) {
+        if (HAS_NODE_SCALARS) scalars[u] = load_heads<IN_SHARED>(base, step.node[u], l);
+        if (HAS_EDGE_SCALARS) edge_scalars[u] = load_heads(static_cast<const float*>(edge), step.edge[u], l);
+    }
+
+    __device__ __forceinline__ void load_edge(int u, const void* edge, const Step& step, const Lanes& l) {
+#if HAS_EDGE_VECTOR
+        edges[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), step.edge[u], l);
+#endif
+    }
+};
+
+// Features of a node that an edge leads to, with IN_SHARED from shared memory.
+__device__ __forceinline__ Packed load_node(const storage_t* base, int node, const Lanes& l) {
+    return load_packed<IN_SHARED>(at_lane<IN_SHARED>(base, l), node, l);
+}
+
+// What a row of the CSR reads of its sources.
+struct Neighbours : EdgeTerms {
     Packed values[UNROLL];
 #if HAS_KEY
     Packed keys[UNROLL];
 #endif
-#if HAS_EDGE_VECTOR
-    Packed edges[UNROLL];
-#endif
-#if HAS_NODE_SCALARS
-    HeadValues scalars[UNROLL];
-#endif
-#if HAS_EDGE_SCALARS
-    HeadValues edge_scalars[UNROLL];
-#endif
-
-    __device__ __forceinline__ Part edge(int u) const {
-#if HAS_EDGE_VECTOR
-        return widen(edges[u]);
-#else
-        return zero_part();
-#endif
-    }
 
     // The vector the score takes: key or value, plus the edge's.
     __device__ __forceinline__ Part scored(int u) const {
@@ -30,35 +60,15 @@ struct Neighbours {
 #else
         Part part = widen(values[u]);
 #endif
-#if HAS_EDGE_VECTOR
-        add_to(part, widen(edges[u]));
-#endif
+        add_edge(part, u);
         return part;
     }
 
     // The vector that is averaged: the value, plus the edge's for the dot score.
     __device__ __forceinline__ Part content(int u) const {
         Part part = widen(values[u]);
-#if HAS_EDGE_VECTOR && HAS_KEY
-        add_to(part, widen(edges[u]));
-#endif
+        if (HAS_KEY) add_edge(part, u);
         return part;
-    }
-
-    __device__ __forceinline__ float scalar(int u, int h) const {
-#if HAS_NODE_SCALARS
-        return scalars[u].x[h];
-#else
-        return 0.0f;
-#endif
-    }
-
-    __device__ __forceinline__ float edge_scalar(int u, int h) const {
-#if HAS_EDGE_SCALARS
-        return edge_scalars[u].x[h];
-#else
-        return 0.0f;
-#endif
     }
 };
 
@@ -66,35 +76,26 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
     Neighbours n;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-#if HAS_NODE_SCALARS
-        n.scalars[u] = load_heads<IN_SHARED>(in.source_scalars, step.node[u], l);
-#endif
-#if HAS_EDGE_SCALARS
-        n.edge_scalars[u] = load_heads(static_cast<const float*>(in.edge), step.edge[u], l);
-#endif
+        n.load_scalars(u, in.source_scalars, in.edge, step, l);
 #if HAS_KEY
-        n.keys[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.key, l), step.node[u], l);
+        n.keys[u] = load_node(in.key, step.node[u], l);
 #endif
-        n.values[u] = load_packed<IN_SHARED>(at_lane<IN_SHARED>(in.value, l), step.node[u], l);
-#if HAS_EDGE_VECTOR
-        n.edges[u] = load_packed(at_lane(static_cast<const storage_t*>(in.edge), l), step.edge[u], l);
-#endif
+        n.values[u] = load_node(in.value, step.node[u], l);
+        n.load_edge(u, in.edge, step, l);
     }
     return n;
 }
 
-#if RESIDENT
-// What the rows of the thread block gather, with IN_SHARED as copies.
-__device__ __forceinline__ ScoreInputs bring_sources(const ScoreInputs& in, Adjacency& a) {
-    ScoreInputs gathered = in;
-    find_nodes(a);
-#if IN_SHARED
-    int used = 0;
-    if (HAS_KEY) gathered.key = share<ROW_STRIDE>(in.key, a.first_node, a.last_node, used);
-    gathered.value = share<ROW_STRIDE>(in.value, a.first_node, a.last_node, used);
-    if (HAS_NODE_SCALARS) gathered.source_scalars = share<HEADS>(in.source_scalars, a.first_node, a.last_node, used);
-    share_edges(a, used);
+// The score's products of a step, reduced over the lanes of a head; the add score has none.
+__device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEADS], const Neighbours& neighbours,
+                                               const Part& own, const Part& weights, float slope) {
+#if SCORE != SCORE_ADD
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const Part other = neighbours.scored(u);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, weights, slope, h);
+    }
+    head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #endif
-    return gathered;
 }
-#endif

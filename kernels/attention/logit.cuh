@@ -17,6 +17,14 @@
 #define HAS_EDGE_VECTOR (EDGE && SCORE != SCORE_ADD)
 #define HAS_EDGE_SCALARS (EDGE && SCORE == SCORE_ADD)
 
+#define INPUT_PARAMETERS                                                                                             \
+    const storage_t *target, const storage_t *key, const storage_t *value, const float *target_scalars,              \
+        const float *source_scalars, const float *parameter, const void *edge, const u64 *seed, double scale,        \
+        double slope, double dropout
+#define INPUTS                                                                                                       \
+    {target, key, value, target_scalars, source_scalars, parameter, edge, seed, (float)scale, (float)slope,          \
+     (float)dropout}
+
 struct ScoreInputs {
     const storage_t* target;       // [num_targets, HEADS, CHANNELS]: q, x_dst, -, l
     const storage_t* key;          // [num_sources, HEADS, CHANNELS]: dot only
@@ -33,8 +41,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 __device__ __forceinline__ float leaky_slope(float z, float slope) { return z > 0.0f ? 1.0f : slope; }
 
-// The slope less the mean of its two values. As dS sums to 0 over a row, sum dS slope = sum dS centered_slope, but rounding
-// errors that all dS of a row share (of delta above all) cancel in the second form.
+// The slope less the mean of its two values. As dS sums to 0 over a row, sum dS slope = sum dS centered_slope, but
+// rounding errors that all dS of a row share (of delta above all) cancel in the second form.
 __device__ __forceinline__ float centered_slope(float z, float slope) {
     return z > 0.0f ? 0.5f - 0.5f * slope : 0.5f * slope - 0.5f;
 }

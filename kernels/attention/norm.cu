@@ -5,7 +5,7 @@
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_inverse_norm(i64 num_rows, const storage_t* x, float* inverse_norm) {
     const Lanes l = lane_layout();
-    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+    const i64 w = item_of_lane(l);
     const bool active = w < num_rows && l.edge_slot == 0;
     const Part part = load_part(x, active ? (int)w : 0, l);
     HeadValues norms = head_dot(part, part);

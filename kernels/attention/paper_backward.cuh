@@ -207,7 +207,7 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
     const i64 place = row * HEADS + first_head() + group_head();
     float2 own = make_float2(0.0f, 0.0f);
     if (has_group_head(group_head())) own = __ldg(reinterpret_cast<const float2*>(softmax) + place);
-    if (writes) reinterpret_cast<float4*>(records)[place] = make_float4(own.x, own.y, delta, 0.0f);
+    if (writes) reinterpret_cast<float4*>(records)[place] = make_record(own.x, own.y, delta);
     const float sum = softmax_row_backward(edges, in, row, span, logits, grads, weight_state, grad_state, own, delta,
                                            grad_edge);
 #if SCORE == SCORE_ADD

@@ -25,11 +25,8 @@ __device__ __forceinline__ SourceStep load_source_step(const int* index, const i
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_paper_sources(const int* ptr, const int* index, const int* position, i64 num_rows, i64 num_edges,
-                        const storage_t* target, const storage_t* key, const storage_t* value,
-                        const float* target_scalars, const float* source_scalars, const float* parameter,
-                        const void* edge, const u64* seed, double scale, double slope, double dropout,
-                        const float* state, const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
-                        float* grad_source, const storage_t* grad_target) {
+                        INPUT_PARAMETERS, const float* state, const storage_t* grad_out, storage_t* grad_key,
+                        storage_t* grad_value, float* grad_source, const storage_t* grad_target) {
     const Lanes l = lane_layout();
     const i64 row = row_of_warp();
     if (row >= num_rows) return;

@@ -9,25 +9,17 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_pmf_forward_scores(const int* row, const int* index, const int* edge_id, i64 num_edges, i64 warp_edges,
-                             const storage_t* target, const storage_t* key, const storage_t* value,
-                             const float* target_scalars, const float* source_scalars, const float* parameter,
-                             const void* edge, const u64* seed, double scale, double slope, double dropout,
-                             float* scores) {
+                             INPUT_PARAMETERS, float* scores) {
     const Edges edges = {nullptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     score_edges(edges, in, share_of_warp(num_edges, warp_edges), lane_layout(), scores_in_memory(scores));
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_pmf_forward(const int* ptr, const int* row, const int* index, const int* edge_id, i64 num_rows,
-                      const storage_t* target, const storage_t* key, const storage_t* value,
-                      const float* target_scalars, const float* source_scalars, const float* parameter,
-                      const void* edge, const u64* seed, double scale, double slope, double dropout, float* scores,
-                      storage_t* out, float* softmax, float* exact) {
+                      INPUT_PARAMETERS, float* scores, storage_t* out, float* softmax, float* exact) {
     const Edges edges = {ptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     const i64 r = row_of_warp();
     if (r < num_rows) attend_row(edges, in, r, lane_layout(), scores_in_memory(scores), out, softmax, exact);
 }

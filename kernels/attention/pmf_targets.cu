@@ -8,27 +8,19 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_pmf_targets_scores(const int* row, const int* index, const int* edge_id, i64 num_edges, i64 warp_edges,
-                             const storage_t* target, const storage_t* key, const storage_t* value,
-                             const float* target_scalars, const float* source_scalars, const float* parameter,
-                             const void* edge, const u64* seed, double scale, double slope, double dropout,
-                             const storage_t* grad_out, float* state) {
+                             INPUT_PARAMETERS, const storage_t* grad_out, float* state) {
     const Edges edges = {nullptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     score_edges_backward(edges, in, grad_out, share_of_warp(num_edges, warp_edges), lane_layout(),
                          scores_in_memory(state), scores_in_memory(state + num_edges * HEADS));
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_pmf_targets(const int* ptr, const int* row, const int* index, const int* edge_id, i64 num_rows, i64 num_edges,
-                      const storage_t* target, const storage_t* key, const storage_t* value,
-                      const float* target_scalars, const float* source_scalars, const float* parameter,
-                      const void* edge, const u64* seed, double scale, double slope, double dropout, const void* out,
-                      const float* softmax, const storage_t* grad_out, float* records, void* grad_target,
-                      float* grad_beta, void* grad_edge, float* state) {
+                      INPUT_PARAMETERS, const void* out, const float* softmax, const storage_t* grad_out,
+                      float* records, void* grad_target, float* grad_beta, void* grad_edge, float* state) {
     const Edges edges = {ptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     const Scores<HEADS> in_place = {nullptr, 0};
     const i64 r = row_of_warp();
     if (r < num_rows) {

@@ -1,4 +1,4 @@
-// What the backward pass over targets leaves of each target for the pass over sources: (max, inverse, delta, 0) per head.
+#include "attention/record.cuh"
 
 // The terms of a row's dS cancel, so delta must not carry the rounding of a 16-bit output: there `out` is the fp32 copy
 // that the forward pass left.
@@ -17,7 +17,7 @@ __device__ __forceinline__ void store_records(float* records, int row, const Lan
     for (int h = 0; h < LANE_HEADS; ++h) {
         if (has_head(l, h)) {
             reinterpret_cast<float4*>(records)[(i64)row * HEADS + head_of(l, h)] =
-                make_float4(softmax.max[h], softmax.inverse[h], delta.x[h], 0.0f);
+                make_record(softmax.max[h], softmax.inverse[h], delta.x[h]);
         }
     }
 }

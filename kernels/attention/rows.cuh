@@ -2,35 +2,36 @@
 //
 // A work item is one row of a compressed adjacency, or one chunk of a heavy row (a row with more than max_edges edges).
 // Chunks come first. A warp holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each
-// with UNROLL edges in flight. All lanes of a warp take the same number of steps, so warp collectives use the full mask.
+// with UNROLL edges in flight. All lanes of a warp take the same number of steps, so warp collectives use the full
+// mask.
 //
 // With ORDERED light rows are taken in the order row_order, longest first, so that rows of a thread block end together.
 //
-// With JOINED the chunks of a row lie in one thread block, which joins their states in shared memory. Otherwise they are
-// left in `partial`, for a merge kernel.
+// With JOINED the chunks of a row lie in one thread block, which joins their states in shared memory. Otherwise they
+// are left in `partial`, for a merge kernel.
 //
 // With RESIDENT a thread block owns the nodes node_ptr[b] ... node_ptr[b + 1] - 1, which no edge leaves. Its warps take
 // its rows in turn, heavy or not, so that what they gather stays near: in the L1 cache, or with IN_SHARED in shared
 // memory, where it is copied once.
 //
-// A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so that
-// the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts from
-// what block b - 1 left, the last one finishes the row. Sweeps take neither JOINED nor RESIDENT.
+// A dense graph is swept in num_blocks launches, each over the edges whose other end lies in one block of nodes, so
+// that the rows gathered in one launch stay in the L2 cache. Rows hand their state on through `carry`: block b starts
+// from what block b - 1 left, the last one finishes the row. Sweeps take neither JOINED nor RESIDENT.
 #include "include/copy.cuh"
 
 #define ITEMS (WARPS * WARP_ROWS)
 #define SWEPT (!JOINED && !RESIDENT)
 
+#define ADJACENCY_PARAMETERS                                                                                         \
+    const int *ptr, const int *index, const int *edge_id, const int *chunk_row, const int *chunk_begin,              \
+        const int *chunk_end, const int *chunk_join, const int *row_order, const int *node_ptr, i64 num_rows,        \
+        i64 num_chunks, i64 max_edges, i64 block, i64 num_blocks
+#define ADJACENCY                                                                                                    \
+    {ptr, index, edge_id, chunk_row, chunk_begin, chunk_end, chunk_join, row_order, node_ptr, num_rows, num_chunks,  \
+     max_edges, block, num_blocks}
+
 struct Adjacency {
-    const int* ptr;
-    const int* index;
-    const int* edge_id;
-    const int* chunk_row;
-    const int* chunk_begin;
-    const int* chunk_end;
-    const int* chunk_join;
-    const int* row_order;
-    const int* node_ptr;
+    const int *ptr, *index, *edge_id, *chunk_row, *chunk_begin, *chunk_end, *chunk_join, *row_order, *node_ptr;
     i64 num_rows, num_chunks, max_edges, block, num_blocks;
     // With RESIDENT: the thread block's nodes, and the first edge of their rows.
     int first_node, last_node, first_edge;
@@ -44,19 +45,17 @@ struct Adjacency {
 };
 
 struct Item {
-    int row, begin, end;
-    i64 chunk;
+    int row, begin, end, chunk;
     bool active, first;
     // With JOINED: of the first chunk of a row the number of them all, else 0.
     int join;
 };
 
 __device__ __forceinline__ Item work_item(const Adjacency& a, const Lanes& l) {
-    const i64 warp = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    const i64 w = warp * WARP_ROWS + l.row_slot;
+    const i64 w = item_of_lane(l);
     Item item = {0, 0, 0, -1, false, false, 0};
     if (w < a.num_chunks) {
-        item = {a.chunk_row[w], a.chunk_begin[w], a.chunk_end[w], w, true, false, 0};
+        item = {a.chunk_row[w], a.chunk_begin[w], a.chunk_end[w], (int)w, true, false, 0};
 #if JOINED
         item.join = a.chunk_join[w];
         item.first = item.join > 0;
@@ -93,47 +92,6 @@ __device__ __forceinline__ uint4* dynamic_shared() {
     extern __shared__ uint4 memory[];
     return memory;
 }
-
-#if RESIDENT
-__device__ __forceinline__ void find_nodes(Adjacency& a) {
-    a.first_node = a.node_ptr[blockIdx.x];
-    a.last_node = a.node_ptr[blockIdx.x + 1];
-}
-#endif
-
-#if IN_SHARED
-// A copy of the thread block's rows of an array [rows, ROW] in shared memory, `used` bytes from its start, which then
-// counts the copy too. The result is indexed as the whole array; to be read after finish_copies().
-template <int ROW, class T>
-__device__ __forceinline__ const T* share(const T* from, int first, int last, int& used) {
-    constexpr int PIECE = ROW * sizeof(T) % 16 == 0 ? 16 : 4;
-    char* to = reinterpret_cast<char*>(dynamic_shared()) + used;
-    const char* begin = reinterpret_cast<const char*>(from + (i64)first * ROW);
-    const int bytes = (last - first) * ROW * (int)sizeof(T);
-    for (int i = threadIdx.x * PIECE; i < bytes; i += 32 * WARPS * PIECE) {
-        if constexpr (PIECE == 16) {
-            copy16(to + i, begin + i);
-        } else {
-            copy4(to + i, begin + i);
-        }
-    }
-    used += (bytes + 15) / 16 * 16;
-    return reinterpret_cast<const T*>(to) - (i64)first * ROW;
-}
-
-__device__ __forceinline__ void share_edges(Adjacency& a, int& used) {
-    const int begin = a.ptr[a.first_node], end = a.ptr[a.last_node];
-    a.first_edge = begin;
-    a.index = share<1>(a.index, begin, end, used);
-    a.ptr = share<1>(a.ptr, a.first_node, a.last_node + 1, used);
-}
-
-__device__ __forceinline__ void finish_copies() {
-    close_copies();
-    wait_copies<0>();
-    __syncthreads();
-}
-#endif
 
 #if JOINED
 // Whether this thread block works on chunks, all of it.
@@ -212,4 +170,29 @@ __device__ __forceinline__ void load_dropout(const Adjacency& a, const Item& ite
         for (int h = 0; h < LANE_HEADS; ++h) factor[u][h] = 1.0f;
     }
 #endif
+}
+
+// Heavy rows, whose chunks a merge kernel adds.
+#define HEAVY_PARAMETERS                                                                                             \
+    const int *heavy_row, const int *heavy_ptr, i64 num_heavy, i64 num_chunks, i64 num_rows, i64 block, i64 num_blocks
+#define HEAVY {heavy_row, heavy_ptr, num_heavy, num_chunks, num_rows, block, num_blocks}
+
+struct HeavyRows {
+    const int *row, *ptr;
+    i64 num_heavy, num_chunks, num_rows, block, num_blocks;
+
+    __device__ __forceinline__ bool starts() const { return block <= 0; }
+    __device__ __forceinline__ bool finishes() const { return block + 1 >= num_blocks; }
+};
+
+// The row of a lane, and its chunks.
+struct HeavyRow {
+    int begin, end, row;
+    bool active;
+};
+
+__device__ __forceinline__ HeavyRow heavy_row_of(const HeavyRows& heavy, const Lanes& l) {
+    const i64 w = item_of_lane(l);
+    const bool active = w < heavy.num_heavy;
+    return {active ? heavy.ptr[w] : 0, active ? heavy.ptr[w + 1] : 0, active ? heavy.row[w] : 0, active};
 }

@@ -2,8 +2,8 @@
 #include "attention/logit.cuh"
 
 // One lane's part of the product of head h; the sum over the lanes of the head is the score's reduction.
-__device__ __forceinline__ float score_product(const Part& target, const Part& source, const Part& parameter, float slope,
-                                               int h) {
+__device__ __forceinline__ float score_product(const Part& target, const Part& source, const Part& parameter,
+                                               float slope, int h) {
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < LANE_ELEMS; ++c) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void add_to(Part& part, const Part& other) {
     }
 }
 
-// Adds to a sum of many terms. EXACT gathers what rounding takes from the sum in `lost`, to be added at the end (Knuth's
-// two-sum): a chain over the thousands of chunks of a hub would cost several bits.
+// Adds to a sum of many terms. EXACT gathers what rounding takes from the sum in `lost`, to be added at the end
+// (Knuth's two-sum): a chain over the thousands of chunks of a hub would cost several bits.
 template <bool EXACT>
 __device__ __forceinline__ void accumulate(float& sum, float& lost, float term) {
     const float total = sum + term;

@@ -10,14 +10,10 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_smmf_forward(const int* ptr, const int* row, const int* index, const int* edge_id, i64 num_rows,
-                       const storage_t* target, const storage_t* key, const storage_t* value,
-                       const float* target_scalars, const float* source_scalars, const float* parameter,
-                       const void* edge, const u64* seed, double scale, double slope, double dropout, storage_t* out,
-                       float* softmax, float* exact) {
+                       INPUT_PARAMETERS, storage_t* out, float* softmax, float* exact) {
     extern __shared__ float shared[];
     const Edges edges = {ptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     const Lanes l = lane_layout();
     const int warp = threadIdx.x / 32;
     const i64 first_row = (i64)blockIdx.x * BLOCK_ROWS, end_row = min(first_row + BLOCK_ROWS, num_rows);

@@ -9,15 +9,12 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_smmf_targets(const int* ptr, const int* row, const int* index, const int* edge_id, i64 num_rows,
-                       i64 num_edges, const storage_t* target, const storage_t* key, const storage_t* value,
-                       const float* target_scalars, const float* source_scalars, const float* parameter,
-                       const void* edge, const u64* seed, double scale, double slope, double dropout, const void* out,
-                       const float* softmax, const storage_t* grad_out, float* records, void* grad_target,
-                       float* grad_beta, void* grad_edge, float* state) {
+                       i64 num_edges, INPUT_PARAMETERS, const void* out, const float* softmax,
+                       const storage_t* grad_out, float* records, void* grad_target, float* grad_beta, void* grad_edge,
+                       float* state) {
     extern __shared__ float shared[];
     const Edges edges = {ptr, row, index, edge_id};
-    const ScoreInputs in = {target, key,  value,        target_scalars, source_scalars, parameter,
-                            edge,   seed, (float)scale, (float)slope,   (float)dropout};
+    const ScoreInputs in = INPUTS;
     const Lanes l = lane_layout();
     const int warp = threadIdx.x / 32;
     const i64 first_row = (i64)blockIdx.x * BLOCK_ROWS, end_row = min(first_row + BLOCK_ROWS, num_rows);

@@ -1,5 +1,5 @@
-// Terms of nodes for the add score, t_i = <a, x_i> per head [num_rows, HEADS], for one or two vectors a [HEADS, CHANNELS]: the
-// second is null where there is one.
+// Terms of nodes for the add score, t_i = <a, x_i> per head [num_rows, HEADS], for one or two vectors a [HEADS,
+// CHANNELS]: the second is null where there is one.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 
@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attention_terms(i64 num_rows, const storage_t* x, const float* first, const float* second, float* first_terms,
                 float* second_terms) {
     const Lanes l = lane_layout();
-    const i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+    const i64 w = item_of_lane(l);
     const bool active = w < num_rows;
     const Part part = load_part(x, active ? (int)w : 0, l);
     const HeadValues terms = head_dot(part, load_part_fp32(first, 0, l));
@@ -15,33 +15,6 @@ attention_terms(i64 num_rows, const storage_t* x, const float* first, const floa
     if (second == nullptr) return;
     const HeadValues others = head_dot(part, load_part_fp32(second, 0, l));
     if (active) store_heads(second_terms, w, l, others);
-}
-
-// Sum over the rows of a thread block, to row `place` of sums [., HEADS, CHANNELS].
-__device__ __forceinline__ void store_block_sum(float* sums, i64 place, const Lanes& l, Part part) {
-    __shared__ float shared[WARPS][GROUP_LANES][LANE_HEADS * LANE_ELEMS];
-    const int lane = threadIdx.x & 31;
-    slot_sum<true>(part);
-    __syncthreads();
-    if (lane < GROUP_LANES) {
-#pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) {
-#pragma unroll
-            for (int c = 0; c < LANE_ELEMS; ++c) shared[threadIdx.x / 32][lane][h * LANE_ELEMS + c] = part.x[h][c];
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x >= GROUP_LANES) return;
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
-#pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) {
-            float sum = 0.0f;
-            for (int w = 0; w < WARPS; ++w) sum += shared[w][threadIdx.x][h * LANE_ELEMS + c];
-            part.x[h][c] = sum;
-        }
-    }
-    store_part_fp32(sums, place, l, part);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -54,7 +27,7 @@ attention_terms_backward(i64 num_rows, const storage_t* x, const float* first, c
     const Part b = both ? load_part_fp32(second, 0, l) : zero_part();
     Part first_sum = zero_part(), second_sum = zero_part();
     const i64 step = (i64)gridDim.x * WARPS * WARP_ROWS;
-    for (i64 w = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot; w < num_rows; w += step) {
+    for (i64 w = item_of_lane(l); w < num_rows; w += step) {
         const Part part = load_part(x, (int)w, l);
         const HeadValues da = load_heads(grad_first_terms, w, l);
         const HeadValues db = both ? load_heads(grad_second_terms, w, l) : zero_heads();
@@ -70,6 +43,11 @@ attention_terms_backward(i64 num_rows, const storage_t* x, const float* first, c
         }
         store_part(grad_x, (int)w, l, grad);
     }
-    store_block_sum(sums, blockIdx.x, l, first_sum);
-    if (both) store_block_sum(sums, (i64)gridDim.x + blockIdx.x, l, second_sum);
+    block_sum(first_sum);
+    if (threadIdx.x < GROUP_LANES) store_part_fp32(sums, blockIdx.x, l, first_sum);
+    if (!both) return;
+    // Both sums take the same shared memory.
+    __syncthreads();
+    block_sum(second_sum);
+    if (threadIdx.x < GROUP_LANES) store_part_fp32(sums, (i64)gridDim.x + blockIdx.x, l, second_sum);
 }

@@ -1,10 +1,10 @@
 // The tile schedule: attention inside dense blocks, on tensor cores.
 //
-// A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its columns
-// are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes over its
-// columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that the window
-// owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are used. A
-// thread block takes BLOCK_HEADS heads side by side, which share the bits.
+// A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its
+// columns are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes
+// over its columns STEP at a time: their rows are copied to shared memory while the step before is computed. Rows that
+// the window owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are
+// used. A thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
 // Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
 // them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), FOLD (see
@@ -17,14 +17,19 @@
 // Channel tiles that share one left side at a time.
 #define TILE_GROUP (CHANNEL_TILES % 4 == 0 ? 4 : CHANNEL_TILES % 2 == 0 ? 2 : 1)
 
+// Scalars of a step in the order that lanes read them: [head][pos][tile, odd].
+#define LANE_SCALARS (STEP / 4)
+
 struct Window {
     int first_row, end_row, first_block, num_columns, first_column;
 };
 
+#define TILES_PARAMETERS const int *windows, const int *columns, const u32 *bits
+
 struct Tiles {
     const int* windows;  // [num_windows, 8]: the fields of Window
     const int* columns;  // [num_blocks, 32] with LISTED; past the end the last one again
-    const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window and column c of the block
+    const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window, column c of the block
 };
 
 // The two rows of the window that a lane holds results of, 8 apart.
@@ -61,40 +66,58 @@ __device__ __forceinline__ int column_node(const Tiles& t, const Window& w, int 
 // Where the numbers of head h of the thread block are.
 __device__ __forceinline__ i64 head_index(int row, int h) { return (i64)row * HEADS + blockIdx.y * BLOCK_HEADS + h; }
 
-// Starts to copy what the heads need of rows of one or two tensors, each to a tile of its own.
-template <int ROWS, int TENSORS, class RowOf>
-__device__ __forceinline__ void copy_rows(storage_t* const (&tiles)[TENSORS], const storage_t* const (&tensors)[TENSORS],
+// Starts to copy what the heads need of a step's rows: with TENSORS = 2 those of `first`, and those of `last`, each to
+// a tile of its own.
+template <int TENSORS, class RowOf>
+__device__ __forceinline__ void copy_rows(storage_t* stage, const storage_t* first, const storage_t* last,
                                           RowOf row_of) {
     constexpr int ELEMENTS = 16 / STORAGE_BYTES, PIECES = BLOCK_HEADS * CHANNELS / ELEMENTS;
     const auto copy = [&](int row, int piece) {
         const u64 from = (u64)(u32)row_of(row) * ROW_STRIDE + blockIdx.y * (BLOCK_HEADS * CHANNELS) + piece * ELEMENTS;
-#pragma unroll
-        for (int t = 0; t < TENSORS; ++t) copy16(tiles[t] + row * TILE_STRIDE + piece * ELEMENTS, tensors[t] + from);
+        storage_t* const to = stage + row * TILE_STRIDE + piece * ELEMENTS;
+        if (TENSORS == 2) copy16(to, first + from);
+        copy16(to + TILE_ELEMENTS((TENSORS - 1) * STEP), last + from);
     };
     if constexpr (THREADS % PIECES == 0) {
         constexpr int STRIDE = THREADS / PIECES;
-        const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+        const int first_row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
 #pragma unroll
-        for (int row = 0; row < ROWS; row += STRIDE) {
-            if (ROWS % STRIDE == 0 || row + first < ROWS) copy(row + first, piece);
+        for (int row = 0; row < STEP; row += STRIDE) {
+            if (STEP % STRIDE == 0 || row + first_row < STEP) copy(row + first_row, piece);
         }
     } else {
-        for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) copy(i / PIECES, i % PIECES);
+        for (int i = threadIdx.x; i < STEP * PIECES; i += THREADS) copy(i / PIECES, i % PIECES);
     }
 }
 
-template <int ROWS, class RowOf>
-__device__ __forceinline__ void copy_rows(storage_t* tile, const storage_t* tensor, RowOf row_of) {
-    storage_t* const tiles[1] = {tile};
-    const storage_t* const tensors[1] = {tensor};
-    copy_rows<ROWS, 1>(tiles, tensors, row_of);
+// The column of a step that stands at place i of a head's scalars.
+__device__ __forceinline__ int scalar_column(int i) {
+    return 8 * (i % LANE_SCALARS / 2) + shuffled(i / LANE_SCALARS, i % 2);
 }
 
-// The same for one number per head of each row.
-template <int ROWS, class RowOf>
+// The same for one number per head of each row: each head's side by side, in the order of lanes.
+template <class RowOf>
 __device__ __forceinline__ void copy_scalars(float* values, const float* tensor, RowOf row_of) {
-    for (int i = threadIdx.x; i < ROWS * BLOCK_HEADS; i += THREADS) {
-        copy4(values + i, tensor + head_index(row_of(i / BLOCK_HEADS), i % BLOCK_HEADS));
+    constexpr int COUNT = STEP * BLOCK_HEADS;
+#pragma unroll
+    for (int first = 0; first < COUNT; first += THREADS) {
+        const int i = first + threadIdx.x, h = i % BLOCK_HEADS, place = i / BLOCK_HEADS;
+        if (COUNT % THREADS == 0 || i < COUNT) {
+            copy4(values + h * STEP + place, tensor + head_index(row_of(scalar_column(place)), h));
+        }
+    }
+}
+
+// A lane's scalars of one head in a step, if the score has any: number 2 n + odd stands for its column `odd` of tile n.
+__device__ __forceinline__ void lane_scalars(float (&x)[LANE_SCALARS], const float* scalars) {
+#pragma unroll
+    for (int i = 0; i < LANE_SCALARS; i += 4) {
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (HAS_NODE_SCALARS) four = *reinterpret_cast<const float4*>(scalars + lane_pos() * LANE_SCALARS + i);
+        x[i] = four.x;
+        x[i + 1] = four.y;
+        x[i + 2] = four.z;
+        x[i + 3] = four.w;
     }
 }
 
@@ -110,7 +133,9 @@ __device__ __forceinline__ void keep_own_rows(u32* words, const storage_t* tenso
 // Zeros between the channels of a row and the width that the products read.
 __device__ __forceinline__ void clear_padding(storage_t* tiles, int rows) {
     constexpr int FIRST = BLOCK_HEADS * CHANNELS, WIDTH = TILE_CHANNELS - FIRST, DIVISOR = WIDTH > 0 ? WIDTH : 1;
-    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) tiles[i / DIVISOR * TILE_STRIDE + FIRST + i % DIVISOR] = 0;
+    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
+        tiles[i / DIVISOR * TILE_STRIDE + FIRST + i % DIVISOR] = 0;
+    }
 }
 
 // Edge bits of a lane's two rows in one block of columns, and those of one step, its first column lowest.
@@ -127,8 +152,17 @@ __device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, i
     return {{__ldg(words), __ldg(words + 8)}};
 }
 
-// What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound, infinite
-// where there is an edge and else minus infinity.
+// s - max where s is rounded on its own: the largest logits of a row, however large, differ from it by 0.
+__device__ __forceinline__ float difference(float s, float max) {
+#ifdef PYG_DFGNN_EMULATOR
+    return s - max;
+#else
+    return __fadd_rn(s, -max);
+#endif
+}
+
+// What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound,
+// infinite where there is an edge and else minus infinity.
 struct Mask {
     StepBits bits;
 #if BLOCK_HEADS > 1
@@ -157,19 +191,77 @@ struct Mask {
 #endif
     }
 
-    // exp2(s - max) inverse, 0 without an edge.
-    __device__ __forceinline__ float weight(float s, float max, float inverse, int tile, int i) const {
+    // exp2(x), 0 without an edge.
+    __device__ __forceinline__ float power(float x, int tile, int i) const {
 #if BLOCK_HEADS > 1
-        return fast_exp2(fminf(s, bounds[tile][i]) - max) * inverse;
+        return fast_exp2(fminf(x, bounds[tile][i]));
 #else
-        return has_edge(tile, i) ? fast_exp2(s - max) * inverse : 0.0f;
+        return has_edge(tile, i) ? fast_exp2(x) : 0.0f;
 #endif
     }
+};
+
+// Ones where there is an edge, for each number of D or each pair that pack_pair makes of them: taken after the
+// exponential, so that neither infinities nor bounds are needed.
+struct Cut {
+    u32 words[STEP_TILES][STORAGE == 0 ? 4 : 2];
+
+    __device__ __forceinline__ explicit Cut(const StepBits& b) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 mine = b.word[half] >> lane_pos();
+#pragma unroll
+            for (int n = 0; n < STEP_TILES; ++n) {
+#if STORAGE == 0
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    words[n][2 * half + odd] = (u32)((int)(b.word[half] << (31 - 8 * n - lane_column(odd))) >> 31);
+                }
+#else
+                // Columns pos and pos + 4.
+                const u32 pair = mine >> 8 * n;
+                words[n][half] = ((pair & 1u) | (pair & 16u) << 12) * 0xffffu;
+#endif
+            }
+        }
+    }
+
+#if STORAGE == 0
+    __device__ __forceinline__ float apply(float x, int n, int i) const {
+        return __uint_as_float(__float_as_uint(x) & words[n][i]);
+    }
+#else
+    // A product's left side of tiles n and n + 1.
+    __device__ __forceinline__ void apply(Left& a, int n) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.big[i] &= words[n + i / 2][i % 2];
+    }
+#endif
 };
 
 __device__ __forceinline__ bool warp_has_edges(const StepBits& bits) {
     const u32 mask = STEP == 32 ? 0xffffffffu : (1u << STEP % 32) - 1u;
     return __any_sync(FULL_MASK, ((bits.word[0] | bits.word[1]) & mask) != 0u);
+}
+
+// Passes over the columns of a window: work(step, edges) for the steps in which the warp has edges, while
+// fetch(step + 1) copies what the next step gathers. The caller has fetched step 0.
+template <class Fetch, class Work>
+__device__ __forceinline__ void for_each_step(const Tiles& t, const Window& w, int steps, const Fetch& fetch,
+                                              const Work& work) {
+    StepBits next_bits = {};
+    if (steps > 0) next_bits = load_bits(t, w, 0);
+    for (int step = 0; step < steps; ++step) {
+        const StepBits edges = next_bits.of_step(step);
+        wait_copies<0>();
+        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
+        __syncthreads();
+        if (step + 1 < steps) {
+            fetch(step + 1);
+            next_bits = load_bits(t, w, step + 1);
+        }
+        if (warp_has_edges(edges)) work(step, edges);
+    }
 }
 
 template <int TILES>
@@ -181,8 +273,8 @@ __device__ __forceinline__ void clear(float (&d)[TILES][4]) {
     }
 }
 
-// d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add to,
-// which would show after many steps: with FOLD the products are summed for each step and then added with rounding.
+// d += A B with the coefficients of a step as A and a tile of STEP rows as B. Tensor cores cut the sums that they add
+// to, which would show after many steps: with FOLD the products are summed for each step and then added with rounding.
 __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], const float (&coefficients)[STEP_TILES][4],
                                               const storage_t* tile) {
 #if FOLD
@@ -221,8 +313,20 @@ __device__ __forceinline__ void multiply_rows(float (&d)[CHANNEL_TILES][4], cons
 #endif
 }
 
-// d = A B with own rows as A and, as columns of B, the STEP rows of a tile. Two sums at a time, for fewer waits.
+// d = A B with own rows as A and, as columns of B, the STEP rows of a tile. From three products on two sums at a time,
+// for fewer waits.
 __device__ __forceinline__ void multiply_transposed(float (&d)[STEP_TILES][4], u32* own_words, const storage_t* tile) {
+    if constexpr (PRODUCTS <= 2) {
+        Right first[STEP_TILES], second[STEP_TILES];
+#pragma unroll
+        for (int n = 0; n < STEP_TILES; ++n) {
+            if (PRODUCTS == 1) right_rows(first[n], tile + 8 * n * TILE_STRIDE, 0);
+            else right_rows(first[n], second[n], tile + 8 * n * TILE_STRIDE, 0);
+        }
+        multiply_first(d, left_of_rows(own_words, 0), first);
+        if (PRODUCTS == 2) multiply(d, left_of_rows(own_words, 1), second);
+        return;
+    }
     float other[STEP_TILES][4];
     clear(d);
     clear(other);
@@ -241,18 +345,24 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[STEP_TILES][4], u
             multiply(d, left_of_rows(own_words, product), first);
         }
     }
-    if (PRODUCTS > 1) {
 #pragma unroll
-        for (int n = 0; n < STEP_TILES; ++n) {
+    for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[n][i] += other[n][i];
-        }
+        for (int i = 0; i < 4; ++i) d[n][i] += other[n][i];
     }
 }
 
 __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(FULL_MASK, value, 1);
     return value + __shfl_xor_sync(FULL_MASK, value, 2);
+}
+
+// What a row's four lanes have summed; <x^, g> of the cosine score takes the row's own inverse norm too.
+__device__ __forceinline__ void sum_scalars(float (&sum)[2], const float (&own)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        sum[half] = quad_sum(sum[half]) * (SCORE == SCORE_COSINE ? own[half] : 1.0f);
+    }
 }
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -272,7 +382,8 @@ __device__ __forceinline__ void store_pair(storage_t* address, float first, floa
 // Whether a lane's two channels of channel tile c exist; CHANNELS is even.
 __device__ __forceinline__ bool has_channels(int c) { return CHANNELS % 8 == 0 || 8 * c + 2 * lane_pos() < CHANNELS; }
 
-__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, int h, const float (&d)[CHANNEL_TILES][4]) {
+__device__ __forceinline__ void store_rows(storage_t* base, const OwnRows& own, int h,
+                                           const float (&d)[CHANNEL_TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         storage_t* row = base + head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();

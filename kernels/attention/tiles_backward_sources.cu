@@ -1,5 +1,6 @@
 // Attention backward over windows of sources, tile schedule: key, value and source-scalar gradients, as in
-// backward_sources.cu. The transposed blocks of P and dS are recomputed on tensor cores and multiplied with the step's rows.
+// backward_sources.cu. The transposed blocks of P and dS are recomputed on tensor cores and multiplied with the step's
+// rows.
 #include "include/number.cuh"
 #include "include/mma.cuh"
 #include "attention/logit.cuh"
@@ -21,8 +22,8 @@ struct Head {
 #endif
 };
 
-// Adds a step to the sums of one head, whose channels begin at `targets` and `grads`, records at `softmax` and scalars at
-// `others`.
+// Adds a step to the sums of one head, whose channels begin at `targets` and `grads`, records at `softmax` and scalars
+// at `others`.
 __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, const Mask& mask, u32* value_words,
                                          u32* key_words, const storage_t* targets, const storage_t* grads,
                                          const float4* softmax, const float* others) {
@@ -31,16 +32,22 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
 #if HAS_TARGET_VECTOR
     multiply_transposed(p, key_words, targets);
 #endif
+    float other_scalars[LANE_SCALARS];
+    lane_scalars(other_scalars, others);
 #pragma unroll
     for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int half = i / 2, place = (8 * n + lane_column(i % 2)) * BLOCK_HEADS;
             const float4 record = softmax[place];
-            const float other = HAS_NODE_SCALARS ? others[place] : 0.0f;
+            const float other = other_scalars[2 * n + i % 2];
             const float s = score_logit(p[n][i], head.own_scalar[half], other, 0.0f, head.factor[half], in.slope);
-            const float weight = mask.weight(s, record.x, record.y, n, i);
-            ds[n][i] = weight * ds[n][i] - weight * record.z;
+#if STORAGE != 0
+            const float weight = mask.power(difference(s, record.w), n, i);
+#else
+            const float weight = mask.power(difference(s, record.x), n, i) * record.y;
+#endif
+            ds[n][i] = weight * (ds[n][i] - record.z);
 #if SCORE == SCORE_ADD
             const float z = pre_activation(head.own_scalar[half], other, 0.0f);
             head.scalar_sum[half] += ds[n][i] * leaky_slope(z, in.slope);
@@ -57,14 +64,10 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
 #endif
 }
 
-__device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h, storage_t* grad_key,
-                                           storage_t* grad_value, float* grad_source, const storage_t* grad_target) {
-#if SCORE != SCORE_DOT
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        head.scalar_sum[half] = quad_sum(head.scalar_sum[half]) * (SCORE == SCORE_COSINE ? head.own_scalar[half] : 1.0f);
-    }
-#endif
+__device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h,
+                                           storage_t* grad_key, storage_t* grad_value, float* grad_source,
+                                           const storage_t* grad_target) {
+    if (SCORE != SCORE_DOT) sum_scalars(head.scalar_sum, head.own_scalar);
 #if SCORE == SCORE_ADD
     store_scalars(grad_source, own, h, head.scalar_sum);
 #elif SCORE == SCORE_COSINE
@@ -89,16 +92,12 @@ __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, co
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_tiles_backward_sources(const int* windows, const int* columns, const u32* bits, const storage_t* target,
-                                 const storage_t* key, const storage_t* value, const float* target_scalars,
-                                 const float* source_scalars, const float* parameter, const void* edge,
-                                 const u64* seed, double scale, double slope, double dropout, const float* records,
-                                 const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
-                                 float* grad_source, const storage_t* grad_target) {
+attention_tiles_backward_sources(TILES_PARAMETERS, INPUT_PARAMETERS, const float* records, const storage_t* grad_out,
+                                 storage_t* grad_key, storage_t* grad_value, float* grad_source,
+                                 const storage_t* grad_target) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Tiles tiles = {windows, columns, bits};
-    const ScoreInputs in = {target,    key,  value, target_scalars, source_scalars, parameter,
-                            edge,      seed, (float)scale, (float)slope, (float)dropout};
+    const ScoreInputs in = INPUTS;
     u32* const value_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     u32* const key_words = value_words + OWN_WORDS - BLOCK_HEADS * LEFT_WORDS;
     storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_WORDS);
@@ -108,20 +107,16 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
     const int steps = (w.num_columns + STEP - 1) / STEP;
 
     const auto fetch = [&](int step) {
-        storage_t* const stage = stages + step % 2 * STAGE_ELEMENTS;
         const auto id = [&](int row) { return column_node(tiles, w, step * STEP + row); };
-#if HAS_TARGET_VECTOR
-        storage_t* const rows[2] = {stage, stage + TILE_ELEMENTS(STEP)};
-        const storage_t* const tensors[2] = {in.target, grad_out};
-        copy_rows<STEP, 2>(rows, tensors, id);
-#else
-        copy_rows<STEP>(stage, grad_out, id);
-#endif
-        for (int i = threadIdx.x; i < STAGE_RECORDS; i += THREADS) {
+        copy_rows<HAS_TARGET_VECTOR ? 2 : 1>(stages + step % 2 * STAGE_ELEMENTS, in.target, grad_out, id);
+#pragma unroll
+        for (int first = 0; first < STAGE_RECORDS; first += THREADS) {
+            const int i = first + threadIdx.x;
+            if (STAGE_RECORDS % THREADS != 0 && i >= STAGE_RECORDS) continue;
             const i64 index = head_index(id(i / BLOCK_HEADS), i % BLOCK_HEADS);
             copy16(stage_records + step % 2 * STAGE_RECORDS + i, records + 4 * index);
         }
-        if (HAS_NODE_SCALARS) copy_scalars<STEP>(scalars + step % 2 * STAGE_RECORDS, in.target_scalars, id);
+        if (HAS_NODE_SCALARS) copy_scalars(scalars + step % 2 * STAGE_RECORDS, in.target_scalars, id);
         close_copies();
     };
 
@@ -145,30 +140,18 @@ attention_tiles_backward_sources(const int* windows, const int* columns, const u
 #endif
     }
 
-    StepBits next_bits = {};
-    if (steps > 0) next_bits = load_bits(tiles, w, 0);
-    for (int step = 0; step < steps; ++step) {
-        const StepBits edges = next_bits.of_step(step);
-        wait_copies<0>();
-        // All copies of this step have arrived, and nobody reads the stage of the step before any more.
-        __syncthreads();
-        if (step + 1 < steps) {
-            fetch(step + 1);
-            next_bits = load_bits(tiles, w, step + 1);
-        }
-        if (warp_has_edges(edges)) {
-            const storage_t* const targets = stages + step % 2 * STAGE_ELEMENTS;
-            const storage_t* const grads = targets + TILE_ELEMENTS(TARGET_ROWS);
-            const float4* const softmax = stage_records + step % 2 * STAGE_RECORDS;
-            const float* const others = scalars + step % 2 * STAGE_RECORDS;
-            const Mask mask(edges);
+    for_each_step(tiles, w, steps, fetch, [&](int step, const StepBits& edges) {
+        const storage_t* const targets = stages + step % 2 * STAGE_ELEMENTS;
+        const storage_t* const grads = targets + TILE_ELEMENTS(TARGET_ROWS);
+        const float4* const softmax = stage_records + step % 2 * STAGE_RECORDS;
+        const float* const others = scalars + step % 2 * STAGE_RECORDS;
+        const Mask mask(edges);
 #pragma unroll
-            for (int h = 0; h < BLOCK_HEADS; ++h) {
-                add_step(heads[h], in, mask, value_words + h * LEFT_WORDS, key_words + h * LEFT_WORDS,
-                         targets + h * CHANNELS, grads + h * CHANNELS, softmax + h, others + h);
-            }
+        for (int h = 0; h < BLOCK_HEADS; ++h) {
+            add_step(heads[h], in, mask, value_words + h * LEFT_WORDS, key_words + h * LEFT_WORDS,
+                     targets + h * CHANNELS, grads + h * CHANNELS, softmax + h, others + h * STEP);
         }
-    }
+    });
 
 #pragma unroll
     for (int h = 0; h < BLOCK_HEADS; ++h) {

@@ -3,13 +3,13 @@
 // fp32 storage multiplies in tf32. With SPLIT each number is the sum of two tf32 numbers and a product the sum of three
 // (the fourth is below fp32), which is as accurate as fp32 arithmetic. 16-bit storage multiplies exactly.
 //
-// With group = lane / 4 and pos = lane % 4 a lane holds of D the rows group and group + 8, columns 2 pos and 2 pos + 1; of
-// A the same rows and of B column group, both at positions pos and pos + 4 of MMA_K = 8, or 2 pos, 2 pos + 1, 2 pos + 8
-// and 2 pos + 9 of MMA_K = 16. The position that a number takes in MMA_K is free as long as A and B agree: a lane reads
-// 16 bytes of a row and so holds its part of two products. So are the columns of D: column n stands for row shuffled(n) of
-// a tile. With that order and the row stride no access to shared memory has a bank conflict: 16-byte reads of rows
-// shuffled(2 i) and shuffled(2 i + 1), reads down the columns of rows shuffled(2 pos), and ldmatrix of 8 rows. (An odd
-// product at the end of a head is read in 8 bytes.)
+// With group = lane / 4 and pos = lane % 4 a lane holds of D the rows group and group + 8, columns 2 pos and 2 pos + 1;
+// of A the same rows and of B column group, both at positions pos and pos + 4 of MMA_K = 8, or 2 pos, 2 pos + 1, 2 pos
+// + 8 and 2 pos + 9 of MMA_K = 16. The position that a number takes in MMA_K is free as long as A and B agree: a lane
+// reads 16 bytes of a row and so holds its part of two products. So are the columns of D: column n stands for row
+// shuffled(n) of a tile. With that order and the row stride no access to shared memory has a bank conflict: 16-byte
+// reads of rows shuffled(2 i) and shuffled(2 i + 1), reads down the columns of rows shuffled(2 pos), and ldmatrix of 8
+// rows. (An odd product at the end of a head is read in 8 bytes.)
 #include "include/copy.cuh"
 
 #if STORAGE == 0
@@ -21,8 +21,8 @@
 // Products over the channels of a head, and the channels that they read.
 #define PRODUCTS ((CHANNELS + MMA_K - 1) / MMA_K)
 #define PADDED_CHANNELS (PRODUCTS * MMA_K)
-// A row of a tile: the channels of BLOCK_HEADS heads, what the products read beyond them, and then 8 numbers more for an
-// odd multiple of 32 bytes (fp32) or of 16 bytes.
+// A row of a tile: the channels of BLOCK_HEADS heads, what the products read beyond them, and then 8 numbers more for
+// an odd multiple of 32 bytes (fp32) or of 16 bytes.
 #define TILE_CHANNELS (((BLOCK_HEADS - 1) * CHANNELS + PADDED_CHANNELS + 15) / 16 * 16)
 #define TILE_STRIDE (TILE_CHANNELS + 8)
 
@@ -86,6 +86,34 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], const u32 
 #endif
 }
 
+// D = A B.
+__device__ __forceinline__ void mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#ifdef PYG_DFGNN_EMULATOR
+    for (int i = 0; i < 4; ++i) d[i] = 0.0f;
+    mma(d, a, b);
+#else
+    asm(MMA_NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+#endif
+}
+
+// D = A B for N of B.
+template <int N>
+__device__ __forceinline__ void multiply_first(float (*d)[4], const Left& a, const Right (&b)[N]) {
+#if SPLIT
+#pragma unroll
+    for (int n = 0; n < N; ++n) mma_first(d[n], a.small, b[n].big);
+#pragma unroll
+    for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].small);
+#pragma unroll
+    for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].big);
+#else
+#pragma unroll
+    for (int n = 0; n < N; ++n) mma_first(d[n], a.big, b[n].big);
+#endif
+}
+
 // One A for N of B. Products of one kind follow each other, so that N independent sums are in flight.
 template <int N>
 __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Right (&b)[N]) {
@@ -113,8 +141,8 @@ __device__ __forceinline__ void set_tf32(Operand& operand, int i, u32 bits) {
 
 // Two such products side by side.
 template <int N>
-__device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Right (&b)[N], float (*e)[4], const Left& f,
-                                         const Right (&g)[N]) {
+__device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Right (&b)[N], float (*e)[4],
+                                         const Left& f, const Right (&g)[N]) {
 #if SPLIT
 #pragma unroll
     for (int n = 0; n < N; ++n) mma(d[n], a.small, b[n].big);
@@ -129,6 +157,14 @@ __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Rig
     for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].big);
 #pragma unroll
     for (int n = 0; n < N; ++n) mma(e[n], f.big, g[n].big);
+}
+
+// Rounds what tensor cores would cut of the rest of A: cheap, as one A meets many B, and it halves the error of products.
+__device__ __forceinline__ void round_rest(Left& a) {
+#if SPLIT
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.small[i] += 0x1000u;
+#endif
 }
 
 __device__ __forceinline__ void set_word(Left& a, int i, u32 word) {
@@ -146,7 +182,8 @@ __device__ __forceinline__ void set_word(Right& b, int i, u32 word) {
 #endif
 }
 
-// A of 16 rows is kept in shared memory as its lanes need it, 16 bytes for each product: a lane writes and reads its own.
+// A of 16 rows is kept in shared memory as its lanes need it, 16 bytes for each product: a lane writes and reads its
+// own.
 #define LEFT_WORDS (PRODUCTS * 32 * 4)
 
 __device__ __forceinline__ uint4* left_address(u32* words, int product) {
@@ -185,6 +222,7 @@ __device__ __forceinline__ Left left_of_rows(u32* words, int product) {
     set_word(a, 1, x.y);
     set_word(a, 2, x.z);
     set_word(a, 3, x.w);
+    round_rest(a);
     return a;
 }
 
@@ -237,6 +275,7 @@ __device__ __forceinline__ Left left_of(const float (*d)[4]) {
     set_tf32(a, 1, __float_as_uint(d[0][2]));
     set_tf32(a, 2, __float_as_uint(d[0][1]));
     set_tf32(a, 3, __float_as_uint(d[0][3]));
+    round_rest(a);
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.big[i] = pack_pair(d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]);

@@ -1,6 +1,6 @@
 // Counter-based dropout: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-// Key = the 64-bit seed of the call; counter = (edge id, head / 4, 0, 0); word head % 4. The draw depends on the edge and
-// the head alone, so every schedule, the forward and both backward passes see the same mask and nothing is stored.
+// Key = the 64-bit seed of the call; counter = (edge id, head / 4, 0, 0); word head % 4. The draw depends on the edge
+// and the head alone, so every schedule, the forward and both backward passes see the same mask and nothing is stored.
 __device__ __forceinline__ u32 philox_word(u64 seed, u32 edge, u32 head) {
     u32 c0 = edge, c1 = head >> 2, c2 = 0u, c3 = 0u;
     u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);

@@ -1,7 +1,7 @@
 // Warp reductions over the lane layout of storage.cuh. Every lane of the warp takes part; the order is fixed.
 
-// Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2. While several values are left, each exchange halves
-// them (a lane keeps one half and sends the other), which needs COUNT + log2(HEAD_LANES) shuffles instead of
+// Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2. While several values are left, each exchange
+// halves them (a lane keeps one half and sends the other), which needs COUNT + log2(HEAD_LANES) shuffles instead of
 // COUNT * log2(HEAD_LANES). The tree of additions of each value does not depend on COUNT.
 template <int COUNT, int MASK>
 __device__ __forceinline__ void head_sum(float* v) {
@@ -64,6 +64,31 @@ __device__ __forceinline__ void slot_sum(Part& part) {
 __device__ __forceinline__ void slot_sum(HeadValues& values) {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = slot_sum<false>(values.x[h]);
+}
+
+// Sums over the rows of a thread block, which its first GROUP_LANES threads get.
+__device__ __forceinline__ void block_sum(Part& part) {
+    __shared__ float shared[WARPS][GROUP_LANES][LANE_HEADS * LANE_ELEMS];
+    slot_sum<true>(part);
+    const int lane = threadIdx.x & 31;
+    if (lane < GROUP_LANES) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) shared[threadIdx.x / 32][lane][h * LANE_ELEMS + c] = part.x[h][c];
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x >= GROUP_LANES) return;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) {
+            float sum = 0.0f;
+            for (int w = 0; w < WARPS; ++w) sum += shared[w][threadIdx.x][h * LANE_ELEMS + c];
+            part.x[h][c] = sum;
+        }
+    }
 }
 
 __device__ __forceinline__ int warp_max(int value) {

@@ -2,8 +2,8 @@
 //
 // Constants of the prologue: STORAGE (0 fp32, 1 fp16, 2 bf16), HEADS, CHANNELS, VEC (elements of one load), HEAD_LANES
 // (lanes that share a head), LANE_VECS (loads per lane and head), HEAD_SLOTS (heads side by side in a warp), LANE_HEADS
-// (heads a lane walks through), EDGE_SLOTS (edges of one row side by side), WARP_ROWS (rows side by side), UNROLL (edges
-// a slot keeps in flight), WARPS (per block). HEAD_LANES * HEAD_SLOTS * EDGE_SLOTS * WARP_ROWS == 32.
+// (heads a lane walks through), EDGE_SLOTS (edges of one row side by side), WARP_ROWS (rows side by side), UNROLL
+// (edges a slot keeps in flight), WARPS (per block). HEAD_LANES * HEAD_SLOTS * EDGE_SLOTS * WARP_ROWS == 32.
 #include "include/number.cuh"
 
 #define GROUP_LANES (HEAD_LANES * HEAD_SLOTS)
@@ -91,6 +91,11 @@ __device__ __forceinline__ Lanes lane_layout() {
     return l;
 }
 
+// The number of a lane's item in the grid.
+__device__ __forceinline__ i64 item_of_lane(const Lanes& l) {
+    return ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * WARP_ROWS + l.row_slot;
+}
+
 __device__ __forceinline__ int head_of(const Lanes& l, int h) { return l.first_head + h * HEAD_SLOTS; }
 
 __device__ __forceinline__ bool has_head(const Lanes& l, int h) {
@@ -111,9 +116,9 @@ struct Part {
     float x[LANE_HEADS][LANE_ELEMS];
 };
 
-// Hides where a pointer comes from, so that it stays in registers as it is: a row is then addressed by one multiply-add,
-// where the compiler would else add up base, offset and row anew for each edge. Of a pointer to shared memory the
-// compiler has to see that it is one.
+// Hides where a pointer comes from, so that it stays in registers as it is: a row is then addressed by one
+// multiply-add, where the compiler would else add up base, offset and row anew for each edge. Of a pointer to shared
+// memory the compiler has to see that it is one.
 template <bool SHARED = false, class T>
 __device__ __forceinline__ const T* opaque(const T* pointer) {
 #ifndef PYG_DFGNN_EMULATOR
@@ -176,8 +181,8 @@ __device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes
     }
 }
 
-// The same for fp32 buffers whatever the storage type: parameters, outputs, states. Plain loads, as a kernel may write the
-// buffer that it reads.
+// The same for fp32 buffers whatever the storage type: parameters, outputs, states. Plain loads, as a kernel may write
+// the buffer that it reads.
 __device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const Lanes& l) {
     Part part;
     const float* address = base + row * ROW_STRIDE + l.offset;
@@ -261,8 +266,8 @@ __device__ __forceinline__ void store_heads(float* base, i64 row, const Lanes& l
     }
 }
 
-// The softmax of a row, per head: P_ij = exp2(S2_ij - max) * inverse. Kept as two numbers because one log-sum-exp in fp32
-// would blur the weights of long rows and of large logits. [rows, HEADS, 2], 0 and 0 for a row without edges.
+// The softmax of a row, per head: P_ij = exp2(S2_ij - max) * inverse. Kept as two numbers because one log-sum-exp in
+// fp32 would blur the weights of long rows and of large logits. [rows, HEADS, 2], 0 and 0 for a row without edges.
 struct RowSoftmax {
     float max[LANE_HEADS], inverse[LANE_HEADS];
 };

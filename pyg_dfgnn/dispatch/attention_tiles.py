@@ -4,6 +4,7 @@ A thread block owns a window of rows and passes over the columns that these rows
 shared memory once for all of them. Scores of missing edges are computed and masked, so it pays where blocks are filled.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,8 @@ MIN_FILL = 0.02
 MAX_SEGMENT = 2048
 """Longest segment whose nodes are taken as columns whole."""
 _MAX_UNFOLDED = 192
+_MAX_FACTORED = 512
+"""Columns of a window whose factors of the add score are kept in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
     if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
-    needed = shared_bytes(problem, walk, _constants(problem, walk, graph, warps, compact))
+    needed = shared_bytes(problem, walk, graph, _constants(problem, walk, graph, warps, compact))
     limit = gpu_of(problem.device).shared_bytes
     if needed > limit:
         return [f"a block needs {needed} bytes of shared memory, the device has {limit}"]
@@ -129,17 +132,22 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 
 def _step(problem: AttentionProblem, walk: str) -> int:
     """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
+    several = block_heads(problem) > 1
+    if walk == "forward" and several and not _splits(problem):
+        return 16
     if problem.dtype.itemsize == 2:
-        crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and block_heads(problem) > 1))
+        crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and several))
         return 16 if crowded else 32
     if problem.score == "dot":
         return 32 if walk == "forward" and problem.tf32 else 16
-    crowded = walk == "targets" and block_heads(problem) > 1 and (_splits(problem) or problem.score == "cosine")
+    crowded = walk == "targets" and several and (_splits(problem) or problem.score == "cosine")
     return 16 if walk == "sources" or crowded else 32
 
 
 def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
-    segments = graph.node_segments if _splits(problem) and not compact else None
+    segments = None if compact else graph.node_segments
+    longest = math.inf if segments is None else segments.longest
+    factored = {"FACTORED": int(problem.score == "add" and longest <= _MAX_FACTORED)} if walk == "forward" else {}
     return {
         **problem.constants,
         "SPLIT": int(_splits(problem)),
@@ -150,7 +158,8 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
         "STEP": _step(problem, walk),
         "LISTED": int(compact),
         # What tensor cores cut off stays within the bounds of float32 for some ten steps.
-        "FOLD": int(segments is not None and segments.longest > _MAX_UNFOLDED),
+        "FOLD": int(_splits(problem) and segments is not None and longest > _MAX_UNFOLDED),
+        **factored,
         "MIN_BLOCKS": max(1, _resident_warps(problem, walk, compact) // warps),
     }
 
@@ -158,11 +167,15 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
 def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
     """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
     add, several = problem.score == "add", block_heads(problem) > 1
+    half, split = problem.dtype.itemsize == 2, _splits(problem)
     if walk == "forward":
-        return 12 if problem.score == "dot" or not several else 8
+        return 16 if (half and (add or several)) or (add and several and not split) else 12
     if walk == "targets":
-        return 12 if add and several else 16 if add else 8
-    return 12 if add and not (several or compact or _splits(problem)) else 8
+        more = 4 if several and (half or split) else 0
+        return more + (12 if add and several else 16 if add else 8)
+    if several:
+        return 12 if split else 8
+    return 12 if add and not (compact or split) else 8
 
 
 def block_heads(problem: AttentionProblem) -> int:
@@ -172,8 +185,8 @@ def block_heads(problem: AttentionProblem) -> int:
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 
 
-def shared_bytes(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> int:
-    """Dynamic shared memory of the kernel of a pass: its own rows, and two steps of what it gathers."""
+def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: Mapping[str, int]) -> int:
+    """Dynamic shared memory of the kernel of a pass: its own rows, two steps of what it gathers, and factors."""
     itemsize, step, heads = problem.dtype.itemsize, constants["STEP"], constants["BLOCK_HEADS"]
     product = 32 // itemsize
     padded = -(-problem.channels // product) * product
@@ -183,7 +196,12 @@ def shared_bytes(problem: AttentionProblem, walk: str, constants: Mapping[str, i
     own = {"forward": 0 if add else 1, "targets": 1 if add else 2, "sources": 2 if dot else 1}[walk]
     gathered = {"forward": 2 if dot else 1, "targets": 2 if dot else 1, "sources": 1 if add else 2}[walk]
     scalars = heads * (4 + (16 if walk == "sources" else 0))
-    return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars)
+    factors = 0
+    if constants.get("FACTORED"):
+        assert graph.node_segments is not None
+        columns = -(-graph.node_segments.longest // step) * step
+        factors = -(-8 * constants["WARPS"] // 16) * 16 + 8 * heads * columns
+    return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars) + factors
 
 
 def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
@@ -191,13 +209,13 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
     warps, compact = _window(problem, graph)
     constants = _constants(problem, walk, graph, warps, compact)
     fill = graph.tile_fill(TILE_ROWS * warps, compact)
-    return TilesPass(constants, compact, shared_bytes(problem, walk, constants), fill)
+    return TilesPass(constants, compact, shared_bytes(problem, walk, graph, constants), fill)
 
 
 # Constants of the cost model, fitted to 108 passes on an H200 (two batches of 1,024 graphs; rms of the logarithm 0.13).
 SHARE = {"split": 0.72, "tf32": 0.64, "half": 0.61}
 """Share of the tensor cores' rate that products of each kind reach."""
-NUMBER = {"forward": 5.7, "targets": 3.4, "sources": 5.7}
+NUMBER = {"forward": 4.8, "targets": 3.4, "sources": 5.7}
 """Warp instructions per number of the blocks beside the products: mask, exponential, dS, operands."""
 MEMORY = 1.28
 """Time of the bytes of the node tensors over that of a plain copy."""

@@ -16,7 +16,7 @@ from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
 # Thread blocks of the backward pass, each of which leaves a partial sum: enough to keep the memory busy.
-_BLOCKS_PER_MULTIPROCESSOR = 8
+_BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -68,11 +68,12 @@ def test_lanes_of_all_shapes(itemsize, wide):
         assert -(-heads // (c["HEAD_SLOTS"] * c["LANE_HEADS"])) <= 65535, shape
 
 
+@pytest.mark.parametrize("loads", [1, 2, 4])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 33, 64])
-def test_every_element_is_loaded_once(heads, itemsize):
+def test_every_element_is_loaded_once(heads, itemsize, loads):
     for channels in (1, 2, 3, 4, 6, 7, 8, 12, 16, 31, 32, 40, 64, 67, 100, 128, 131, 160, 256, 300, 511, 512):
-        offsets = covered(lane_constants(heads, channels, itemsize, False))
+        offsets = covered(lane_constants(heads, channels, itemsize, False, loads))
         assert sorted(offsets) == list(range(heads * channels)), channels
 
 
@@ -91,8 +92,14 @@ def test_every_element_is_loaded_once(heads, itemsize):
 def test_known_layouts(heads, channels, dtype, expected):
     constants = lane_constants(heads, channels, dtype.itemsize, True)
     assert {name: constants[name] for name in expected} == expected
-    norms = node_constants(heads, channels, dtype)
-    assert {name: norms[name] for name in expected} == expected
+
+
+def test_node_kernels_take_two_loads_per_lane():
+    found = node_constants(1, 128, torch.float32)
+    expected = {"VEC": 4, "HEAD_LANES": 16, "LANE_VECS": 2, "WARP_ROWS": 2, "WARPS": 8}
+    assert {name: found[name] for name in expected} == expected
+    # One load is all there is.
+    assert node_constants(1, 4, torch.float32)["LANE_VECS"] == 1
 
 
 def test_constants_are_plain_numbers_and_read_only():
