@@ -26,7 +26,7 @@
 #define SUM_MMA (STORAGE != 0)
 
 // What sums of weights may reach, and how far, in powers of two, logits may lie below a maximum that is fixed.
-constexpr float MAX_SUM = STORAGE == 1 ? 32768.0f : 1.0995e12f, MAX_DEPTH = STORAGE == 1 ? 8.0f : 80.0f;
+constexpr float MAX_SUM = STORAGE == 1 ? 32768.0f : 1.0995e12f, MAX_DEPTH = STORAGE == 1 ? 8.0f : 40.0f;
 // Maxima up to which a product and a difference may be rounded at once here and apart elsewhere.
 constexpr float MAX_FIXED = 64.0f;
 
@@ -245,7 +245,7 @@ __device__ __forceinline__ bool find_factors(Head (&heads)[BLOCK_HEADS], float& 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float highest = load_scalar(in.target_scalars, own.row[half], h) + top;
-            bounded = bounded && fabsf(highest) < 1e30f;
+            bounded = bounded && fabsf(highest) * LOG2E <= MAX_FIXED;
             const float bent = (1.0f - in.slope) * LOG2E * highest;
             heads[h].rise[half] = fast_exp2(fminf(bent, 0.0f));
             heads[h].fall[half] = fast_exp2(fminf(-bent, 0.0f));

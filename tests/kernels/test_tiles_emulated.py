@@ -525,13 +525,13 @@ def test_sums_within_bounds_stay(kind, rise):
 @pytest.mark.parametrize(
     ("kind", "beta", "bound"),
     [
-        *(("fp32", beta, True) for beta in (0.0, 0.25, -2.0, 27.0)),
-        *(("fp32", beta, False) for beta in (-28.0, 30.0)),
+        *(("fp32", beta, True) for beta in (0.0, 0.25, -2.0, 13.5)),
+        *(("fp32", beta, False) for beta in (-14.0, 30.0)),
         *(("fp16", beta, True) for beta in (-2.5, 0.0)),
         *(("fp16", beta, False) for beta in (3.0, 20.0)),
-        *(("bf16", beta, True) for beta in (-20.0, 1.0)),
+        *(("bf16", beta, True) for beta in (-13.0, 1.0)),
         ("bf16", 50.0, False),
-        ("tf32", -20.0, True),
+        ("tf32", -13.0, True),
     ],
 )
 def test_cosine_takes_the_bound_of_a_small_beta(kind, beta, bound):
@@ -556,12 +556,12 @@ def add_logits(problem: Problem, slope: float) -> torch.Tensor:
     [
         *(("fp32", slope, 1.0, True) for slope in (0.0, 0.2, 1.0)),
         *(("fp32", slope, 1.0, False) for slope in (-0.5, 1.5)),
-        ("fp32", 0.2, 6.0, True),
+        ("fp32", 0.2, 3.0, True),
         ("fp32", 0.0, 30.0, False),
         ("fp32", 0.2, 30.0, False),
         ("fp16", 0.2, 0.5, True),
         ("fp16", 0.2, 2.0, False),
-        ("bf16", 0.0, 6.0, True),
+        ("bf16", 0.0, 3.0, True),
         ("bf16", 0.2, 30.0, False),
         ("tf32", 0.2, 2.0, True),
     ],
@@ -610,6 +610,19 @@ def test_scalars_of_add_that_no_factor_holds(name, number):
     assert bool(results["tiles"][:17].isfinite().all())
 
 
+@pytest.mark.parametrize("number", [1e3, -1e5, 1e8, 1e20])
+def test_weights_of_large_scalars_sum_to_one(number):
+    """A target's scalar that rounds those of its sources: all passes must see the same logits."""
+    graph = build_graph("batch")
+    problem = problem_of("add", graph)
+    problem.inputs["alpha_dst"][::2] = number
+    with torch.no_grad(), emulated_device() as launched:
+        _, weights = ops.add_attention(graph, **problem.inputs, return_weights=True)
+    assert ENTRIES["forward"] in launched
+    total = torch.zeros(graph.num_dst, 2).index_add_(0, graph.edge_index[1], weights)[graph.csr.ptr.diff() > 0]
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0.0, atol=5e-6)
+
+
 @pytest.mark.parametrize("longest", [300, 513])
 def test_bound_of_the_longest_segment(longest):
     """A graph whose edges are refilled has shorter segments than it has room for; factors take 512 columns at most."""
@@ -640,6 +653,21 @@ def test_segment_around_the_most_columns_of_factors(size):
     expected, _ = reference.add_attention(graph.edge_index, graph.num_dst, **inputs)
     bound = SHARE[torch.float32] * TOLERANCE[torch.float32, "out"]
     assert (out - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["key", "query"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def test_gradients_of_rows_that_are_no_numbers(kind, name):
+    """All sources of a row whose weights are NaN get no finite gradient: a loss that went wrong does not hide."""
+    graph = build_graph("batch")
+    problem = problem_of("dot", graph, dtype=KINDS[kind])
+    problem.inputs[name][20] = torch.nan
+    actual, _ = run(problem, graph)
+    source, target = graph.edge_index
+    rows = target[source == 20] if name == "key" else torch.tensor([20])
+    assert not bool(actual["out"][rows].isfinite().any()) and len(rows) > 0
+    seen = source[torch.isin(target, rows)].unique()
+    assert not bool(actual["grad value"][seen].isfinite().any()) and len(seen) > 10
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
