@@ -241,7 +241,6 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
         "first_step_s": f"{measured.first_step_s:.3f}",
         "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
         "reference": "" if reference is None else reference.backend,
-        "bound": f"{measured.bound:.3g}",
     }
 
 

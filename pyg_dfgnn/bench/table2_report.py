@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_dfgnn.bench.results import markdown
-from pyg_dfgnn.bench.table2_steps import PHASES, ROUNDING, SUMMED
+from pyg_dfgnn.bench.table2_steps import PHASES, SUMMED
 
 HEADER = [
     "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
@@ -76,9 +76,7 @@ float32 without TF32.
 stays on the device, so its transfer and preprocess are no part of a step nor of its sum. A captured step pads batches
 to a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster`
 is against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the
-reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time, unless its
-losses differ by less than {ROUNDING:g} times what another order of the edges makes of the reference's (column `bound`
-of the CSV)."""
+reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time."""
     sets = {row["dataset"]: row for row in rows if row.get("task")}
     described = [
         [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()

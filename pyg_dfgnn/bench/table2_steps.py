@@ -6,7 +6,7 @@ import importlib
 import time
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,6 @@ READ = ("x", "edge_index", "y")
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
-ORDERS = 2
-"""Orders of the edges that show what rounding alone makes of the losses."""
-ROUNDING = 10.0
-"""Losses may differ by so many times that: other kernels round at more places than another order does."""
 
 
 Prepare = Callable[[Data, Data], Any]
@@ -176,18 +172,9 @@ class Pace:
 
 @dataclass(frozen=True)
 class Reference:
-    """What other backends are compared with.
-
-    Attributes:
-        backend: Its name.
-        made_with: The fields of its :class:`Backend`.
-        state: Where it started.
-        losses: Of each step.
-        gradient: The first.
-    """
+    """What other backends are compared with: where it started, its losses, and its first gradient."""
 
     backend: str
-    made_with: dict[str, Any]
     state: dict[str, Tensor]
     losses: list[float]
     gradient: Tensor
@@ -212,7 +199,6 @@ class Measured:
         first_step_s: Wall time of the first step, compilation and capture included.
         peak_mb: Device memory above what was allocated before; None without a GPU.
         differences: From the reference.
-        bound: Of the losses' difference.
         reference: Of these steps, for other backends.
     """
 
@@ -221,7 +207,6 @@ class Measured:
     first_step_s: float
     peak_mb: float | None
     differences: dict[str, str]
-    bound: float
     reference: Reference
 
 
@@ -266,8 +251,7 @@ def measure(
         reference: What the losses must agree with; None: these steps become it.
 
     Raises:
-        Disagreement: The first gradient differs by more than `pace.bound`, or the losses by more than that and than
-            `ROUNDING` times what :func:`rounding` makes of the reference's.
+        Disagreement: The losses or the first gradient differ by more than `pace.bound`.
         UnsupportedError: The backend cannot run these steps.
     """
     timer, task = Timer(device), source.task
@@ -302,14 +286,9 @@ def measure(
         peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
         differences = {} if reference is None else reference.differences(losses, gradient)
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
-        bound = pace.bound
-        if reference is not None:
-            if differences["gradient_difference"] <= bound < differences["loss_difference"]:
-                noise = rounding(reference, model_config, optimizer_config, source, pace, device)
-                bound = max(bound, ROUNDING * noise)
-            # Not 'larger': a NaN is a disagreement too.
-            if not (differences["gradient_difference"] <= pace.bound and differences["loss_difference"] <= bound):
-                raise Disagreement(reference.backend, columns, losses)
+        # Not 'any larger': a NaN is a disagreement too.
+        if reference is not None and not all(value <= pace.bound for value in differences.values()):
+            raise Disagreement(reference.backend, columns, losses)
         timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
         timings |= {phase: Timing.of([span[phase] for span in spans]) for phase in spans[0]}
 
@@ -320,53 +299,8 @@ def measure(
             turns(index)
         timer.synchronize()
         wall_ms = 1e3 * (time.perf_counter() - started) / count
-    made = Reference(backend.name, asdict(backend), state, losses, gradient)
-    return Measured(timings, wall_ms, first_step_s, peak_mb, columns, bound, made)
-
-
-def rounding(
-    reference: Reference, model_config: Any, optimizer_config: Any, source: Source, pace: Pace, device: torch.device
-) -> float:
-    """What rounding alone makes of the losses of a reference, as the steps go on.
-
-    Its own steps again, from the same state, with the edges of each batch in other orders: the same sums, rounded
-    otherwise.
-
-    Args:
-        reference: What is repeated.
-        model_config: As in :func:`measure`, like the others.
-        optimizer_config: Instantiated with the parameters.
-        source: The batches.
-        pace: How many steps.
-        device: Where.
-
-    Returns:
-        The largest relative difference of the losses.
-    """
-    backend, worst = Backend(**reference.made_with), 0.0
-    for seed in range(ORDERS):
-        shuffled = replace(source, batches=[_shuffled(batch, seed) for batch in source.batches])
-        with pyg_dfgnn.settings(**backend.settings):
-            convs = importlib.import_module(backend.convs)
-            task = source.task
-            model = instantiate(model_config, _partial_=True)(task.num_features, task.num_classes, convs).to(device)
-            model.load_state_dict(reference.state)
-            phases = Phases(device)
-            step = _step(backend, model, optimizer_config, shuffled, phases)
-            turns = _Turns(step, shuffled, backend.preparation(model), device, phases)
-            losses = [float(turns(index)) for index in range(pace.steps)]
-        worst = max(worst, reference.differences(losses, reference.gradient)["loss_difference"])
-    return worst
-
-
-def _shuffled(batch: Data, seed: int) -> Data:
-    order = torch.randperm(batch.edge_index.size(1), generator=torch.Generator().manual_seed(seed))
-    found = copy(batch)
-    for key in set(found.keys()) - {*READ, "batch", "ptr"}:
-        # What is known of the edges in the order before.
-        del found[key]
-    found.edge_index = batch.edge_index[:, order]
-    return found
+    made = Reference(backend.name, state, losses, gradient)
+    return Measured(timings, wall_ms, first_step_s, peak_mb, columns, made)
 
 
 def _step(
