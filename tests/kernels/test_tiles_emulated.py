@@ -719,9 +719,24 @@ def test_every_number_of_the_results_is_written(score, name, kind):
             assert relative_error(tensor, expected[name]) < bound, name
 
 
-def passes(problem: AttentionProblem, graph: Graph, schedule: str) -> dict[str, torch.Tensor]:
-    """All that the three passes of a schedule write, into memory full of NaN."""
+@pytest.mark.parametrize("name", ["isolated", "bipartite"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("score", ["dot", "add"])
+def test_weights_of_16_bits_sum_to_one_as_rounded(score, dtype, name):
+    """Their sum is of what meets the values: values that are all 1 give 1, but for rounding in float32."""
+    graph = build_graph(name)
+    problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True)
+    exact = passes(problem, graph, "tiles", value=1.0)["exact"][graph.csr.ptr.diff() > 0]
+    assert exact.numel() > 0 and (exact - 1.0).abs().max() < TOLERANCES[torch.float32][0]
+
+
+def passes(
+    problem: AttentionProblem, graph: Graph, schedule: str, value: float | None = None
+) -> dict[str, torch.Tensor]:
+    """All that the three passes of a schedule write, into memory full of NaN; with all values the same if given."""
     ready = attention_launch.example(problem, graph)
+    if value is not None:
+        ready = ready._replace(value=torch.full_like(ready.value, value))
     if problem.score == "cosine":
         target, source = (1 / x.float().norm(dim=-1) for x in (ready.target, ready.value))
         ready = ready._replace(target_scalars=target, source_scalars=source)
