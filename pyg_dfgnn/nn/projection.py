@@ -1,41 +1,123 @@
-"""Linear layers of one input as one product, where their launches take longer than their work."""
+"""Linear layers of one input under one node of autograd, of few rows also as one product."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_dfgnn.ops.eager import PLAIN, is_eager
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
 
 # Rows of which a product takes about as long as the host needs to launch it.
-_MAX_ROWS = 1 << 14
+_MAX_ROWS = 1 << 15
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def project(x: Tensor, *layers: torch.nn.Module) -> Sequence[Tensor]:
-    """What each linear layer makes of `x`; of few rows by one batched product if the layers have one shape.
+def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]:
+    r"""What each linear layer makes of `x`, with the heads apart.
+
+    .. math::
+        Y_l = X W_l^T + b_l, \quad
+        \partial X = \sum_l \partial Y_l W_l, \quad
+        \partial W_l = \partial Y_l^T X, \quad
+        \partial b_l = \partial Y_l^T 1
+
+    Plain layers of one shape share a node of autograd, which sums the gradient of `x` inside the products. Of few rows
+    each of these lines is one product for all layers, since launches take longer there than their work.
 
     Args:
         x: Shape [N, F].
-        layers: PyG's `Linear`; others, and those with hooks, are called one by one.
+        heads: The number H of heads that the channels of a layer divide into.
+        layers: PyG's `Linear` of H * C channels; others, and those with hooks, are called one by one.
 
     Returns:
-        As many tensors [N, F'].
+        As many tensors [N, H, C].
     """
-    few = type(x) in PLAIN and x.layout is torch.strided and x.size(0) <= _MAX_ROWS
-    if not few or not is_eager() or not all(map(is_plain_linear, layers)):
-        return [layer(x) for layer in layers]
+    if not _are_plain(x, layers):
+        return [_apart(layer(x), heads) for layer in layers]
     weights = [layer._parameters["weight"] for layer in layers]
     biases = [layer._parameters["bias"] for layer in layers]
-    if len({(weight.shape, bias is None) for weight, bias in zip(weights, biases)}) > 1:  # type: ignore[union-attr]
-        return [layer(x) for layer in layers]
-    weight = torch.stack(weights).transpose(1, 2)  # type: ignore[arg-type]
-    rows = x.expand(len(layers), -1, -1)
     if biases[0] is None:
-        return torch.bmm(rows, weight).unbind()
-    return torch.baddbmm(torch.stack(biases).unsqueeze(1), rows, weight).unbind()  # type: ignore[arg-type]
+        biases = []
+    tensors: list[Any] = weights + biases
+    if needs_grad((x, *tensors)):
+        return _apply((heads, len(layers)), x, *tensors)
+    return _forward(heads, x, weights, biases)[0]
+
+
+def _apart(rows: Tensor, heads: int) -> Tensor:
+    """The channels [..., H * C] as [..., H, C]."""
+    return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
+
+
+def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
+    """Whether the layers are products with matrices of one shape, and nothing watches or changes them."""
+    if type(x) not in PLAIN or x.layout is not torch.strided or not is_eager():
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not all(map(is_plain_linear, layers)):
+        return False
+    first = layers[0]._parameters
+    shape, unbiased = first["weight"].shape, first["bias"] is None  # type: ignore[union-attr]
+    for layer in layers[1:]:
+        own = layer._parameters
+        if own["weight"].shape != shape or (own["bias"] is None) != unbiased:  # type: ignore[union-attr]
+            return False
+    return True
+
+
+def _forward(
+    heads: int, x: Tensor, weights: list[Any] | tuple[Tensor, ...], biases: list[Any] | tuple[Tensor, ...]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The results, and the weights for backward: of few rows one below the other."""
+    count = len(weights)
+    if x.size(0) > _MAX_ROWS:
+        layers = zip(weights, biases or [None] * count, strict=True)
+        return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
+    weight, width = torch.cat(weights), weights[0].size(0)
+    rows, matrices = x.expand(count, -1, -1), weight.view(count, width, -1).transpose(1, 2)
+    if biases:
+        out = torch.baddbmm(torch.cat(biases).view(count, 1, width), rows, matrices)
+    else:
+        out = torch.bmm(rows, matrices)
+    return _apart(out, heads).unbind(), (weight,)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[int, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        heads, count = rest
+        found, weights = _forward(heads, x, tensors[:count], tensors[count:])
+        ctx.save_for_backward(x, *weights)
+        ctx.has_bias = len(tensors) > count
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        count, shape = len(grads), (x.size(0), weights[0].size(0))
+        # One weight has the rows of all layers.
+        grads = (torch.stack(grads, 1),) if len(weights) == 1 else grads
+        grads = tuple(grad.reshape(shape) for grad in grads)
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+        needed, share = ctx.needs_input_grad[2:], count // len(grads)
+        of_weights: list[Any] = [None] * count
+        of_biases: list[Any] = [None] * count if ctx.has_bias else []
+        if any(needed[:count]):
+            of_weights = [part for grad in grads for part in (grad.t() @ x).chunk(share)]
+        if any(needed[count:]):
+            of_biases = [part for grad in grads for part in grad.sum(0).chunk(share)]
+        return None, grad_x, *of_weights, *of_biases
+
+
+_apply = apply_of(_Projection)
 
 
 def is_plain_linear(layer: torch.nn.Module) -> bool:

@@ -69,11 +69,13 @@ class TransformerConv(FusedConv, conv.TransformerConv):
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         if x_src is x_dst:
-            layers = (self.lin_query, self.lin_key, self.lin_value)
-            query, key, value, *skip = project(x_src, *layers, *((self.lin_skip,) if self.root_weight else ()))
+            # The skip connection has the shape of the others unless heads are averaged.
+            skips = (self.lin_skip,) if self.root_weight and self.concat else ()
+            layers = (self.lin_query, self.lin_key, self.lin_value, *skips)
+            query, key, value, *skip = project(x_src, self.heads, *layers)
         else:
-            query, key, value, skip = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src), []
-        query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in (query, key, value))
+            projected, skip = (self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)), []
+            query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
 
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
@@ -90,7 +92,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         dtype = weights_dtype(query, key)
         out = self._join_heads(attended, dtype)
         if self.root_weight:
-            x_r = skip[0] if skip else self.lin_skip(x_dst)
+            x_r = skip[0].flatten(1) if skip else self.lin_skip(x_dst)
             if self.lin_beta is not None:
                 beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
                 out = beta * x_r + (1 - beta) * out

@@ -1,4 +1,4 @@
-"""Linear layers of one input: as one product they give what each gives alone."""
+"""Linear layers of one input: under one node of autograd they give what each gives alone."""
 
 import pytest
 import torch
@@ -25,24 +25,64 @@ def layers_of(count, bias=True, out=6):
     return [Linear(5, out, bias=bias) for _ in range(count)]
 
 
+def apart(x, heads, layers):
+    return [layer(x).view(len(x), heads, layer.out_channels // heads) for layer in layers]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [2, 4])
-def test_values_and_gradients(count, bias, products):
-    layers, x = layers_of(count, bias), torch.randn(9, 5, requires_grad=True)
+@pytest.mark.parametrize("rows, most", [(9, 9), (9, 8), (1, 9), (0, 9), (0, -1)])
+def test_values_and_gradients(count, bias, rows, most, products, monkeypatch):
+    """Of few rows and of many, of one and of none."""
+    monkeypatch.setattr(projection, "_MAX_ROWS", most)
+    layers, x = layers_of(count, bias), torch.randn(rows, 5, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
-    grads = [torch.randn(9, 6) for _ in layers]
-    together = project(x, *layers)
-    assert products == ["baddbmm" if bias else "bmm"] and len(together) == count
+    grads = [torch.randn(rows, 2, 3) for _ in layers]
+    together = project(x, 2, *layers)
+    assert products == (["baddbmm" if bias else "bmm"] if rows <= most else []) and len(together) == count
     assert all(out.is_contiguous() for out in together)
-    apart = [layer(x) for layer in layers]
-    torch.testing.assert_close(list(together), apart)
+    assert len({out.grad_fn for out in together}) == 1
+    expected = apart(x, 2, layers)
+    torch.testing.assert_close(list(together), expected)
     torch.testing.assert_close(
-        torch.autograd.grad(together, leaves, grads), torch.autograd.grad(apart, leaves, grads), rtol=1e-5, atol=1e-6
+        torch.autograd.grad(together, leaves, grads), torch.autograd.grad(expected, leaves, grads), rtol=1e-5, atol=1e-6
     )
+    with torch.no_grad():
+        found = project(x, 2, *layers)
+    assert not any(out.requires_grad for out in found)
+    torch.testing.assert_close(list(found), expected)
 
 
-def test_what_is_called_layer_by_layer(products, monkeypatch):
-    """Other shapes, a bias here and there, subclasses, hooks of any kind, lazy layers, many rows."""
+@pytest.mark.parametrize("most", [9, 8])
+def test_gradients_that_are_not_wanted(most, monkeypatch):
+    """A result that nothing reads, frozen parameters, an input without a gradient."""
+    monkeypatch.setattr(projection, "_MAX_ROWS", most)
+    layers, x = layers_of(3), torch.randn(9, 5)
+    layers[0].weight.requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    (project(x, 2, *layers)[1] ** 2).sum().backward()
+    (weight,) = torch.autograd.grad((layers[1](x) ** 2).sum(), [layers[1].weight])
+    torch.testing.assert_close(layers[1].weight.grad, weight)
+    assert layers[0].weight.grad is None and layers[1].bias.grad is None
+    assert not layers[0].bias.grad.any() and not layers[2].weight.grad.any()
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        parameter.requires_grad_(False)
+    x.requires_grad_()
+    (project(x, 2, *layers)[2] ** 2).sum().backward()
+    (grad,) = torch.autograd.grad((layers[2](x) ** 2).sum(), [x])
+    torch.testing.assert_close(x.grad, grad)
+
+
+def test_an_edited_input_is_noticed():
+    layers, x = layers_of(2), torch.randn(9, 5)
+    out = project(x, 2, *layers)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out[0].sum().backward()
+
+
+def test_what_is_called_layer_by_layer(products):
+    """Other shapes, a bias here and there, subclasses, hooks of any kind, lazy layers."""
     x = torch.randn(9, 5)
     seen = []
 
@@ -66,15 +106,13 @@ def test_what_is_called_layer_by_layer(products, monkeypatch):
         replaced,
     ]
     for layers in cases:
-        found = project(x, *layers)
-        assert all(map(torch.equal, found, [layer(x) for layer in layers]))
+        found = project(x, 1, *layers)
+        assert all(map(torch.equal, found, apart(x, 1, layers)))
     assert seen == ["register_forward_hook"] * 2 + ["register_forward_pre_hook"] * 2
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: seen.append("global"))
-    project(x, *layers_of(2))
+    project(x, 1, *layers_of(2))
     handle.remove()
     assert seen[-2:] == ["global"] * 2
-    monkeypatch.setattr(projection, "_MAX_ROWS", 8)
-    project(x, *layers)
     assert products == []
 
 
@@ -88,10 +126,10 @@ def test_weights_kept_elsewhere_and_sparse_input(products):
     del plain[0].weight
     plain[0].weight = weight
     for layers in (pruned, normalised, plain):
-        assert all(map(torch.equal, project(x, *layers), [layer(x) for layer in layers]))
+        assert all(map(torch.equal, project(x, 2, *layers), apart(x, 2, layers)))
     layers = layers_of(2)
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
-        torch.testing.assert_close(list(project(sparse, *layers)), [layer(x) for layer in layers])
+        torch.testing.assert_close(list(project(sparse, 2, *layers)), apart(x, 2, layers))
     assert products == []
 
 
@@ -103,14 +141,14 @@ def test_torch_compile_sees_each_layer():
         functions.extend(node.target for node in module.graph.nodes if node.op == "call_function")
         return module.forward
 
-    found = torch.compile(project, backend=record, fullgraph=True)(x, *layers)
-    torch.testing.assert_close(list(found), [layer(x) for layer in layers])
+    found = torch.compile(project, backend=record, fullgraph=True)(x, 2, *layers)
+    torch.testing.assert_close(list(found), apart(x, 2, layers))
     assert functions == [torch.nn.functional.linear] * 2
 
 
 def test_autocast():
     layers, x = layers_of(3), torch.randn(9, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        together, apart = project(x, *layers), [layer(x) for layer in layers]
-    assert {out.dtype for out in together} == {torch.bfloat16}
-    torch.testing.assert_close(list(together), apart, rtol=2e-2, atol=2e-2)
+        found, expected = project(x, 2, *layers), apart(x, 2, layers)
+    assert {out.dtype for out in found} == {torch.bfloat16}
+    assert all(map(torch.equal, found, expected))
