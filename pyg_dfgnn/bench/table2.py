@@ -3,6 +3,7 @@
 python -m pyg_dfgnn.bench.table2                                     the graph transformer on the seven data sets
 python -m pyg_dfgnn.bench.table2 -m model=gat_stack,agnn_stack       the other layers
 python -m pyg_dfgnn.bench.table2 datasets=[cora] backends=[pyg,auto] any value of configs/table2.yaml
+python -m pyg_dfgnn.bench.table2 tf32=true                           matrix products may round to TF32
 
 A command of the bench, not a sweep of train.py: a cell is no run with epochs and a validation split, cells share their
 data sets and are compared with each other before they are timed, and one that does not come back must end alone.
@@ -34,6 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 from pyg_dfgnn.bench import table2_report
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
+    FROM_FLOAT64,
     PHASES,
     Backend,
     Disagreement,
@@ -43,13 +45,14 @@ from pyg_dfgnn.bench.table2_steps import (
     Source,
     measure,
 )
-from pyg_dfgnn.errors import UnsupportedError, check_range
+from pyg_dfgnn.errors import UnsupportedError, check_bool, check_range
 from pyg_dfgnn.paths import configs_dir
 
 FIELDS = [
-    *"model setting dataset task synthetic graphs nodes edges backend status".split(),
+    *"model setting tf32 dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
-    *"once n wall_ms first_step_s peak_mb reference loss_difference gradient_difference bound".split(),
+    *"once n wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
+    *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
 LOSS_FIELDS = "model setting dataset backend step loss gpu torch digest".split()
@@ -94,6 +97,7 @@ class Options:
     num_batches: int
     arguments: dict[str, Any]
     pace: Pace
+    tf32: bool
     device: torch.device
     limit_s: float | None
     total_limit_s: float
@@ -109,6 +113,7 @@ class Options:
             values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         values["device"] = torch.device(values["device"])
         values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
+        check_bool("tf32", values["tf32"])
         for name in ("batch_size", "num_batches"):
             check_range(name, values[name], 1)
         return Options(**{field.name: values[field.name] for field in fields(Options)})
@@ -116,12 +121,14 @@ class Options:
     @property
     def setting(self) -> str:
         """Digest of all that a time depends on beside the data set and the backend: rows of another are not its own."""
-        measured = (self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, asdict(self.pace))
+        of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, asdict(self.pace)
+        # Without TF32 as before there was the option.
+        measured = (*of_all, "tf32") if self.tf32 else of_all
         return hashlib.sha256(json.dumps(measured, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
     def provenance(self) -> Row:
         """What the rows of a cell were made with."""
-        named = {"model": self.model_name, "setting": self.setting}
+        named = {"model": self.model_name, "setting": self.setting, "tf32": self.tf32}
         return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
 
     def cells(self) -> list[Cell]:
@@ -161,7 +168,7 @@ class Worker:
         self.options, self.folder = options, folder
         self.environment = options.provenance()
         self._sources: dict[tuple[str, bool], Source] = {}
-        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
 
     def messages(self, cells: Sequence[Cell]) -> Iterator[Message]:
         """One row per cell, and a sign of life before what takes long."""
@@ -240,7 +247,7 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
         "wall_ms": f"{measured.wall_ms:.5g}",
         "first_step_s": f"{measured.first_step_s:.3f}",
         "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
-        "reference": "" if reference is None else reference.backend,
+        "reference": "" if reference is None else reference.backend["name"],
     }
 
 
@@ -253,7 +260,8 @@ def run(options: Options) -> int:
     Returns:
         0: all done; 1: a result is wrong; 2: stopped early.
     """
-    stem = options.folder / f"{options.model_name}-{file_stem(options.device)}"
+    tf32 = "-tf32" if options.tf32 else ""
+    stem = options.folder / f"{options.model_name}{tf32}-{file_stem(options.device)}"
     table, curves = Table(stem.with_suffix(".csv"), FIELDS), Table(Path(f"{stem}-losses.csv"), LOSS_FIELDS)
     if options.restart:
         table.path.unlink(missing_ok=True)

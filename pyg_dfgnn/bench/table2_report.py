@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_dfgnn.bench.results import markdown
-from pyg_dfgnn.bench.table2_steps import PHASES, SUMMED
+from pyg_dfgnn.bench.table2_steps import FROM_FLOAT64, PHASES, SUMMED
 
 HEADER = [
     "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
@@ -55,7 +55,8 @@ def times_table(rows: Sequence[Row]) -> str:
                 _number(row["wall_ms"]),
                 f"{float(row['peak_mb']) / 1e3:.2f}" if row["peak_mb"] else "",
                 *(f"{found[key]:.2f}x" if key in found else "" for found in (by_sum, by_step)),
-                *(row[f"{what}_difference"] for what in ("loss", "gradient")),
+                _loss(row),
+                row["gradient_difference"],
             ]
         )
     return markdown(HEADER, lines)
@@ -65,18 +66,27 @@ def _number(value: str) -> str:
     return f"{float(value):.3g}" if value else ""
 
 
+def _loss(row: Row) -> str:
+    ours, theirs = (row[name] for name in FROM_FLOAT64)
+    from_float64 = f"; from float64 {ours}, {row['reference']} {theirs}" if ours else ""
+    return f"{row['loss_difference']}{from_float64}"
+
+
 def page(rows: Sequence[Row]) -> str:
     """The Markdown page: what was measured, the table, the data sets."""
     first = rows[0]
+    products = "products may round to TF32" if str(first["tf32"]) == "True" else "without TF32"
     about = f"""\
 Training steps of `{first["model"]}` on {first["gpu"]}, torch {first["torch"]}, PyG {first["pyg"]}: median milliseconds,
-float32 without TF32.
+float32, {products}.
 
 `sum` is what the paper adds up: preprocess, forward (with the loss) and backward of one step. `once`: one whole graph
 stays on the device, so its transfer and preprocess are no part of a step nor of its sum. A captured step pads batches
 to a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster`
 is against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the
-reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time."""
+reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time, unless it is
+so in its losses alone and these are no farther from those of the reference in float64 than the reference's own in
+float32: then both distances are given."""
     sets = {row["dataset"]: row for row in rows if row.get("task")}
     described = [
         [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench import table2, table2_report, table2_steps
-from pyg_dfgnn.bench.table2_steps import PHASES, Disagreement, Pace, Phases, Reference
+from pyg_dfgnn.bench.table2_steps import FROM_FLOAT64, PHASES, Disagreement, Pace, Phases, Reference, agree
 from pyg_dfgnn.paths import configs_dir
 
 TINY = [
@@ -98,16 +98,107 @@ def test_what_disagrees_has_no_time(table, monkeypatch):
     monkeypatch.setattr(table2_steps.unfused_nn, "unfused_attention", lambda *args: 1.01 * unfused(*args))
     code, rows, losses = table()
     wrong = rows[1]
+    # A wrong first gradient is no matter of rounding.
+    assert [wrong[name] for name in FROM_FLOAT64] == ["", ""]
     assert code == 1 and wrong["status"].startswith("WRONG: loss difference") and wrong["status"].endswith("from pyg")
     assert wrong["step_ms"] == wrong["wall_ms"] == "" and float(wrong["gradient_difference"]) > 1e-3
     assert len(losses["unfused"]) == 4 and rows[2]["status"] == "ok"
 
 
 def test_a_nan_disagrees():
-    reference = Reference("pyg", {}, [1.0, 2.0], torch.ones(3))
+    reference = Reference({"name": "pyg"}, {}, [1.0, 2.0], torch.ones(3))
     found = reference.differences([1.0, float("nan")], torch.ones(3))
     assert not found["loss_difference"] <= 1e9 and found["gradient_difference"] == 0
+    assert not agree(found, 1e9)
     assert "from pyg" in str(Disagreement("pyg", {"loss_difference": "nan"}, []))
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ((1e-3, 1e-3), True),
+        ((2e-3, 1e-6), False),
+        ((2e-3, 1e-6, 3e-3, 3e-3), True),
+        ((2e-3, 1e-6, 3.1e-3, 3e-3), False),
+        ((2e-3, 2e-3, 0.0, 3e-3), False),
+        ((1e-6, 2e-3), False),
+        ((2e-3, 1e-6, float("nan"), 3e-3), False),
+        ((2e-3, 1e-6, 1e-3, float("nan")), False),
+    ],
+)
+def test_what_agrees(differences, expected):
+    names = ("loss_difference", "gradient_difference", *FROM_FLOAT64)
+    assert agree(dict(zip(names, differences)), 1e-3) is expected
+
+
+@pytest.fixture
+def drift(monkeypatch):
+    """drift(pyg=1.01, ...): after its first step in float32 a backend's parameters are scaled by its factor."""
+
+    def scale(**factors):
+        make = table2_steps._step
+
+        def drifting(backend, model, *rest):
+            step, parameters = make(backend, model, *rest), list(model.parameters())
+            factor = factors.pop(backend.name) if parameters[0].dtype == torch.float32 else 1.0
+
+            def call(batch):
+                nonlocal factor
+                result = step(batch)
+                with torch.no_grad():
+                    torch._foreach_mul_(parameters, factor)
+                factor = 1.0
+                return result
+
+            return call
+
+        monkeypatch.setattr(table2_steps, "_step", drifting)
+
+    return scale
+
+
+def test_losses_as_near_to_float64_as_the_reference_are_accepted(table, tmp_path, drift):
+    drift(pyg=1.2, unfused=1.1)
+    code, rows, _ = table("backends=[pyg,unfused]")
+    assert code == 0 and rows[1]["status"] == "ok" and float(rows[1]["loss_difference"]) > 1e-3
+    ours, theirs = (rows[1][name] for name in FROM_FLOAT64)
+    assert 1e-4 < float(ours) < float(theirs)
+    (page,) = tmp_path.glob("*.md")
+    assert f"| {rows[1]['loss_difference']}; from float64 {ours}, pyg {theirs} |" in page.read_text()
+    assert [rows[0][name] for name in FROM_FLOAT64] == ["", ""]
+
+
+@pytest.mark.parametrize("pyg", [1.0, 1.1])
+def test_losses_farther_from_float64_than_the_reference_are_wrong(table, drift, pyg):
+    drift(pyg=pyg, unfused=1.2)
+    code, rows, _ = table("backends=[pyg,unfused]")
+    assert code == 1 and rows[1]["status"].startswith("WRONG: loss difference") and rows[1]["step_ms"] == ""
+    assert "loss from float64" in rows[1]["status"] and float(rows[1]["gradient_difference"]) < 1e-4
+    ours, theirs = (float(rows[1][name]) for name in FROM_FLOAT64)
+    assert ours > theirs
+
+
+def test_without_memory_for_float64_the_bound_counts(table, monkeypatch, drift):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(table2_steps, "exact_losses", refuse)
+    drift(pyg=1.2, unfused=1.0)
+    code, rows, _ = table("backends=[pyg,unfused]")
+    assert code == 1 and rows[1]["status"].startswith("WRONG") and rows[1]["loss_from_float64"] == ""
+
+
+def test_tf32_has_results_of_its_own(table, tmp_path, options):
+    before = torch.get_float32_matmul_precision()
+    try:
+        code, rows, _ = table("tf32=true", "backends=[pyg,auto]")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert code == 0 and {row["tf32"] for row in rows} == {"True"}
+    (page,) = tmp_path.glob("transformer_stack-tf32-*.md")
+    assert "products may round to TF32" in page.read_text()
+    assert options().setting != options("tf32=true").setting == rows[0]["setting"]
 
 
 def test_what_cannot_run_says_why(table, monkeypatch):
