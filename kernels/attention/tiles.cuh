@@ -323,7 +323,7 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[STEP_TILES][4], u
             if (PRODUCTS == 1) right_rows(first[n], tile + 8 * n * TILE_STRIDE, 0);
             else right_rows(first[n], second[n], tile + 8 * n * TILE_STRIDE, 0);
         }
-        multiply_first(d, left_of_rows(own_words, 0), first);
+        multiply<true>(d, left_of_rows(own_words, 0), first);
         if (PRODUCTS == 2) multiply(d, left_of_rows(own_words, 1), second);
         return;
     }

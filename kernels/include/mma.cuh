@@ -55,12 +55,15 @@ __device__ __forceinline__ int shuffled(int i, int odd) {
 __device__ __forceinline__ int lane_row() { return shuffled(lane_group() >> 1, lane_group() & 1); }
 __device__ __forceinline__ int lane_column(int odd) { return shuffled(lane_pos(), odd); }
 
+// D += A B; with FIRST D = A B.
+template <bool FIRST = false>
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #ifdef PYG_DFGNN_EMULATOR
     u32 warp[32][6];
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     emu_gather_registers(mine, warp);
     for (int i = 0; i < 4; ++i) {
+        if (FIRST) d[i] = 0.0f;
         const int half = i / 2, column = 2 * lane_pos() + i % 2;
         for (int k = 0; k < MMA_K; ++k) {
             const int pos = STORAGE == 0 ? k % 4 : k % 8 / 2, second = STORAGE == 0 ? k / 4 : k / 8;
@@ -80,62 +83,42 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], const u32 
 #else
 #define MMA_NAME "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #endif
-    asm(MMA_NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if constexpr (FIRST) {
+        asm(MMA_NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+    } else {
+        asm(MMA_NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
 #endif
 }
 
-// D = A B.
-__device__ __forceinline__ void mma_first(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#ifdef PYG_DFGNN_EMULATOR
-    for (int i = 0; i < 4; ++i) d[i] = 0.0f;
-    mma(d, a, b);
-#else
-    asm(MMA_NAME " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
-#endif
-}
-
-// D = A B for N of B.
-template <int N>
-__device__ __forceinline__ void multiply_first(float (*d)[4], const Left& a, const Right (&b)[N]) {
-#if SPLIT
-#pragma unroll
-    for (int n = 0; n < N; ++n) mma_first(d[n], a.small, b[n].big);
-#pragma unroll
-    for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].small);
-#pragma unroll
-    for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].big);
-#else
-#pragma unroll
-    for (int n = 0; n < N; ++n) mma_first(d[n], a.big, b[n].big);
-#endif
-}
-
-// One A for N of B. Products of one kind follow each other, so that N independent sums are in flight.
-template <int N>
+// One A for N of B: D += A B; with FIRST D = A B. Products of one kind follow each other, so that N independent sums are
+// in flight.
+template <bool FIRST = false, int N>
 __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Right (&b)[N]) {
 #if SPLIT
 #pragma unroll
-    for (int n = 0; n < N; ++n) mma(d[n], a.small, b[n].big);
+    for (int n = 0; n < N; ++n) mma<FIRST>(d[n], a.small, b[n].big);
 #pragma unroll
     for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].small);
 #endif
 #pragma unroll
-    for (int n = 0; n < N; ++n) mma(d[n], a.big, b[n].big);
+    for (int n = 0; n < N; ++n) mma<FIRST && !SPLIT>(d[n], a.big, b[n].big);
 }
 
 // Number `i` of an operand from the bits of an fp32 number. The tensor cores cut the low 13 bits: alone, a number is
-// rounded to nearest; of a split number the rest makes up for it.
+// rounded to nearest (the maximum keeps the NaN that arithmetic makes, 0x7fffffff, from overflowing to zero); of a split
+// number the rest makes up for it.
 template <class Operand>
 __device__ __forceinline__ void set_tf32(Operand& operand, int i, u32 bits) {
 #if SPLIT
     operand.big[i] = bits;
     operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(bits & 0xffffe000u));
 #else
-    operand.big[i] = bits + 0x1000u;
+    operand.big[i] = (u32)max((int)(bits + 0x1000u), (int)bits);
 #endif
 }
 
@@ -159,7 +142,8 @@ __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Rig
     for (int n = 0; n < N; ++n) mma(e[n], f.big, g[n].big);
 }
 
-// Rounds what tensor cores would cut of the rest of A: cheap, as one A meets many B, and it halves the error of products.
+// Rounds what tensor cores would cut of the rest of A: cheap, as one A meets many B, and it takes a quarter off the
+// error of products.
 __device__ __forceinline__ void round_rest(Left& a) {
 #if SPLIT
 #pragma unroll

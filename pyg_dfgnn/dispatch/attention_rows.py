@@ -167,7 +167,7 @@ _MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
         "sources": {"dot": 5, "cosine": 5, "add": 6},
     },
     (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
-    (2, 16): {"sources": {"add": 4}},
+    (2, 16): {"sources": {"add": 4, "cosine": 3}},
 }
 # The same where lanes to spare go to further rows.
 _PACKED_MIN_BLOCKS = {(2, 16): {"sources": {"dot": 5}}}

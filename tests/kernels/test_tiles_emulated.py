@@ -396,6 +396,20 @@ def test_tf32(score, name):
             run(problem, graph)
 
 
+def test_nan_stays_under_tf32(score, tf32):
+    """Of the pattern that arithmetic gives it on a GPU, whose rounding up would overflow."""
+    graph = build_graph("batch")
+    problem = problem_of(score, graph)
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    name = {"cosine": "x_src", "add": "value"}.get(score, "key")
+    problem.inputs[name][graph.edge_index[0, 0], 0, 0] = nan
+    actual, _ = run(problem, graph)
+    expected = exact(problem, graph)
+    assert expected["out"].isnan().any()
+    for key, tensor in expected.items():
+        assert actual[key][tensor.isnan()].isnan().all(), key
+
+
 def test_tf32_leaves_16_bits_alone(score, tf32):
     """Their products are exact anyway."""
     graph = build_graph("batch")
