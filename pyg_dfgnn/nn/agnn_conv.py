@@ -5,7 +5,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, editable, methods_of, weights_dtype
+from pyg_dfgnn.nn.fused import Call, FusedConv, methods_of, weights_dtype
 from pyg_dfgnn.ops.attention import cosine_attention
 
 
@@ -40,9 +40,8 @@ class AGNNConv(FusedConv, conv.AGNNConv):
             return super().forward(x, edge_index)
 
         edges, _, _ = self._edges(call)
-        attended = cosine_attention(edges, x.unsqueeze(1), beta=self.beta).squeeze(1)
-        out = attended.to(torch.promote_types(attended.dtype, weights_dtype(x, self.beta)))
-        return editable(out, attended)
+        attended = cosine_attention(edges, x.unsqueeze(1), beta=self.beta, concat=True, editable=True)
+        return attended.to(torch.promote_types(attended.dtype, weights_dtype(x, self.beta)))
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         """That of `x`, also under autocast: no linear layer comes before the attention."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ HOOKS = tuple(
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("_pre", "")
 )
+_hooks = itemgetter(*HOOKS)
+_methods = attrgetter(*METHODS)
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor")
 NO_DEVICE = "the tensors are not on a CUDA device"
 
@@ -106,18 +109,29 @@ def _overrides_propagation(conv_type: type[MessagePassing]) -> bool:
     return False
 
 
+@torch.compiler.assume_constant_result
+def replaced_methods(conv_type: type[MessagePassing]) -> list[str]:
+    """The functions of PyG's class that the class or a user's subclass now has others for."""
+    upstream = conv_type._upstream_methods  # type: ignore[attr-defined]
+    if _methods(conv_type) == tuple(upstream.values()):
+        return []
+    return [name for name, method in upstream.items() if getattr(conv_type, name) is not method]
+
+
 def form_of(edge_index: Any) -> str:
     """`"tensor"`, `"EdgeIndex"`, `"torch.sparse"`, `"SparseTensor"`, or the name of a type that PyG does not take."""
     if isinstance(edge_index, Tensor):
         if isinstance(edge_index, EdgeIndex):
             return "EdgeIndex"
-        return "tensor" if edge_index.layout == torch.strided else "torch.sparse"
+        return "tensor" if edge_index.layout is torch.strided else "torch.sparse"
     return "SparseTensor" if isinstance(edge_index, SparseTensor) else type(edge_index).__name__
 
 
 def weights_dtype(features: Tensor, other: Tensor) -> torch.dtype:
     """The dtype of PyG's attention weights from these factors of a logit: on CUDA, autocast sums in float32."""
-    dtype = torch.promote_types(features.dtype, other.dtype)
+    dtype = features.dtype
+    if other.dtype is not dtype:
+        dtype = torch.promote_types(dtype, other.dtype)
     if features.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.promote_types(dtype, torch.float32)
     return dtype
@@ -125,6 +139,8 @@ def weights_dtype(features: Tensor, other: Tensor) -> torch.dtype:
 
 def adjacency_features(edge_index: Adj) -> Tensor | None:
     """The values of a sparse adjacency that PyG takes as edge features: those with channels."""
+    if isinstance(edge_index, Tensor) and edge_index.layout is torch.strided:
+        return None
     if isinstance(edge_index, SparseTensor):
         values = edge_index.coo()[2]
     elif is_torch_sparse_tensor(edge_index):
@@ -198,9 +214,9 @@ class FusedConv(MessagePassing):
             The call, with its reasons.
         """
         form, compiling = form_of(edge_index), torch.compiler.is_compiling()
-        found = [*reasons, *self._module_reasons(node_dim)]
+        found = [*reasons, *self._module_reasons(node_dim, compiling)]
         x = nodes[0] if nodes[0] is not None else nodes[1]
-        if not all(node is None or (isinstance(node, Tensor) and node.dim() == 2) for node in nodes) or x is None:
+        if x is None or any([n is not None and not (isinstance(n, Tensor) and n.dim() == 2) for n in nodes]):
             found.append("x is not a matrix [N, F] per node set")
             return Call(found, (), edge_index, form)
         if form == "PartitionedGraph":
@@ -208,7 +224,8 @@ class FusedConv(MessagePassing):
         if form not in FORMS:
             found.append(f"edge_index is a {form}")
             return Call(found, (), edge_index, form)
-        found += self._edge_index_reasons(edge_index, form, x.device)
+        device = x.device
+        found += self._edge_index_reasons(edge_index, form, device)
 
         sizes = [None if node is None else node.size(0) for node in nodes]
         if form == "EdgeIndex":
@@ -245,7 +262,7 @@ class FusedConv(MessagePassing):
         edge = edge_attr is not None and lin_edge is not None
         dropped = dropout > 0.0 and self.training
         dtype = self._storage_dtype(x)
-        problem = (score, heads, channels, dtype, x.device, edge, dropped, torch.is_grad_enabled())
+        problem = (score, heads, channels, dtype, device, edge, dropped, torch.is_grad_enabled())
         found += kernel_reasons(*problem)
         edge_attr = edge_attr if edge else None
         return Call(found, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
@@ -294,7 +311,11 @@ class FusedConv(MessagePassing):
             transposed = self.flow == "target_to_source"
             return EdgeSet(edge_index, call.num_src, call.num_dst, self_loops, transposed), edge_attr, edge_index
 
-        graph = Graph.of(edge_index, call.num_src, call.num_dst, flow=self.flow, self_loops=self_loops)
+        if call.form == "tensor":
+            transposed = self.flow != "source_to_target"
+            graph = Graph.resolve(edge_index, call.num_src, call.num_dst, self_loops, transposed)
+        else:
+            graph = Graph.of(edge_index, call.num_src, call.num_dst, flow=self.flow, self_loops=self_loops)
         if self_loops and edge_attr is not None:
             assert graph.kept is not None
             plain = edge_index.as_tensor() if call.form == "EdgeIndex" else edge_index
@@ -308,10 +329,11 @@ class FusedConv(MessagePassing):
             edge_index = graph.edge_index.flip(0) if self.flow == "target_to_source" else graph.edge_index.clone()
         return graph, edge_attr, edge_index
 
-    def _join_heads(self, attended: Tensor, dtype: torch.dtype) -> Tensor:
-        """The heads side by side or averaged, in at least this dtype."""
-        out = attended.to(torch.promote_types(attended.dtype, dtype))
-        return out.flatten(1) if self.concat else out.mean(dim=1)
+    def _settle(self, attended: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output of the op in at least this dtype; its heads are averaged here if the op has left them apart."""
+        if attended.dtype is not dtype:
+            attended = attended.to(torch.promote_types(attended.dtype, dtype))
+        return attended if self.concat else attended.mean(dim=1)
 
     def _finish(self, call: Call, result: Any, dtype: torch.dtype, res: Tensor | None, adjacency: Adj) -> Any:
         """What `GATConv` and `GATv2Conv` return.
@@ -324,12 +346,11 @@ class FusedConv(MessagePassing):
             adjacency: To be returned with the weights.
         """
         attended, alpha = result if call.weights else (result, None)
-        out = self._join_heads(attended, dtype)
+        out = self._settle(attended, dtype)
         if res is not None:
             out = out + res
         if self.bias is not None:
             out = out + self.bias
-        out = editable(out, attended)
         return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
 
     def _report(self, reasons: list[str]) -> None:
@@ -346,17 +367,14 @@ class FusedConv(MessagePassing):
             raise UnsupportedError(told, what=f"the fused {type(self).__name__}")
         log_once(type(self).__name__, tuple(told))
 
-    def _module_reasons(self, node_dim: int) -> list[str]:
+    def _module_reasons(self, node_dim: int, compiling: bool) -> list[str]:
         reasons = []
         if self.explain:
             reasons.append("an explainer is attached")
-        if any([getattr(self, name) for name in HOOKS]):
+        # The attributes at once; torch.compile has to see each for itself.
+        if any([getattr(self, name) for name in HOOKS] if compiling else _hooks(self.__dict__)):
             reasons.append("message passing hooks are registered")
-        replaced = [
-            name
-            for name, method in self._upstream_methods.items()
-            if getattr(type(self), name) is not method or name in self.__dict__
-        ]
+        replaced = [*replaced_methods(type(self)), *[name for name in METHODS if name in self.__dict__]]
         if replaced:
             reasons.append(f"'{', '.join(replaced)}' is overridden")
         if overrides_propagation(type(self)):
@@ -370,7 +388,7 @@ class FusedConv(MessagePassing):
             reasons.append(f"node_dim is {self.node_dim}")
         if torch.jit.is_scripting() or torch.jit.is_tracing():
             reasons.append("TorchScript")
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if not compiling and torch._C._are_functorch_transforms_active():
             reasons.append("a torch.func transform is active")
         return reasons
 
@@ -396,21 +414,15 @@ class FusedConv(MessagePassing):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the node features behind the linear layers."""
         # Meta tensors have no autocast to ask about.
-        if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            return torch.get_autocast_dtype(x.device.type)
-        return x.dtype
+        dtype, kind = x.dtype, x.device.type
+        if dtype is not torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return dtype
 
     def _may_need_grad(self, *tensors: Tensor | None) -> bool:
         if not torch.is_grad_enabled():
             return False
         return any(t is not None and t.requires_grad for t in (*tensors, *self.parameters()))
-
-
-def editable(out: Tensor, attended: Tensor) -> Tensor:
-    """`out`, or a copy if it is the memory of `attended`, which backward has saved: it may be edited, as PyG's."""
-    if torch.compiler.is_compiling() or not out.requires_grad or out.data_ptr() != attended.data_ptr():
-        return out
-    return out.clone()
 
 
 def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:

@@ -87,6 +87,8 @@ class GATConv(FusedConv, conv.GATConv):
             negative_slope=self.negative_slope,
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
+            concat=self.concat,
+            editable=self.concat and res is None and self.bias is None,
         )
         return self._finish(call, result, weights_dtype(h_src, self.att_src), res, adjacency)
 

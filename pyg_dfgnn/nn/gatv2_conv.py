@@ -36,7 +36,8 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         reasons = []
         if nodes[0] is None or nodes[1] is None:
             reasons.append("x is missing on one side")
-        if self.lin_edge is None and (edge_attr is not None or adjacency_features(edge_index) is not None):
+        lin_edge = self.lin_edge
+        if lin_edge is None and (edge_attr is not None or adjacency_features(edge_index) is not None):
             reasons.append("edge features without edge_dim")
         return self._gate(
             "gatv2",
@@ -45,7 +46,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             edge_attr,
             heads=self.heads,
             channels=self.out_channels,
-            lin_edge=self.lin_edge,
+            lin_edge=lin_edge,
             dropout=self.dropout,
             self_loops=self.add_self_loops,
             weights=bool(return_attention_weights),
@@ -83,5 +84,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             negative_slope=self.negative_slope,
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
+            concat=self.concat,
+            editable=self.concat and res is None and self.bias is None,
         )
         return self._finish(call, result, weights_dtype(h_src, self.att), res, adjacency)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
-from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, editable, methods_of, weights_dtype
+from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.attention import dot_attention
 
@@ -39,7 +39,8 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             reasons.append("x is missing on one side")
         if weights and self.training and self.dropout > 0.0:
             reasons.append("attention weights before dropout are asked for in training")
-        if (self.lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
+        lin_edge = self.lin_edge
+        if (lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
             reasons.append("edge_dim without edge features, or edge features without edge_dim")
         return self._gate(
             "dot",
@@ -48,7 +49,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             edge_attr,
             heads=self.heads,
             channels=self.out_channels,
-            lin_edge=self.lin_edge,
+            lin_edge=lin_edge,
             dropout=self.dropout,
             weights=weights,
             reasons=reasons,
@@ -87,10 +88,12 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             edge=edge,
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
+            concat=self.concat,
+            editable=self.concat and not self.root_weight,
         )
         attended, alpha = result if call.weights else (result, None)
         dtype = weights_dtype(query, key)
-        out = self._join_heads(attended, dtype)
+        out = self._settle(attended, dtype)
         if self.root_weight:
             x_r = skip[0].flatten(1) if skip else self.lin_skip(x_dst)
             if self.lin_beta is not None:
@@ -98,7 +101,6 @@ class TransformerConv(FusedConv, conv.TransformerConv):
                 out = beta * x_r + (1 - beta) * out
             else:
                 out = out + x_r
-        out = editable(out, attended)
         if alpha is None:
             return out
         if isinstance(adjacency, SparseTensor):

@@ -159,47 +159,64 @@ def _run(
     graph: Edges,
     score: str,
     inputs: Inputs,
-    *,
-    same: bool = False,
-    return_weights: bool = False,
-    signature: Any = None,
-    kernels: Kernels | None = None,
+    same: bool,
+    return_weights: bool,
+    concat: bool,
+    editable: bool,
+    signature: Any,
+    kernels: Kernels | None,
 ) -> Any:
-    """The result of checked inputs; `kernels` are those of an earlier call with this signature."""
+    """The result of checked inputs.
+
+    Args:
+        graph: The edges.
+        score: The score.
+        inputs: The inputs, without the seed.
+        same: Whether target and value are one tensor.
+        return_weights: As the public functions have it.
+        concat: The same.
+        editable: The same.
+        signature: Of the arguments.
+        kernels: Those of an earlier call with this signature.
+    """
     value = inputs.value
     if inputs.dropout > 0.0:
         inputs = inputs._replace(seed=_draw_seed(value.device))
-    tracked = needs_grad(inputs[:7])
-    if kernels is None and _is_eager(graph) and all(tensor is None or is_plain(tensor) for tensor in inputs[:8]):
+    tensors = inputs[:8]
+    tracked = needs_grad(tensors)
+    if kernels is None and _is_eager(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
         kernels = Kernels.of(problem_of(score, inputs), graph)
         if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
             graph.plans[signature] = kernels
     if kernels is not None:
         if tracked:
-            found = apply_attention((kernels, graph, same, return_weights), inputs, *inputs[:8])
+            found = apply_attention((kernels, graph, same, return_weights, concat, editable), inputs, *tensors)
             if not return_weights:
                 return found
             out, softmax = found
         else:
-            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights)
+            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights, concat=concat)
             if not return_weights:
                 return out
         # No closures: their cells would cost every call.
         weigh = partial(run_weights, kernels, graph, inputs, softmax)  # type: ignore[arg-type]
-        return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *inputs[:8])
+        return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    exact = tracked and is_rounded(value)
+        # What a compiled function edits is apart from what it saves.
+        editable = False
+    exact = tracked and (editable or is_rounded(value))
     # Backward may run under other settings than these, so what forward leaves is not up to the plan.
     tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
     out, softmax = TracedAttention.apply(same, exact, tangent, *arguments)
+    out = out.flatten(1) if concat else out
     if not return_weights:
         return out
     if torch.compiler.is_compiling():
         return out, _traced_weights(arguments, softmax)
     weigh = partial(_traced_weights, arguments, softmax)
-    return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *inputs[:8])
+    return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
 
 
 def _is_eager(graph: Edges) -> TypeGuard[Graph]:
@@ -228,6 +245,7 @@ def _by_reference(
     options: Mapping[str, Any],
     dropout_p: float,
     return_weights: bool,
+    concat: bool,
 ) -> Any:
     """The result of a function of the reference on checked inputs, the first of which has the shape [N, H, C]."""
     graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
@@ -236,8 +254,9 @@ def _by_reference(
         device = edge_index.device
         edge_ids = torch.arange(edge_index.shape[1], device=device)
         keep = dropout_factor(edge_ids, tensors[0].shape[1], dropout_p, _draw_seed(device))
-    result = attend(edge_index, graph.num_dst, *tensors, keep=keep, **options)
-    return result if return_weights else result[0]
+    out, weights = attend(edge_index, graph.num_dst, *tensors, keep=keep, **options)
+    out = out.flatten(1) if concat else out
+    return (out, weights) if return_weights else out
 
 
 def dot_attention(
@@ -250,6 +269,8 @@ def dot_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    concat: bool = False,
+    editable: bool = False,
 ) -> Any:
     r"""Scaled dot-product attention over edges, :math:`S_{ij} = s\,\langle q_i, k_j + e_{ij} \rangle`.
 
@@ -262,10 +283,12 @@ def dot_attention(
         scale: The factor s, 1 / sqrt(C) by default.
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
+        concat: Return the heads side by side.
+        editable: Let the output be edited in place: what backward needs of it is kept apart.
 
     Returns:
-        Shape [N_dst, H, C]; with ``return_weights`` also the weights after dropout [E, H] in the order of
-        ``graph.edge_index``; differentiable, except while torch.compile traces.
+        Shape [N_dst, H, C], with ``concat`` [N_dst, H * C]; with ``return_weights`` also the weights after dropout
+        [E, H] in the order of ``graph.edge_index``; differentiable, except while torch.compile traces.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
@@ -291,10 +314,10 @@ def dot_attention(
         edge = None if edge is None else edge.to(dtype)
         if not _fusable("dot", value, edge, dropout_p):
             tensors, options = (query, key, value), {"edge": edge, "scale": scale}
-            return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights)
+            return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights, concat)
     scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
     inputs = Inputs(query, key, value, None, None, None, edge, None, scale, 0.0, float(dropout_p))
-    return _run(graph, "dot", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
+    return _run(graph, "dot", inputs, False, return_weights, concat, editable, signature, kernels)
 
 
 def cosine_attention(
@@ -305,6 +328,8 @@ def cosine_attention(
     beta: Tensor | float,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    concat: bool = False,
+    editable: bool = False,
 ) -> Any:
     r"""Cosine attention, :math:`S_{ij} = \beta \cos(x_i, x_j)`, that sums the un-normalised source rows.
 
@@ -315,6 +340,8 @@ def cosine_attention(
         beta: Scalar tensor of one element, or a number.
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
+        concat: As in :func:`dot_attention`.
+        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -348,7 +375,7 @@ def cosine_attention(
         x_src, target = x_src.to(dtype), target.to(dtype)
         if not _fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
-            return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights)
+            return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
     source_norms = _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
     beta = beta.float()  # type: ignore[union-attr]
@@ -356,7 +383,7 @@ def cosine_attention(
         # A view would cost a node of autograd.
         beta = beta.reshape(1)
     inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
-    return _run(graph, "cosine", inputs, same=same, return_weights=return_weights, signature=signature, kernels=kernels)
+    return _run(graph, "cosine", inputs, same, return_weights, concat, editable, signature, kernels)
 
 
 def add_attention(
@@ -369,6 +396,8 @@ def add_attention(
     negative_slope: float = 0.2,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    concat: bool = False,
+    editable: bool = False,
 ) -> Any:
     r"""Additive attention, :math:`S_{ij} = \mathrm{LeakyReLU}(r_j + l_i + t_{ij})`.
 
@@ -381,6 +410,8 @@ def add_attention(
         negative_slope: Slope of the LeakyReLU below 0.
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
+        concat: As in :func:`dot_attention`.
+        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -407,13 +438,13 @@ def add_attention(
         if not _fusable("add", value, alpha_edge, dropout_p):
             tensors = (value, alpha_src, alpha_dst)
             options = {"alpha_edge": alpha_edge, "negative_slope": negative_slope}
-            return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights)
+            return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights, concat)
     if alpha_dst is None:
         alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
     edge = None if alpha_edge is None else alpha_edge.float()
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(None, None, value, alpha_dst.float(), alpha_src.float(), None, edge, None, 1.0, slope, p)
-    return _run(graph, "add", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
+    return _run(graph, "add", inputs, False, return_weights, concat, editable, signature, kernels)
 
 
 def gatv2_attention(
@@ -426,6 +457,8 @@ def gatv2_attention(
     negative_slope: float = 0.2,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    concat: bool = False,
+    editable: bool = False,
 ) -> Any:
     r"""GATv2 attention, :math:`S_{ij} = \langle a, \mathrm{LeakyReLU}(l_i + r_j + e_{ij}) \rangle`.
 
@@ -438,6 +471,8 @@ def gatv2_attention(
         negative_slope: Slope of the LeakyReLU below 0.
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
+        concat: As in :func:`dot_attention`.
+        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -465,7 +500,7 @@ def gatv2_attention(
         edge = None if edge is None else edge.to(dtype)
         if not _fusable("gatv2", x_src, edge, dropout_p):
             tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
-            return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights)
+            return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights, concat)
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(x_dst, None, x_src, None, None, att.float(), edge, None, 1.0, slope, p)
-    return _run(graph, "gatv2", inputs, return_weights=return_weights, signature=signature, kernels=kernels)
+    return _run(graph, "gatv2", inputs, False, return_weights, concat, editable, signature, kernels)

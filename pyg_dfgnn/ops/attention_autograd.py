@@ -39,16 +39,21 @@ class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
 
     Takes the inputs as they are and their tensors once more, which autograd has to see. Returns the output, with
-    ``weights`` also the softmax.
+    ``concat`` of the shape [N_dst, H * C], and with ``weights`` also the softmax. With ``editable`` the kernel writes
+    the output a second time, for backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, rest: tuple[Kernels, Graph, bool, bool], inputs: Inputs, *tensors: Any) -> Any:
-        kernels, graph, same, weights = rest
+    def forward(
+        ctx: Any, rest: tuple[Kernels, Graph, bool, bool, bool, bool], inputs: Inputs, *tensors: Tensor | None
+    ) -> Any:
+        kernels, graph, same, weights, concat, editable = rest
         ctx.rest = kernels, graph, same, inputs[8:]
         walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
-        exact = is_rounded(inputs.value)
-        out, softmax, copy, derivative = run_forward(kernels, inputs, graph.num_dst, exact=exact, tangent=walk)
+        exact = editable or is_rounded(inputs.value)
+        out, softmax, copy, derivative = run_forward(
+            kernels, inputs, graph.num_dst, exact=exact, concat=concat, tangent=walk
+        )
         ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
         ctx.set_materialize_grads(False)
         if not weights:

@@ -252,6 +252,7 @@ def run_forward(
     *,
     saved: bool = True,
     exact: bool = False,
+    concat: bool = False,
     tangent: RowsWalk | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Output [N_dst, H, C] and what the backward pass needs beside it.
@@ -262,6 +263,7 @@ def run_forward(
         num_dst: Number of targets.
         saved: Whether to give the softmax, which backward and the weights need.
         exact: Whether to give the output in float32 too.
+        concat: Whether the heads of the output are to be side by side, [N_dst, H * C].
         tangent: The pass to run instead of the planned one, if the derivative is to be given too.
 
     Returns:
@@ -271,9 +273,12 @@ def run_forward(
     """
     # new_empty costs the host less than torch.empty, and empty_like less than that.
     tensors, ready = _ready(inputs)
-    target, value, heads = tensors[0], inputs.value, kernels.problem.heads
-    shape = (num_dst, heads, kernels.problem.channels)
-    out = value.new_empty(shape) if target is None else torch.empty_like(target)
+    target, value, heads, channels = tensors[0], inputs.value, kernels.problem.heads, kernels.problem.channels
+    shape = (num_dst, heads, channels)
+    if concat:
+        out = value.new_empty((num_dst, heads * channels))
+    else:
+        out = value.new_empty(shape) if target is None else torch.empty_like(target)
     softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
     copy = value.new_empty(shape, dtype=torch.float32) if exact else None
     if tangent is None:

@@ -455,6 +455,41 @@ def test_inputs_are_not_changed(score, fused):
     assert torch.equal(problem.grad_out, grad_out)
 
 
+def test_heads_side_by_side(score, path):
+    problem = problem_of(score, full=True)
+    torch.manual_seed(3)
+    expected = problem.run()
+    torch.manual_seed(3)
+    out, weights = problem.call(concat=True, return_weights=True)
+    assert torch.equal(out, expected["out"].flatten(1)) and weights.dim() == 2
+    for _ in range(2):
+        # The second time the kernels are known.
+        torch.manual_seed(3)
+        assert_equal(
+            problem.run(lambda **inputs: problem.call(**inputs, concat=True).view_as(expected["out"])), expected
+        )
+
+
+@pytest.mark.parametrize("intercepted", [False, True], ids=["eager", "intercepted"])
+@pytest.mark.parametrize("concat", [False, True], ids=["apart", "concat"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_editable_output(score, dtype, concat, intercepted, path):
+    problem = problem_of(score, dtype=dtype)
+    problem.grad_out = problem.grad_out.flatten(1) if concat else problem.grad_out
+    results = []
+    for edit in (torch.relu, torch.relu_):
+        with Recorder() if intercepted else nullcontext():
+            results.append(problem.run(lambda **inputs: edit(problem.call(**inputs, concat=concat, editable=True))))  # noqa: B023
+    assert_equal(*results)
+
+
+def test_an_output_that_is_saved_may_not_be_edited(score, fused):
+    """Otherwise there is nothing that `editable` would be for."""
+    problem = problem_of(score)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        problem.run(lambda **inputs: torch.relu_(problem.call(**inputs)))
+
+
 MIXED = {
     "dot": ({"query": torch.bfloat16}, torch.float32),
     "cosine": ({"x_src": torch.bfloat16, "beta": torch.float64}, torch.float32),
