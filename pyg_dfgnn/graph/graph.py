@@ -416,9 +416,12 @@ class Graph:
         streams = self._streams
         if streams is None:
             return self
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        # The default stream, whose handle is 0, cannot be captured.
+        if handle == 0 and 0 in streams:
+            return self
         if torch.cuda.is_current_stream_capturing():
             return self.pin()
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         if handle not in streams:
             stream = torch.cuda.current_stream(self.device)
             if self._made is not None:

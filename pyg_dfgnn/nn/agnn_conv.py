@@ -40,8 +40,10 @@ class AGNNConv(FusedConv, conv.AGNNConv):
             return super().forward(x, edge_index)
 
         edges, _, _ = self._edges(call)
-        attended = cosine_attention(edges, x.unsqueeze(1), beta=self.beta, concat=True, editable=True)
-        return attended.to(torch.promote_types(attended.dtype, weights_dtype(x, self.beta)))
+        beta = self.beta
+        attended = cosine_attention(edges, x.unsqueeze(1), beta=beta, concat=True, editable=True)
+        dtype = weights_dtype(x, beta)
+        return attended if attended.dtype is dtype else attended.to(torch.promote_types(attended.dtype, dtype))
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         """That of `x`, also under autocast: no linear layer comes before the attention."""

@@ -150,6 +150,10 @@ def adjacency_features(edge_index: Adj) -> Tensor | None:
     return values if values is not None and values.dim() > 1 else None
 
 
+def _is_matrix(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2
+
+
 class FusedConv(MessagePassing):
     """What the drop-in convs share: the gate, and the edges in the order of the fused ops.
 
@@ -215,8 +219,9 @@ class FusedConv(MessagePassing):
         """
         form, compiling = form_of(edge_index), torch.compiler.is_compiling()
         found = [*reasons, *self._module_reasons(node_dim, compiling)]
-        x = nodes[0] if nodes[0] is not None else nodes[1]
-        if x is None or any([n is not None and not (isinstance(n, Tensor) and n.dim() == 2) for n in nodes]):
+        first, second = nodes
+        x = first if first is not None else second
+        if x is None or not (_is_matrix(x) and (second is x or second is None or _is_matrix(second))):
             found.append("x is not a matrix [N, F] per node set")
             return Call(found, (), edge_index, form)
         if form == "PartitionedGraph":
@@ -227,7 +232,7 @@ class FusedConv(MessagePassing):
         device = x.device
         found += self._edge_index_reasons(edge_index, form, device)
 
-        sizes = [None if node is None else node.size(0) for node in nodes]
+        sizes = [None if first is None else first.size(0), None if second is None else second.size(0)]
         if form == "EdgeIndex":
             size = (edge_index.num_rows, edge_index.num_cols)
         elif form != "tensor":
@@ -349,8 +354,10 @@ class FusedConv(MessagePassing):
         out = self._settle(attended, dtype)
         if res is not None:
             out = out + res
-        if self.bias is not None:
-            out = out + self.bias
+        # Every read of a parameter is a search for it.
+        bias = self.bias
+        if bias is not None:
+            out = out + bias
         return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
 
     def _report(self, reasons: list[str]) -> None:

@@ -67,14 +67,16 @@ class GATConv(FusedConv, conv.GATConv):
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        res = None if self.res is None or x_dst is None else self.res(x_dst)
-        lin_src, lin_dst = (self.lin, self.lin) if self.lin is not None else (self.lin_src, self.lin_dst)
+        # Every read of a module or parameter is a search for it.
+        res, att_src, att_dst, lin = self.res, self.att_src, self.att_dst, self._modules.get("lin")
+        res = None if res is None or x_dst is None else res(x_dst)
+        lin_src, lin_dst = (lin, lin) if lin is not None else (self.lin_src, self.lin_dst)
         h_src = lin_src(x_src).view(-1, self.heads, self.out_channels)
         shared = x_dst is x_src and lin_dst is lin_src
-        alpha_src, alpha_dst = attention_terms(h_src, self.att_src, self.att_dst if shared else None)
+        alpha_src, alpha_dst = attention_terms(h_src, att_src, att_dst if shared else None)
         if not shared and x_dst is not None:
             h_dst = lin_dst(x_dst).view(-1, self.heads, self.out_channels)
-            alpha_dst, _ = attention_terms(h_dst, self.att_dst)
+            alpha_dst, _ = attention_terms(h_dst, att_dst)
 
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
         alpha_edge = None if edge_attr is None else self._edge_logits(edge_attr)
@@ -90,7 +92,7 @@ class GATConv(FusedConv, conv.GATConv):
             concat=self.concat,
             editable=self.concat and res is None and self.bias is None,
         )
-        return self._finish(call, result, weights_dtype(h_src, self.att_src), res, adjacency)
+        return self._finish(call, result, weights_dtype(h_src, att_src), res, adjacency)
 
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
         """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""

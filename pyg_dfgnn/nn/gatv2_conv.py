@@ -67,11 +67,13 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
-        res = None if self.res is None else self.res(x_r)
-        h_src = self.lin_l(x_l).view(-1, self.heads, self.out_channels)
+        # Every read of a module or parameter is a search for it.
+        res, att, own = self.res, self.att, self._modules
+        res = None if res is None else res(x_r)
+        h_src = own["lin_l"](x_l).view(-1, self.heads, self.out_channels)
         h_dst = h_src
         if not (self.share_weights and x_r is x_l):
-            h_dst = self.lin_r(x_r).view(-1, self.heads, self.out_channels)
+            h_dst = own["lin_r"](x_r).view(-1, self.heads, self.out_channels)
 
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
@@ -79,7 +81,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             edges,
             h_src,
             h_dst,
-            self.att.view(self.heads, self.out_channels),
+            att.view(self.heads, self.out_channels),
             edge=edge,
             negative_slope=self.negative_slope,
             dropout_p=float(self.dropout) if self.training else 0.0,
@@ -87,4 +89,4 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             concat=self.concat,
             editable=self.concat and res is None and self.bias is None,
         )
-        return self._finish(call, result, weights_dtype(h_src, self.att), res, adjacency)
+        return self._finish(call, result, weights_dtype(h_src, att), res, adjacency)

@@ -72,7 +72,8 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         if x_src is x_dst:
             # The skip connection has the shape of the others unless heads are averaged.
             skips = (self.lin_skip,) if self.root_weight and self.concat else ()
-            layers = (self.lin_query, self.lin_key, self.lin_value, *skips)
+            own = self._modules
+            layers = (own["lin_query"], own["lin_key"], own["lin_value"], *skips)
             query, key, value, *skip = project(x_src, self.heads, *layers)
         else:
             projected, skip = (self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)), []

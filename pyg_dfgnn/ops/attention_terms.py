@@ -34,16 +34,18 @@ def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> t
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
     vectors = (first,) if second is None else (first, second)
-    fits = all(a.shape == (1, *x.shape[1:]) and a.device == x.device for a in vectors)
-    if fits and is_eager() and all(map(is_plain, (x, *vectors))) and _has_kernel(x):
+    if is_eager() and _has_kernel(x, vectors):
         found = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
         return _pair(found)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])
 
 
-def _has_kernel(x: Tensor) -> bool:
-    _, heads, channels = x.shape
-    return x.device.type in fused_device_types and _is_supported(heads, channels, x.dtype, x.device)
+def _has_kernel(x: Tensor, vectors: Sequence[Tensor]) -> bool:
+    device, (_, heads, channels) = x.device, x.shape
+    for vector in vectors:
+        if not is_plain(vector) or vector.shape != (1, heads, channels) or vector.device != device:
+            return False
+    return is_plain(x) and device.type in fused_device_types and _is_supported(heads, channels, x.dtype, device)
 
 
 @cache
