@@ -81,7 +81,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             edges,
             h_src,
             h_dst,
-            att.view(self.heads, self.out_channels),
+            att,
             edge=edge,
             negative_slope=self.negative_slope,
             dropout_p=float(self.dropout) if self.training else 0.0,

@@ -106,7 +106,7 @@ def _recall(graph: Any, signature: Any) -> Kernels | None:
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
-    if kernels is None or graph.device.type not in fused_device_types:
+    if kernels is None or kernels.device_type not in fused_device_types:
         return None
     settings = current()
     # Most often they are the same object; each `with` block has one of its own.
@@ -138,6 +138,10 @@ def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
     for other in present[1:]:
         dtype = torch.promote_types(dtype, other)
     return dtype
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float32 else tensor.float()
 
 
 def _draw_seed(device: torch.device) -> Tensor:
@@ -378,7 +382,7 @@ def cosine_attention(
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
     source_norms = _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
-    beta = beta.float()  # type: ignore[union-attr]
+    beta = _fp32(beta)  # type: ignore[arg-type]
     if beta.dim() != 1:
         # A view would cost a node of autograd.
         beta = beta.reshape(1)
@@ -441,9 +445,9 @@ def add_attention(
             return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights, concat)
     if alpha_dst is None:
         alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
-    edge = None if alpha_edge is None else alpha_edge.float()
+    edge = None if alpha_edge is None else _fp32(alpha_edge)
     slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(None, None, value, alpha_dst.float(), alpha_src.float(), None, edge, None, 1.0, slope, p)
+    inputs = Inputs(None, None, value, _fp32(alpha_dst), _fp32(alpha_src), None, edge, None, 1.0, slope, p)
     return _run(graph, "add", inputs, False, return_weights, concat, editable, signature, kernels)
 
 
@@ -466,7 +470,7 @@ def gatv2_attention(
         graph: The edges.
         x_src: The source rows r, shape [N_src, H, C]; they are also the values.
         x_dst: The target rows l, shape [N_dst, H, C].
-        att: The vector a, shape [H, C].
+        att: The vector a, shape [H, C] or [1, H, C].
         edge: Shape [E, H, C] in the order of ``graph.edge_index``.
         negative_slope: Slope of the LeakyReLU below 0.
         dropout_p: Probability that an attention weight becomes 0.
@@ -490,7 +494,8 @@ def gatv2_attention(
         _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
         _, heads, channels = x_src.shape
         _check("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
-        _check("att", att, device, H=heads, C=channels)
+        vector = att.squeeze(0) if isinstance(att, Tensor) and att.dim() == 3 else att
+        _check("att", vector, device, H=heads, C=channels)
         if edge is not None:
             _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
@@ -502,5 +507,5 @@ def gatv2_attention(
             tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
             return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights, concat)
     slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(x_dst, None, x_src, None, None, att.float(), edge, None, 1.0, slope, p)
+    inputs = Inputs(x_dst, None, x_src, None, None, _fp32(att), edge, None, 1.0, slope, p)
     return _run(graph, "gatv2", inputs, False, return_weights, concat, editable, signature, kernels)

@@ -173,6 +173,7 @@ class Kernels:
     def __init__(self, problem: AttentionProblem, graph: Graph, settings: Settings) -> None:
         self.problem = problem
         self.settings = settings
+        self.device_type = problem.device.type
         (self.forward,), self.final = self._walks(FORWARD, graph)
         self._backward: tuple[Walk, ...] | None = None
         self._wants_tangent: bool | None = None

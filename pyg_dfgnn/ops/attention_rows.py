@@ -176,8 +176,8 @@ class RowsWalk:
             merge_outputs: What it writes, before the rows' states.
         """
         device = self.device
-        partial = _states(self.num_partial, self.state_elements, device)
-        carry = _states(self.num_carried, self.state_elements, device)
+        partial = _states(self.num_partial, self.state_elements, device) if self.num_partial else None
+        carry = _states(self.num_carried, self.state_elements, device) if self.num_carried else None
         arguments = (*inputs, *addresses((*outputs, partial, carry)))
         for block, (sweep, chunks) in enumerate(zip(self.sweeps, self.chunks, strict=True)):
             launch(self.kernel, self.grid, self.threads, sweep + arguments, device, self.shared_bytes)
@@ -222,6 +222,6 @@ def _state_channels(walk: str, channels: int, score: int) -> int:
     return {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[name]
 
 
-def _states(count: int, elements: int, device: torch.device) -> Tensor | None:
-    """Room for `count` states of so many float32 `elements`, in whole vectors of 16 bytes; None for none."""
-    return torch.empty(-(-count * elements // 4) * 4, dtype=torch.float32, device=device) if count else None
+def _states(count: int, elements: int, device: torch.device) -> Tensor:
+    """Room for `count` states of so many float32 `elements`, in whole vectors of 16 bytes."""
+    return torch.empty(-(-count * elements // 4) * 4, dtype=torch.float32, device=device)

@@ -59,8 +59,12 @@ def run_terms(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     first = x.new_empty((rows, heads), dtype=torch.float32)
     terms = (first,) if len(vectors) == 1 else (first, torch.empty_like(first))
     run = node_kernel(_PATH, "attention_terms", heads, channels, x.dtype)
-    run(rows, x.device, aligned(x), *_pair([aligned(a.float()) for a in vectors]), *_pair(terms))
+    run(rows, x.device, aligned(x), *_pair([_ready(a) for a in vectors]), *_pair(terms))
     return terms
+
+
+def _ready(vector: Tensor) -> Tensor:
+    return aligned(vector if vector.dtype is torch.float32 else vector.float())
 
 
 class _Terms(torch.autograd.Function):
@@ -79,7 +83,7 @@ class _Terms(torch.autograd.Function):
         x = aligned(x)
         grad_x = torch.empty_like(x)
         sums = x.new_empty((len(vectors), blocks, heads, channels), dtype=torch.float32)
-        inputs = (x, *_pair([aligned(a.float()) for a in vectors]), *_pair([aligned(grad) for grad in grads]))
+        inputs = (x, *_pair([_ready(a) for a in vectors]), *_pair([aligned(grad) for grad in grads]))
         arguments = addresses((rows, *inputs, grad_x, sums))
         launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
         totals = sums.sum(dim=1, keepdim=True).unbind()

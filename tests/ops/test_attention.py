@@ -113,6 +113,20 @@ def test_defaults(path):
     assert not torch.equal(dot.call(), dot.call(scale=0.25))
 
 
+def test_the_vector_of_gatv2_as_a_module_holds_it(path):
+    problem = problem_of("gatv2", full=True)
+    results = []
+    for vector in (problem.inputs["att"], problem.inputs["att"][None]):
+        for _ in range(2):
+            # The second time the kernels are known.
+            torch.manual_seed(3)
+            results.append(problem.run(att=vector))
+        assert results[-1]["grad att"].shape == vector.shape
+        results[-1]["weights"] = problem.call(att=vector, dropout_p=0.0, return_weights=True)[1]
+    assert_equal(results[1], results[3] | {"grad att": results[3]["grad att"][0]})
+    assert_equal(results[0], results[1])
+
+
 def test_target_and_source_in_one_tensor(path):
     """The gradient of a tensor in both roles is the sum of both."""
     problem = problem_of("cosine")
