@@ -110,12 +110,12 @@ def _overrides_propagation(conv_type: type[MessagePassing]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def replaced_methods(conv_type: type[MessagePassing]) -> list[str]:
+def replaced_methods(conv_type: type[MessagePassing]) -> tuple[str, ...]:
     """The functions of PyG's class that the class or a user's subclass now has others for."""
     upstream = conv_type._upstream_methods  # type: ignore[attr-defined]
     if _methods(conv_type) == tuple(upstream.values()):
-        return []
-    return [name for name, method in upstream.items() if getattr(conv_type, name) is not method]
+        return ()
+    return tuple(name for name, method in upstream.items() if getattr(conv_type, name) is not method)
 
 
 def form_of(edge_index: Any) -> str:

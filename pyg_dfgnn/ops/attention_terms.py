@@ -87,7 +87,7 @@ class _Terms(torch.autograd.Function):
         arguments = addresses((rows, *inputs, grad_x, sums))
         launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
         totals = sums.sum(dim=1, keepdim=True).unbind()
-        return grad_x, *(total.to(a.dtype) for total, a in zip(totals, vectors))
+        return grad_x, *[total if a.dtype is total.dtype else total.to(a.dtype) for total, a in zip(totals, vectors)]
 
 
 _apply_terms = apply_of(_Terms)

@@ -14,16 +14,28 @@ CONVS = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", CONVS)
-def test_output_may_be_edited_in_place(name):
+def test_output_may_be_edited_in_place(name, compiled):
     conv = CONVS[name]()
+    called = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv
     edge_index = torch.randint(10, (2, 40))
     x = torch.randn(10, 8)
     gradients = []
     for edit in (torch.Tensor.relu_, torch.relu):
         leaf = x.clone().requires_grad_()
         with emulated_device() as launched:
-            edit(conv(leaf, edge_index)).square().sum().backward()
+            edit(called(leaf, edge_index)).square().sum().backward()
         assert "attention_forward" in launched
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_nothing_is_copied_and_reshaped_behind_the_kernels(name):
+    """What the op gives is what the user gets: no node of autograd is behind it."""
+    conv = CONVS[name]()
+    x = torch.randn(10, 8, requires_grad=True)
+    with emulated_device():
+        out = conv(x, torch.randint(10, (2, 40)))
+    assert out.grad_fn.name() == "_AttentionBackward" and not out._is_view()
