@@ -310,6 +310,15 @@ def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypa
     assert graph._streams == {1}
 
 
+@pytest.mark.parametrize("handle", [0, 2], ids=["default", "other"])
+def test_a_known_stream_is_asked_for_a_capture_unless_it_is_the_default_one(handle, edge_index, monkeypatch):
+    graph = Graph.of(edge_index, 20)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle, raising=False)
+    graph._streams = {0, 2}
+    assert graph.on_this_stream().pinned == (handle == 2)
+
+
 class _GraphSizes(torch.utils.data.Dataset):
     def __len__(self):
         return 6

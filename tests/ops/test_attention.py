@@ -497,6 +497,16 @@ def test_an_editable_output(score, dtype, concat, intercepted, path):
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("schedule", ["resident", "tiles", "smmf", "pmf"])
+def test_an_editable_output_of_other_schedules(schedule, fused):
+    """Their kernels write float32 twice too, the same numbers."""
+    case = Case("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
+    problem = problem_of("dot", case, channels=16)
+    with settings(schedule=schedule, fallback="error"):
+        expected = problem.run(lambda **inputs: torch.relu(problem.call(**inputs)))
+        assert_equal(problem.run(lambda **inputs: torch.relu_(problem.call(**inputs, editable=True))), expected)
+
+
 def test_an_output_that_is_saved_may_not_be_edited(score, fused):
     """Otherwise there is nothing that `editable` would be for."""
     problem = problem_of(score)
