@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import Linear
 
@@ -78,7 +79,7 @@ def _forward(
         return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
     # Side by side in one launch, weights and biases alike.
     width, length = weights[0].size(0), weights[0].numel()
-    joined = torch.cat([tensor.reshape(-1) for tensor in (*weights, *biases)])
+    joined = _flatten_dense_tensors((*weights, *biases))
     weight = joined[: count * length].view(count * width, -1)
     out = F.linear(x, weight, joined[count * length :] if biases else None)
     apart = out.view(rows, count, heads, width // heads).transpose(0, 1).contiguous()
