@@ -9,6 +9,8 @@
 //
 //   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
 //
+// With NORMS it computes the inverse norms of its sources and writes them to `norms` (see resident.cuh).
+//
 // With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
@@ -181,7 +183,7 @@ __device__ __forceinline__ bool is_in(int part, float z) { return part == 0 || z
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* softmax, float* exact,
-                  float* tangent, float* partial, float* carry) {
+                  float* tangent, float* norms, float* partial, float* carry) {
     Adjacency a = ADJACENCY;
     const ScoreInputs in = INPUTS;
     const Results results = {out, softmax, exact, tangent, (float)slope};
@@ -191,12 +193,16 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
     const Part weights = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
     finish_copies();
+    find_norms(gathered, a, l, norms);
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item), full_steps = num_full_steps(item);
 
         Part own = zero_part();
         if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
-        const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
+        // Targets that are no sources have norms of their own.
+        const HeadValues own_scalars = NORMS && in.target_scalars == in.source_scalars
+                                           ? load_heads<NORMS>(gathered.source_scalars, item.row, l)
+                                           : load_scalars(in.target_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 
         Softmax state = empty_softmax();

@@ -30,7 +30,7 @@ struct EdgeTerms {
 
     __device__ __forceinline__ void load_scalars(int u, const float* base, const void* edge, const Step& step,
                                                  const Lanes& l) {
-        if (HAS_NODE_SCALARS) scalars[u] = load_heads<IN_SHARED>(base, step.node[u], l);
+        if (HAS_NODE_SCALARS) scalars[u] = load_heads<IN_SHARED || NORMS>(base, step.node[u], l);
         if (HAS_EDGE_SCALARS) edge_scalars[u] = load_heads(static_cast<const float*>(edge), step.edge[u], l);
     }
 

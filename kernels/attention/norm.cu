@@ -1,4 +1,4 @@
-// Inverse norms n_i = 1 / max(||x_i||, 1e-12) per head [num_rows, HEADS], as torch.nn.functional.normalize clamps them.
+// Inverse norms of nodes per head, [num_rows, HEADS].
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
 
@@ -7,9 +7,6 @@ attention_inverse_norm(i64 num_rows, const storage_t* x, float* inverse_norm) {
     const Lanes l = lane_layout();
     const i64 w = item_of_lane(l);
     const bool active = w < num_rows && l.edge_slot == 0;
-    const Part part = load_part(x, active ? (int)w : 0, l);
-    HeadValues norms = head_dot(part, part);
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) norms.x[h] = 1.0f / fmaxf(sqrtf(norms.x[h]), 1e-12f);
+    const HeadValues norms = inverse_norms(load_part(x, active ? (int)w : 0, l));
     if (active) store_heads(inverse_norm, w, l, norms);
 }

@@ -1,4 +1,10 @@
 // What the rows of a thread block gather, with IN_SHARED as copies in shared memory.
+//
+// With NORMS (forward, cosine score) a thread block computes the inverse norms of its nodes: a kernel of their own would
+// read all features once more. They lie at the beginning of its dynamic shared memory.
+
+// Shared memory for the norms of so many nodes.
+__device__ __forceinline__ int norm_bytes(int nodes) { return NORMS ? (nodes * HEADS * 4 + 15) / 16 * 16 : 0; }
 
 #if IN_SHARED
 // Replaces the rows first ... last - 1 of an array [rows, ROW] by a copy in shared memory, `used` bytes from its start,
@@ -38,16 +44,20 @@ __device__ __forceinline__ void find_nodes(Adjacency& a) {
     a.first_node = a.node_ptr[blockIdx.x];
     a.last_node = a.node_ptr[blockIdx.x + 1];
 #endif
+#if NORMS
+    // Rows that are not there read the first edge of the block, whose node has its norm here.
+    a.first_edge = a.ptr[a.first_node];
+#endif
 }
 
 // For rows of the CSR.
 __device__ __forceinline__ void bring_sources(ScoreInputs& in, Adjacency& a) {
     find_nodes(a);
 #if IN_SHARED
-    int used = 0;
+    int used = norm_bytes(a.last_node - a.first_node);
     if (HAS_KEY) share_nodes<ROW_STRIDE>(in.key, a, used);
     share_nodes<ROW_STRIDE>(in.value, a, used);
-    if (HAS_NODE_SCALARS) share_nodes<HEADS>(in.source_scalars, a, used);
+    if (HAS_NODE_SCALARS && !NORMS) share_nodes<HEADS>(in.source_scalars, a, used);
     share_edges(a, used);
 #endif
 }
@@ -70,6 +80,27 @@ __device__ __forceinline__ void finish_copies() {
 #if IN_SHARED
     close_copies();
     wait_copies<0>();
+    __syncthreads();
+#endif
+}
+
+// Computes the norms of NORMS, which `in` then reads and `results` [num_sources, HEADS] gets; after finish_copies().
+__device__ __forceinline__ void find_norms(ScoreInputs& in, const Adjacency& a, const Lanes& l, float* results) {
+#if NORMS
+    static_assert(EDGE_SLOTS == 1, "a group of lanes takes the whole row of one node");
+    float* const norms = reinterpret_cast<float*>(dynamic_shared()) - (i64)a.first_node * HEADS;
+    const storage_t* const base = at_lane<IN_SHARED>(in.value, l);
+    // More loads at once.
+#pragma unroll 2
+    for (int first = a.first_node + threadIdx.x / 32 * WARP_ROWS; first < a.last_node; first += ITEMS) {
+        const bool active = first + l.row_slot < a.last_node;
+        const int row = active ? first + l.row_slot : first;
+        const HeadValues inverse = inverse_norms(widen(load_packed<IN_SHARED>(base, row, l)));
+        if (!active) continue;
+        store_heads(norms, row, l, inverse);
+        store_heads(results, row, l, inverse);
+    }
+    in.source_scalars = norms;
     __syncthreads();
 #endif
 }

@@ -42,6 +42,14 @@ __device__ __forceinline__ HeadValues head_dot(const Part& a, const Part& b) {
     return sums;
 }
 
+// 1 / max(||x||, 1e-12) per head, as torch.nn.functional.normalize clamps the norm.
+__device__ __forceinline__ HeadValues inverse_norms(const Part& x) {
+    HeadValues norms = head_dot(x, x);
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) norms.x[h] = 1.0f / fmaxf(sqrtf(norms.x[h]), 1e-12f);
+    return norms;
+}
+
 // Sums over the edge slots of a row (and, with ROWS, over the rows of the warp too).
 template <bool ROWS>
 __device__ __forceinline__ float slot_sum(float value) {

@@ -27,8 +27,15 @@ SHORT_CALL_MS, HEAD_START_CALLS, HEAD_START_FACTOR = 5.0, 10, 1.5
 CYCLES_PER_MS = 2_000_000
 
 
-# Word in the path of a kernel -> the pass it belongs to; with a tangent, the pass over targets only visits nodes.
-_WALK_OF = {"forward": "forward", "targets": "targets", "backward_nodes": "targets", "sources": "sources"}
+# Word in the path of a kernel -> the pass it belongs to. Norms are computed before the forward pass or in it; with a
+# tangent, the pass over targets only visits nodes.
+_WALK_OF = {
+    "norm": "forward",
+    "forward": "forward",
+    "targets": "targets",
+    "backward_nodes": "targets",
+    "sources": "sources",
+}
 
 
 @dataclass(frozen=True)

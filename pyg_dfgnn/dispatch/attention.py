@@ -130,8 +130,10 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Measured if it was, else estimated."""
-        return self.cost.seconds if self.measured_s is None else self.measured_s
+        """Measured if it was, but for norms, which no timing of a pass has in it; else estimated."""
+        if self.measured_s is None:
+            return self.cost.seconds
+        return self.measured_s + self.cost.added.get("norms", 0.0)
 
     def __str__(self) -> str:
         if self.reasons:
@@ -295,7 +297,7 @@ def options(
                 offers[name] = Option(name, tuple(reasons))
                 continue
             chosen = candidate.plan_pass(problem, walk, graph)
-            price = partial(candidate.cost, problem, walk, graph, chosen, gpu_of(problem.device))
+            price = partial(_price, candidate, problem, walk, graph, chosen)
             offers[name] = Option(name, (), chosen, price)
         found.append(offers)
     for name in names:
@@ -304,6 +306,16 @@ def options(
             for offers in found:
                 offers[name] = Option(name, tuple(reasons))
     return found
+
+
+def _price(candidate: Candidate, problem: AttentionProblem, walk: str, graph: Graph, chosen: Any) -> Cost:
+    """The cost of a pass, with that of the norms before a forward pass that does not find them itself."""
+    gpu = gpu_of(problem.device)
+    cost = candidate.cost(problem, walk, graph, chosen, gpu)
+    if walk == "forward" and problem.score == "cosine" and not chosen.constants.get("NORMS"):
+        norms = graph.num_src * problem.row_bytes / gpu.memory_bytes_per_s + gpu.launch_s
+        cost = replace(cost, added={**cost.added, "norms": norms})
+    return cost
 
 
 def _cheapest(found: Sequence[Mapping[str, Option]]) -> list[Option]:

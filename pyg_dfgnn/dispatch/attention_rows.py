@@ -215,6 +215,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         "JOINED": 0,
         "RESIDENT": 0,
         "IN_SHARED": 0,
+        "NORMS": 0,
     }
 
 

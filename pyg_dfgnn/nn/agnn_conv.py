@@ -41,7 +41,7 @@ class AGNNConv(FusedConv, conv.AGNNConv):
 
         edges, _, _ = self._edges(call)
         beta = self.beta
-        attended = cosine_attention(edges, x.unsqueeze(1), beta=beta, concat=True, editable=True)
+        attended = cosine_attention(edges, x.unsqueeze(1), beta=beta, concat=True)
         dtype = weights_dtype(x, beta)
         return attended if attended.dtype is dtype else attended.to(torch.promote_types(attended.dtype, dtype))
 

@@ -90,7 +90,6 @@ class GATConv(FusedConv, conv.GATConv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
             concat=self.concat,
-            editable=self.concat and res is None and self.bias is None,
         )
         return self._finish(call, result, weights_dtype(h_src, att_src), res, adjacency)
 

@@ -87,6 +87,5 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
             concat=self.concat,
-            editable=self.concat and res is None and self.bias is None,
         )
         return self._finish(call, result, weights_dtype(h_src, att), res, adjacency)

@@ -90,7 +90,6 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
             concat=self.concat,
-            editable=self.concat and not self.root_weight,
         )
         attended, alpha = result if call.weights else (result, None)
         dtype = weights_dtype(query, key)

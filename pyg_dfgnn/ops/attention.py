@@ -22,7 +22,15 @@ from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention, is_rounded
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, inverse_norm, problem_of, run_forward, run_weights
+from pyg_dfgnn.ops.attention_launch import (
+    Inputs,
+    Kernels,
+    inverse_norm,
+    problem_of,
+    room_for_norms,
+    run_forward,
+    run_weights,
+)
 from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.reference import attention as reference
@@ -166,7 +174,6 @@ def _run(
     same: bool,
     return_weights: bool,
     concat: bool,
-    editable: bool,
     signature: Any,
     kernels: Kernels | None,
 ) -> Any:
@@ -179,7 +186,6 @@ def _run(
         same: Whether target and value are one tensor.
         return_weights: As the public functions have it.
         concat: The same.
-        editable: The same.
         signature: Of the arguments.
         kernels: Those of an earlier call with this signature.
     """
@@ -194,7 +200,7 @@ def _run(
             graph.plans[signature] = kernels
     if kernels is not None:
         if tracked:
-            found = apply_attention((kernels, graph, same, return_weights, concat, editable), inputs, *tensors)
+            found = apply_attention((kernels, graph, same, return_weights, concat), inputs, *tensors)
             if not return_weights:
                 return found
             out, softmax = found
@@ -208,9 +214,8 @@ def _run(
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-        # What a compiled function edits is apart from what it saves.
-        editable = False
-    exact = tracked and (editable or is_rounded(value))
+    # What a compiled function edits is apart from what it saves; else backward has a copy, as the output may be edited.
+    exact = tracked and (is_rounded(value) or not torch.compiler.is_compiling())
     # Backward may run under other settings than these, so what forward leaves is not up to the plan.
     tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
     out, softmax = TracedAttention.apply(same, exact, tangent, *arguments)
@@ -274,7 +279,6 @@ def dot_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
-    editable: bool = False,
 ) -> Any:
     r"""Scaled dot-product attention over edges, :math:`S_{ij} = s\,\langle q_i, k_j + e_{ij} \rangle`.
 
@@ -288,7 +292,6 @@ def dot_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: Return the heads side by side.
-        editable: Let the output be edited in place: what backward needs of it is kept apart.
 
     Returns:
         Shape [N_dst, H, C], with ``concat`` [N_dst, H * C]; with ``return_weights`` also the weights after dropout
@@ -321,7 +324,7 @@ def dot_attention(
             return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights, concat)
     scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
     inputs = Inputs(query, key, value, None, None, None, edge, None, scale, 0.0, float(dropout_p))
-    return _run(graph, "dot", inputs, False, return_weights, concat, editable, signature, kernels)
+    return _run(graph, "dot", inputs, False, return_weights, concat, signature, kernels)
 
 
 def cosine_attention(
@@ -333,7 +336,6 @@ def cosine_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
-    editable: bool = False,
 ) -> Any:
     r"""Cosine attention, :math:`S_{ij} = \beta \cos(x_i, x_j)`, that sums the un-normalised source rows.
 
@@ -345,7 +347,6 @@ def cosine_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
-        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -380,14 +381,16 @@ def cosine_attention(
         if not _fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
-    source_norms = _inverse_norm(graph, x_src)
+    # A first call does not know its kernels yet: those that find norms write these once more.
+    finds_norms = kernels is not None and kernels.forward.finds_norms
+    source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
     beta = _fp32(beta)  # type: ignore[arg-type]
     if beta.dim() != 1:
         # A view would cost a node of autograd.
         beta = beta.reshape(1)
     inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
-    return _run(graph, "cosine", inputs, same, return_weights, concat, editable, signature, kernels)
+    return _run(graph, "cosine", inputs, same, return_weights, concat, signature, kernels)
 
 
 def add_attention(
@@ -401,7 +404,6 @@ def add_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
-    editable: bool = False,
 ) -> Any:
     r"""Additive attention, :math:`S_{ij} = \mathrm{LeakyReLU}(r_j + l_i + t_{ij})`.
 
@@ -415,7 +417,6 @@ def add_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
-        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -448,7 +449,7 @@ def add_attention(
     edge = None if alpha_edge is None else _fp32(alpha_edge)
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(None, None, value, _fp32(alpha_dst), _fp32(alpha_src), None, edge, None, 1.0, slope, p)
-    return _run(graph, "add", inputs, False, return_weights, concat, editable, signature, kernels)
+    return _run(graph, "add", inputs, False, return_weights, concat, signature, kernels)
 
 
 def gatv2_attention(
@@ -462,7 +463,6 @@ def gatv2_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
-    editable: bool = False,
 ) -> Any:
     r"""GATv2 attention, :math:`S_{ij} = \langle a, \mathrm{LeakyReLU}(l_i + r_j + e_{ij}) \rangle`.
 
@@ -476,7 +476,6 @@ def gatv2_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
-        editable: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -508,4 +507,4 @@ def gatv2_attention(
             return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights, concat)
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(x_dst, None, x_src, None, None, _fp32(att), edge, None, 1.0, slope, p)
-    return _run(graph, "gatv2", inputs, False, return_weights, concat, editable, signature, kernels)
+    return _run(graph, "gatv2", inputs, False, return_weights, concat, signature, kernels)

@@ -39,22 +39,23 @@ class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
 
     Takes the inputs as they are and their tensors once more, which autograd has to see. Returns the output, with
-    ``concat`` of the shape [N_dst, H * C], and with ``weights`` also the softmax. With ``editable`` the kernel writes
-    the output a second time, for backward.
+    ``concat`` of the shape [N_dst, H * C], and with ``weights`` also the softmax.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rest: tuple[Kernels, Graph, bool, bool, bool, bool], inputs: Inputs, *tensors: Tensor | None
+        ctx: Any, rest: tuple[Kernels, Graph, bool, bool, bool], inputs: Inputs, *tensors: Tensor | None
     ) -> Any:
-        kernels, graph, same, weights, concat, editable = rest
+        kernels, graph, same, weights, concat = rest
         ctx.rest = kernels, graph, same, inputs[8:]
         walk = kernels.tangent(graph) if kernels.wants_tangent(graph) else None
-        exact = editable or is_rounded(inputs.value)
+        exact = is_rounded(inputs.value)
         out, softmax, copy, derivative = run_forward(
             kernels, inputs, graph.num_dst, exact=exact, concat=concat, tangent=walk
         )
-        ctx.save_for_backward(*tensors, out if copy is None else copy, softmax, derivative)
+        # Not saved: autograd would then forbid to edit it in place, as one may with PyG's, and a copy costs every call.
+        ctx.out = (out.detach(), out._version) if copy is None else None
+        ctx.save_for_backward(*tensors, copy, softmax, derivative)
         ctx.set_materialize_grads(False)
         if not weights:
             return out
@@ -69,9 +70,22 @@ class _Attention(torch.autograd.Function):
         kernels, graph, same, numbers = ctx.rest
         *tensors, out, softmax, tangent = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
+        if out is None:
+            out = _unedited(ctx, kernels, graph, inputs)
         edge_grad = ctx.needs_input_grad[8]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
+
+
+def _unedited(ctx: Any, kernels: Kernels, graph: Graph, inputs: Inputs) -> Tensor:
+    """The output of the forward pass, computed again if it was edited since or a backward pass has let it go."""
+    # Let go as saved tensors are: the graph of autograd may live as long as a loss does.
+    known, ctx.out = ctx.out, None
+    if known is not None:
+        out: Tensor = known[0]
+        if out._version == known[1]:
+            return out
+    return run_forward(kernels, inputs, graph.num_dst)[0]
 
 
 apply_attention = apply_of(_Attention)

@@ -93,6 +93,8 @@ class Walk(Protocol):
     """What it runs."""
     parameter_blocks: int
     """Rows that the pass over targets writes of `parameter_sums`."""
+    finds_norms: bool
+    """Whether the forward pass computes the inverse norms of sources and writes them to the source scalars (cosine)."""
 
     def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
         """Write the output and, if given, the softmax of its rows and the output in float32."""
@@ -456,10 +458,15 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
     return weights
 
 
+def room_for_norms(x: Tensor) -> Tensor:
+    """Where a forward pass that finds norms writes those of x [N, H, C]: what :func:`inverse_norm` gives, unset."""
+    return x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
 def inverse_norm(x: Tensor) -> Tensor:
     """``1 / max(||x||, 1e-12)`` per row and head, [N, H] in float32, of x [N, H, C]."""
     rows, heads, channels = x.shape
-    norms = x.new_empty((rows, heads), dtype=torch.float32)
+    norms = room_for_norms(x)
     kernel = node_kernel("attention/norm.cu", "attention_inverse_norm", heads, channels, x.dtype)
     kernel(rows, x.device, aligned(x), norms)
     return norms

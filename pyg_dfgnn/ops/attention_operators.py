@@ -71,6 +71,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *operands, exact, tangent = arguments
     o = Operands(*operands)
     kernels, graph, inputs = o.resolve()
+    if kernels.forward.finds_norms and inputs.source_scalars is not None:
+        # It writes them, and an operator must not change its arguments.
+        inputs = inputs._replace(source_scalars=torch.empty_like(inputs.source_scalars))
     walk = kernels.tangent(graph) if tangent else None
     out, softmax, *rest = run_forward(kernels, inputs, o.num_dst, exact=exact, tangent=walk)
     assert softmax is not None

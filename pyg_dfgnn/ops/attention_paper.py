@@ -28,6 +28,7 @@ class PaperWalk:
     """
 
     parameter_blocks = 0
+    finds_norms = False
 
     def __init__(self, walk: str, chosen: PaperPass, graph: Graph) -> None:
         self.chosen = chosen

@@ -35,6 +35,7 @@ class RowsWalk:
         self.device = graph.device
         self.num_rows = side.num_rows
         constants = chosen.constants
+        self.finds_norms = bool(constants["NORMS"])
         stem = _STEMS[walk]
         spec = Spec(f"attention/{stem}.cu", tuple(constants.items()))
         self.kernel = kernel_of(spec, f"attention_{stem}")
@@ -95,8 +96,9 @@ class RowsWalk:
     ) -> None:
         """Write the results of the forward pass; the walk "tangent" needs `tangent` [N_dst, H, C] in float32."""
         results = (out, softmax, exact, tangent)
-        slope = ready[9]
-        self._sweep(ready, results, (slope,), results)
+        source_scalars, slope = ready[4], ready[9]
+        norms = source_scalars if self.finds_norms else None
+        self._sweep(ready, (*results, norms), (slope,), results)
 
     def targets(
         self,

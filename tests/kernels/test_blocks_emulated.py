@@ -1,5 +1,7 @@
 """Row kernels whose thread blocks join chunks or hold whole graphs, and rows in another order, on the emulator."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.dispatch import attention_resident, attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops import attention_launch
+from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
@@ -97,6 +101,87 @@ def test_resident_rows_of_either_memory(small_blocks, in_shared, monkeypatch):
     monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "IN_SHARED": in_shared})
     graph = build_graph(*batch_graph())
     check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
+
+
+def isolated_graph() -> tuple[list[tuple[int, int]], int, int]:
+    """Ranges whose rows are all empty, and nodes that only have an edge to themselves."""
+    return [(0, 1), (1, 0), (40, 40)], 60, 60
+
+
+NORMS = [
+    (1, 128, torch.float32),
+    (8, 16, torch.float32),
+    (2, 10, torch.float32),
+    (1, 128, torch.bfloat16),
+    (3, 20, torch.float16),
+]
+NORM_GRAPHS = {"batch": batch_graph, "isolated": isolated_graph, "node": lambda: ([(0, 0)], 1, 1)}
+
+
+@pytest.mark.parametrize(("heads", "channels", "dtype"), NORMS, ids=str)
+@pytest.mark.parametrize("name", NORM_GRAPHS)
+def test_forward_finds_the_norms(small_blocks, monkeypatch, name, heads, channels, dtype):
+    """No kernel of their own from the second call on, and the same bits in all that reads them."""
+    graph = build_graph(*NORM_GRAPHS[name]())
+    problem = Problem("cosine", graph, heads, channels, dtype, edge=False)
+    problem.inputs["x_src"][0, 0] = 0.0
+    problem.inputs["x_src"][-1, -1, :-1] = 0.0
+    found = []
+
+    def room_for_norms(x):
+        found.append(attention_launch.room_for_norms(x))
+        return found[-1]
+
+    monkeypatch.setattr(ops, "room_for_norms", room_for_norms)
+    call = partial(ops.cosine_attention, graph)
+    with emulated_device() as launched:
+        first = problem.run(lambda **inputs: call(**inputs))
+        assert launched[0] == "attention_inverse_norm" and not found
+        launched.clear()
+        again = problem.run(lambda **inputs: call(**inputs))
+        out, weights = call(**problem.inputs, return_weights=True)
+    assert "attention_inverse_norm" not in launched and len(found) == 2
+    assert [key for key in first if not torch.equal(first[key], again[key])] == []
+    exact = reference.cosine_attention(graph.edge_index, graph.num_dst, **_wide(problem.inputs))
+    assert torch.equal(out, first["out"]) and relative_error(weights, exact[1]) < 1e-6
+    assert relative_error(out, exact[0]) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    norms = problem.inputs["x_src"].double().norm(dim=2).clamp(min=1e-12)
+    for inverse in found:
+        assert inverse[0, 0] == torch.tensor(1e12)
+        torch.testing.assert_close(inverse.double() * norms, torch.ones_like(norms), rtol=0.0, atol=1e-6)
+
+
+def _wide(inputs):
+    return {name: tensor.detach().double() for name, tensor in inputs.items()}
+
+
+def test_targets_that_are_no_sources_have_norms_of_their_own(small_blocks):
+    graph = build_graph(*batch_graph())
+    x_src, x_dst = (torch.randn(graph.num_src, 2, 10) for _ in range(2))
+    call = partial(ops.cosine_attention, graph, x_src, x_dst, beta=torch.tensor([0.7]))
+    with emulated_device() as launched:
+        first = call()
+        launched.clear()
+        again = call()
+    assert launched == ["attention_inverse_norm", "attention_forward"] and torch.equal(first, again)
+    edges = graph.edge_index, graph.num_dst
+    exact = reference.cosine_attention(*edges, x_src.double(), x_dst.double(), beta=torch.tensor([0.7]).double())[0]
+    assert relative_error(again, exact) < 1e-6
+
+
+def test_the_registered_operator_changes_no_argument(small_blocks):
+    """torch.compile takes it for a function."""
+    graph = build_graph(*batch_graph())
+    x, beta = torch.randn(graph.num_src, 2, 10), torch.ones(1)
+    with emulated_device():
+        expected = ops.cosine_attention(graph, x, beta=beta)
+        norms = attention_launch.inverse_norm(x)
+        # Not the bits that the forward pass finds.
+        given = norms.nextafter(torch.zeros(()))
+        kept = given.clone()
+        inputs = Operands(*graph.key, "cosine", x, None, x, given, given, beta, None, None, 1.0, 0.0, 0.0)
+        out, *_ = torch.ops.pyg_dfgnn.attention_forward(*inputs, False, False)
+    assert torch.equal(given, kept) and relative_error(out, expected) < 1e-6
 
 
 ORDERED = cases(("heavy", "square"), ((1, 128), (8, 16)), ("dot", "add"))

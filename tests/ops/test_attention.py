@@ -493,25 +493,30 @@ def test_an_editable_output(score, dtype, concat, intercepted, path):
     results = []
     for edit in (torch.relu, torch.relu_):
         with Recorder() if intercepted else nullcontext():
-            results.append(problem.run(lambda **inputs: edit(problem.call(**inputs, concat=concat, editable=True))))  # noqa: B023
+            results.append(problem.run(lambda **inputs: edit(problem.call(**inputs, concat=concat))))  # noqa: B023
     assert_equal(*results)
 
 
 @pytest.mark.parametrize("schedule", ["resident", "tiles", "smmf", "pmf"])
 def test_an_editable_output_of_other_schedules(schedule, fused):
-    """Their kernels write float32 twice too, the same numbers."""
     case = Case("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
     problem = problem_of("dot", case, channels=16)
     with settings(schedule=schedule, fallback="error"):
         expected = problem.run(lambda **inputs: torch.relu(problem.call(**inputs)))
-        assert_equal(problem.run(lambda **inputs: torch.relu_(problem.call(**inputs, editable=True))), expected)
+        assert_equal(problem.run(lambda **inputs: torch.relu_(problem.call(**inputs))), expected)
 
 
-def test_an_output_that_is_saved_may_not_be_edited(score, fused):
-    """Otherwise there is nothing that `editable` would be for."""
+def test_a_graph_that_is_kept(score, fused):
+    """Backward lets go of the output; another one computes it again, with the gradient of the first."""
     problem = problem_of(score)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        problem.run(lambda **inputs: torch.relu_(problem.call(**inputs)))
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()}
+    out = problem.call(**leaves)
+    node = out.grad_fn
+    assert node.out is not None
+    first = torch.autograd.grad(out, list(leaves.values()), problem.grad_out, retain_graph=True)
+    assert node.out is None
+    assert all(map(torch.equal, first, torch.autograd.grad(out, list(leaves.values()), problem.grad_out)))
+    assert fused.count("attention_forward") == 2
 
 
 MIXED = {
