@@ -27,7 +27,8 @@ class AGNNConv(FusedConv, conv.AGNNConv):
             (x, x),
             edge_index,
             heads=1,
-            channels=int(x.size(-1)) if isinstance(x, Tensor) and x.dim() > 0 else 0,
+            # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
+            channels=len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 0,
             self_loops=self.add_self_loops,
             node_dim=-2,
         )

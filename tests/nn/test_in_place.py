@@ -39,3 +39,13 @@ def test_nothing_is_copied_and_reshaped_behind_the_kernels(name):
     with emulated_device():
         out = conv(x, torch.randint(10, (2, 40)))
     assert out.grad_fn.name() == "_AttentionBackward" and not out._is_view()
+
+
+def test_compiled_for_one_width_after_another():
+    """torch.compile would make the width a variable; kernels need a number. Nodes may vary."""
+    called = torch.compile(ours.AGNNConv(), backend="aot_eager", fullgraph=True)
+    edge_index = torch.randint(10, (2, 40))
+    for width, nodes in ((8, 10), (12, 10), (20, 14), (12, 11)):
+        with emulated_device() as launched:
+            called(torch.randn(nodes, width, requires_grad=True), edge_index).sum().backward()
+        assert "attention_forward" in launched
