@@ -21,7 +21,7 @@ from pyg_dfgnn.dispatch.attention_rows import has_tangent
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention, is_rounded
+from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention
 from pyg_dfgnn.ops.attention_launch import (
     Inputs,
     Kernels,
@@ -214,11 +214,10 @@ def _run(
     arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
-    # What a compiled function edits is apart from what it saves; else backward has a copy, as the output may be edited.
-    exact = tracked and (is_rounded(value) or not torch.compiler.is_compiling())
-    # Backward may run under other settings than these, so what forward leaves is not up to the plan.
+    # Backward may run under other settings than these, so what forward leaves is not up to the plan. The output may be
+    # edited in place, even what a compiled function returns: so backward has one of its own.
     tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "rows")
-    out, softmax = TracedAttention.apply(same, exact, tangent, *arguments)
+    out, softmax = TracedAttention.apply(same, tracked, tangent, *arguments)
     out = out.flatten(1) if concat else out
     if not return_weights:
         return out
@@ -295,7 +294,8 @@ def dot_attention(
 
     Returns:
         Shape [N_dst, H, C], with ``concat`` [N_dst, H * C]; with ``return_weights`` also the weights after dropout
-        [E, H] in the order of ``graph.edge_index``; differentiable, except while torch.compile traces.
+        [E, H] in the order of ``graph.edge_index``; differentiable, except while torch.compile traces. The output may
+        be edited in place, but for edits that torch does not count, as those through ``.data``.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.

@@ -66,6 +66,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
         if grad_out is None:
+            ctx.out = None
             return (None,) * 10
         kernels, graph, same, numbers = ctx.rest
         *tensors, out, softmax, tangent = ctx.saved_tensors

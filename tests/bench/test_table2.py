@@ -124,6 +124,7 @@ def test_a_nan_disagrees():
         ((1e-6, 2e-3), False),
         ((2e-3, 1e-6, float("nan"), 3e-3), False),
         ((2e-3, 1e-6, 1e-3, float("nan")), False),
+        ((2e-3, 1e-6, 1e-3, 1.1e-2), False),
     ],
 )
 def test_what_agrees(differences, expected):
@@ -158,7 +159,7 @@ def drift(monkeypatch):
 
 
 def test_losses_as_near_to_float64_as_the_reference_are_accepted(table, tmp_path, drift):
-    drift(pyg=1.2, unfused=1.1)
+    drift(pyg=1.03, unfused=1.01)
     code, rows, _ = table("backends=[pyg,unfused]")
     assert code == 0 and rows[1]["status"] == "ok" and float(rows[1]["loss_difference"]) > 1e-3
     ours, theirs = (rows[1][name] for name in FROM_FLOAT64)
