@@ -274,7 +274,7 @@ def measure(
 
     Raises:
         Disagreement: The first gradient differs by more than `pace.bound`, or the losses do and are farther from those
-            of the reference in float64 than its own in float32.
+            of the reference in float64 than its own in float32, or than ten bounds (see :func:`agree`).
         UnsupportedError: The backend cannot run these steps.
     """
     timer, task = Timer(device), source.task
