@@ -18,9 +18,9 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
                                              storage_t* grad_key, storage_t* grad_value, float* grad_source,
                                              const storage_t* grad_target, bool store) {
 #if SCORE == SCORE_COSINE
-    project(sums.score, load_part(in.value, row, l), load_scalars(in.source_scalars, row, l));
+    project(sums.score, load_part<NODE_STRIDE>(in.value, row, l), load_scalars(in.source_scalars, row, l));
     const float beta = in.parameter[0];
-    const Part before = grad_target == nullptr ? zero_part() : load_part(grad_target, row, l);
+    const Part before = grad_target == nullptr ? zero_part() : load_part<NODE_STRIDE>(grad_target, row, l);
 #endif
     if (!store) return;
 #pragma unroll
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
 #endif
         }
     }
-    store_part(grad_value, row, l, sums.value);
-    if (HAS_KEY) store_part(grad_key, row, l, sums.score);
+    store_part<NODE_STRIDE>(grad_value, row, l, sums.value);
+    if (HAS_KEY) store_part<NODE_STRIDE>(grad_key, row, l, sums.score);
     if (SCORE == SCORE_ADD) store_heads(grad_source, row, l, sums.scalar);
 }
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ Targets load_targets(const ScoreInputs& in, const sto
         load_record(records, step.node[u], l, t.softmax[u], t.delta[u]);
         t.load_scalars(u, in.target_scalars, in.edge, step, l);
         if (HAS_TARGET_VECTOR) t.queries[u] = load_node(in.target, step.node[u], l);
-        t.grads[u] = load_node(grad_out, step.node[u], l);
+        t.grads[u] = load_node<ROW_STRIDE>(grad_out, step.node[u], l);
         t.load_edge(u, in.edge, step, l);
     }
     return t;
@@ -92,9 +92,9 @@ attention_backward_sources(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* 
     for_each_item(a, l, [&](const Item& item) {
         const int steps = num_steps(item);
 
-        const Part own_value = load_part(in.value, item.row, l);
+        const Part own_value = load_part<NODE_STRIDE>(in.value, item.row, l);
         Part own_key = own_value;
-        if (HAS_KEY) own_key = load_part(in.key, item.row, l);
+        if (HAS_KEY) own_key = load_part<NODE_STRIDE>(in.key, item.row, l);
         const HeadValues own_scalars = load_scalars(in.source_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, con
 #else
     Part& acc = sums.score;
 #if SCORE == SCORE_COSINE
-    const Part own = load_part(in.target, row, l);
+    const Part own = load_part<NODE_STRIDE>(in.target, row, l);
     const HeadValues norms = load_scalars(in.target_scalars, row, l);
     const HeadValues cosine_sum = project(acc, own, norms);
     const Part factor = zero_part();
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_target(const ScoreInputs& in, int row, con
         }
     }
     if (!store) return;
-    store_part(static_cast<storage_t*>(grad_target), row, l, acc);
+    store_part<NODE_STRIDE>(static_cast<storage_t*>(grad_target), row, l, acc);
 #if SCORE == SCORE_COSINE
     store_heads(grad_beta, row, l, cosine_sum);
 #endif
@@ -70,7 +70,7 @@ attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* o
         const HeadValues own_delta = head_dot(grad, load_out(out, item.row, l));
         if (a.starts() && item.first && l.edge_slot == 0) store_records(records, item.row, l, own_softmax, own_delta);
         Part own = zero_part();
-        if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
         const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 

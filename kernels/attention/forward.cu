@@ -198,7 +198,7 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
         const int steps = num_steps(item), full_steps = num_full_steps(item);
 
         Part own = zero_part();
-        if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
         // Targets that are no sources have norms of their own.
         const HeadValues own_scalars = NORMS && in.target_scalars == in.source_scalars
                                            ? load_heads<NORMS>(gathered.source_scalars, item.row, l)

@@ -14,7 +14,7 @@ attention_weights(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* softmax, 
     const Item item = work_item(a, l);
     const int steps = num_steps(item);
     Part own = zero_part();
-    if (HAS_TARGET_VECTOR) own = load_part(in.target, item.row, l);
+    if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
     const HeadValues own_scalars = load_scalars(in.target_scalars, item.row, l);
     const HeadValues factor = logit_factor(in, own_scalars);
     const RowSoftmax own_softmax = load_softmax(softmax, item.row, l);

@@ -127,16 +127,16 @@ __device__ __forceinline__ const T* opaque(const T* pointer) {
     return pointer;
 }
 
-// Tensors [rows, HEADS, CHANNELS] are addressed from a lane's own offset.
+// Tensors [rows, HEADS, CHANNELS], STRIDE elements from row to row, are addressed from a lane's own offset.
 template <bool SHARED = false>
 __device__ __forceinline__ const storage_t* at_lane(const storage_t* base, const Lanes& l) {
     return opaque<SHARED>(base + l.offset);
 }
 
-template <bool SHARED = false>
+template <bool SHARED = false, int STRIDE = ROW_STRIDE>
 __device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int row, const Lanes& l) {
     Packed p;
-    const storage_t* address = lane_base + (u64)(u32)row * ROW_STRIDE;
+    const storage_t* address = lane_base + (u64)(u32)row * STRIDE;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
@@ -162,12 +162,14 @@ __device__ __forceinline__ Part widen(const Packed& p) {
     return part;
 }
 
+template <int STRIDE = ROW_STRIDE>
 __device__ __forceinline__ Part load_part(const storage_t* base, int row, const Lanes& l) {
-    return widen(load_packed(at_lane(base, l), row, l));
+    return widen(load_packed<false, STRIDE>(at_lane(base, l), row, l));
 }
 
+template <int STRIDE = ROW_STRIDE>
 __device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes& l, const Part& part) {
-    storage_t* address = base + (i64)row * ROW_STRIDE + l.offset;
+    storage_t* address = base + (i64)row * STRIDE + l.offset;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll

@@ -7,6 +7,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
+from pyg_dfgnn.nn.projection import attend
 from pyg_dfgnn.ops.attention import gatv2_attention
 
 
@@ -70,22 +71,19 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         # Every read of a module or parameter is a search for it.
         res, att, own = self.res, self.att, self._modules
         res = None if res is None else res(x_r)
-        h_src = own["lin_l"](x_l).view(-1, self.heads, self.out_channels)
-        h_dst = h_src
-        if not (self.share_weights and x_r is x_l):
-            h_dst = own["lin_r"](x_r).view(-1, self.heads, self.out_channels)
-
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
+        options: dict[str, Any] = {
+            "negative_slope": self.negative_slope,
+            "dropout_p": float(self.dropout) if self.training else 0.0,
+            "concat": self.concat,
+        }
+        shared = self.share_weights and x_r is x_l
+        if x_r is x_l and not shared and edge_attr is None and not call.weights and att.dtype is x_l.dtype:
+            found = attend(edges, "gatv2", x_l, self.heads, own["lin_l"], own["lin_r"], parameter=att, **options)
+            if found is not None:
+                return self._finish(call, found[0], att.dtype, res, adjacency)
+        h_src = own["lin_l"](x_l).view(-1, self.heads, self.out_channels)
+        h_dst = h_src if shared else own["lin_r"](x_r).view(-1, self.heads, self.out_channels)
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        result = gatv2_attention(
-            edges,
-            h_src,
-            h_dst,
-            att,
-            edge=edge,
-            negative_slope=self.negative_slope,
-            dropout_p=float(self.dropout) if self.training else 0.0,
-            return_weights=call.weights,
-            concat=self.concat,
-        )
+        result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **options)
         return self._finish(call, result, weights_dtype(h_src, att), res, adjacency)

@@ -8,7 +8,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
-from pyg_dfgnn.nn.projection import project
+from pyg_dfgnn.nn.projection import attend, project
 from pyg_dfgnn.ops.attention import dot_attention
 
 
@@ -69,33 +69,34 @@ class TransformerConv(FusedConv, conv.TransformerConv):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
+        options: dict[str, Any] = {"dropout_p": float(self.dropout) if self.training else 0.0, "concat": self.concat}
+        layers, found = (), None
         if x_src is x_dst:
             # The skip connection has the shape of the others unless heads are averaged.
             skips = (self.lin_skip,) if self.root_weight and self.concat else ()
             own = self._modules
             layers = (own["lin_query"], own["lin_key"], own["lin_value"], *skips)
-            query, key, value, *skip = project(x_src, self.heads, *layers)
+            if edge_attr is None and not call.weights:
+                scale = self.out_channels**-0.5
+                found = attend(edges, "dot", x_src, self.heads, *layers, scale=scale, **options)
+        if found is not None:
+            (out, *skip), alpha = found, None
+            out = self._settle(out, out.dtype)
         else:
-            projected, skip = (self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)), []
-            query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
-
-        edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
-        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        result = dot_attention(
-            edges,
-            query,
-            key,
-            value,
-            edge=edge,
-            dropout_p=float(self.dropout) if self.training else 0.0,
-            return_weights=call.weights,
-            concat=self.concat,
-        )
-        attended, alpha = result if call.weights else (result, None)
-        dtype = weights_dtype(query, key)
-        out = self._settle(attended, dtype)
+            if layers:
+                query, key, value, *skip = project(x_src, self.heads, *layers)
+                skip = [rows.flatten(1) for rows in skip]
+            else:
+                projected, skip = (self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)), []
+                query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
+            edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+            result = dot_attention(edges, query, key, value, edge=edge, return_weights=call.weights, **options)
+            attended, alpha = result if call.weights else (result, None)
+            dtype = weights_dtype(query, key)
+            out = self._settle(attended, dtype)
         if self.root_weight:
-            x_r = skip[0].flatten(1) if skip else self.lin_skip(x_dst)
+            x_r = skip[0] if skip else self.lin_skip(x_dst)
             if self.lin_beta is not None:
                 beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
                 out = beta * x_r + (1 - beta) * out

@@ -21,7 +21,14 @@ from pyg_dfgnn.dispatch.attention_rows import has_tangent
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention
+from pyg_dfgnn.ops import products
+from pyg_dfgnn.ops.attention_autograd import (
+    AttentionWeights,
+    TracedAttention,
+    apply_attention,
+    apply_projected_attention,
+    attend_projections,
+)
 from pyg_dfgnn.ops.attention_launch import (
     Inputs,
     Kernels,
@@ -508,3 +515,96 @@ def gatv2_attention(
     slope, p = float(negative_slope), float(dropout_p)
     inputs = Inputs(x_dst, None, x_src, None, None, _fp32(att), edge, None, 1.0, slope, p)
     return _run(graph, "gatv2", inputs, False, return_weights, concat, signature, kernels)
+
+
+def projected_attention(
+    graph: Edges,
+    score: str,
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    heads: int,
+    *,
+    parameter: Tensor | None = None,
+    scale: float = 1.0,
+    negative_slope: float = 0.0,
+    dropout_p: float = 0.0,
+    concat: bool = False,
+) -> tuple[Tensor, ...] | None:
+    r"""Attention among linear projections of one node set, under one node of autograd.
+
+    With :math:`Y_l = X W_l^T + b_l`: for "dot" the first three are query, key and value of :func:`dot_attention`, for
+    "gatv2" the first two are source and target rows of :func:`gatv2_attention`. One product makes them side by side,
+    and kernels read them and write their gradients there, so that a small graph takes few launches.
+
+    Args:
+        graph: The edges, among N nodes.
+        score: "dot" or "gatv2".
+        x: Shape [N, F].
+        layers: Weights [H * C, F] and biases [H * C] (all or none) of one shape and the dtype of ``x``.
+        heads: The number H of heads.
+        parameter: The vector of "gatv2", as there.
+        scale: The factor of "dot".
+        negative_slope: As in :func:`gatv2_attention`.
+        dropout_p: Probability that an attention weight becomes 0.
+        concat: Return the heads side by side.
+
+    Returns:
+        The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
+        projections are better made apart: rows are many, a tensor is traced or a subclass, a pass is none of `rows`.
+
+    Raises:
+        ValueError: A range does not fit.
+    """
+    weights = [weight for weight, _ in layers]
+    biases = [bias for _, bias in layers if bias is not None]
+    vectors = () if parameter is None else (parameter,)
+    if x.shape[0] > products.MAX_ROWS or not all(map(is_plain, vectors)):
+        return None
+    numbers = scale, negative_slope, dropout_p
+    trained = needs_grad((x, *vectors, *weights, *biases))
+    plan = score, numbers, heads, len(weights), trained, *(vector.dtype for vector in vectors)
+    signature = _signature(graph, "projected", plan, (x, weights[0]))
+    if signature is None:
+        return None
+    assert isinstance(graph, Graph)
+    kernels = _recall(graph, signature)
+    if kernels is None:
+        kernels = _projected_kernels(graph, score, x, weights, heads, numbers, trained)
+        if kernels is None:
+            return None
+        if kernels.final and len(graph.plans) < _MAX_PLANS:
+            graph.plans[signature] = kernels
+    count = len(weights)
+    if kernels.projections != count:
+        return None
+    seed = _draw_seed(x.device) if dropout_p > 0.0 else None
+    vector = None if parameter is None else _fp32(parameter)
+    rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
+    if trained:
+        found: tuple[Tensor, ...] = apply_projected_attention(rest, seed, x, vector, *weights, *biases)
+        return found
+    out, others, _ = attend_projections(rest, seed, x, vector, weights, biases, saved=False)
+    return out[0], *others
+
+
+def _projected_kernels(
+    graph: Graph,
+    score: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    heads: int,
+    numbers: tuple[float, float, float],
+    trained: bool,
+) -> Kernels | None:
+    """The kernels of checked arguments of :func:`projected_attention`, for one row after the other if need be."""
+    graph.on_this_stream()
+    scale, slope, p = numbers
+    check_range("scale", scale)
+    check_range("negative_slope", slope)
+    check_range("dropout_p", p, 0.0, 1.0)
+    channels = weights[0].shape[0] // heads
+    tf32 = tf32_allowed(x.dtype)
+    problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
+    if unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] or not x.shape[0]:
+        return None
+    return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

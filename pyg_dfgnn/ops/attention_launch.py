@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +30,7 @@ from pyg_dfgnn.ops.attention_paper import PaperWalk
 from pyg_dfgnn.ops.attention_resident import ResidentWalk
 from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
 from pyg_dfgnn.ops.attention_tiles import TilesWalk
+from pyg_dfgnn.runtime.launcher import Argument, addresses
 from pyg_dfgnn.settings import Settings, current
 
 _logger = logging.getLogger("pyg_dfgnn")
@@ -62,11 +64,14 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _ready(inputs: Inputs) -> tuple[list[Any], tuple[Any, ...]]:
+def _ready(inputs: Inputs, projections: int) -> tuple[Sequence[Any], tuple[Any, ...]]:
     """The tensors contiguous and aligned, and all inputs as the kernels take them.
 
-    The latter are what :func:`~pyg_dfgnn.runtime.launcher.addresses` gives, but no tensor is looked at twice.
+    The latter are what :func:`~pyg_dfgnn.runtime.launcher.addresses` gives, but no tensor is looked at twice. With
+    several projections side by side everything is taken as it is.
     """
+    if projections > 1:
+        return inputs[:8], addresses(inputs)
     tensors: list[Any] = []
     raw: list[Any] = []
     for tensor in inputs[:8]:
@@ -170,7 +175,13 @@ def walk_of(walk: str, chosen: Pass, graph: Graph) -> Walk:
 
 
 class Kernels:
-    """The attention kernels for one problem on one graph. Backward passes are prepared when first needed."""
+    """The attention kernels for one problem on one graph. Backward passes are prepared when first needed.
+
+    Attributes:
+        projections: Features of a node are this many rows [H, C] apart in memory.
+    """
+
+    projections = 1
 
     def __init__(self, problem: AttentionProblem, graph: Graph, settings: Settings) -> None:
         self.problem = problem
@@ -215,6 +226,27 @@ class Kernels:
                 self._backward = found
         return found
 
+    def side_by_side(self, projections: int, graph: Graph, trained: bool) -> "Kernels":
+        """The same for features that are so many rows apart, but for the weights; these where a pass is none of `rows`.
+
+        Args:
+            projections: How many.
+            graph: The edges.
+            trained: Whether a backward pass may follow.
+        """
+        passes: list[Any] = [self.forward, *(self.backward(graph) if trained else ())]
+        if any(each.chosen.schedule != "rows" for each in passes):
+            return self
+        made = copy(self)
+        made.projections = projections
+        made.forward, *backward = [
+            RowsWalk(walk, replace(each.chosen, constants={**each.chosen.constants, "PROJECTIONS": projections}), graph)
+            for walk, each in zip((*FORWARD, *BACKWARD), passes)
+        ]
+        made._backward = tuple(backward)
+        graph.reset_streams()
+        return made
+
     def weights(self, graph: Graph) -> RowsWalk:
         """The pass that writes the weights of all edges."""
         if self._weights is None:
@@ -257,6 +289,7 @@ def run_forward(
     exact: bool = False,
     concat: bool = False,
     tangent: RowsWalk | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Output [N_dst, H, C] and what the backward pass needs beside it.
 
@@ -268,6 +301,7 @@ def run_forward(
         exact: Whether to give the output in float32 too.
         concat: Whether the heads of the output are to be side by side, [N_dst, H * C].
         tangent: The pass to run instead of the planned one, if the derivative is to be given too.
+        rows: What holds target, key and value where they lie side by side: these may then be addresses.
 
     Returns:
         The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
@@ -275,13 +309,14 @@ def run_forward(
         [N_dst, H, C] in float32. None for what is not asked for.
     """
     # new_empty costs the host less than torch.empty, and empty_like less than that.
-    tensors, ready = _ready(inputs)
-    target, value, heads, channels = tensors[0], inputs.value, kernels.problem.heads, kernels.problem.channels
+    tensors, ready = _ready(inputs, kernels.projections)
+    value = inputs.value if rows is None else rows
+    target, heads, channels = tensors[0], kernels.problem.heads, kernels.problem.channels
     shape = (num_dst, heads, channels)
     if concat:
         out = value.new_empty((num_dst, heads * channels))
     else:
-        out = value.new_empty(shape) if target is None else torch.empty_like(target)
+        out = value.new_empty(shape) if target is None or rows is not None else torch.empty_like(target)
     softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
     copy = value.new_empty(shape, dtype=torch.float32) if exact else None
     if tangent is None:
@@ -302,6 +337,7 @@ def run_backward(
     same: bool,
     edge_grad: bool,
     tangent: Tensor | None = None,
+    into: Sequence[Argument] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (target or its scalars, key, value, source scalars, parameter, edge); None where there is none.
 
@@ -315,16 +351,22 @@ def run_backward(
         same: Whether target and value are one tensor, whose gradient is then returned for the value alone.
         edge_grad: Whether the edge features need a gradient.
         tangent: Derivative of the output in the target scalars, if the forward pass left it.
+        into: Where to write the gradients of target, key and value, tensors or addresses; by default new tensors.
     """
     score, heads = kernels.problem.score, kernels.problem.heads
     targets: Any
     targets, sources = kernels.backward(graph)
-    tensors, ready = _ready(inputs)
+    tensors, ready = _ready(inputs, kernels.projections)
     target, key, value, target_scalars, source_scalars, parameter, edge, _ = tensors
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
 
     records = softmax.new_empty((graph.num_dst, heads, 4))
-    grad_target = torch.empty_like(target_scalars if score == "add" else target)
+    grad_target: Any
+    grad_key: Any
+    grad_value: Any
+    grad_target, grad_key, grad_value = into or (None, None, None)
+    if into is None:
+        grad_target = torch.empty_like(target_scalars if score == "add" else target)
     # A fixed graph has room for more edges than there are.
     room = torch.zeros_like if graph.is_fixed else torch.empty_like
     grad_edge = room(edge) if edge_grad and edge is not None else None
@@ -338,8 +380,9 @@ def run_backward(
             ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
         )
 
-    grad_value = torch.empty_like(value)
-    grad_key = torch.empty_like(key) if score == "dot" else None
+    if into is None:
+        grad_value = torch.empty_like(value)
+        grad_key = torch.empty_like(key) if score == "dot" else None
     grad_source = torch.empty_like(source_scalars) if score == "add" else None
     added = grad_target if same else None
     sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, added, state)
@@ -453,7 +496,7 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
     make = softmax.new_zeros if graph.is_fixed else softmax.new_empty
     weights = make((graph.num_edges, kernels.problem.heads))
     # Named so that copies live until the launch.
-    _tensors, ready = _ready(inputs)
+    _tensors, ready = _ready(inputs, kernels.projections)
     kernels.weights(graph).weights(ready, softmax, weights)
     return weights
 

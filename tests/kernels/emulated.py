@@ -46,7 +46,8 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
         shared_bytes: int,
     ) -> None:
         launched.append(entry)
-        _kernel(spec.source, entry).launch(grid, block, [*map(_argument, arguments)], shared_bytes, order, seed)
+        given, gaps = [*map(_argument, arguments)], dict(spec.constants).get("PROJECTIONS", 1) > 1
+        _kernel(spec.source, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
 
     # Fills what torch.empty returns with NaN, so that an element no kernel writes is seen.
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.nn import projection
+from pyg_dfgnn.ops import products
 
 pytestmark = pytest.mark.cuda
 
@@ -74,6 +74,32 @@ def test_outputs_and_gradients(key, graph):
         assert relative(results[0][name], expected, floor) < 1e-5, name
 
 
+@pytest.mark.parametrize("heads, channels", [(1, 128), (8, 16), (3, 20), (2, 131), (1, 1)])
+@pytest.mark.parametrize("name, options", [("TransformerConv", {}), ("GATv2Conv", {"add_self_loops": False})])
+@pytest.mark.parametrize("edges", [0, 900, 40000])
+def test_projections_side_by_side(name, options, heads, channels, edges):
+    """Few rows under the schedule `rows`: kernels read and write where the projections lie."""
+    edge_index = torch.randint(300, (2, edges), device="cuda")
+    # A row in chunks that a launch of their own merges, and rows without edges.
+    edge_index[1, : edges // 2] = 3
+    x = torch.randn(310, FEATURES, device="cuda")
+    conv = getattr(ours, name)(FEATURES, channels, heads, **options).cuda()
+    oracle = getattr(pyg, name)(FEATURES, channels, heads, **options).cuda().double()
+    oracle.load_state_dict(conv.state_dict())
+    results = []
+    for module, given in ((conv, x), (oracle, x.double())):
+        given.requires_grad_()
+        with pyg_dfgnn.settings(schedule="rows"):
+            out = module(given, edge_index)
+            torch.manual_seed(1)
+            factor = torch.randn(out.shape, device="cuda").to(out.dtype)
+            found = torch.autograd.grad((out * factor).sum(), [given, *module.parameters()], allow_unused=True)
+        results.append({"out": out.detach(), **dict(zip(["x", *dict(module.named_parameters())], found))})
+    floor = 1e-2 * max(expected.norm().item() for expected in results[1].values())
+    for key, expected in results[1].items():
+        assert relative(results[0][key], expected, floor) < 1e-5, key
+
+
 @pytest.mark.parametrize("key", [key for key in CONVS if key != "agnn"])
 def test_attention_weights(key, graph):
     x, edge_index = graph
@@ -119,7 +145,7 @@ def test_half_modules(key, dtype, graph):
 @pytest.mark.parametrize("key", ["gat_mean", "gatv2_shared", "transformer", "agnn"])
 def test_compile(key, graph, monkeypatch):
     # An eager TransformerConv has its linear layers in one product, which rounds otherwise than one after the other.
-    monkeypatch.setattr(projection, "_MAX_ROWS", 0)
+    monkeypatch.setattr(products, "MAX_ROWS", 0)
     x, edge_index = graph
     conv, _ = build(key)
     rest = arguments(key, edge_index)

@@ -9,19 +9,21 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_dfgnn.nn import projection
 from pyg_dfgnn.nn.projection import project
+from pyg_dfgnn.ops import products as products_of_layers
 
 
 @pytest.fixture
 def products(monkeypatch):
     """Channels of the products that were taken."""
     taken = []
-    function = projection.F.linear
+    function = torch.nn.functional.linear
 
     def linear(x, weight, bias=None):
         taken.append(len(weight))
         return function(x, weight, bias)
 
-    monkeypatch.setattr(projection, "F", SimpleNamespace(linear=linear))
+    for module in (projection, products_of_layers):
+        monkeypatch.setattr(module, "F", SimpleNamespace(linear=linear))
     return taken
 
 
@@ -38,7 +40,7 @@ def apart(x, heads, layers):
 @pytest.mark.parametrize("rows, most", [(9, 9), (9, 8), (1, 9), (0, 9), (0, -1)])
 def test_values_and_gradients(count, bias, rows, most, products, monkeypatch):
     """Of few rows and of many, of one and of none."""
-    monkeypatch.setattr(projection, "_MAX_ROWS", most)
+    monkeypatch.setattr(products_of_layers, "MAX_ROWS", most)
     layers, x = layers_of(count, bias), torch.randn(rows, 5, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
     grads = [torch.randn(rows, 2, 3) for _ in layers]
@@ -60,7 +62,7 @@ def test_values_and_gradients(count, bias, rows, most, products, monkeypatch):
 @pytest.mark.parametrize("most", [9, 8])
 def test_gradients_that_are_not_wanted(most, monkeypatch):
     """A result that nothing reads, frozen parameters, an input without a gradient."""
-    monkeypatch.setattr(projection, "_MAX_ROWS", most)
+    monkeypatch.setattr(products_of_layers, "MAX_ROWS", most)
     layers, x = layers_of(3), torch.randn(9, 5)
     layers[0].weight.requires_grad_(False)
     layers[1].bias.requires_grad_(False)
