@@ -78,11 +78,14 @@ def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
         return False
     if torch.is_autocast_enabled(x.device.type) or not all(map(is_plain_linear, layers)):
         return False
-    first = layers[0]._parameters
-    shape, unbiased = first["weight"].shape, first["bias"] is None  # type: ignore[union-attr]
-    for layer in layers[1:]:
-        own = layer._parameters
-        if own["weight"].shape != shape or (own["bias"] is None) != unbiased:  # type: ignore[union-attr]
+    first: Any = layers[0]._parameters
+    shape, unbiased, dtype = first["weight"].shape, first["bias"] is None, x.dtype
+    for layer in layers:
+        own: Any = layer._parameters
+        weight, bias = own["weight"], own["bias"]
+        if weight.shape != shape or weight.dtype is not dtype or (bias is None) != unbiased:
+            return False
+        if not unbiased and bias.dtype is not dtype:
             return False
     return True
 

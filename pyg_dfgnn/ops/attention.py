@@ -32,6 +32,7 @@ from pyg_dfgnn.ops.attention_autograd import (
 from pyg_dfgnn.ops.attention_launch import (
     Inputs,
     Kernels,
+    aligned,
     inverse_norm,
     problem_of,
     room_for_norms,
@@ -553,36 +554,38 @@ def projected_attention(
         projections are better made apart: rows are many, a tensor is traced or a subclass, a pass is none of `rows`.
 
     Raises:
-        ValueError: A range does not fit.
+        TypeError: ``parameter`` has the wrong dtype.
+        ValueError: A range, or the shape or device of ``parameter``, does not fit.
     """
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers if bias is not None]
     vectors = () if parameter is None else (parameter,)
-    if x.shape[0] > products.MAX_ROWS or not all(map(is_plain, vectors)):
+    if x.shape[0] > products.MAX_ROWS:
         return None
     numbers = scale, negative_slope, dropout_p
     trained = needs_grad((x, *vectors, *weights, *biases))
-    plan = score, numbers, heads, len(weights), trained, *(vector.dtype for vector in vectors)
-    signature = _signature(graph, "projected", plan, (x, weights[0]))
+    plan = score, numbers, heads, len(weights), trained
+    signature = _signature(graph, "projected", plan, (x, weights[0]), vectors)
     if signature is None:
         return None
     assert isinstance(graph, Graph)
     kernels = _recall(graph, signature)
     if kernels is None:
-        kernels = _projected_kernels(graph, score, x, weights, heads, numbers, trained)
-        if kernels is None:
+        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained)
+        if found is None:
             return None
-        if kernels.final and len(graph.plans) < _MAX_PLANS:
+        kernels, final = found
+        if final and len(graph.plans) < _MAX_PLANS:
             graph.plans[signature] = kernels
     count = len(weights)
     if kernels.projections != count:
         return None
     seed = _draw_seed(x.device) if dropout_p > 0.0 else None
-    vector = None if parameter is None else _fp32(parameter)
+    vector = None if parameter is None else aligned(_fp32(parameter))
     rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
     if trained:
-        found: tuple[Tensor, ...] = apply_projected_attention(rest, seed, x, vector, *weights, *biases)
-        return found
+        results: tuple[Tensor, ...] = apply_projected_attention(rest, seed, x, vector, *weights, *biases)
+        return results
     out, others, _ = attend_projections(rest, seed, x, vector, weights, biases, saved=False)
     return out[0], *others
 
@@ -592,19 +595,23 @@ def _projected_kernels(
     score: str,
     x: Tensor,
     weights: Sequence[Tensor],
+    parameter: Tensor | None,
     heads: int,
     numbers: tuple[float, float, float],
     trained: bool,
-) -> Kernels | None:
-    """The kernels of checked arguments of :func:`projected_attention`, for one row after the other if need be."""
+) -> tuple[Kernels, bool] | None:
+    """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
     graph.on_this_stream()
     scale, slope, p = numbers
     check_range("scale", scale)
     check_range("negative_slope", slope)
     check_range("dropout_p", p, 0.0, 1.0)
-    channels = weights[0].shape[0] // heads
+    channels, rest = divmod(weights[0].shape[0], heads)
+    if parameter is not None:
+        vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
+        _check("att", vector, graph.device, H=heads, C=channels)
     tf32 = tf32_allowed(x.dtype)
     problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
-    if unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] or not x.shape[0]:
+    if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
         return None
     return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

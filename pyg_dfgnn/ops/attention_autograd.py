@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, run_backward, run_forward
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, aligned, run_backward, run_forward
 from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
 from pyg_dfgnn.ops.products import joined_product, product_gradients
@@ -182,6 +182,8 @@ class _ProjectedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
         kernels, graph, count, _, numbers = ctx.rest
         x, parameter, seed, out, softmax, rows, weight = ctx.saved_tensors
+        # Hooks of saved tensors may give them back elsewhere.
+        rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
         score, heads = kernels.problem.score, kernels.problem.heads
         grads = torch.empty_like(rows)
         grad_parameter = None

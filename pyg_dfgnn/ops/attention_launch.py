@@ -226,17 +226,21 @@ class Kernels:
                 self._backward = found
         return found
 
-    def side_by_side(self, projections: int, graph: Graph, trained: bool) -> "Kernels":
+    def side_by_side(self, projections: int, graph: Graph, trained: bool) -> tuple["Kernels", bool]:
         """The same for features that are so many rows apart, but for the weights; these where a pass is none of `rows`.
 
         Args:
             projections: How many.
             graph: The edges.
             trained: Whether a backward pass may follow.
+
+        Returns:
+            The kernels, and whether the next call would take the same.
         """
         passes: list[Any] = [self.forward, *(self.backward(graph) if trained else ())]
+        final = self.final and (self._backward is not None or not trained)
         if any(each.chosen.schedule != "rows" for each in passes):
-            return self
+            return self, final
         made = copy(self)
         made.projections = projections
         made.forward, *backward = [
@@ -245,7 +249,7 @@ class Kernels:
         ]
         made._backward = tuple(backward)
         graph.reset_streams()
-        return made
+        return made, final
 
     def weights(self, graph: Graph) -> RowsWalk:
         """The pass that writes the weights of all edges."""

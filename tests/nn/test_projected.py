@@ -187,6 +187,62 @@ def test_an_edited_input_is_noticed():
         out.sum().backward()
 
 
+def test_a_vector_that_lies_elsewhere():
+    """Transposed, and at an odd address."""
+    conv, oracle = build("gatv2")
+    graph, x = random(30, 30, 140), torch.randn(30, FEATURES)
+    expected = trained(oracle, x.double(), graph.edge_index)[0]
+    for laid_out in (
+        conv.att.detach().mT.contiguous().mT,
+        torch.cat([conv.att.new_zeros(1), conv.att.detach().flatten()]),
+    ):
+        moved = copy.deepcopy(conv)
+        moved.att = torch.nn.Parameter(laid_out if laid_out.dim() == 3 else laid_out[1:].view_as(conv.att))
+        with emulated_device() as launched:
+            found, nodes = trained(moved, x, graph.edge_index)
+        assert "_ProjectedAttentionBackward" in nodes and launched
+        compare(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 4, 2), (2, 2, 4)])
+def test_a_vector_that_does_not_fit_is_refused(shape):
+    conv, _ = build("gatv2_mean" if shape[0] == 2 else "gatv2")
+    graph, x = random(30, 30, 140), torch.randn(30, FEATURES)
+    with emulated_device():
+        conv(x, graph.edge_index)
+        conv.att = torch.nn.Parameter(torch.randn(shape))
+        with pytest.raises(ValueError, match="'att'"):
+            conv(x, graph.edge_index)
+
+
+def test_layers_of_another_width_or_type():
+    """What cannot be one product with whole heads is left to the layers one by one."""
+    conv, _ = build("transformer_alone")
+    graph, x = random(30, 30, 140), torch.randn(30, FEATURES)
+    conv.lin_key.to(torch.bfloat16)
+    with emulated_device(), pytest.raises(RuntimeError, match="dtype"):
+        conv(x, graph.edge_index)
+    conv, _ = build("transformer_alone")
+    for layer in (conv.lin_query, conv.lin_key, conv.lin_value):
+        layer.weight = torch.nn.Parameter(torch.randn(13, FEATURES))
+        layer.bias = torch.nn.Parameter(torch.randn(13))
+    with emulated_device(), pytest.raises(RuntimeError, match="shape"):
+        conv(x, graph.edge_index)
+
+
+def test_saved_tensors_that_come_back_elsewhere():
+    conv, oracle = build("transformer")
+    graph, x = random(30, 30, 140), torch.randn(30, FEATURES)
+
+    def unpack(tensor):
+        return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+    with emulated_device(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        found, nodes = trained(conv, x, graph.edge_index)
+    assert "_ProjectedAttentionBackward" in nodes
+    compare(found, trained(oracle, x.double(), graph.edge_index)[0])
+
+
 def test_a_wrong_probability_is_refused():
     conv, _ = build("transformer_alone")
     conv.dropout = 1.5
