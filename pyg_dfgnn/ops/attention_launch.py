@@ -431,6 +431,8 @@ def example(problem: AttentionProblem, graph: Graph) -> Inputs:
 class _Trial:
     """Stands for :class:`Kernels` where one team of walks is timed."""
 
+    projections = 1
+
     def __init__(self, problem: AttentionProblem, walks: Sequence[Any]) -> None:
         self.problem = problem
         self.forward = walks[0]

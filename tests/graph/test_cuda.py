@@ -124,6 +124,8 @@ def test_another_stream_sees_a_finished_graph():
         assert Graph.of(edge_index, 100_000, self_loops=True) is graph
         total = csc.index.long().sum()
         assert side.cuda_stream in graph._streams
+    # The current stream does not wait for the other one.
+    side.synchronize()
     assert total.item() == graph.edge_index[1].sum().item()
 
 
