@@ -7,8 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_bool, check_integer, check_range
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.models.convs import find_conv
+from pyg_dfgnn.models.norms import NORMS
 from pyg_dfgnn.models.pool import mean_pool
 
 
@@ -25,9 +26,10 @@ class GAT(nn.Module):
         layers: Number of convolutions.
         dropout: Of the features and of the attention weights.
         residual: Add each layer's (projected) input to its output.
+        norm: "batch", "layer" or None, before each ELU.
 
     Raises:
-        ValueError: A size or rate is out of range, or `convs` lacks the convolution.
+        ValueError: `norm` is unknown, a size or rate is out of range, or `convs` lacks the convolution.
 
     Source: Velickovic et al., Graph Attention Networks, ICLR 2018; the defaults are its setting for Cora.
     """
@@ -46,6 +48,7 @@ class GAT(nn.Module):
         layers: int = 2,
         dropout: float = 0.6,
         residual: bool = False,
+        norm: str | None = None,
     ) -> None:
         super().__init__()
         sizes = {"hidden_channels": hidden_channels, "heads": heads, "out_heads": out_heads, "layers": layers}
@@ -53,12 +56,15 @@ class GAT(nn.Module):
             check_integer(name, size, 1)
         check_range("dropout", dropout, 0.0, 1.0)
         check_bool("residual", residual)
+        if norm is not None:
+            check_choice("norm", norm, tuple(NORMS))
         self.dropout = dropout
         conv = find_conv(convs, self.conv)
         self.convs = nn.ModuleList()
         for _ in range(layers - 1):
             self.convs.append(conv(in_channels, hidden_channels, heads, dropout=dropout, residual=residual))
             in_channels = hidden_channels * heads
+        self.norms = nn.ModuleList(NORMS[norm](in_channels) for _ in range(layers - 1) if norm is not None)
         self.convs.append(conv(in_channels, out_channels, out_heads, concat=False, dropout=dropout, residual=residual))
 
     def forward(
@@ -69,7 +75,8 @@ class GAT(nn.Module):
         With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
         """
         for index, conv in enumerate(self.convs):
-            x = F.elu(x) if index else x
+            if index:
+                x = F.elu(self.norms[index - 1](x) if self.norms else x)
             x = conv(F.dropout(x, self.dropout, self.training), edge_index)
         return mean_pool(x, batch, num_graphs)
 

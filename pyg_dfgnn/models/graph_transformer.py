@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_choice, check_integer, check_range, check_shape
 from pyg_dfgnn.models.convs import find_conv
+from pyg_dfgnn.models.norms import NORMS
 from pyg_dfgnn.models.pool import mean_pool
-
-NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
 
 class GraphTransformer(nn.Module):

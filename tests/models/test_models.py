@@ -11,6 +11,7 @@ SIZES = ("hidden_channels", "heads", "layers")
 MODELS = {
     "gat": (GAT, {}),
     "gat_residual": (GAT, {"layers": 3, "residual": True, "out_heads": 2}),
+    "gat_batch_norm": (GAT, {"layers": 3, "norm": "batch", "dropout": 0.0}),
     "gatv2": (GATv2, {}),
     "agnn": (AGNN, {"layers": 3}),
     "gt": (GraphTransformer, {"hidden_channels": 16, "heads": 4, "layers": 2}),
@@ -72,6 +73,17 @@ def test_gat_follows_the_formula(inputs):
     hidden = torch.nn.functional.elu(model.convs[0](x, edge_index))
     assert hidden.shape == (20, 64)
     torch.testing.assert_close(model(x, edge_index), model.convs[1](hidden, edge_index))
+
+
+def test_gat_normalises_before_each_elu(inputs):
+    x, edge_index, _ = inputs
+    model = build("gat_batch_norm", torch_geometric.nn)
+    assert [norm.num_features for norm in model.norms] == [64, 64]
+    for conv, norm in zip(model.convs, model.norms):
+        hidden = conv(x, edge_index)
+        expected = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + norm.eps).sqrt()
+        x = torch.nn.functional.elu(expected)
+    torch.testing.assert_close(model(inputs[0], edge_index), model.convs[2](x, edge_index), rtol=1e-4, atol=1e-5)
 
 
 def test_sign_of_encodings_is_flipped_only_in_training(inputs):
@@ -137,6 +149,9 @@ def test_namespace_without_the_convolution(model, conv):
 
 
 def test_wrong_arguments():
+    for model in (GAT, GraphTransformer):
+        with pytest.raises(ValueError, match=r"'norm' needs .*batch.*layer.* \(got 'graph'\)"):
+            model(5, 3, torch_geometric.nn, norm="graph")
     with pytest.raises(ValueError, match=r"'hidden_channels' needs a multiple of heads=3 \(got 16\)"):
         TransformerStack(5, 3, torch_geometric.nn, hidden_channels=16, heads=3)
 
