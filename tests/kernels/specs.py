@@ -76,6 +76,28 @@ def block_specs() -> list[Spec]:
     return specs
 
 
+def projection_specs() -> list[Spec]:
+    """The row kernels of features that lie side by side with others of their node."""
+    axes = {
+        "projections": (3, 4),
+        "dtype": DTYPES,
+        "shape": ((1, 128), (8, 16), (2, 20)),
+        "mode": ("light", "joined", "ordered"),
+        "wide": (False, True),
+        "dropout": (False, True),
+    }
+    modes = {"light": {}, "joined": {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}, "ordered": {"ORDERED": 1}}
+    found = []
+    for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
+        for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
+            for stem, walk in WALKS.items():
+                if stem != "weights":
+                    constants = pass_constants(problem(row), walk, row["wide"])
+                    constants |= {**modes[row["mode"]], "PROJECTIONS": row["projections"]}
+                    found.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
+    return found
+
+
 def node_specs() -> list[Spec]:
     """The kernels that read nodes and no edges."""
     constants = [node_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
@@ -84,7 +106,7 @@ def node_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + block_specs() + node_specs() + paper_specs() + tiles_specs()
+    return attention_specs() + block_specs() + projection_specs() + node_specs() + paper_specs() + tiles_specs()
 
 
 def label(spec: Spec) -> str:
@@ -92,6 +114,7 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
+    options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
     options += [
         name.lower()
         for name in ("EDGE", "DROPOUT", "TANGENT", "ORDERED", "JOINED", "RESIDENT", "SPLIT", "LISTED")
