@@ -317,7 +317,7 @@ def test_real_commands_compose(real):
     assert checked == Counter(
         (graph, case) for cases in check.grid(whole).values() for case in cases for graph in whole.graphs
     )
-    assert len(profiled) == 6
+    assert len(profiled) == len(everything.PROFILED)
 
 
 def test_all_that_results_hold_is_measured_again(real):
