@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_dfgnn.bench.results import markdown
-from pyg_dfgnn.bench.table2_steps import FROM_FLOAT64, PHASES, REPEATS, SUMMED
+from pyg_dfgnn.bench.table2_steps import FROM_FLOAT64, PHASES, SUMMED
 
 HEADER = [
     "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
@@ -86,7 +86,7 @@ to a bucket, in its forward phase. `step`: wall time of one step among many, wit
 is against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the
 reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time, unless it is
 so in its losses alone and these are no farther from those of the reference in float64 than the reference's own in
-float32, also with its edges in {REPEATS} other orders, at most ten bounds: then both distances are given."""
+float32, at most ten bounds: then both distances are given."""
     sets = {row["dataset"]: row for row in rows if row.get("task")}
     described = [
         [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()

@@ -36,8 +36,6 @@ READ = ("x", "edge_index", "y")
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
 FROM_FLOAT64 = ("loss_from_float64", "reference_from_float64")
 """Largest relative difference from the losses of the reference in float64: of a backend's, of the reference's own."""
-REPEATS = 7
-"""How often the reference's own losses are taken once more, with the edges in other orders, to see its rounding."""
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
 
@@ -113,14 +111,6 @@ class Source:
             starts = range(0, len(graphs), batch_size)
             batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]
         return Source(task, [batch.pin_memory() for batch in batches] if pinned else batches)
-
-    def shuffled(self, seed: int) -> Source:
-        """The same graphs with their edges in another order: sums round otherwise, and nothing else changes."""
-        generator = torch.Generator().manual_seed(seed)
-        batches = [copy(batch) for batch in self.batches]
-        for batch in batches:
-            batch.edge_index = batch.edge_index[:, torch.randperm(batch.num_edges, generator=generator)]
-        return replace(self, batches=batches)
 
 
 @dataclass(frozen=True)
@@ -271,8 +261,7 @@ def measure(
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Where the losses differ by more than the bound, the reference is run in float64 too: rounding alone may take losses
-    so far apart, but it leaves a right backend no farther from float64 than it leaves the reference, whose own rounding
-    is seen by repeating it with the edges in other orders.
+    so far apart, but it leaves a right backend no farther from float64 than the reference.
 
     Args:
         backend: Of the step.
@@ -285,7 +274,7 @@ def measure(
 
     Raises:
         Disagreement: The first gradient differs by more than `pace.bound`, or the losses do and are farther from those
-            of the reference in float64 than all of its own in float32, or than ten bounds (see :func:`agree`).
+            of the reference in float64 than its own in float32, or than ten bounds (see :func:`agree`).
         UnsupportedError: The backend cannot run these steps.
     """
     timer, task = Timer(device), source.task
@@ -321,11 +310,9 @@ def measure(
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
             # What does not fit into memory twice as wide has to be within the bound.
             with suppress(torch.OutOfMemoryError):
-                same = model_config, optimizer_config, source, pace, device
-                exact = exact_losses(reference, *same)
-                own = [reference.losses, *rounded_losses(reference, *same)]
-                distances = relative_difference(losses, exact), max(relative_difference(each, exact) for each in own)
-                differences |= dict(zip(FROM_FLOAT64, distances))
+                exact = exact_losses(reference, model_config, optimizer_config, source, pace, device)
+                both = (relative_difference(each, exact) for each in (losses, reference.losses))
+                differences |= dict(zip(FROM_FLOAT64, both))
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
             raise Disagreement(reference.backend["name"], columns, losses)
@@ -356,39 +343,15 @@ def exact_losses(
         pace: How many steps.
         device: Where.
     """
-    wide = replace(source, batches=[copy(batch).apply(_widened) for batch in source.batches])
-    return _losses_again(reference, model_config, optimizer_config, wide, pace, device, torch.float64)
-
-
-def rounded_losses(
-    reference: Reference, model_config: Any, optimizer_config: Any, source: Source, pace: Pace, device: torch.device
-) -> list[list[float]]:
-    """The losses of the reference's steps in float32 with the edges in `REPEATS` other orders.
-
-    Arguments as of :func:`exact_losses`.
-    """
-    others = (source.shuffled(seed) for seed in range(REPEATS))
-    same = pace, device, torch.float32
-    return [_losses_again(reference, model_config, optimizer_config, other, *same) for other in others]
-
-
-def _losses_again(
-    reference: Reference,
-    model_config: Any,
-    optimizer_config: Any,
-    source: Source,
-    pace: Pace,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[float]:
     backend = Backend(**{**reference.backend, "compile": False, "cuda_graph": False})
+    wide = replace(source, batches=[copy(batch).apply(_widened) for batch in source.batches])
     with pyg_dfgnn.settings(**backend.settings):
         model = _model(backend, model_config, source.task)
         model.load_state_dict(reference.state)
-        model.to(device, dtype)
+        model.to(device, torch.float64)
         phases = Phases(device)
-        step = _step(backend, model, optimizer_config, source, phases)
-        turns = _Turns(step, source, backend.preparation(model), device, phases)
+        step = _step(backend, model, optimizer_config, wide, phases)
+        turns = _Turns(step, wide, backend.preparation(model), device, phases)
         return [float(turns(index)) for index in range(pace.steps)]
 
 

@@ -91,7 +91,7 @@ def add(folder: str | Path, rows: list[Row], curves: Curves) -> tuple[list[Row],
         ValueError: A file lacks a column, or a new run is named as an earlier one of another setting or seed.
     """
     runs_file, curves_file = Path(folder) / "runs.csv", Path(folder) / "curves.csv"
-    earlier: list[Row] = _records("runs.csv", runs_file, _ROW_FIELDS) if runs_file.exists() else []
+    earlier: list[Row] = _records("runs.csv", runs_file, _ROW_FIELDS, more=True) if runs_file.exists() else []
     if not rows and not earlier:
         raise FileNotFoundError(f"'add' needs a folder with runs.csv where no runs are given (got {folder})")
     for row in earlier:
@@ -109,10 +109,12 @@ def add(folder: str | Path, rows: list[Row], curves: Curves) -> tuple[list[Row],
     return [*earlier, *rows], {**kept, **curves}
 
 
-def _records(name: str, path: str | Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+def _records(name: str, path: str | Path, fields: Sequence[str], more: bool = False) -> list[dict[str, Any]]:
+    """The rows of a CSV with these columns, or with `more` of them."""
     with open(path, newline="") as stream:
         reader = csv.DictReader(stream)
-        if not set(fields) <= set(reader.fieldnames or ()):
+        given = tuple(reader.fieldnames or ())
+        if not (set(fields) <= set(given) if more else given == tuple(fields)):
             raise ValueError(f"'{name}' needs the columns {', '.join(fields)} (got {reader.fieldnames})")
         return list(reader)
 
@@ -151,7 +153,7 @@ def read_published(path: str | Path) -> dict[tuple[str, ...], Mapping[str, str]]
     """Published results by `PUBLISHED_KEY`, from a CSV with the columns `PUBLISHED_FIELDS`, in percent.
 
     Raises:
-        ValueError: The file lacks a column.
+        ValueError: The file has other columns.
     """
     rows = _records("published", path, PUBLISHED_FIELDS)
     return {tuple(row[name] for name in PUBLISHED_KEY): row for row in rows}

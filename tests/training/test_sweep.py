@@ -218,7 +218,13 @@ def test_published_results_name_their_sources():
     assert all(float(row["std"]) > 0 and re.search(r"20[12]\d", row["source"]) for row in published.values())
 
 
-def test_published_results_of_another_form(tmp_path):
+@pytest.mark.parametrize("more", [False, True])
+def test_published_results_of_another_form(tmp_path, more):
+    if more:
+        (tmp_path / "more.csv").write_text(",".join((*sweep.PUBLISHED_FIELDS, "b")) + "\n")
+        with pytest.raises(ValueError, match="'published' needs the columns experiment, .*'b'"):
+            sweep.read_published(tmp_path / "more.csv")
+        return
     (tmp_path / "other.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"'published' needs the columns experiment, .* \(got \['a', 'b'\]\)"):
         sweep.read_published(tmp_path / "other.csv")
