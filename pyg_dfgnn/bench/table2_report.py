@@ -85,8 +85,8 @@ stays on the device, so its transfer and preprocess are no part of a step nor of
 to a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster`
 is against `{BASELINE}`. `loss`: largest relative difference of the losses of the first steps from those of the
 reference; `gradient`: of the first gradient. A backend beyond the bound of {first["bound"]} has no time, unless it is
-so in its losses alone and these are no farther from those of the reference in float64 than the reference's own in
-float32, at most ten bounds: then both distances are given."""
+so in its losses alone and these are within the bound of those of the reference in float64: then the distances from
+float64 are given, its own and the reference's."""
     sets = {row["dataset"]: row for row in rows if row.get("task")}
     described = [
         [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()

@@ -118,13 +118,13 @@ def test_a_nan_disagrees():
     [
         ((1e-3, 1e-3), True),
         ((2e-3, 1e-6), False),
-        ((2e-3, 1e-6, 3e-3, 3e-3), True),
-        ((2e-3, 1e-6, 3.1e-3, 3e-3), False),
+        ((2e-3, 1e-6, 1e-3, 3e-3), True),
+        ((2e-3, 1e-6, 1e-3, 9e-4), True),
+        ((2e-3, 1e-6, 1.1e-3, 3e-3), False),
         ((2e-3, 2e-3, 0.0, 3e-3), False),
         ((1e-6, 2e-3), False),
         ((2e-3, 1e-6, float("nan"), 3e-3), False),
-        ((2e-3, 1e-6, 1e-3, float("nan")), False),
-        ((2e-3, 1e-6, 1e-3, 1.1e-2), False),
+        ((float("nan"), 1e-6, float("nan"), 3e-3), False),
     ],
 )
 def test_what_agrees(differences, expected):
@@ -158,25 +158,26 @@ def drift(monkeypatch):
     return scale
 
 
-def test_losses_as_near_to_float64_as_the_reference_are_accepted(table, tmp_path, drift):
-    drift(pyg=1.03, unfused=1.01)
+def test_losses_near_those_in_float64_are_accepted(table, tmp_path, drift):
+    drift(pyg=1.03, unfused=1.003)
     code, rows, _ = table("backends=[pyg,unfused]")
     assert code == 0 and rows[1]["status"] == "ok" and float(rows[1]["loss_difference"]) > 1e-3
     ours, theirs = (rows[1][name] for name in FROM_FLOAT64)
-    assert 1e-4 < float(ours) < float(theirs)
+    assert 1e-5 < float(ours) < 1e-3 < float(theirs)
     (page,) = tmp_path.glob("*.md")
     assert f"| {rows[1]['loss_difference']}; from float64 {ours}, pyg {theirs} |" in page.read_text()
     assert [rows[0][name] for name in FROM_FLOAT64] == ["", ""]
 
 
-@pytest.mark.parametrize("pyg", [1.0, 1.1])
-def test_losses_farther_from_float64_than_the_reference_are_wrong(table, drift, pyg):
+@pytest.mark.parametrize("pyg", [1.0, 1.1, 1.3])
+def test_losses_far_from_those_in_float64_are_wrong(table, drift, pyg):
     drift(pyg=pyg, unfused=1.2)
     code, rows, _ = table("backends=[pyg,unfused]")
     assert code == 1 and rows[1]["status"].startswith("WRONG: loss difference") and rows[1]["step_ms"] == ""
     assert "loss from float64" in rows[1]["status"] and float(rows[1]["gradient_difference"]) < 1e-4
+    # Also where the reference is farther.
     ours, theirs = (float(rows[1][name]) for name in FROM_FLOAT64)
-    assert ours > theirs
+    assert ours > 1e-3 and (theirs > ours) is (pyg > 1.2)
 
 
 def test_without_memory_for_float64_the_bound_counts(table, monkeypatch, drift):
