@@ -110,7 +110,7 @@ def line_figure(name: str, rows: Rows, number: Callable[[Any], int], what: str) 
         numbers = [number(row) for row in mine]
         left.plot(numbers, [milliseconds(row) for row in mine], marker="o", color=f"C{index}", label=implementation)
         ratios = [(number(row), base[number(row)] / milliseconds(row)) for row in mine if number(row) in base]
-        if ratios and implementation != "unfused":
+        if ratios and mine[0]["implementation"] != "unfused":
             right.plot(*zip(*ratios, strict=True), marker="o", color=f"C{index}")
     for axis, text in ((left, "ms"), (right, "times faster than unfused cuSPARSE")):
         axis.set_xscale("log", base=2)
@@ -301,7 +301,8 @@ def page(folder: Path) -> str:
         rows = results[ALIASES.get(name, name)]
         parts.append(f"## {name}")
         parts += [f"![{path.stem}]({path.name})" for path in draw(name, rows, folder)]
-        parts.append(tables.of(name, rows))
+        # Goals are no results.
+        parts.append(tables.of(name, rows, without=("Targets",)))
     return "\n\n".join(parts) + "\n"
 
 

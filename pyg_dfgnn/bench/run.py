@@ -96,8 +96,7 @@ class Measurement:
         self.dtype = DTYPES[job.dtype]
         self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
         self.grad_out = grad_out.to(self.dtype)
-        error_bound = self.implementation.error_bound
-        self.bound = BOUNDS[job.dtype] if error_bound is None else error_bound
+        self.bound = max(BOUNDS[job.dtype], self.implementation.error_bound)
         self.base: Row = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
         small = compulsory_bytes(self.case, graph, "fwd") < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or small]

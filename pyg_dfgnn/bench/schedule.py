@@ -265,7 +265,9 @@ class _Schedule:
                 continue
             if task.alone and self.running:
                 return
-            order = sorted(range(len(self.gpus)), key=lambda at: (-share[at], at))
+            # While a whole GPU is waited for, those that share one crowd together.
+            crowds = task.share < 1 and any(each.share == 1 for each in self.todo)
+            order = sorted(range(len(self.gpus)), key=lambda at: (share[at] if crowds else -share[at], at))
             fits = [at for at in order if share[at] >= task.share - _EPSILON]
             fits = [at for at in fits if memory[at] >= self._memory_gb(task, at) - _EPSILON][: task.gpus]
             starts = len(fits) == task.gpus and cores >= min(task.cores, self.cores) - _EPSILON

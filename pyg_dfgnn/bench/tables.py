@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import product
 from statistics import geometric_mean
@@ -27,6 +27,14 @@ from pyg_dfgnn.dispatch.attention import BACKWARD, BY_NAME
 from pyg_dfgnn.dispatch.attention_rows import has_tangent
 
 NAMES = ("graph", "score", "heads", "channels", "dtype", "implementation", "schedule", "direction", "state")
+SHOWN = {
+    "pyg": "PyG",
+    "unfused": "cuSPARSE, unfused",
+    "compile": "torch.compile of PyG",
+    "flex": "FlexAttention",
+    "dgl": "DGL",
+}
+"""Other implementations, as tables and figures name them."""
 KINDS = {"batch": TABLE_1[:6], "full": TABLE_1[6:], "all": TABLE_1}
 
 Row = Mapping[str, Any]
@@ -46,7 +54,7 @@ def timed(rows: Rows, state: str = "warm") -> list[Row]:
 def label(row: Row) -> str:
     """The implementation, ours with the schedule that was asked for."""
     if row["implementation"] != "fused":
-        return str(row["implementation"])
+        return SHOWN[row["implementation"]]
     return "ours" if row["schedule"] in ("", "auto") else f"ours, {row['schedule']}"
 
 
@@ -230,10 +238,10 @@ def means_table(rows: Rows, with_host: bool = False) -> str:
 def slower_table(rows: Rows) -> str:
     """Where another implementation is faster than ours: same graph, layer, size and direction, float32, warm."""
     body = []
-    for baseline in dict.fromkeys(label(row) for row in timed(rows) if row["implementation"] != "fused"):
+    for baseline in dict.fromkeys(row["implementation"] for row in timed(rows) if row["implementation"] != "fused"):
         for key, factor in speedups(rows, baseline).items():
             if key[4] == "ours" and factor < 1.0:
-                body.append([key[3], key[0], key[1], key[2], baseline, f"{1 / factor:.2f}x"])
+                body.append([key[3], key[0], key[1], key[2], SHOWN[baseline], f"{1 / factor:.2f}x"])
     if not body:
         return "Nowhere."
     return markdown(["graph", "layer", "size", "direction", "implementation", "faster than ours"], body)
@@ -432,10 +440,10 @@ PARTS: dict[str, tuple[Part, ...]] = {
 """What is shown of an experiment beside its times."""
 
 
-def of(name: str, rows: Rows) -> str:
-    """All tables of an experiment."""
+def of(name: str, rows: Rows, without: Collection[str] = ()) -> str:
+    """All tables of an experiment but those with a title of `without`."""
     parts = [] if name == "choice" else _times(rows)
-    parts += [(title, table(rows)) for title, table in PARTS.get(name, ())]
+    parts += [(title, table(rows)) for title, table in PARTS.get(name, ()) if title not in without]
     missing = not_timed(rows)
     if missing:
         parts.append(("Not timed", missing))

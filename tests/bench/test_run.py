@@ -267,7 +267,7 @@ def test_a_run_times_all_layers_and_resumes(tmp_path, capsys):
     assert {("fwd", "warm"), ("fwd", "flushed"), ("fwd+bwd", "warm"), ("fwd+bwd", "flushed"), ("bwd", "warm")} <= fused
     assert {row["direction"] for row in rows if row["score"] == "graph"} == {"csr", "csc"}
     assert bench(tmp_path, "summary=true") == 0
-    assert "| GT | H=2 d=8 | fwd | pyg | float32 |" in capsys.readouterr().out
+    assert "| GT | H=2 d=8 | fwd | PyG | float32 |" in capsys.readouterr().out
 
 
 def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch):
@@ -406,7 +406,7 @@ def test_eager_and_replayed_forward_of_a_small_graph():
 
 def test_baselines_that_are_faster_are_listed():
     rows = [timed_row(median_ms="2"), timed_row(median_ms="1", implementation="flex", schedule="")]
-    assert "| a | GT | H=1 d=128 | fwd | flex | 2.00x |" in tables.slower_table(rows)
+    assert "| a | GT | H=1 d=128 | fwd | FlexAttention | 2.00x |" in tables.slower_table(rows)
     assert tables.slower_table(rows[:1]) == "Nowhere."
 
 
