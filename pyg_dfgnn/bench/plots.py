@@ -39,9 +39,14 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def _bars(
-    axis: Any, groups: Sequence[str], series: Series, colours: Mapping[str, str], spreads: Series | None = None
+    axis: Any,
+    groups: Sequence[str],
+    series: Series,
+    colours: Mapping[str, str],
+    spreads: Series | None = None,
+    log: bool = False,
 ) -> None:
-    """Grouped bars with their groups named below, in the order of the colours."""
+    """Grouped bars with their groups named below, in the order of the colours; dots where a log axis has no zero."""
     shown = [name for name in colours if name in series]
     width = 0.8 / max(1, len(shown))
     for index, name in enumerate(shown):
@@ -50,7 +55,13 @@ def _bars(
         heights = [values[groups[place]] for place in places]
         errors = None if spreads is None else [spreads.get(name, {}).get(groups[place], 0.0) for place in places]
         shift = (index - (len(shown) - 1) / 2) * width
-        axis.bar([place + shift for place in places], heights, width, yerr=errors, color=colours[name], label=name)
+        shifted = [place + shift for place in places]
+        if log:
+            axis.errorbar(shifted, heights, errors, fmt="o", color=colours[name], label=name)
+        else:
+            axis.bar(shifted, heights, width, yerr=errors, color=colours[name], label=name)
+    if log:
+        axis.set_yscale("log")
     axis.set_xticks(range(len(groups)), groups, fontsize="small")
     axis.grid(axis="y", alpha=0.3)
 
@@ -163,8 +174,7 @@ def times_figure(name: str, rows: Rows) -> Any:
         for row in mine:
             values.setdefault(label(row), {})[row["graph"]] = milliseconds(row)
             spreads.setdefault(label(row), {})[row["graph"]] = float(row["iqr_ms"]) / 2
-        _bars(axis, in_order(row["graph"] for row in mine), values, colours, spreads)
-        axis.set_yscale("log")
+        _bars(axis, in_order(row["graph"] for row in mine), values, colours, spreads, log=True)
         axis.set_title(" ".join(key), fontsize="medium")
         axis.tick_params(axis="x", rotation=30)
     for axis in axes[:, 0]:
@@ -231,7 +241,7 @@ def peers_figure(name: str, rows: Rows, direction: str) -> Any:
         for row in shown:
             if row["graph"] == graph:
                 values.setdefault(f"{label(row)} {row['dtype']}", {})[row["layer"]] = milliseconds(row)
-        _bars(axis, list(scores), values, colours)
+        _bars(axis, list(scores), values, colours, log=True)
         others = [
             (place, peer.time_ms)
             for place, score in enumerate(scores.values())
@@ -240,7 +250,6 @@ def peers_figure(name: str, rows: Rows, direction: str) -> Any:
         ]
         if others:
             axis.plot(*zip(*others, strict=True), "kx", label="other packages, float32, measured once")
-        axis.set_yscale("log")
         axis.set_ylabel(f"({graph}) ms")
     _legend(figure, axes)
     figure.suptitle(f"{_title(name, rows)}, {direction}", fontsize="medium")
