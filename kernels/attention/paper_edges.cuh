@@ -1,4 +1,4 @@
-// Edges and lanes of the schedules of DF-GNN (Yu et al., "DF-GNN: Dynamic fusion framework for attention graph neural
+// Edges and lanes of the schedules of DF-GNN (Liu et al., "DF-GNN: Dynamic fusion framework for attention graph neural
 // networks on GPUs", LoG 2024). A warp works either on features, in the lanes of storage.cuh, or on edges: then lane i
 // takes every EDGE_LANES-th edge, for head i % GROUP_HEADS of the block's group. GROUP_HEADS is at most 32.
 // ROW_WARPS warps share a row: 1, or all WARPS of a block.

@@ -5,7 +5,7 @@ features), softmax (a warp per row, lanes over edges), and the sum of the values
 `smmf`, shared-memory maximisation, fuses all in one kernel whose blocks own :data:`BLOCK_ROWS` rows and keep their
 scores in shared memory. `pmf`, parallelism maximisation, has a kernel of its own for the scores of all edges.
 
-Source: Yu et al., "DF-GNN: Dynamic fusion framework for attention graph neural networks on GPUs", LoG 2024, sections 3
+Source: Liu et al., "DF-GNN: Dynamic fusion framework for attention graph neural networks on GPUs", LoG 2024, sections 3
 and 4, appendix B.
 """
 

@@ -43,7 +43,7 @@ class AGNNConv(FusedConv, conv.AGNNConv):
         edges, _, _ = self._edges(call)
         beta = self.beta
         attended = cosine_attention(edges, x.unsqueeze(1), beta=beta, concat=True)
-        dtype = weights_dtype(x, beta)
+        dtype = weights_dtype(x, beta) if isinstance(beta, Tensor) else x.dtype
         return attended if attended.dtype is dtype else attended.to(torch.promote_types(attended.dtype, dtype))
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:

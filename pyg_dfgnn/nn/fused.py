@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
@@ -229,6 +231,8 @@ class FusedConv(MessagePassing):
         if form not in FORMS:
             found.append(f"edge_index is a {form}")
             return Call(found, (), edge_index, form)
+        if not compiling and isinstance(x, FakeTensor):
+            found.append("x is a FakeTensor")
         device = x.device
         found += self._edge_index_reasons(edge_index, form, device)
 
@@ -265,6 +269,10 @@ class FusedConv(MessagePassing):
             found.append("self-loops with edge features or attention weights while compiling")
 
         edge = edge_attr is not None and lin_edge is not None
+        if edge_attr is not None and edge:
+            rows = edge_attr.size(0) if edge_attr.dim() else 0
+            if edge_attr.dim() > 2 or rows == 1 != num_edges(edge_index):
+                found.append("edge_attr is to be broadcast")
         dropped = dropout > 0.0 and self.training
         dtype = self._storage_dtype(x)
         problem = (score, heads, channels, dtype, device, edge, dropped, torch.is_grad_enabled())
@@ -397,6 +405,8 @@ class FusedConv(MessagePassing):
             reasons.append("TorchScript")
         if not compiling and torch._C._are_functorch_transforms_active():
             reasons.append("a torch.func transform is active")
+        if not compiling and forward_ad._current_level >= 0:
+            reasons.append("forward-mode differentiation is active")
         return reasons
 
     def _edge_index_reasons(self, edge_index: Any, form: str, device: torch.device) -> list[str]:

@@ -86,7 +86,7 @@ class GATConv(FusedConv, conv.GATConv):
             alpha_src,
             alpha_dst,
             alpha_edge=alpha_edge,
-            negative_slope=self.negative_slope,
+            negative_slope=float(self.negative_slope),
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
             concat=self.concat,
@@ -96,7 +96,7 @@ class GATConv(FusedConv, conv.GATConv):
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
         """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""
         lin = self.lin_edge
-        if is_plain_linear(lin) and not torch.is_autocast_enabled(edge_attr.device.type):
+        if is_plain_linear(lin) and lin.bias is None and not torch.is_autocast_enabled(edge_attr.device.type):
             # W_e^T a_edge has one row per head: folding it first avoids a tensor [E, H, C].
             weight = lin.weight.view(self.heads, self.out_channels, -1)
             return F.linear(edge_attr, (weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(dim=1))

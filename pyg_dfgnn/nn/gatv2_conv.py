@@ -73,7 +73,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         res = None if res is None else res(x_r)
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
         options: dict[str, Any] = {
-            "negative_slope": self.negative_slope,
+            "negative_slope": float(self.negative_slope),
             "dropout_p": float(self.dropout) if self.training else 0.0,
             "concat": self.concat,
         }

@@ -85,7 +85,8 @@ def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
         weight, bias = own["weight"], own["bias"]
         if weight.shape != shape or weight.dtype is not dtype or (bias is None) != unbiased:
             return False
-        if not unbiased and bias.dtype is not dtype:
+        # PyG broadcasts a bias of one element, and refuses those of another shape.
+        if not unbiased and (bias.dtype is not dtype or bias.shape != shape[:1]):
             return False
     return True
 
@@ -109,6 +110,7 @@ class _Projection(torch.autograd.Function):
         heads, count = rest
         found, weights = _forward(heads, x, tensors[:count], tensors[count:])
         ctx.save_for_backward(x, *weights)
+        ctx.layers = tensors
         # A layer whose result nothing reads gets no gradient, rather than one of zeros.
         ctx.set_materialize_grads(False)
         return tuple(found)

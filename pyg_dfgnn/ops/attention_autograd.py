@@ -174,6 +174,7 @@ class _ProjectedAttention(torch.autograd.Function):
         # As in _Attention.
         ctx.out = (out.detach(), out._version) if copy is None else None
         ctx.save_for_backward(x, parameter, seed, copy, softmax, *saved)
+        ctx.layers = layers
         ctx.set_materialize_grads(False)
         return out, *others
 

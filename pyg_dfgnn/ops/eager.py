@@ -1,6 +1,6 @@
 """Calls that launch their kernels at once: when that is allowed, and autograd at the least cost."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -42,12 +42,91 @@ def apply_of(kind: type[Function]) -> Callable[..., Any]:
     return super(Function, kind).apply  # type: ignore[misc]
 
 
+class _Final(Function):
+    """Hands on gradients that were computed from other tensors; a derivative of them by any of these is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise RuntimeError(
+            "a fused kernel has no second derivative (its backward is marked with @once_differentiable): use PyG's "
+            "class where gradients are differentiated"
+        )
+
+
+class _Unpacked:
+    """A context whose saved tensors are unpacked once: hooks of saved tensors may not allow it twice."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.__dict__.update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    """Whether a gradient stands for a batch of them, without memory of its own: `is_grads_batched`, `vectorize`."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+_MAX_LEVEL = 63
+"""Of nested batches, in PyTorch."""
+
+
+def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The gradients for each of a batch of output gradients."""
+    example: Any = next(grad for grad in grads if _is_batched(grad))
+    # The threads of autograd are not told the level. At one that a tensor is not batched at it seems to hold nothing.
+    levels = range(_MAX_LEVEL, 0, -1)
+    level = next(level for level in levels if torch._remove_batch_dim(example, level, 0, 0).size(0))
+    unbatched: Callable[..., Tensor] = torch._remove_batch_dim
+    batches = [unbatched(grad, level, 0, 0) if _is_batched(grad) else None for grad in grads]
+    count = max(batch.size(0) for batch in batches if batch is not None)
+    found = [
+        backward(ctx, *[grad if batch is None else batch[place] for grad, batch in zip(grads, batches, strict=True)])
+        for place in range(count)
+    ]
+    return tuple(
+        torch._add_batch_dim(torch.stack(each), 0, level) if isinstance(each[0], Tensor) else None
+        for each in zip(*found, strict=True)
+    )
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of this name, at no cost where no second derivative is asked for."""
+    """As torch's decorator of this name, at no cost where no second derivative is asked for.
+
+    torch's lets gradients pass for constants where those of the outputs are constant, and autograd.grad goes around its
+    error. Here they depend on all that is saved, and on the tensors in ``ctx.layers``.
+    """
     guarded = function.once_differentiable(backward)
 
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            try:
+                return backward(ctx, *grads)
+            except RuntimeError:
+                # To ask before would cost every call.
+                if not any(map(_is_batched, grads)):
+                    raise
+            return _one_by_one(run, ctx, grads)
+        if torch.compiler.is_compiling():
+            return guarded(ctx, *grads)
+        unpacked = _Unpacked(ctx)
+        with torch.no_grad():
+            found = backward(unpacked, *grads)
+        sources = [*grads, *unpacked.saved_tensors, *getattr(ctx, "layers", ())]
+        sources = [each for each in sources if isinstance(each, Tensor) and each.requires_grad]
+        places = [place for place, each in enumerate(found) if isinstance(each, Tensor)]
+        final = _Final.apply(len(places), *[found[place] for place in places], *sources)  # type: ignore[no-untyped-call]
+        made = dict(zip(places, final, strict=True))
+        return tuple(made.get(place, each) for place, each in enumerate(found))
 
     return run

@@ -1,0 +1,196 @@
+"""Derivatives beyond the first backward pass, and parameters and features of rare shapes: PyG's results, or an error."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch_geometric.nn as pyg
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pyg_dfgnn
+import pyg_dfgnn.nn as ours
+from tests.kernels.emulated import emulated_device
+
+NODES, FEATURES, EDGES = 12, 6, 40
+CONVS = {
+    "agnn": ("AGNNConv", (), {}),
+    "gat": ("GATConv", (FEATURES, 4), {"heads": 2}),
+    "gatv2": ("GATv2Conv", (FEATURES, 4), {"heads": 2}),
+    "transformer": ("TransformerConv", (FEATURES, 4), {"heads": 2}),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    with emulated_device() if request.param == "cpu" else nullcontext():
+        yield request.param
+
+
+def pair(name, device="cpu", **more):
+    """Our conv and PyG's with its parameters."""
+    kind, args, kwargs = CONVS[name]
+    conv, other = (getattr(module, kind)(*args, **{**kwargs, **more}).to(device) for module in (ours, pyg))
+    other.load_state_dict(conv.state_dict())
+    return conv, other
+
+
+def nodes_and_edges(device="cpu"):
+    return torch.randn(NODES, FEATURES, device=device), torch.randint(NODES, (2, EDGES), device=device)
+
+
+def parameters(conv):
+    return [parameter for parameter in conv.parameters() if parameter.requires_grad]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def penalty_of_a_constant_gradient(conv, x, edge_index):
+    """As a gradient penalty is written most often: no incoming gradient needs one."""
+    out = conv(x, edge_index)
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    return out.sum() + grad.square().sum()
+
+
+def penalty_of_a_loss(conv, x, edge_index):
+    out = conv(x, edge_index)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return out.sum() + grad.square().sum()
+
+
+def penalty_of_parameters(conv, x, edge_index):
+    out = conv(x, edge_index)
+    grads = torch.autograd.grad(out.sum(), parameters(conv), create_graph=True, allow_unused=True)
+    return out.sum() + sum(grad.square().sum() for grad in grads if grad is not None)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "rows"])
+@pytest.mark.parametrize("penalty", [penalty_of_a_constant_gradient, penalty_of_a_loss, penalty_of_parameters])
+@pytest.mark.parametrize("name", CONVS)
+def test_a_second_derivative_is_refused(name, penalty, schedule, device):
+    conv, _ = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    with pyg_dfgnn.settings(schedule=schedule):
+        for by_backward in (True, False):
+            leaf = x.clone().requires_grad_()
+            total = penalty(conv, leaf, edge_index)
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                total.backward() if by_backward else torch.autograd.grad(total, [leaf, *parameters(conv)])
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_a_graph_of_the_gradients_alone_changes_nothing(name, device):
+    conv, _ = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    leaves = [x.requires_grad_(), *parameters(conv)]
+    found = [
+        torch.autograd.grad(conv(x, edge_index).sin().sum(), leaves, create_graph=create_graph)
+        for create_graph in (False, True)
+    ]
+    assert all(map(torch.equal, *found)) and all(grad.requires_grad for grad in found[1])
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_batched_gradients(name, device):
+    conv, other = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    rows = torch.randn(3, NODES, conv(x, edge_index).size(1), device=device)
+    found = []
+    for each in (conv, other):
+        leaves = [x.clone().requires_grad_(), *parameters(each)]
+        out = each(leaves[0], edge_index)
+        found.append(torch.autograd.grad(out, leaves, rows, is_grads_batched=True))
+    close(*found)
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda x, each=each: each(x, edge_index), x, vectorize=True)
+        for each in (conv, other)
+    ]
+    close(*jacobians)
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_an_error_in_backward_stays_what_it_is(name, device):
+    conv, _ = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    out = conv(x.requires_grad_(), edge_index).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward()
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_forward_mode_takes_pygs_path(name, device):
+    conv, other = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    found = []
+    for each in (conv, other):
+        with forward_ad.dual_level():
+            dual = each(forward_ad.make_dual(x, torch.ones_like(x)), edge_index)
+            found.append(forward_ad.unpack_dual(dual))
+    close([*found[0]], [*found[1]])
+    with forward_ad.dual_level():
+        assert "forward-mode differentiation is active" in str(pyg_dfgnn.describe_plan(conv, x, edge_index))
+
+
+def test_fake_tensors_take_pygs_path():
+    conv, _ = pair("transformer")
+    x, edge_index = nodes_and_edges()
+    with emulated_device(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = conv(mode.from_tensor(x), mode.from_tensor(edge_index))
+    assert out.shape == (NODES, 8)
+
+
+def test_a_bias_of_the_edge_features_counts():
+    conv, other = pair("gat", edge_dim=3)
+    bias = 3 * torch.randn(8)
+    for each in (conv, other):
+        each.lin_edge.bias = torch.nn.Parameter(bias.clone())
+    x, edge_index = nodes_and_edges()
+    edge_attr = torch.randn(EDGES, 3)
+    with emulated_device() as launched:
+        close(conv(x, edge_index, edge_attr), other(x, edge_index, edge_attr))
+    assert "attention_forward" in launched
+
+
+@pytest.mark.parametrize("name, layers", [("transformer", ("lin_query", "lin_key")), ("gatv2", ("lin_l", "lin_r"))])
+def test_biases_of_another_shape(name, layers):
+    conv, other = pair(name)
+    x, edge_index = nodes_and_edges()
+    for each in (conv, other):
+        for layer in layers:
+            getattr(each, layer).bias = torch.nn.Parameter(torch.ones(1))
+    with emulated_device():
+        close(conv(x, edge_index), other(x, edge_index))
+        # Together they are as long as two of the right length.
+        for layer, length in zip(layers, (3, 13)):
+            getattr(conv, layer).bias = torch.nn.Parameter(torch.randn(length))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+            conv(x, edge_index)
+
+
+@pytest.mark.parametrize("shape", [(EDGES, 1, 3), (1, 3)], ids=str)
+def test_edge_features_that_are_broadcast_take_pygs_path(shape):
+    conv, other = pair("transformer", edge_dim=3)
+    x, edge_index = nodes_and_edges()
+    edge_attr = torch.randn(shape)
+    with emulated_device() as launched:
+        close(conv(x, edge_index, edge_attr), other(x, edge_index, edge_attr))
+    assert not launched
+
+
+def test_numbers_that_are_no_python_numbers():
+    x, edge_index = nodes_and_edges()
+    for name in ("gat", "gatv2"):
+        conv, other = pair(name)
+        conv.negative_slope, other.negative_slope = np.float32(0.3), 0.3
+        with emulated_device():
+            close(conv(x, edge_index), other(x, edge_index))
+    conv, other = pair("agnn", requires_grad=False)
+    del conv.beta
+    conv.beta, other.beta = 1.3, torch.tensor([1.3])
+    with emulated_device():
+        close(conv(x, edge_index), other(x, edge_index))
