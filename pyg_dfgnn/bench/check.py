@@ -45,7 +45,7 @@ from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown, 
 from pyg_dfgnn.dispatch.attention import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention import _draw_seed
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import SCHEDULES
@@ -91,7 +91,7 @@ def keep_factors(case: AttentionCase, graph: BenchGraph) -> Tensor | None:
     if not case.dropout:
         return None
     torch.manual_seed(SEED)
-    seed = _draw_seed(graph.device)
+    seed = draw_seed(graph.device)
     ids = torch.arange(graph.num_edges, device=graph.device)
     return dropout_factor(ids, case.heads, case.dropout, seed)
 

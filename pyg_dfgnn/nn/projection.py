@@ -11,7 +11,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import products
-from pyg_dfgnn.ops.attention import projected_attention
+from pyg_dfgnn.ops.attention_projected import projected_attention
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,11 +52,11 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
 def attend(
     graph: Graph | EdgeSet, score: str, x: Tensor, heads: int, *layers: torch.nn.Module, **options: Any
 ) -> Sequence[Tensor] | None:
-    """What :func:`~pyg_dfgnn.ops.attention.projected_attention` makes of x and plain layers; None where it takes none.
+    """What `projected_attention` makes of x and plain layers; None where it takes none.
 
     Args:
         graph: The edges.
-        score: As there, like the options.
+        score: As :func:`~pyg_dfgnn.ops.attention_projected.projected_attention` has it, like the options.
         x: Shape [N, F].
         heads: The number of heads.
         layers: PyG's `Linear`.

@@ -10,29 +10,33 @@ the softmax of each row. All functions run on CPU tensors and in float64 through
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
-from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.dispatch.attention_rows import has_tangent
-from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
-from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops import products
-from pyg_dfgnn.ops.attention_autograd import (
-    AttentionWeights,
-    TracedAttention,
-    apply_attention,
-    apply_projected_attention,
-    attend_projections,
+from pyg_dfgnn.errors import check_device, check_dtype, check_range
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.attention_arguments import (
+    FEATURE_DTYPES,
+    Edges,
+    check_graph,
+    check_tensor,
+    common_dtype,
+    draw_seed,
+    in_float32,
+    is_eager_on,
+    is_fusable,
+    num_edges,
+    recall,
+    remember,
+    signature_of,
 )
+from pyg_dfgnn.ops.attention_autograd import AttentionWeights, TracedAttention, apply_attention
 from pyg_dfgnn.ops.attention_launch import (
     Inputs,
     Kernels,
-    aligned,
     inverse_norm,
     problem_of,
     room_for_norms,
@@ -40,129 +44,10 @@ from pyg_dfgnn.ops.attention_launch import (
     run_weights,
 )
 from pyg_dfgnn.ops.attention_operators import Operands
-from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
+from pyg_dfgnn.ops.eager import is_plain, needs_grad
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import current
-
-Edges = Graph | EdgeSet
-# Bounds what a graph remembers when a scale or slope is another number in each call.
-_MAX_PLANS = 256
-
-_FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def _check_graph(graph: Edges) -> tuple[Edges, torch.device]:
-    """The edges, as a Graph unless torch.compile traces, and their device."""
-    if isinstance(graph, Graph):
-        return graph.on_this_stream(), graph.device
-    if not isinstance(graph, EdgeSet):
-        raise TypeError(f"'graph' needs a Graph or an EdgeSet (got {type(graph).__name__})")
-    check_edge_index(graph.edge_index)
-    return graph if torch.compiler.is_compiling() else Graph.resolve(*graph.key), graph.edge_index.device
-
-
-def _check(name: str, tensor: Any, device: torch.device, **sizes: int | None) -> None:
-    """Check dtype, device and shape, given as one letter and size per dimension; None stands for any size."""
-    check_dtype(name, tensor, _FEATURE_DTYPES)
-    check_device(name, tensor, device)
-    fits = len(tensor.shape) == len(sizes) and all(
-        size is None or size == given for size, given in zip(sizes.values(), tensor.shape, strict=True)
-    )
-    if not fits:
-        expected = tuple(letter if size is None else size for letter, size in sizes.items())
-        spec = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
-        check_shape(name, tensor, expected, f"[{spec}]")
-
-
-def _signature(
-    graph: Edges, score: str, numbers: tuple[Any, ...], features: Sequence[Any], scalars: Sequence[Any] = ()
-) -> Any:
-    """What decides whether arguments are valid and which kernels they take; None for what is not worth remembering.
-
-    Args:
-        graph: The edges.
-        score: The score.
-        numbers: Arguments that are numbers.
-        features: Tensors that need a common dtype; None when they have several, since they are cast then.
-        scalars: Further tensors.
-    """
-    if not _is_eager(graph):
-        return None
-    found: list[Any] = [score, numbers]
-    dtype = None
-    for tensor in features:
-        if is_plain(tensor):
-            if dtype is None:
-                dtype = tensor.dtype
-            elif tensor.dtype is not dtype:
-                return None
-            found += (tensor.shape, tensor.device)
-        elif tensor is None:
-            found.append(None)
-        else:
-            return None
-    for tensor in scalars:
-        if is_plain(tensor):
-            found += (tensor.shape, tensor.dtype, tensor.device)
-        elif tensor is None:
-            found.append(None)
-        else:
-            return None
-    found.append(dtype)
-    return tuple(found)
-
-
-def _recall(graph: Any, signature: Any) -> Kernels | None:
-    """The kernels for arguments like these, if such have passed all checks on this graph before."""
-    if signature is None:
-        return None
-    try:
-        kernels: Kernels | None = graph.plans.get(signature)
-    except TypeError:
-        # A number that is not even hashable: the checks will name it.
-        return None
-    if kernels is None or kernels.device_type not in fused_device_types:
-        return None
-    settings = current()
-    # Most often they are the same object; each `with` block has one of its own.
-    if kernels.settings is not settings and kernels.settings != settings:
-        return None
-    if kernels.problem.tf32 is not tf32_allowed(kernels.problem.dtype):
-        return None
-    graph.on_this_stream()
-    return kernels
-
-
-def _num_edges(graph: Edges) -> int | None:
-    """The number of edges, unknown before tracing ends when self-loops are added."""
-    if isinstance(graph, Graph):
-        return graph.num_edges
-    return None if graph.self_loops else graph.edge_index.shape[1]
-
-
-def _fusable(score: str, value: Tensor, edge: Tensor | None, dropout_p: float) -> bool:
-    _, heads, channels = value.shape
-    has_edge, drops = edge is not None, dropout_p > 0.0
-    problem = AttentionProblem(score, heads, channels, value.dtype, value.device, has_edge, drops, False)
-    return not unsupported_reasons(problem)
-
-
-def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    present = [t.dtype for t in tensors if t is not None]
-    dtype = present[0]
-    for other in present[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
-
-
-def _fp32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype is torch.float32 else tensor.float()
-
-
-def _draw_seed(device: torch.device) -> Tensor:
-    """A key for one call from torch's generator of the device, so that manual_seed and graph capture work as usual."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def _without_repeats(arguments: Operands) -> Operands:
@@ -199,13 +84,13 @@ def _run(
     """
     value = inputs.value
     if inputs.dropout > 0.0:
-        inputs = inputs._replace(seed=_draw_seed(value.device))
+        inputs = inputs._replace(seed=draw_seed(value.device))
     tensors = inputs[:8]
     tracked = needs_grad(tensors)
-    if kernels is None and _is_eager(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
+    if kernels is None and is_eager_on(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
         kernels = Kernels.of(problem_of(score, inputs), graph)
-        if signature is not None and kernels.final and len(graph.plans) < _MAX_PLANS:
-            graph.plans[signature] = kernels
+        if kernels.final:
+            remember(graph, signature, kernels)
     if kernels is not None:
         if tracked:
             found = apply_attention((kernels, graph, same, return_weights, concat), inputs, *tensors)
@@ -235,13 +120,9 @@ def _run(
     return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
 
 
-def _is_eager(graph: Edges) -> TypeGuard[Graph]:
-    return is_eager() and isinstance(graph, Graph)
-
-
 def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
     """The norms as the kernels take them: their gradient is part of that of the attention."""
-    if _is_eager(graph) and is_plain(x):
+    if is_eager_on(graph) and is_plain(x):
         return inverse_norm(x)
     with torch.no_grad():
         return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())
@@ -269,7 +150,7 @@ def _by_reference(
     if dropout_p > 0.0:
         device = edge_index.device
         edge_ids = torch.arange(edge_index.shape[1], device=device)
-        keep = dropout_factor(edge_ids, tensors[0].shape[1], dropout_p, _draw_seed(device))
+        keep = dropout_factor(edge_ids, tensors[0].shape[1], dropout_p, draw_seed(device))
     out, weights = attend(edge_index, graph.num_dst, *tensors, keep=keep, **options)
     out = out.flatten(1) if concat else out
     return (out, weights) if return_weights else out
@@ -311,23 +192,23 @@ def dot_attention(
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
-    signature = _signature(graph, "dot", (scale, dropout_p), (query, key, value, edge))
-    kernels = _recall(graph, signature)
+    signature = signature_of(graph, "dot", (scale, dropout_p), (query, key, value, edge))
+    kernels = recall(graph, signature)
     if kernels is None:
-        graph, device = _check_graph(graph)
-        _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+        graph, device = check_graph(graph)
+        check_tensor("value", value, device, N_src=graph.num_src, H=None, C=None)
         _, heads, channels = value.shape
-        _check("key", key, device, N_src=graph.num_src, H=heads, C=channels)
-        _check("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
+        check_tensor("key", key, device, N_src=graph.num_src, H=heads, C=channels)
+        check_tensor("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
         if edge is not None:
-            _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
+            check_tensor("edge", edge, device, E=num_edges(graph), H=heads, C=channels)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else scale
         check_range("scale", scale)
-        dtype = _common_dtype(query, key, value, edge)
+        dtype = common_dtype(query, key, value, edge)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         edge = None if edge is None else edge.to(dtype)
-        if not _fusable("dot", value, edge, dropout_p):
+        if not is_fusable("dot", value, edge, dropout_p):
             tensors, options = (query, key, value), {"edge": edge, "scale": scale}
             return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights, concat)
     scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
@@ -365,35 +246,37 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    signature = _signature(graph, "cosine", (dropout_p,), (x_src, x_dst), (beta,)) if isinstance(beta, Tensor) else None
-    kernels = _recall(graph, signature)
+    signature = None
+    if isinstance(beta, Tensor):
+        signature = signature_of(graph, "cosine", (dropout_p,), (x_src, x_dst), (beta,))
+    kernels = recall(graph, signature)
     if kernels is None:
-        graph, device = _check_graph(graph)
+        graph, device = check_graph(graph)
     same = x_dst is x_src or (x_dst is None and graph.num_dst == graph.num_src)
     target: Any = x_src if same else x_dst
     if kernels is None:
-        _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+        check_tensor("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
         _, heads, channels = x_src.shape
-        _check("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
+        check_tensor("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         if isinstance(beta, Tensor):
-            check_dtype("beta", beta, _FEATURE_DTYPES)
+            check_dtype("beta", beta, FEATURE_DTYPES)
             check_device("beta", beta, device)
             if beta.numel() != 1:
                 raise ValueError(f"'beta' needs one element (got shape {list(beta.shape)})")
         else:
             check_range("beta", beta)
             beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
-        dtype = _common_dtype(x_src, target)
+        dtype = common_dtype(x_src, target)
         x_src, target = x_src.to(dtype), target.to(dtype)
-        if not _fusable("cosine", x_src, None, dropout_p):
+        if not is_fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
     # A first call does not know its kernels yet: those that find norms write these once more.
     finds_norms = kernels is not None and kernels.forward.finds_norms
     source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
-    beta = _fp32(beta)  # type: ignore[arg-type]
+    beta = in_float32(beta)  # type: ignore[arg-type]
     if beta.dim() != 1:
         # A view would cost a node of autograd.
         beta = beta.reshape(1)
@@ -435,28 +318,28 @@ def add_attention(
 
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
-    signature = _signature(graph, "add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
-    kernels = _recall(graph, signature)
+    signature = signature_of(graph, "add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
+    kernels = recall(graph, signature)
     if kernels is None:
-        graph, device = _check_graph(graph)
-        _check("value", value, device, N_src=graph.num_src, H=None, C=None)
+        graph, device = check_graph(graph)
+        check_tensor("value", value, device, N_src=graph.num_src, H=None, C=None)
         heads = value.shape[1]
-        _check("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
+        check_tensor("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
         if alpha_dst is not None:
-            _check("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
+            check_tensor("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
         if alpha_edge is not None:
-            _check("alpha_edge", alpha_edge, device, E=_num_edges(graph), H=heads)
+            check_tensor("alpha_edge", alpha_edge, device, E=num_edges(graph), H=heads)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         check_range("negative_slope", negative_slope)
-        if not _fusable("add", value, alpha_edge, dropout_p):
+        if not is_fusable("add", value, alpha_edge, dropout_p):
             tensors = (value, alpha_src, alpha_dst)
             options = {"alpha_edge": alpha_edge, "negative_slope": negative_slope}
             return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights, concat)
     if alpha_dst is None:
         alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
-    edge = None if alpha_edge is None else _fp32(alpha_edge)
+    edge = None if alpha_edge is None else in_float32(alpha_edge)
     slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(None, None, value, _fp32(alpha_dst), _fp32(alpha_src), None, edge, None, 1.0, slope, p)
+    inputs = Inputs(None, None, value, in_float32(alpha_dst), in_float32(alpha_src), None, edge, None, 1.0, slope, p)
     return _run(graph, "add", inputs, False, return_weights, concat, signature, kernels)
 
 
@@ -494,124 +377,25 @@ def gatv2_attention(
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?" (arXiv 2105.14491).
     """
-    signature = _signature(graph, "gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
-    kernels = _recall(graph, signature)
+    signature = signature_of(graph, "gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
+    kernels = recall(graph, signature)
     if kernels is None:
-        graph, device = _check_graph(graph)
-        _check("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
+        graph, device = check_graph(graph)
+        check_tensor("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
         _, heads, channels = x_src.shape
-        _check("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
+        check_tensor("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
         vector = att.squeeze(0) if isinstance(att, Tensor) and att.dim() == 3 else att
-        _check("att", vector, device, H=heads, C=channels)
+        check_tensor("att", vector, device, H=heads, C=channels)
         if edge is not None:
-            _check("edge", edge, device, E=_num_edges(graph), H=heads, C=channels)
+            check_tensor("edge", edge, device, E=num_edges(graph), H=heads, C=channels)
         check_range("dropout_p", dropout_p, 0.0, 1.0)
         check_range("negative_slope", negative_slope)
-        dtype = _common_dtype(x_src, x_dst, edge)
+        dtype = common_dtype(x_src, x_dst, edge)
         x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
         edge = None if edge is None else edge.to(dtype)
-        if not _fusable("gatv2", x_src, edge, dropout_p):
+        if not is_fusable("gatv2", x_src, edge, dropout_p):
             tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
             return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights, concat)
     slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(x_dst, None, x_src, None, None, _fp32(att), edge, None, 1.0, slope, p)
+    inputs = Inputs(x_dst, None, x_src, None, None, in_float32(att), edge, None, 1.0, slope, p)
     return _run(graph, "gatv2", inputs, False, return_weights, concat, signature, kernels)
-
-
-def projected_attention(
-    graph: Edges,
-    score: str,
-    x: Tensor,
-    layers: Sequence[tuple[Tensor, Tensor | None]],
-    heads: int,
-    *,
-    parameter: Tensor | None = None,
-    scale: float = 1.0,
-    negative_slope: float = 0.0,
-    dropout_p: float = 0.0,
-    concat: bool = False,
-) -> tuple[Tensor, ...] | None:
-    r"""Attention among linear projections of one node set, under one node of autograd.
-
-    With :math:`Y_l = X W_l^T + b_l`: for "dot" the first three are query, key and value of :func:`dot_attention`, for
-    "gatv2" the first two are source and target rows of :func:`gatv2_attention`. One product makes them side by side,
-    and kernels read them and write their gradients there, so that a small graph takes few launches.
-
-    Args:
-        graph: The edges, among N nodes.
-        score: "dot" or "gatv2".
-        x: Shape [N, F].
-        layers: Weights [H * C, F] and biases [H * C] (all or none) of one shape and the dtype of ``x``.
-        heads: The number H of heads.
-        parameter: The vector of "gatv2", as there.
-        scale: The factor of "dot".
-        negative_slope: As in :func:`gatv2_attention`.
-        dropout_p: Probability that an attention weight becomes 0.
-        concat: Return the heads side by side.
-
-    Returns:
-        The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
-        projections are better made apart: rows are many, a tensor is traced or a subclass, a pass is none of `rows`.
-
-    Raises:
-        TypeError: ``parameter`` has the wrong dtype.
-        ValueError: A range, or the shape or device of ``parameter``, does not fit.
-    """
-    weights = [weight for weight, _ in layers]
-    biases = [bias for _, bias in layers if bias is not None]
-    vectors = () if parameter is None else (parameter,)
-    if x.shape[0] > products.MAX_ROWS:
-        return None
-    numbers = scale, negative_slope, dropout_p
-    trained = needs_grad((x, *vectors, *weights, *biases))
-    plan = score, numbers, heads, len(weights), trained
-    signature = _signature(graph, "projected", plan, (x, weights[0]), vectors)
-    if signature is None:
-        return None
-    assert isinstance(graph, Graph)
-    kernels = _recall(graph, signature)
-    if kernels is None:
-        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained)
-        if found is None:
-            return None
-        kernels, final = found
-        if final and len(graph.plans) < _MAX_PLANS:
-            graph.plans[signature] = kernels
-    count = len(weights)
-    if kernels.projections != count:
-        return None
-    seed = _draw_seed(x.device) if dropout_p > 0.0 else None
-    vector = None if parameter is None else aligned(_fp32(parameter))
-    rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
-    if trained:
-        results: tuple[Tensor, ...] = apply_projected_attention(rest, seed, x, vector, *weights, *biases)
-        return results
-    out, others, _ = attend_projections(rest, seed, x, vector, weights, biases, saved=False)
-    return out[0], *others
-
-
-def _projected_kernels(
-    graph: Graph,
-    score: str,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    parameter: Tensor | None,
-    heads: int,
-    numbers: tuple[float, float, float],
-    trained: bool,
-) -> tuple[Kernels, bool] | None:
-    """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
-    graph.on_this_stream()
-    scale, slope, p = numbers
-    check_range("scale", scale)
-    check_range("negative_slope", slope)
-    check_range("dropout_p", p, 0.0, 1.0)
-    channels, rest = divmod(weights[0].shape[0], heads)
-    if parameter is not None:
-        vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
-        _check("att", vector, graph.device, H=heads, C=channels)
-    tf32 = tf32_allowed(x.dtype)
-    problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
-    if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
-        return None
-    return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

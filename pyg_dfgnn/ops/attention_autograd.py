@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, aligned, run_backward, run_forward
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, run_backward, run_forward
 from pyg_dfgnn.ops.attention_operators import Operands
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
-from pyg_dfgnn.ops.products import joined_product, product_gradients
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 
@@ -73,13 +72,13 @@ class _Attention(torch.autograd.Function):
         *tensors, out, softmax, tangent = ctx.saved_tensors
         inputs = Inputs(*tensors, *numbers)
         if out is None:
-            out = _unedited(ctx, kernels, graph, inputs)
+            out = unedited(ctx, kernels, graph, inputs)
         edge_grad = ctx.needs_input_grad[8]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
-def _unedited(ctx: Any, kernels: Kernels, graph: Graph, inputs: Inputs, rows: Tensor | None = None) -> Tensor:
+def unedited(ctx: Any, kernels: Kernels, graph: Graph, inputs: Inputs, rows: Tensor | None = None) -> Tensor:
     """The output of the forward pass, computed again if it was edited since or a backward pass has let it go."""
     # Let go as saved tensors are: the graph of autograd may live as long as a loss does.
     known, ctx.out = ctx.out, None
@@ -91,126 +90,6 @@ def _unedited(ctx: Any, kernels: Kernels, graph: Graph, inputs: Inputs, rows: Te
 
 
 apply_attention = apply_of(_Attention)
-
-
-PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
-"""Which projections of the nodes are target, key and value, by score."""
-_USED = {score: sum(place is not None for place in places) for score, places in PROJECTED.items()}
-
-
-def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
-    """Target, key and value in rows [N, projections * H * C], as kernels take them: on a GPU their addresses."""
-    count, width = rows.shape
-    width //= projections
-    if rows.is_cuda:
-        first, step = rows.data_ptr(), width * rows.itemsize
-        return [None if place is None else first + place * step for place in PROJECTED[score]]
-    apart = rows.view(count, projections, heads, width // heads).unbind(1)
-    return [None if place is None else apart[place] for place in PROJECTED[score]]
-
-
-def _inputs(
-    kernels: Kernels,
-    rows: Tensor,
-    projections: int,
-    parameter: Tensor | None,
-    seed: Tensor | None,
-    numbers: tuple[float, float, float],
-) -> Inputs:
-    """The inputs that lie in rows."""
-    roles = _roles(kernels.problem.score, rows, projections, kernels.problem.heads)
-    rest: list[Any] = [None, None, parameter, None, seed, *numbers]
-    return Inputs(*roles, *rest)
-
-
-def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
-    """The projections that are neither target nor key nor value, [N, H * C]."""
-    used = _USED[score]
-    return rows.chunk(projections, 1)[used:] if projections > used else ()
-
-
-Projected = tuple[Kernels, Graph, int, bool, tuple[float, float, float]]
-"""Kernels, edges, number of projections, whether heads are to be side by side; scale, slope and dropout."""
-
-
-def attend_projections(
-    rest: Projected,
-    seed: Tensor | None,
-    x: Tensor,
-    parameter: Tensor | None,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    saved: bool,
-) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, Tensor]]:
-    """What :func:`run_forward` gives for the projections of x, the others of them, and all beside their weight."""
-    kernels, graph, count, concat, numbers = rest
-    rows, weight = joined_product(x, weights, biases)
-    inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
-    exact = saved and is_rounded(rows)
-    found = run_forward(kernels, inputs, graph.num_dst, saved=saved, exact=exact, concat=concat, rows=rows)
-    return found, _others(kernels.problem.score, rows, count), (rows, weight)
-
-
-class _ProjectedAttention(torch.autograd.Function):
-    """Linear layers of x side by side, and fused attention among their results where they lie.
-
-    Takes the weights and biases of the layers. Returns the output, with ``concat`` of the shape [N, H * C], and what
-    the layers beyond those of the attention give, [N, H * C].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rest: Projected,
-        seed: Tensor | None,
-        x: Tensor,
-        parameter: Tensor | None,
-        *layers: Tensor,
-    ) -> tuple[Tensor, ...]:
-        count = rest[2]
-        weights, biases = layers[:count], layers[count:]
-        (out, softmax, copy, _), others, saved = attend_projections(rest, seed, x, parameter, weights, biases, True)
-        ctx.rest = rest
-        # As in _Attention.
-        ctx.out = (out.detach(), out._version) if copy is None else None
-        ctx.save_for_backward(x, parameter, seed, copy, softmax, *saved)
-        ctx.layers = layers
-        ctx.set_materialize_grads(False)
-        return out, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
-        kernels, graph, count, _, numbers = ctx.rest
-        x, parameter, seed, out, softmax, rows, weight = ctx.saved_tensors
-        # Hooks of saved tensors may give them back elsewhere.
-        rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
-        score, heads = kernels.problem.score, kernels.problem.heads
-        grads = torch.empty_like(rows)
-        grad_parameter = None
-        if grad_out is None:
-            ctx.out = None
-            grads.zero_()
-        else:
-            inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
-            if out is None:
-                out = _unedited(ctx, kernels, graph, inputs, rows)
-            into = _roles(score, grads, count, heads)
-            grad_parameter = run_backward(kernels, graph, inputs, out, softmax, grad_out, False, False, into=into)[4]
-        for other, grad in zip(_others(score, grads, count), grad_others, strict=True):
-            if grad is None:
-                other.zero_()
-            else:
-                other.copy_(grad)
-        _, _, needs_x, _, *needed = ctx.needs_input_grad
-        wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, grad_weights, grad_biases = product_gradients(x, (weight,), (grads,), count, wanted)
-        missing: list[Any] = [None] * len(needed)
-        of_layers = [*(grad_weights or missing[:count]), *(grad_biases or missing[count:])]
-        return None, None, grad_x, grad_parameter, *of_layers
-
-
-apply_projected_attention = apply_of(_ProjectedAttention)
 
 
 class TracedAttention(torch.autograd.Function):

@@ -10,6 +10,7 @@ from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.dispatch import attention_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
@@ -127,7 +128,7 @@ def check(problem: Problem, graph: Graph, dropout_p: float, order: str = "forwar
     torch.manual_seed(5)
     keep = None
     if dropout_p > 0.0:
-        keep = dropout_factor(torch.arange(graph.num_edges), out.shape[1], dropout_p, ops._draw_seed(out.device))
+        keep = dropout_factor(torch.arange(graph.num_edges), out.shape[1], dropout_p, draw_seed(out.device))
     results: list[Tensor] = []
 
     def call(**inputs: Tensor) -> Tensor:

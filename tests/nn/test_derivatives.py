@@ -1,4 +1,4 @@
-"""Derivatives beyond the first backward pass, and parameters and features of rare shapes: PyG's results, or an error."""
+"""Derivatives beyond the first, and parameters and features of rare shapes: PyG's results, or an error."""
 
 from contextlib import nullcontext
 

@@ -13,6 +13,8 @@ from pyg_dfgnn.dispatch import attention as dispatch
 from pyg_dfgnn.dispatch import attention_rows, gpu
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops import attention_arguments
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
@@ -55,7 +57,7 @@ def test_reference_path_equals_the_reference(score, dtype, full):
     out, actual["weights"] = problem.call(return_weights=True)
     assert torch.equal(out, actual["out"])
     torch.manual_seed(3)
-    keep = problem.keep(ops._draw_seed(torch.device("cpu"))) if full else None
+    keep = problem.keep(draw_seed(torch.device("cpu"))) if full else None
     assert {tensor.dtype for tensor in actual.values()} == {dtype}
     assert_all_close(pairs(actual, problem.expected(keep)))
 
@@ -153,7 +155,7 @@ def test_gradient_through_the_weights(score, full, path):
     torch.manual_seed(3)
     assert torch.equal(problem.call().flatten(), actual["out"][: -factor.numel()])
     torch.manual_seed(3)
-    keep = problem.keep(ops._draw_seed("cpu")) if full else None
+    keep = problem.keep(draw_seed("cpu")) if full else None
     function = getattr(reference, f"{score}_attention")
     inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
     nodes = problem.edge_index, problem.case.num_dst
@@ -221,7 +223,7 @@ def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
         else:
             assert fused.count(f"attention_{entry}") > passes and f"attention_{entry}_merge" in fused
     torch.manual_seed(3)
-    keep = problem.keep(ops._draw_seed(torch.device("cpu"))) if full else None
+    keep = problem.keep(draw_seed(torch.device("cpu"))) if full else None
     assert_all_close(pairs(actual, problem.expected(keep)))
 
 
@@ -378,7 +380,7 @@ def test_the_graph_is_built_once(score, fused, monkeypatch):
 
 def test_a_graph_remembers_a_bounded_number_of_calls(fused, monkeypatch):
     """A scale that changes in each step must not fill the memory."""
-    monkeypatch.setattr(ops, "_MAX_PLANS", 5)
+    monkeypatch.setattr(attention_arguments, "MAX_PLANS", 5)
     problem = problem_of("dot")
     for step in range(10):
         problem.call(scale=1.0 + step)
@@ -414,7 +416,7 @@ def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
     problem = problem_of("dot")
     with settings(schedule="pmf"):
         problem.call()
-    monkeypatch.setattr(ops, "_check_graph", None)
+    monkeypatch.setattr(ops, "check_graph", None)
     with settings(schedule="pmf"):
         problem.call()
     assert fused[-1] == "attention_pmf_forward"

@@ -12,8 +12,8 @@ from torch.library import opcheck
 
 from pyg_dfgnn.dispatch import attention_rows as dispatch_rows
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.ops import dot_attention
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
@@ -102,7 +102,7 @@ def test_against_float64(score, setup, case):
     out, actual["weights"] = problem.call(return_weights=True)
     assert torch.equal(out, actual["out"]) and out.dtype == problem.dtype
     torch.manual_seed(3)
-    keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
+    keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
     assert_matches(problem, actual, keep)
     torch.manual_seed(3)
     assert_equal(problem.run(), actual)
@@ -132,7 +132,7 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
         assert launches.count(f"attention_{entry}") == 3 * passes
         assert (f"attention_{entry}_merge" in launches) == (passes > 0)
     torch.manual_seed(3)
-    assert_matches(problem, actual, problem.keep(ops._draw_seed(DEVICE)) if full else None)
+    assert_matches(problem, actual, problem.keep(draw_seed(DEVICE)) if full else None)
 
 
 def test_float64_takes_the_reference(score):

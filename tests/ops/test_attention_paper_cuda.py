@@ -10,6 +10,7 @@ from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
@@ -78,7 +79,7 @@ def test_against_float64_and_rows(schedule, score, setup, case):
     torch.manual_seed(3)
     actual = problem.run()
     torch.manual_seed(3)
-    keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
+    keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
     assert_like_rows(problem, actual)
     torch.manual_seed(3)
     assert_equal(problem.run(), actual)

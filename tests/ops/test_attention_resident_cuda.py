@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
@@ -54,7 +54,7 @@ def test_against_float64(score, schedule, case):
             also_out, actual["weights"] = problem.call(return_weights=True)
             assert torch.equal(also_out, out)
             torch.manual_seed(3)
-            keep = problem.keep(ops._draw_seed(DEVICE)) if problem.dropout_p else None
+            keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
             assert_matches(problem, actual, keep)
             torch.manual_seed(3)
             assert_equal(problem.run(), actual)

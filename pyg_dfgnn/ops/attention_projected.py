@@ -1,0 +1,244 @@
+"""Attention among linear projections of one node set, which lie side by side: few launches for small graphs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.attention import AttentionProblem, unsupported_reasons
+from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
+from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import products
+from pyg_dfgnn.ops.attention_arguments import (
+    Edges,
+    check_tensor,
+    draw_seed,
+    in_float32,
+    recall,
+    remember,
+    signature_of,
+)
+from pyg_dfgnn.ops.attention_autograd import is_rounded, unedited
+from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, aligned, run_backward, run_forward
+from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
+from pyg_dfgnn.ops.products import joined_product, product_gradients
+
+PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
+"""Which projections of the nodes are target, key and value, by score."""
+_USED = {score: sum(place is not None for place in places) for score, places in PROJECTED.items()}
+
+
+def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
+    """Target, key and value in rows [N, projections * H * C], as kernels take them: on a GPU their addresses."""
+    count, width = rows.shape
+    width //= projections
+    if rows.is_cuda:
+        first, step = rows.data_ptr(), width * rows.itemsize
+        return [None if place is None else first + place * step for place in PROJECTED[score]]
+    apart = rows.view(count, projections, heads, width // heads).unbind(1)
+    return [None if place is None else apart[place] for place in PROJECTED[score]]
+
+
+def _inputs(
+    kernels: Kernels,
+    rows: Tensor,
+    projections: int,
+    parameter: Tensor | None,
+    seed: Tensor | None,
+    numbers: tuple[float, float, float],
+) -> Inputs:
+    """The inputs that lie in rows."""
+    roles = _roles(kernels.problem.score, rows, projections, kernels.problem.heads)
+    rest: list[Any] = [None, None, parameter, None, seed, *numbers]
+    return Inputs(*roles, *rest)
+
+
+def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
+    """The projections that are neither target nor key nor value, [N, H * C]."""
+    used = _USED[score]
+    return rows.chunk(projections, 1)[used:] if projections > used else ()
+
+
+Projected = tuple[Kernels, Graph, int, bool, tuple[float, float, float]]
+"""Kernels, edges, number of projections, whether heads are to be side by side; scale, slope and dropout."""
+
+
+def _attend(
+    rest: Projected,
+    seed: Tensor | None,
+    x: Tensor,
+    parameter: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    saved: bool,
+) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, Tensor]]:
+    """What :func:`run_forward` gives for the projections of x, the others of them, and all beside their weight."""
+    kernels, graph, count, concat, numbers = rest
+    rows, weight = joined_product(x, weights, biases)
+    inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
+    exact = saved and is_rounded(rows)
+    found = run_forward(kernels, inputs, graph.num_dst, saved=saved, exact=exact, concat=concat, rows=rows)
+    return found, _others(kernels.problem.score, rows, count), (rows, weight)
+
+
+class _ProjectedAttention(torch.autograd.Function):
+    """Linear layers of x side by side, and fused attention among their results where they lie.
+
+    Takes the weights and biases of the layers. Returns the output, with ``concat`` of the shape [N, H * C], and what
+    the layers beyond those of the attention give, [N, H * C].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rest: Projected,
+        seed: Tensor | None,
+        x: Tensor,
+        parameter: Tensor | None,
+        *layers: Tensor,
+    ) -> tuple[Tensor, ...]:
+        count = rest[2]
+        weights, biases = layers[:count], layers[count:]
+        (out, softmax, copy, _), others, saved = _attend(rest, seed, x, parameter, weights, biases, True)
+        ctx.rest = rest
+        # As in _Attention.
+        ctx.out = (out.detach(), out._version) if copy is None else None
+        ctx.save_for_backward(x, parameter, seed, copy, softmax, *saved)
+        ctx.layers = layers
+        ctx.set_materialize_grads(False)
+        return out, *others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
+        kernels, graph, count, _, numbers = ctx.rest
+        x, parameter, seed, out, softmax, rows, weight = ctx.saved_tensors
+        # Hooks of saved tensors may give them back elsewhere.
+        rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
+        score, heads = kernels.problem.score, kernels.problem.heads
+        grads = torch.empty_like(rows)
+        grad_parameter = None
+        if grad_out is None:
+            ctx.out = None
+            grads.zero_()
+        else:
+            inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
+            if out is None:
+                out = unedited(ctx, kernels, graph, inputs, rows)
+            into = _roles(score, grads, count, heads)
+            grad_parameter = run_backward(kernels, graph, inputs, out, softmax, grad_out, False, False, into=into)[4]
+        for other, grad in zip(_others(score, grads, count), grad_others, strict=True):
+            if grad is None:
+                other.zero_()
+            else:
+                other.copy_(grad)
+        _, _, needs_x, _, *needed = ctx.needs_input_grad
+        wanted = needs_x, any(needed[:count]), any(needed[count:])
+        grad_x, grad_weights, grad_biases = product_gradients(x, (weight,), (grads,), count, wanted)
+        missing: list[Any] = [None] * len(needed)
+        of_layers = [*(grad_weights or missing[:count]), *(grad_biases or missing[count:])]
+        return None, None, grad_x, grad_parameter, *of_layers
+
+
+_apply = apply_of(_ProjectedAttention)
+
+
+def projected_attention(
+    graph: Edges,
+    score: str,
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    heads: int,
+    *,
+    parameter: Tensor | None = None,
+    scale: float = 1.0,
+    negative_slope: float = 0.0,
+    dropout_p: float = 0.0,
+    concat: bool = False,
+) -> tuple[Tensor, ...] | None:
+    r"""Attention among linear projections of one node set, under one node of autograd.
+
+    With :math:`Y_l = X W_l^T + b_l`: for "dot" the first three are query, key and value of :func:`dot_attention`, for
+    "gatv2" the first two are source and target rows of :func:`gatv2_attention`. One product makes them side by side,
+    and kernels read them and write their gradients there, so that a small graph takes few launches.
+
+    Args:
+        graph: The edges, among N nodes.
+        score: "dot" or "gatv2".
+        x: Shape [N, F].
+        layers: Weights [H * C, F] and biases [H * C] (all or none) of one shape and the dtype of ``x``.
+        heads: The number H of heads.
+        parameter: The vector of "gatv2", as there.
+        scale: The factor of "dot".
+        negative_slope: As in :func:`gatv2_attention`.
+        dropout_p: Probability that an attention weight becomes 0.
+        concat: Return the heads side by side.
+
+    Returns:
+        The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
+        projections are better made apart: rows are many, a tensor is traced or a subclass, a pass is none of `rows`.
+
+    Raises:
+        TypeError: ``parameter`` has the wrong dtype.
+        ValueError: A range, or the shape or device of ``parameter``, does not fit.
+    """
+    weights = [weight for weight, _ in layers]
+    biases = [bias for _, bias in layers if bias is not None]
+    vectors = () if parameter is None else (parameter,)
+    if x.shape[0] > products.MAX_ROWS:
+        return None
+    numbers = scale, negative_slope, dropout_p
+    trained = needs_grad((x, *vectors, *weights, *biases))
+    plan = score, numbers, heads, len(weights), trained
+    signature = signature_of(graph, "projected", plan, (x, weights[0]), vectors)
+    if signature is None:
+        return None
+    assert isinstance(graph, Graph)
+    kernels = recall(graph, signature)
+    if kernels is None:
+        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained)
+        if found is None:
+            return None
+        kernels, final = found
+        if final:
+            remember(graph, signature, kernels)
+    count = len(weights)
+    if kernels.projections != count:
+        return None
+    seed = draw_seed(x.device) if dropout_p > 0.0 else None
+    vector = None if parameter is None else aligned(in_float32(parameter))
+    rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
+    if trained:
+        results: tuple[Tensor, ...] = _apply(rest, seed, x, vector, *weights, *biases)
+        return results
+    out, others, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
+    return out[0], *others
+
+
+def _projected_kernels(
+    graph: Graph,
+    score: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    parameter: Tensor | None,
+    heads: int,
+    numbers: tuple[float, float, float],
+    trained: bool,
+) -> tuple[Kernels, bool] | None:
+    """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
+    graph.on_this_stream()
+    scale, slope, p = numbers
+    check_range("scale", scale)
+    check_range("negative_slope", slope)
+    check_range("dropout_p", p, 0.0, 1.0)
+    channels, rest = divmod(weights[0].shape[0], heads)
+    if parameter is not None:
+        vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
+        check_tensor("att", vector, graph.device, H=heads, C=channels)
+    tf32 = tf32_allowed(x.dtype)
+    problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
+    if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
+        return None
+    return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)
