@@ -185,12 +185,6 @@ def _min_blocks(walk: str, problem: AttentionProblem, elements: int, packed: boo
     return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
 
 
-def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
-    """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
-    elements = constants["LANE_HEADS"] * constants["LANE_VECS"] * constants["VEC"]
-    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, elements, packed=False)}
-
-
 def has_tangent(score: str, edge: bool) -> bool:
     """Whether the forward pass of a score, with edge features or not, can leave the tangent.
 
@@ -377,7 +371,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
         return joined
     if rows.max_degree > max_edges:
         longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
-        return RowsPass(ordered(problem, walk, constants), min(2 * max_edges, longest), 1)
+        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, longest), 1)
     return RowsPass(constants, max_edges, 1)
 
 

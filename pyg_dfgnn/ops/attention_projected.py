@@ -23,7 +23,6 @@ from pyg_dfgnn.ops.attention_arguments import (
 from pyg_dfgnn.ops.attention_autograd import is_rounded, unedited
 from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, aligned, run_backward, run_forward
 from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
-from pyg_dfgnn.ops.products import joined_product, product_gradients
 
 PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
 """Which projections of the nodes are target, key and value, by score."""
@@ -76,7 +75,7 @@ def _attend(
 ) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, Tensor]]:
     """What :func:`run_forward` gives for the projections of x, the others of them, and all beside their weight."""
     kernels, graph, count, concat, numbers = rest
-    rows, weight = joined_product(x, weights, biases)
+    rows, weight = products.joined_product(x, weights, biases)
     inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
     exact = saved and is_rounded(rows)
     found = run_forward(kernels, inputs, graph.num_dst, saved=saved, exact=exact, concat=concat, rows=rows)
@@ -136,7 +135,7 @@ class _ProjectedAttention(torch.autograd.Function):
                 other.copy_(grad)
         _, _, needs_x, _, *needed = ctx.needs_input_grad
         wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, grad_weights, grad_biases = product_gradients(x, (weight,), (grads,), count, wanted)
+        grad_x, grad_weights, grad_biases = products.product_gradients(x, (weight,), (grads,), count, wanted)
         missing: list[Any] = [None] * len(needed)
         of_layers = [*(grad_weights or missing[:count]), *(grad_biases or missing[count:])]
         return None, None, grad_x, grad_parameter, *of_layers

@@ -6,7 +6,7 @@ import torch
 
 from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import node_constants, ordered, pass_constants, swept_constants
+from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants, swept_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -49,14 +49,6 @@ def attention_specs() -> list[Spec]:
     ]
 
 
-def in_mode(mode, problem, walk, wide):
-    """The constants of a pass as it is planned for rows of even length, of uneven length, and of a small graph."""
-    constants = pass_constants(problem, walk, wide)
-    if mode == "ordered":
-        return ordered(problem, walk, constants)
-    return constants if mode == "light" else {**constants, "JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
-
-
 def block_specs() -> list[Spec]:
     """The row kernels whose thread blocks work together, and those that take rows in another order."""
     axes = {
@@ -69,7 +61,8 @@ def block_specs() -> list[Spec]:
     specs = []
     for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
         for stem, walk in WALKS.items():
-            constants = in_mode(row["mode"], problem(row), walk, row["wide"])
+            changed = {"ORDERED": 1} if row["mode"] == "ordered" else {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
+            constants = {**pass_constants(problem(row), walk, row["wide"]), **changed}
             if row["mode"] == "resident":
                 constants = attention_resident.constants_of(problem(row), walk)
             if row["mode"] == "resident" and stem == "weights":
@@ -93,13 +86,14 @@ def projection_specs() -> list[Spec]:
         "wide": (False, True),
         "dropout": (False, True),
     }
+    modes = {"light": {}, "joined": {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}, "ordered": {"ORDERED": 1}}
     found = []
     for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
         for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
             for stem, walk in WALKS.items():
                 if stem != "weights":
-                    constants = in_mode(row["mode"], problem(row), walk, row["wide"])
-                    constants["PROJECTIONS"] = row["projections"]
+                    constants = pass_constants(problem(row), walk, row["wide"])
+                    constants |= {**modes[row["mode"]], "PROJECTIONS": row["projections"]}
                     found.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
     return found
 

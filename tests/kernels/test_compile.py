@@ -16,6 +16,8 @@ SPILL_LIMIT_BYTES = 16
 # projections).
 KNOWN_SPILLS = {
     ("sm_90", "backward_sources-dot-H1-C128-float32-ordered"): 36,
+    ("sm_80", "backward_sources-dot-H1-C128-float16-projections4-ordered-slots1"): 122,
+    ("sm_90", "backward_sources-dot-H1-C128-float16-projections4-ordered-slots1"): 260,
 }
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
