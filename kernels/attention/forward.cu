@@ -9,7 +9,9 @@
 //
 //   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
 //
-// With NORMS it computes the inverse norms of its sources and writes them to `norms` (see resident.cuh).
+// With NORMS (cosine score) it finds the inverse norms that it needs itself: with RESIDENT those of its sources, which it
+// writes to `norms` (see resident.cuh); otherwise those of every row it reads, and it writes those of its targets, if
+// these are the sources too. That takes two products in place of one, but no kernel before.
 //
 // With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/storage.cuh"
@@ -200,9 +202,14 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
         Part own = zero_part();
         if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
         // Targets that are no sources have norms of their own.
-        const HeadValues own_scalars = NORMS && in.target_scalars == in.source_scalars
-                                           ? load_heads<NORMS>(gathered.source_scalars, item.row, l)
-                                           : load_scalars(in.target_scalars, item.row, l);
+        const bool shares = NORMS && in.target_scalars == in.source_scalars;
+#if READS_NORMS
+        const HeadValues own_scalars = shares ? load_heads<NORMS>(gathered.source_scalars, item.row, l)
+                                              : load_scalars(in.target_scalars, item.row, l);
+#else
+        const HeadValues own_scalars = inverse_norms(own);
+        if (shares && item.active && item.first && l.edge_slot == 0) store_heads(norms, item.row, l, own_scalars);
+#endif
         const HeadValues factor = logit_factor(in, own_scalars);
 
         Softmax state = empty_softmax();

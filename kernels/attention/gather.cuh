@@ -1,3 +1,6 @@
+// Whether norms are read; otherwise they are found from the rows that are read.
+#define READS_NORMS (!NORMS || RESIDENT)
+
 // What a row reads in one step of UNROLL edges and of the nodes at their other ends. Vectors that a variant does not
 // read are left out of the text: the compiler would unroll less for them.
 struct EdgeTerms {
@@ -30,7 +33,7 @@ struct EdgeTerms {
 
     __device__ __forceinline__ void load_scalars(int u, const float* base, const void* edge, const Step& step,
                                                  const Lanes& l) {
-        if (HAS_NODE_SCALARS) scalars[u] = load_heads<IN_SHARED || NORMS>(base, step.node[u], l);
+        if (HAS_NODE_SCALARS && READS_NORMS) scalars[u] = load_heads<IN_SHARED || NORMS>(base, step.node[u], l);
         if (HAS_EDGE_SCALARS) edge_scalars[u] = load_heads(static_cast<const float*>(edge), step.edge[u], l);
     }
 
@@ -71,6 +74,22 @@ struct Neighbours : EdgeTerms {
         if (HAS_KEY) add_edge(part, u);
         return part;
     }
+
+    __device__ __forceinline__ void find_norms() {
+        float squares[UNROLL][LANE_HEADS];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Part v = widen(values[u]);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) squares[u][h] = lane_dot(v, v, h);
+        }
+        head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&squares[0][0]);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) scalars[u].x[h] = inverse_norm(squares[u][h]);
+        }
+    }
 };
 
 __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, const Step& step, const Lanes& l) {
@@ -84,6 +103,9 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
         n.values[u] = load_node(in.value, step.node[u], l);
         n.load_edge(u, in.edge, step, l);
     }
+#if !READS_NORMS
+    n.find_norms();
+#endif
     return n;
 }
 

@@ -168,6 +168,7 @@ __device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, 
 // Rows are gathered from global memory.
 #define IN_SHARED 0
 #define NORMS 0
+#define RESIDENT 0
 #include "attention/gather.cuh"
 
 // What a warp that walks over edges knows of their target, read again where the row changes.

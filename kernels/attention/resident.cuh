@@ -2,9 +2,10 @@
 //
 // With NORMS (forward, cosine score) a thread block computes the inverse norms of its nodes: a kernel of their own would
 // read all features once more. They lie at the beginning of its dynamic shared memory.
+#define HOLDS_NORMS (NORMS && RESIDENT)
 
 // Shared memory for the norms of so many nodes.
-__device__ __forceinline__ int norm_bytes(int nodes) { return NORMS ? (nodes * HEADS * 4 + 15) / 16 * 16 : 0; }
+__device__ __forceinline__ int norm_bytes(int nodes) { return HOLDS_NORMS ? (nodes * HEADS * 4 + 15) / 16 * 16 : 0; }
 
 #if IN_SHARED
 static_assert(PROJECTIONS == 1, "rows are copied as they lie, one after the other");
@@ -46,7 +47,7 @@ __device__ __forceinline__ void find_nodes(Adjacency& a) {
     a.first_node = a.node_ptr[blockIdx.x];
     a.last_node = a.node_ptr[blockIdx.x + 1];
 #endif
-#if NORMS
+#if HOLDS_NORMS
     // Rows that are not there read the first edge of the block, whose node has its norm here.
     a.first_edge = a.ptr[a.first_node];
 #endif
@@ -86,9 +87,10 @@ __device__ __forceinline__ void finish_copies() {
 #endif
 }
 
-// Computes the norms of NORMS, which `in` then reads and `results` [num_sources, HEADS] gets; after finish_copies().
+// Computes the norms of HOLDS_NORMS, which `in` then reads and `results` [num_sources, HEADS] gets; after
+// finish_copies().
 __device__ __forceinline__ void find_norms(ScoreInputs& in, const Adjacency& a, const Lanes& l, float* results) {
-#if NORMS
+#if HOLDS_NORMS
     static_assert(EDGE_SLOTS == 1, "a group of lanes takes the whole row of one node");
     float* const norms = reinterpret_cast<float*>(dynamic_shared()) - (i64)a.first_node * HEADS;
     const storage_t* const base = at_lane<IN_SHARED>(in.value, l);

@@ -30,23 +30,29 @@ __device__ __forceinline__ void head_sum(float* v) {
     }
 }
 
+// One lane's part of the product of head h.
+__device__ __forceinline__ float lane_dot(const Part& a, const Part& b, int h) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < LANE_ELEMS; ++c) sum = fmaf(a.x[h][c], b.x[h][c], sum);
+    return sum;
+}
+
 __device__ __forceinline__ HeadValues head_dot(const Part& a, const Part& b) {
     HeadValues sums;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
-        sums.x[h] = 0.0f;
-#pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) sums.x[h] = fmaf(a.x[h][c], b.x[h][c], sums.x[h]);
-    }
+    for (int h = 0; h < LANE_HEADS; ++h) sums.x[h] = lane_dot(a, b, h);
     head_sum<LANE_HEADS, HEAD_LANES / 2>(sums.x);
     return sums;
 }
 
-// 1 / max(||x||, 1e-12) per head, as torch.nn.functional.normalize clamps the norm.
+// 1 / max(||x||, 1e-12) of the sum of squares, as torch.nn.functional.normalize clamps the norm.
+__device__ __forceinline__ float inverse_norm(float squares) { return 1.0f / fmaxf(sqrtf(squares), 1e-12f); }
+
 __device__ __forceinline__ HeadValues inverse_norms(const Part& x) {
     HeadValues norms = head_dot(x, x);
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) norms.x[h] = 1.0f / fmaxf(sqrtf(norms.x[h]), 1e-12f);
+    for (int h = 0; h < LANE_HEADS; ++h) norms.x[h] = inverse_norm(norms.x[h]);
     return norms;
 }
 

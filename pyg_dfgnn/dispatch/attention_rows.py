@@ -185,6 +185,12 @@ def _min_blocks(walk: str, problem: AttentionProblem, elements: int, packed: boo
     return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
 
 
+def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
+    """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
+    elements = constants["LANE_HEADS"] * constants["LANE_VECS"] * constants["VEC"]
+    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, elements, packed=False)}
+
+
 def has_tangent(score: str, edge: bool) -> bool:
     """Whether the forward pass of a score, with edge features or not, can leave the tangent.
 
@@ -344,7 +350,26 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     leaves the tangent, see :func:`has_tangent`.
     """
     if walk == "weights":
-        return replace(plan_pass(problem, "forward", graph), blocks=1)
+        return replace(_plan_pass(problem, "forward", graph), blocks=1)
+    return _finding_norms(_plan_pass(problem, walk, graph), problem, walk, graph)
+
+
+def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+    """The pass, which finds the norms of the cosine score itself where that takes less than a kernel before it.
+
+    So it does on a small graph, from every row that it reads, and writes down those of its targets: these have to be
+    the sources too, and none of them may be left to a merge.
+    """
+    if walk != "forward" or problem.score != "cosine" or graph.num_src != graph.num_dst or found.blocks > 1:
+        return found
+    is_small = graph.num_edges * problem.heads * problem.channels <= _NORM_NUMBERS
+    if is_small and (found.constants["JOINED"] or graph.csr.max_degree <= found.max_edges):
+        # More registers than were timed.
+        return replace(found, constants={**found.constants, "NORMS": 1, "MIN_BLOCKS": 1})
+    return found
+
+
+def _plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     rows, num_columns = side_of(walk, graph)
     if graph.is_fixed:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
@@ -371,7 +396,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
         return joined
     if rows.max_degree > max_edges:
         longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
-        return RowsPass({**constants, "ORDERED": 1}, min(2 * max_edges, longest), 1)
+        return RowsPass(ordered(problem, walk, constants), min(2 * max_edges, longest), 1)
     return RowsPass(constants, max_edges, 1)
 
 
@@ -379,6 +404,8 @@ _SUMMED_EDGES = 256
 """Edges of a piece whose sums lose little: the relative error of a chain of n equal float32 terms grows with n."""
 _ORDERED_EDGES = 1024
 """Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
+_NORM_NUMBERS = 1 << 24
+"""Gathered numbers up to which a launch takes longer than to find norms from them, some 2 us by the costs below."""
 _JOINED_WARPS = 8
 _JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""
@@ -434,12 +461,14 @@ def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str
     read, heads = gathers(problem, walk), c["LANE_HEADS"]
     elements = heads * c["LANE_VECS"] * c["VEC"]
     converted = elements * read if problem.dtype.itemsize == 2 else 0
+    # Norms of what is read.
+    own = int(bool(c["NORMS"]) and not c["RESIDENT"])
     step = (
         STEP
         + LOAD * read * heads * c["LANE_VECS"]
         + CONVERT * converted
-        + MULTIPLY_ADD * elements * _WORK[walk][problem.score]
-        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * _SUMS[walk][problem.score]
+        + MULTIPLY_ADD * elements * (_WORK[walk][problem.score] + own)
+        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (_SUMS[walk][problem.score] + own)
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
     steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])

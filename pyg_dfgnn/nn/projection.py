@@ -1,6 +1,7 @@
 """Linear layers of one input under one node of autograd, of few rows also as one product."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]:
@@ -76,14 +77,17 @@ def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
     """Whether the layers are products with matrices of one shape, and nothing watches or changes them."""
     if type(x) not in PLAIN or x.layout is not torch.strided or not is_eager():
         return False
-    if torch.is_autocast_enabled(x.device.type) or not all(map(is_plain_linear, layers)):
+    if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
         return False
-    first: Any = layers[0]._parameters
-    shape, unbiased, dtype = first["weight"].shape, first["bias"] is None, x.dtype
+    dtype, shape, unbiased = x.dtype, None, False
     for layer in layers:
+        if not _is_product(layer):
+            return False
         own: Any = layer._parameters
         weight, bias = own["weight"], own["bias"]
-        if weight.shape != shape or weight.dtype is not dtype or (bias is None) != unbiased:
+        if shape is None:
+            shape, unbiased = weight.shape, bias is None
+        if weight.dtype is not dtype or (bias is None) is not unbiased or weight.shape != shape:
             return False
         # PyG broadcasts a bias of one element, and refuses those of another shape.
         if not unbiased and (bias.dtype is not dtype or bias.shape != shape[:1]):
@@ -145,13 +149,17 @@ _apply = apply_of(_Projection)
 
 def is_plain_linear(layer: torch.nn.Module) -> bool:
     """Whether calling the layer is a product with its weight and nothing else."""
-    own = layer.__dict__
+    return _is_product(layer) and not _has_any_global_hook()
+
+
+def _is_product(layer: torch.nn.Module) -> bool:
+    """The same, but for what all modules share."""
+    own, parameters = layer.__dict__, layer._parameters
     return (
         type(layer) is Linear
         # Pruning, weight normalisation and replicas keep the weight elsewhere.
-        and type(layer._parameters.get("weight")) in PLAIN
-        and "bias" in layer._parameters
+        and type(parameters.get("weight")) in PLAIN
+        and "bias" in parameters
         and "forward" not in own
-        and not any([own[name] for name in _HOOKS])
-        and not _has_any_global_hook()
+        and not any(_hooks(own))
     )

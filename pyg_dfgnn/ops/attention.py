@@ -273,7 +273,8 @@ def cosine_attention(
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
     # A first call does not know its kernels yet: those that find norms write these once more.
-    finds_norms = kernels is not None and kernels.forward.finds_norms
+    found = None if kernels is None else kernels.forward.finds_norms
+    finds_norms = found == "sources" or (found == "targets" and same)
     source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
     target_norms = source_norms if same else _inverse_norm(graph, target)
     beta = in_float32(beta)  # type: ignore[arg-type]

@@ -98,8 +98,9 @@ class Walk(Protocol):
     """What it runs."""
     parameter_blocks: int
     """Rows that the pass over targets writes of `parameter_sums`."""
-    finds_norms: bool
-    """Whether the forward pass computes the inverse norms of sources and writes them to the source scalars (cosine)."""
+    finds_norms: str | None
+    """Of which nodes the forward pass computes the inverse norms and writes them to the source scalars (cosine):
+    "sources", or "targets" where these share theirs with the sources; None: it reads them."""
 
     def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
         """Write the output and, if given, the softmax of its rows and the output in float32."""

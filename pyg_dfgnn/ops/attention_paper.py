@@ -28,7 +28,7 @@ class PaperWalk:
     """
 
     parameter_blocks = 0
-    finds_norms = False
+    finds_norms: str | None = None
 
     def __init__(self, walk: str, chosen: PaperPass, graph: Graph) -> None:
         self.chosen = chosen

@@ -20,6 +20,7 @@ _STEMS = {
     "sources": "backward_sources",
     "weights": "weights",
 }
+_NORMS_OF = ("targets", "sources")
 
 
 class RowsWalk:
@@ -35,7 +36,7 @@ class RowsWalk:
         self.device = graph.device
         self.num_rows = side.num_rows
         constants = chosen.constants
-        self.finds_norms = bool(constants["NORMS"])
+        self.finds_norms = _NORMS_OF[constants["RESIDENT"]] if constants["NORMS"] else None
         stem = _STEMS[walk]
         spec = Spec(f"attention/{stem}.cu", tuple(constants.items()))
         self.kernel = kernel_of(spec, f"attention_{stem}")
@@ -97,7 +98,7 @@ class RowsWalk:
         """Write the results of the forward pass; the walk "tangent" needs `tangent` [N_dst, H, C] in float32."""
         results = (out, softmax, exact, tangent)
         source_scalars, slope = ready[4], ready[9]
-        norms = source_scalars if self.finds_norms else None
+        norms = None if self.finds_norms is None else source_scalars
         self._sweep(ready, (*results, norms), (slope,), results)
 
     def targets(

@@ -17,7 +17,7 @@ class TilesWalk:
     """One pass over the dense blocks of a side: a :class:`~pyg_dfgnn.ops.attention_launch.Walk`."""
 
     parameter_blocks = 0
-    finds_norms = False
+    finds_norms: str | None = None
 
     def __init__(self, walk: str, chosen: TilesPass, graph: Graph) -> None:
         self.chosen = chosen

@@ -575,8 +575,8 @@ def test_overhead_counts_and_repeats_launches(score):
     launched = []
     with overhead.fused_anywhere(CPU), launcher.override(lambda spec, entry, *rest: launched.append(entry)):
         rows = overhead.measure(AttentionCase(score, 1, 8), graph, Timer(CPU), repetitions=2)
-    norms = int(score == "cosine")
-    expected = {"launch": 1, "torch product": 1, "fwd": 1 + norms, "fwd+bwd": 3 + norms}
+    # On a graph as small as this the forward pass finds the norms of the cosine score.
+    expected = {"launch": 1, "torch product": 1, "fwd": 1, "fwd+bwd": 3}
     # GATConv also makes the terms of its nodes.
     terms = int(score == "add")
     expected |= {"conv fwd": expected["fwd"] + terms, "conv fwd+bwd": expected["fwd+bwd"] + 2 * terms}

@@ -295,6 +295,33 @@ def test_long_rows_are_joined_in_a_block_or_come_first(walk, monkeypatch):
     assert swept.blocks > 1 and swept.constants["ORDERED"] and not swept.constants["JOINED"]
 
 
+def test_small_graphs_find_the_norms_from_what_they_read():
+    problem = replace(PROBLEM, score="cosine", heads=1, channels=128)
+
+    def finds(num_edges=100_000, degree=4, walk="forward", graph=None, **changes):
+        graph = graph or FakeGraph(20_000, num_edges, degree)
+        return bool(plan_pass(replace(problem, **changes), walk, graph).constants["NORMS"])
+
+    # Plain and joined rows; chunks that are left to a merge have no one to write the norm of their row.
+    assert [finds(degree=degree) for degree in (4, 170, 40_000)] == [True, True, False]
+    # More to read than a launch takes.
+    assert finds(131_072) and not finds(131_073) and not finds(131_072, heads=8)
+    assert not finds(graph=GRAPHS["c"]) and not finds(graph=GRAPHS["e"])
+    assert not any(finds(walk=walk) for walk in ("targets", "sources", "weights"))
+    assert not any(finds(score=score) for score in ("dot", "add", "gatv2"))
+    bipartite = FakeGraph(20_000, 100_000, 4)
+    bipartite.num_src += 1
+    assert not finds(graph=bipartite)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_packed_rows_in_another_order_leave_room_for_their_sums(dtype):
+    problem = replace(PROBLEM, score="dot", heads=1, channels=128, dtype=dtype)
+    plain, skewed = (plan_pass(problem, "sources", FakeGraph(20_000, 100_000, degree)) for degree in (4, 40_000))
+    assert plain.constants["WARP_ROWS"] > 1 and skewed.constants["WARP_ROWS"] > 1 and skewed.constants["ORDERED"]
+    assert skewed.constants["MIN_BLOCKS"] < plain.constants["MIN_BLOCKS"]
+
+
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 

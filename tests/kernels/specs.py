@@ -6,7 +6,7 @@ import torch
 
 from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import node_constants, pass_constants, swept_constants
+from pyg_dfgnn.dispatch.attention_rows import node_constants, ordered, pass_constants, swept_constants
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -49,6 +49,14 @@ def attention_specs() -> list[Spec]:
     ]
 
 
+def in_mode(mode, problem, walk, wide):
+    """The constants of a pass as it is planned for rows of even length, of uneven length, and of a small graph."""
+    constants = pass_constants(problem, walk, wide)
+    if mode == "ordered":
+        return ordered(problem, walk, constants)
+    return constants if mode == "light" else {**constants, "JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
+
+
 def block_specs() -> list[Spec]:
     """The row kernels whose thread blocks work together, and those that take rows in another order."""
     axes = {
@@ -61,8 +69,7 @@ def block_specs() -> list[Spec]:
     specs = []
     for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
         for stem, walk in WALKS.items():
-            changed = {"ORDERED": 1} if row["mode"] == "ordered" else {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
-            constants = {**pass_constants(problem(row), walk, row["wide"]), **changed}
+            constants = in_mode(row["mode"], problem(row), walk, row["wide"])
             if row["mode"] == "resident":
                 constants = attention_resident.constants_of(problem(row), walk)
             if row["mode"] == "resident" and stem == "weights":
@@ -76,6 +83,26 @@ def block_specs() -> list[Spec]:
     return specs
 
 
+def norm_specs() -> list[Spec]:
+    """The forward passes of the cosine score that find the norms of what they read."""
+    axes = {
+        "score": ["cosine"],
+        "dtype": DTYPES,
+        "shape": (*SHAPES, (20, 64)),
+        "mode": ("light", "joined", "ordered"),
+        "wide": (False, True),
+        "edge": [False],
+        "dropout": (False, True),
+    }
+    return [
+        Spec(
+            "attention/forward.cu",
+            tuple({**in_mode(row["mode"], problem(row), "forward", row["wide"]), "NORMS": 1, "MIN_BLOCKS": 1}.items()),
+        )
+        for row in covering(axes)
+    ]
+
+
 def projection_specs() -> list[Spec]:
     """The row kernels of features that lie side by side with others of their node."""
     axes = {
@@ -86,14 +113,13 @@ def projection_specs() -> list[Spec]:
         "wide": (False, True),
         "dropout": (False, True),
     }
-    modes = {"light": {}, "joined": {"JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}, "ordered": {"ORDERED": 1}}
     found = []
     for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
         for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
             for stem, walk in WALKS.items():
                 if stem != "weights":
-                    constants = pass_constants(problem(row), walk, row["wide"])
-                    constants |= {**modes[row["mode"]], "PROJECTIONS": row["projections"]}
+                    constants = in_mode(row["mode"], problem(row), walk, row["wide"])
+                    constants["PROJECTIONS"] = row["projections"]
                     found.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
     return found
 
@@ -106,7 +132,8 @@ def node_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return attention_specs() + block_specs() + projection_specs() + node_specs() + paper_specs() + tiles_specs()
+    rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + node_specs()
+    return rows + paper_specs() + tiles_specs()
 
 
 def label(spec: Spec) -> str:
@@ -117,7 +144,7 @@ def label(spec: Spec) -> str:
     options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
     options += [
         name.lower()
-        for name in ("EDGE", "DROPOUT", "TANGENT", "ORDERED", "JOINED", "RESIDENT", "SPLIT", "LISTED")
+        for name in ("EDGE", "DROPOUT", "TANGENT", "ORDERED", "JOINED", "RESIDENT", "NORMS", "SPLIT", "LISTED")
         if c.get(name)
     ]
     width = f"slots{c['EDGE_SLOTS']}" if "EDGE_SLOTS" in c else f"warps{c['WARPS']}"

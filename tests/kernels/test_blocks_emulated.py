@@ -17,7 +17,16 @@ from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
-from tests.kernels.test_emulated import NAMES, Problem, build_graph, check, heavy_graph, label, square_graph
+from tests.kernels.test_emulated import (
+    NAMES,
+    Problem,
+    build_graph,
+    check,
+    errors,
+    heavy_graph,
+    label,
+    square_graph,
+)
 from tests.tolerances import relative_error
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -115,13 +124,35 @@ NORMS = [
     (1, 128, torch.bfloat16),
     (3, 20, torch.float16),
 ]
-NORM_GRAPHS = {"batch": batch_graph, "isolated": isolated_graph, "node": lambda: ([(0, 0)], 1, 1)}
+# Several groups of heads, and several heads of a lane, which `resident` does not take.
+GROUPED_NORMS = [(20, 64, torch.float32)]
 
 
-@pytest.mark.parametrize(("heads", "channels", "dtype"), NORMS, ids=str)
-@pytest.mark.parametrize("name", NORM_GRAPHS)
-def test_forward_finds_the_norms(small_blocks, monkeypatch, name, heads, channels, dtype):
+def hub_graph() -> tuple[list[tuple[int, int]], int, int]:
+    """A row of many chunks and a column of many rows, beside light and empty ones."""
+    return [(j, 3) for j in range(19)] + [(2, i) for i in range(13)] + [(4, 5)] * 3 + [(0, 0)], 20, 20
+
+
+NORM_GRAPHS = {
+    "batch": batch_graph,
+    "isolated": isolated_graph,
+    "node": lambda: ([(0, 0)], 1, 1),
+    "hub": hub_graph,
+    "square": square_graph,
+    "edgeless": lambda: ([], 3, 3),
+}
+
+
+NORM_CASES = [
+    *(("small_blocks", name, *case) for name in ("batch", "isolated", "node") for case in NORMS),
+    *(("joined", name, *case) for name in NORM_GRAPHS for case in NORMS + GROUPED_NORMS),
+]
+
+
+@pytest.mark.parametrize(("schedule", "name", "heads", "channels", "dtype"), NORM_CASES, ids=str)
+def test_forward_finds_the_norms(request, monkeypatch, schedule, name, heads, channels, dtype):
     """No kernel of their own from the second call on, and the same bits in all that reads them."""
+    request.getfixturevalue(schedule)
     graph = build_graph(*NORM_GRAPHS[name]())
     problem = Problem("cosine", graph, heads, channels, dtype, edge=False)
     problem.inputs["x_src"][0, 0] = 0.0
@@ -155,22 +186,32 @@ def _wide(inputs):
     return {name: tensor.detach().double() for name, tensor in inputs.items()}
 
 
-def test_targets_that_are_no_sources_have_norms_of_their_own(small_blocks):
+# The launches of norms: `resident` finds those of the sources, `rows` those of targets that are the sources.
+NORM_LAUNCHES = {"small_blocks": 1, "joined": 2}
+
+
+@pytest.mark.parametrize("schedule", NORM_LAUNCHES)
+def test_targets_that_are_no_sources_have_norms_of_their_own(request, schedule):
+    request.getfixturevalue(schedule)
     graph = build_graph(*batch_graph())
-    x_src, x_dst = (torch.randn(graph.num_src, 2, 10) for _ in range(2))
-    call = partial(ops.cosine_attention, graph, x_src, x_dst, beta=torch.tensor([0.7]))
+    problem = Problem("cosine", graph, 2, 10, torch.float32, edge=False)
+    problem.inputs["x_dst"] = torch.randn_like(problem.inputs["x_src"])
     with emulated_device() as launched:
-        first = call()
+        first = problem.run(lambda **inputs: ops.cosine_attention(graph, **inputs))
         launched.clear()
-        again = call()
-    assert launched == ["attention_inverse_norm", "attention_forward"] and torch.equal(first, again)
-    edges = graph.edge_index, graph.num_dst
-    exact = reference.cosine_attention(*edges, x_src.double(), x_dst.double(), beta=torch.tensor([0.7]).double())[0]
-    assert relative_error(again, exact) < 1e-6
+        again = problem.run(lambda **inputs: ops.cosine_attention(graph, **inputs))
+    assert launched[:-2] == ["attention_inverse_norm"] * NORM_LAUNCHES[schedule] + ["attention_forward"]
+    exact = problem.run(
+        lambda **inputs: reference.cosine_attention(graph.edge_index, graph.num_dst, **inputs)[0], dtype=torch.float64
+    )
+    assert [key for key in first if not torch.equal(first[key], again[key])] == []
+    assert max(errors(again, exact).values()) < 2e-6
 
 
-def test_the_registered_operator_changes_no_argument(small_blocks):
+@pytest.mark.parametrize("schedule", NORM_LAUNCHES)
+def test_the_registered_operator_changes_no_argument(request, schedule):
     """torch.compile takes it for a function."""
+    request.getfixturevalue(schedule)
     graph = build_graph(*batch_graph())
     x, beta = torch.randn(graph.num_src, 2, 10), torch.ones(1)
     with emulated_device():

@@ -11,13 +11,9 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 # ptxas may park a few registers outside the loops to fit one more block on an SM; more than that is a spill.
 SPILL_LIMIT_BYTES = 16
 # Above the bound and to be brought below it: reported as expected failures, which may not grow. It waits outside the
-# loop, with the blocks per multiprocessor that were fastest on sm_90. In 16 bits packed rows in an order of their own
-# take as many blocks as packed rows in the order of the graph, which leaves them too few registers (with any number of
-# projections).
+# loop, with the blocks per multiprocessor that were fastest on sm_90.
 KNOWN_SPILLS = {
     ("sm_90", "backward_sources-dot-H1-C128-float32-ordered"): 36,
-    ("sm_80", "backward_sources-dot-H1-C128-float16-projections4-ordered-slots1"): 122,
-    ("sm_90", "backward_sources-dot-H1-C128-float16-projections4-ordered-slots1"): 260,
 }
 # Kernels of tiles hold 16 rows of sums, split operands and a step's products in up to 255 registers: a few words that a
 # whole step does not touch may wait in memory.
