@@ -209,6 +209,21 @@ def test_targets_that_are_no_sources_have_norms_of_their_own(request, schedule):
 
 
 @pytest.mark.parametrize("schedule", NORM_LAUNCHES)
+def test_an_edited_output_is_computed_again_with_its_norms(request, schedule):
+    request.getfixturevalue(schedule)
+    graph = build_graph(*batch_graph())
+    problem = Problem("cosine", graph, 2, 10, torch.float32, edge=False)
+    with emulated_device() as launched:
+        for _ in range(2):
+            launched.clear()
+            actual = problem.run(lambda **inputs: ops.cosine_attention(graph, **inputs).mul_(0.5))
+    assert launched.count("attention_forward") == 2 and "attention_inverse_norm" not in launched
+    edges = graph.edge_index, graph.num_dst
+    exact = problem.run(lambda **inputs: reference.cosine_attention(*edges, **inputs)[0] * 0.5, dtype=torch.float64)
+    assert max(errors(actual, exact).values()) < 2e-6
+
+
+@pytest.mark.parametrize("schedule", NORM_LAUNCHES)
 def test_the_registered_operator_changes_no_argument(request, schedule):
     """torch.compile takes it for a function."""
     request.getfixturevalue(schedule)
