@@ -21,6 +21,7 @@ _STEMS = {
     "weights": "weights",
 }
 _NORMS_OF = ("targets", "sources")
+"""Whose norms a forward pass with `NORMS` finds, by `RESIDENT`."""
 
 
 class RowsWalk:
