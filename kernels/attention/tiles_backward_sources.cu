@@ -2,7 +2,7 @@
 // backward_sources.cu. The transposed blocks of P and dS are recomputed on tensor cores and multiplied with the step's
 // rows.
 #include "include/number.cuh"
-#include "include/mma.cuh"
+#include "include/operands.cuh"
 #include "attention/logit.cuh"
 #include "attention/tiles.cuh"
 

@@ -2,7 +2,7 @@
 // Row dot products of the step are recomputed on tensor cores, and the gradient is the product of dS with the step's
 // rows.
 #include "include/number.cuh"
-#include "include/mma.cuh"
+#include "include/operands.cuh"
 #include "attention/logit.cuh"
 #include "attention/record.cuh"
 #include "attention/tiles.cuh"

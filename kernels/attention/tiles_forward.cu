@@ -12,7 +12,7 @@
 //
 // Constants beside those of tiles.cuh: FACTORED (add).
 #include "include/number.cuh"
-#include "include/mma.cuh"
+#include "include/operands.cuh"
 #include "attention/logit.cuh"
 #include "attention/tiles.cuh"
 

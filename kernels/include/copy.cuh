@@ -8,6 +8,17 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 #endif
 }
 
+// The same, or 16 bytes of zeros, which read nothing.
+__device__ __forceinline__ void copy16(void* to, const void* from, bool valid) {
+#ifdef PYG_DFGNN_EMULATOR
+    *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0u, 0u, 0u, 0u);
+#else
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+#endif
+}
+
 __device__ __forceinline__ void copy4(void* to, const void* from) {
 #ifdef PYG_DFGNN_EMULATOR
     *static_cast<u32*>(to) = *static_cast<const u32*>(from);

@@ -1,0 +1,105 @@
+"""How the products of linear layers of one input are divided among thread blocks."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from pyg_dfgnn.dispatch.gpu import gpu_of
+
+MAX_LAYERS = 4
+"""That one launch takes."""
+DEPTH = 32
+"""Places of a sum that a thread block reads at a time."""
+SUM_THREADS = 128
+"""Threads of a block that adds partial sums, four numbers each."""
+_MAX_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread block computes at a time.
+
+    Attributes:
+        rows: Of the result.
+        columns: Of the result.
+        row_warps: Warps that share the rows.
+        column_warps: Warps that share the columns.
+        stages: Steps of the sum in shared memory, one of which is worked on.
+        min_blocks: Blocks per multiprocessor that the compiler leaves registers for.
+    """
+
+    rows: int
+    columns: int
+    row_warps: int
+    column_warps: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.row_warps * self.column_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 4 * self.stages * (self.rows + self.columns) * DEPTH
+
+    def constants(self, layers: int, beside: bool) -> tuple[tuple[str, int], ...]:
+        """Those of the kernels in `kernels/products`."""
+        return (
+            ("STORAGE", 0),
+            ("SPLIT", 1),
+            ("LAYERS", layers),
+            ("BESIDE", int(beside)),
+            ("TILE_M", self.rows),
+            ("TILE_N", self.columns),
+            ("WARPS_M", self.row_warps),
+            ("WARPS_N", self.column_warps),
+            ("STAGES", self.stages),
+            ("MIN_BLOCKS", self.min_blocks),
+        )
+
+
+SMALL = Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
+LARGE = Tile(rows=128, columns=128, row_warps=2, column_warps=4, stages=3, min_blocks=1)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How backward divides its work.
+
+    Attributes:
+        x_blocks: Thread blocks for the gradient of the input.
+        weight_blocks: Thread blocks for those of weights and biases.
+        rows: Of the input, in one share of the sums over them.
+        splits: Shares.
+    """
+
+    x_blocks: int
+    weight_blocks: int
+    rows: int
+    splits: int
+
+
+def forward_tile(rows: int, columns: int, device: torch.device) -> Tile:
+    """The tile for a result [rows, columns]."""
+    return SMALL
+
+
+def backward_tile(rows: int, features: int, device: torch.device) -> Tile:
+    """The tile for the gradients of an input [rows, features]."""
+    return SMALL
+
+
+@cache
+def shares_of(tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device) -> Shares:
+    """The shares of a backward pass, so many that they fill the device once."""
+    x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
+    tiles = layers * -(-channels // tile.rows) * -(-features // tile.columns)
+    room = gpu_of(device).multiprocessors * tile.min_blocks
+    splits = max(1, min(_MAX_SPLITS, room // tiles, rows // (2 * DEPTH)))
+    share = -(-rows // splits // DEPTH) * DEPTH
+    splits = -(-rows // share)
+    return Shares(x_blocks, tiles * splits, share, splits)
