@@ -1,7 +1,7 @@
 """How the products of linear layers of one input are divided among thread blocks."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -13,7 +13,10 @@ DEPTH = 32
 """Places of a sum that a thread block reads at a time."""
 SUM_THREADS = 128
 """Threads of a block that adds partial sums, four numbers each."""
-_MAX_SPLITS = 128
+_SHARE_ROWS = 1 << 12
+"""The most rows of one sum over nodes: longer ones would round more."""
+_FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
+"""Up to, and from how many rows on another tile was the fastest on an H200 (`results/tuning/products.csv`)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,6 @@ class Tile:
         )
 
 
-SMALL = Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
-LARGE = Tile(rows=128, columns=128, row_warps=2, column_warps=4, stages=3, min_blocks=1)
-
-
 @dataclass(frozen=True)
 class Shares:
     """How backward divides its work.
@@ -83,23 +82,29 @@ class Shares:
     splits: int
 
 
-def forward_tile(rows: int, columns: int, device: torch.device) -> Tile:
-    """The tile for a result [rows, columns]."""
-    return SMALL
+def forward_tile(rows: int, channels: int) -> Tile:
+    """The tile for results of so many rows, [rows, channels] for each layer."""
+    if rows >= _MANY_ROWS and channels > 64:
+        return Tile(rows=64, columns=128, row_warps=2, column_warps=2, stages=3, min_blocks=2)
+    return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=4)
 
 
-def backward_tile(rows: int, features: int, device: torch.device) -> Tile:
-    """The tile for the gradients of an input [rows, features]."""
-    return SMALL
+def backward_tile(rows: int) -> Tile:
+    """The tile for the gradients of an input of so many rows, and of the weights."""
+    if rows <= _FEW_ROWS:
+        return Tile(rows=32, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=4)
+    if rows < _MANY_ROWS:
+        return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
+    return Tile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def shares_of(tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device) -> Shares:
-    """The shares of a backward pass, so many that they fill the device once."""
+    """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles = layers * -(-channels // tile.rows) * -(-features // tile.columns)
-    room = gpu_of(device).multiprocessors * tile.min_blocks
-    splits = max(1, min(_MAX_SPLITS, room // tiles, rows // (2 * DEPTH)))
+    filling = max(1, gpu_of(device).multiprocessors * tile.min_blocks // tiles)
+    splits = min(filling * -(-rows // (filling * _SHARE_ROWS)), max(1, rows // (2 * DEPTH)))
     share = -(-rows // splits // DEPTH) * DEPTH
     splits = -(-rows // share)
     return Shares(x_blocks, tiles * splits, share, splits)

@@ -1,4 +1,4 @@
-"""Linear layers of one input under one node of autograd, of few rows also as one product."""
+"""Linear layers of one input under one node of autograd, and as one product where that is faster."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -27,8 +27,8 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
         \partial W_l = \partial Y_l^T X, \quad
         \partial b_l = \partial Y_l^T 1
 
-    Plain layers of one shape share a node of autograd, which sums the gradient of `x` inside the products. Of few rows
-    each of these lines is one product for all layers, since launches take longer there than their work.
+    Plain layers of one shape share a node of autograd, which sums the gradient of `x` inside the products. Each of
+    these lines is one product for all layers where a kernel takes them (:mod:`pyg_dfgnn.ops.products`), or of few rows.
 
     Args:
         x: Shape [N, F].
@@ -98,14 +98,17 @@ def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
 def _forward(
     heads: int, x: Tensor, weights: list[Any] | tuple[Tensor, ...], biases: list[Any] | tuple[Tensor, ...]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The results, and the weights for backward: of few rows one below the other."""
+    """The results, and the weights for backward: of few rows, without a kernel, one below the other."""
+    found = products.apart(x, weights, biases)
+    if found is not None:
+        return [_apart(each, heads) for each in found], weights
     count, rows = len(weights), x.size(0)
     if rows > products.MAX_ROWS:
         layers = zip(weights, biases or [None] * count, strict=True)
         return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
-    out, weight = products.joined_product(x, weights, biases)
+    out, kept = products.beside(x, weights, biases)
     apart = out.view(rows, count, heads, weights[0].size(0) // heads)
-    return apart.transpose(0, 1).contiguous().unbind(), (weight,)
+    return apart.transpose(0, 1).contiguous().unbind(), kept
 
 
 class _Projection(torch.autograd.Function):
@@ -123,25 +126,23 @@ class _Projection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        count, shape = len(grads), (x.size(0), weights[0].size(0))
+        count, layers = len(grads), ctx.layers
         used = [index for index, grad in enumerate(grads) if grad is not None]
-        if len(weights) == 1 and len(used) == count:
+        if len(weights) == 1 < count and len(used) == count:
             # One weight has the rows of all layers.
-            given = [torch.stack(grads, 1).view(shape)]  # type: ignore[arg-type]
+            given = [torch.stack(grads, 1).view(x.size(0), weights[0].size(0))]  # type: ignore[arg-type]
         else:
             weights = weights if len(weights) == count else list(weights[0].chunk(count))
             weights = [weights[index] for index in used]
             given = [grads[index].flatten(1) for index in used]  # type: ignore[union-attr]
         _, needs_x, *needed = ctx.needs_input_grad
-        grad_x, *found = products.product_gradients(
-            x,
-            weights,
-            given,
-            len(used) // max(1, len(given)),
-            (needs_x, any(needed[:count]), any(needed[count:])),
-        )
-        of_layers = (products.per_layer(each, used, count) for each in found)
-        return None, grad_x, *[each for layers in of_layers for each in layers][: len(needed)]
+        if not used:
+            return None, None, *[None] * len(needed)
+        places = [*used, *([index + count for index in used] if len(layers) > count else ())]
+        wanted = needs_x, any(needed[:count]), any(needed[count:])
+        grad_x, found = products.gradients(x, weights, [layers[place] for place in places], given, wanted)
+        of_layers = dict(zip(places, found, strict=True))
+        return None, grad_x, *[of_layers.get(place) for place in range(len(needed))]
 
 
 _apply = apply_of(_Projection)

@@ -72,14 +72,14 @@ def _attend(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     saved: bool,
-) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, Tensor]]:
-    """What :func:`run_forward` gives for the projections of x, the others of them, and all beside their weight."""
+) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, ...]]:
+    """What :func:`run_forward` gives for the projections of x, the others of them, and all with their weights."""
     kernels, graph, count, concat, numbers = rest
-    rows, weight = products.joined_product(x, weights, biases)
+    rows, kept = products.beside(x, weights, biases)
     inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
     exact = saved and is_rounded(rows)
     found = run_forward(kernels, inputs, graph.num_dst, saved=saved, exact=exact, concat=concat, rows=rows)
-    return found, _others(kernels.problem.score, rows, count), (rows, weight)
+    return found, _others(kernels.problem.score, rows, count), (rows, *kept)
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _ProjectedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
         kernels, graph, count, _, numbers = ctx.rest
-        x, parameter, seed, out, softmax, rows, weight = ctx.saved_tensors
+        x, parameter, seed, out, softmax, rows, *weights = ctx.saved_tensors
         # Hooks of saved tensors may give them back elsewhere.
         rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
         score, heads = kernels.problem.score, kernels.problem.heads
@@ -135,9 +135,7 @@ class _ProjectedAttention(torch.autograd.Function):
                 other.copy_(grad)
         _, _, needs_x, _, *needed = ctx.needs_input_grad
         wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, grad_weights, grad_biases = products.product_gradients(x, (weight,), (grads,), count, wanted)
-        missing: list[Any] = [None] * len(needed)
-        of_layers = [*(grad_weights or missing[:count]), *(grad_biases or missing[count:])]
+        grad_x, of_layers = products.gradients(x, weights, ctx.layers, (grads,), wanted)
         return None, None, grad_x, grad_parameter, *of_layers
 
 

@@ -1,4 +1,8 @@
-"""The products of several linear layers of one input and their gradients: by own kernels, or as torch's products."""
+"""The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
+
+The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
+launch reads the parameters where they are, and tensor cores multiply as accurately as float32 does.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -7,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
-from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Shares, Tile, backward_tile, forward_tile, shares_of
+from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Tile, backward_tile, forward_tile, shares_of
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
 
@@ -20,94 +24,135 @@ MAX_ROWS = 1 << 15
 _FEW_ROWS = 1 << 12
 
 
-def layer_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], beside: bool) -> list[Tensor] | None:
-    r"""What each layer makes of x by one kernel, :math:`Y_l = X W_l^T + b_l`, as accurate as float32 products.
+def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
+    r"""What each linear layer makes of x by one kernel, :math:`Y_l = X W_l^T + b_l`, as accurate as in float32.
 
     Args:
         x: Shape [N, F].
         weights: L of them, each [K, F].
         biases: As many, each [K], or none.
-        beside: Whether the results are to lie side by side.
 
     Returns:
-        L tensors [N, K], with ``beside`` one of shape [N, L * K]. None where no kernel takes them.
+        L tensors [N, K]; None where no kernel takes them.
     """
-    if not _has_kernel(x, weights) or any(not bias.is_contiguous() for bias in biases):
+    if not _has_kernel(x, weights, biases):
         return None
-    layers, rows = len(weights), x.size(0)
-    channels, features = weights[0].shape
-    if beside:
-        results = [x.new_empty((rows, layers * channels))]
-    else:
-        results = [x.new_empty((rows, channels)) for _ in weights]
-    device = x.device
-    tile = forward_tile(rows, layers * channels, device)
-    blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * layers
-    tensors = (x, *_four(weights), *_four(biases), *_four(results))
-    kernel = _kernel("forward", tile, layers, beside)
-    _run(kernel, tile, blocks, (rows, features, channels), tensors, device)
+    results = [x.new_empty((x.size(0), weights[0].size(0))) for _ in weights]
+    _run_forward(x, weights, biases, results)
     return results
 
 
-def layer_gradients(
-    x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], beside: bool, needed: Sequence[bool]
-) -> tuple[Tensor | None, Sequence[Tensor], Sequence[Tensor]] | None:
-    """Gradients of x, of the weights and of the biases of :func:`layer_products`; None where no kernel takes them.
+def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """The same side by side, [N, L * K], also where no kernel takes them; and the weights for :func:`gradients`."""
+    channels, features = weights[0].shape
+    channels *= len(weights)
+    if _has_kernel(x, weights, biases):
+        rows = x.new_empty((x.size(0), channels))
+        _run_forward(x, weights, biases, (rows,))
+        return rows, weights
+    # Weights and biases alike, side by side in one launch.
+    joined = _flatten_dense_tensors((*weights, *biases))
+    weight = joined.as_strided((channels, features), (features, 1))
+    bias = joined.as_strided((channels,), (1,), channels * features) if biases else None
+    return F.linear(x, weight, bias), (weight,)
+
+
+def gradients(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """Gradients of linear layers of one input.
 
     Args:
         x: Shape [N, F].
-        weights: L of them, each [K, F].
-        grads: Of the results, in the shape that these have.
-        beside: Whether they lie side by side.
-        needed: Whether x, any weight, any bias needs one; empty lists stand for those that do not.
+        weights: L of them, each [K, F], or one of all rows, as :func:`beside` returns them.
+        parameters: The weights of the layers, then their biases if they have any.
+        grads: Of the results, L times [N, K], or one of them side by side.
+        needed: Whether x, any weight, any bias needs one.
+
+    Returns:
+        Of x, and of each of the parameters; None for what is not needed.
     """
-    if not _has_kernel(x, weights) or any(not _is_ready(grad) for grad in grads):
-        return None
+    count = weights[0].size(0) * len(weights) // parameters[0].size(0)
+    if len(weights) == count and _has_kernel(x, weights, grads):
+        return _run_backward(x, weights, parameters, grads, needed)
+    if len(grads) < count == len(weights):
+        weights = (torch.cat(tuple(weights)),)
+    grad_x, share = None, count // len(grads)
+    if needed[0]:
+        grad_x = torch.mm(grads[0], weights[0])
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+    of_weights: list[Tensor | None] = [None] * count
+    of_biases: list[Tensor | None] = [None] * (len(parameters) - count)
+    if needed[1]:
+        of_weights = [part for grad in grads for part in torch.mm(grad.t(), x).chunk(share)]
+    if needed[2] and of_biases:
+        of_biases = [part for grad in grads for part in _column_sums(grad).chunk(share)]
+    return grad_x, [*of_weights, *of_biases]
+
+
+def _column_sums(grad: Tensor) -> Tensor:
+    """The sum over the rows."""
+    # Of many rows a product is up to four times as fast on an H200; of few the host is slower than both.
+    if grad.size(0) <= _FEW_ROWS:
+        return grad.sum(0)
+    return torch.mv(grad.t(), grad.new_ones(grad.size(0)))
+
+
+def _has_kernel(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the kernels take x, weights of one shape and dtype, and others that they read beside these."""
+    (rows, features), (channels, width), device = x.shape, weights[0].shape, x.device
+    if x.dtype is not torch.float32 or device.type not in fused_device_types or tf32_allowed(torch.float32):
+        return False
+    # What does not fit, torch refuses.
+    if len(weights) > MAX_LAYERS or rows == 0 or width != features or features % 4 or channels % 4:
+        return False
+    for tensor in (x, *weights, *others):
+        if tensor.device != device or tensor.data_ptr() % 16 or not tensor.is_contiguous():
+            return False
+    return True
+
+
+def _run_forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    rows, (channels, features) = x.size(0), weights[0].shape
+    tile = forward_tile(rows, channels)
+    blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * len(weights)
+    tensors = (x, *_four(weights), *_four(biases), *_four(results))
+    _run("forward", tile, len(weights), len(results), blocks, (rows, features, channels), tensors, x.device)
+
+
+def _run_backward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, rows, device = len(weights), x.size(0), x.device
     channels, features = weights[0].shape
-    tile = backward_tile(rows, features, device)
+    tile = backward_tile(rows)
     shares = shares_of(tile, layers, rows, features, channels, device)
-    needs_x, needs_sums = needed[0], needed[1] or needed[2]
-    grad_x = torch.empty_like(x) if needs_x else None
-    found = partial = None
-    count = layers * channels * (features + 1)
-    if needs_sums:
+    grad_x, partial, blocks, count = None, None, 0, layers * channels * (features + 1)
+    if needed[0]:
+        grad_x, blocks = torch.empty_like(x), shares.x_blocks
+    sizes = (rows, features, channels, blocks, shares.rows)
+    if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
-        found = x.new_empty(count) if shares.splits > 1 else partial.view(count)
-    x_blocks = shares.x_blocks if needs_x else 0
-    blocks = x_blocks + (shares.weight_blocks if needs_sums else 0)
+        blocks += shares.weight_blocks
     tensors = (x, *_four(weights), *_four(grads), grad_x, partial)
-    kernel = _kernel("backward", tile, layers, beside)
-    _run(kernel, tile, blocks, (rows, features, channels, x_blocks, shares.rows), tensors, device)
-    if found is None:
-        return grad_x, (), ()
+    _run("backward", tile, layers, len(grads), blocks, sizes, tensors, device)
+    if partial is None:
+        return grad_x, [None] * len(parameters)
+    found = partial[0]
     if shares.splits > 1:
+        found = x.new_empty(count)
         grid = (-(-count // (4 * SUM_THREADS)), 1, 1)
         launch(_sums(), grid, (SUM_THREADS, 1, 1), addresses((count, shares.splits, partial, found)), device)
-    of_weights, of_biases = found.split_with_sizes((count - layers * channels, layers * channels))
-    return (
-        grad_x,
-        of_weights.view(layers, channels, features).unbind() if needed[1] else (),
-        of_biases.view(layers, channels).unbind() if needed[2] else (),
-    )
-
-
-def _has_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the kernels take x and weights of one shape."""
-    return (
-        x.dtype is torch.float32
-        and x.device.type in fused_device_types
-        and len(weights) <= MAX_LAYERS
-        and x.size(0) > 0
-        and not (x.size(1) % 4 or weights[0].size(0) % 4)
-        and not tf32_allowed(torch.float32)
-        and _is_ready(x)
-        and all(map(_is_ready, weights))
-    )
-
-
-def _is_ready(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    return grad_x, _unflatten_dense_tensors(found, parameters)
 
 
 def _four(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -125,70 +170,16 @@ def _sums() -> Kernel:
 
 
 def _run(
-    kernel: Kernel, tile: Tile, blocks: int, sizes: Sequence[int], tensors: Sequence[Any], device: torch.device
+    name: str,
+    tile: Tile,
+    layers: int,
+    matrices: int,
+    blocks: int,
+    sizes: Sequence[int],
+    tensors: Sequence[Any],
+    device: torch.device,
 ) -> None:
+    """Launch a kernel on results, or their gradients, in so many matrices: one of all layers if side by side."""
     arguments = addresses((*sizes, *tensors))
+    kernel = _kernel(name, tile, layers, matrices < layers)
     launch(kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, device, tile.shared_bytes)
-
-
-def joined_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What each layer makes of x, side by side, and the weights one below the other.
-
-    Args:
-        x: Shape [N, F].
-        weights: L of them, each [K, F].
-        biases: As many, each [K], or none.
-
-    Returns:
-        Shapes [N, L * K] and [L * K, F].
-    """
-    channels, features = weights[0].shape
-    channels *= len(weights)
-    # Weights and biases alike, side by side in one launch.
-    joined = _flatten_dense_tensors((*weights, *biases))
-    weight = joined.as_strided((channels, features), (features, 1))
-    bias = joined.as_strided((channels,), (1,), channels * features) if biases else None
-    return F.linear(x, weight, bias), weight
-
-
-def product_gradients(
-    x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], share: int, needed: Sequence[bool]
-) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-    """Gradients of x, of the weights and of the biases of products with x.
-
-    Args:
-        x: Shape [N, F].
-        weights: Of each product, [share * K, F].
-        grads: Of each result, [N, share * K].
-        share: Layers that one product holds.
-        needed: Whether x, any weight, any bias needs one; empty lists stand for those that do not.
-
-    Returns:
-        Of x, and of every layer [K, F] and [K].
-    """
-    grad_x, grad_weights, grad_biases = None, [], []
-    if needed[0] and grads:
-        grad_x = torch.mm(grads[0], weights[0])
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_x.addmm_(grad, weight)
-    if needed[1]:
-        grad_weights = [part for grad in grads for part in torch.mm(grad.t(), x).chunk(share)]
-    if needed[2]:
-        grad_biases = [part for grad in grads for part in _column_sums(grad).chunk(share)]
-    return grad_x, grad_weights, grad_biases
-
-
-def _column_sums(grad: Tensor) -> Tensor:
-    """The sum over the rows."""
-    # Of many rows a product is up to four times as fast on an H200; of few the host is slower than both.
-    if grad.size(0) <= _FEW_ROWS:
-        return grad.sum(0)
-    return torch.mv(grad.t(), grad.new_ones(grad.size(0)))
-
-
-def per_layer(found: Sequence[Any], used: Sequence[int], count: int) -> list[Any]:
-    """What was found for the layers `used`, None for the others of `count`."""
-    placed: list[Any] = [None] * count
-    for index, each in zip(used, found):
-        placed[index] = each
-    return placed

@@ -7,6 +7,8 @@ import torch
 from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
 from pyg_dfgnn.dispatch.attention_rows import node_constants, ordered, pass_constants, swept_constants
+from pyg_dfgnn.dispatch.products import MAX_LAYERS, backward_tile, forward_tile
+from pyg_dfgnn.ops.products import _sums
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -131,14 +133,29 @@ def node_specs() -> list[Spec]:
     return [Spec(f"attention/{stem}.cu", tuple(each.items())) for stem in stems for each in constants]
 
 
+def products_specs() -> list[Spec]:
+    """The products of linear layers, in every tile."""
+    tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
+    tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
+    shapes = [(layers, beside) for layers in range(1, MAX_LAYERS + 1) for beside in (False, True) if layers > beside]
+    return [_sums().spec] + [
+        Spec(f"products/{name}.cu", tile.constants(*shape))
+        for name, each in tiles.items()
+        for tile in sorted(each, key=str)
+        for shape in shapes
+    ]
+
+
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + node_specs()
-    return rows + paper_specs() + tiles_specs()
+    return rows + paper_specs() + tiles_specs() + products_specs()
 
 
 def label(spec: Spec) -> str:
     """Short name of a module: what was asked for, not every constant that follows from it."""
     c = dict(spec.constants)
+    if spec.path.startswith("products/"):
+        return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
     options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
