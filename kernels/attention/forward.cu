@@ -221,11 +221,15 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
         const auto advance = [&](int step, auto is_full) {
             constexpr bool FULL = decltype(is_full)::value;
             const Step now = IN_SHARED ? load_step(a, item, l, step) : next;
-            const Neighbours neighbours = load_neighbours(gathered, now, l);
+            Neighbours neighbours = load_neighbours(gathered, now, l);
             if (!IN_SHARED) next = load_step(a, item, l, step + 1);
 
             float logit[UNROLL][LANE_HEADS];
+#if READS_NORMS
             score_products(logit, neighbours, own, weights, in.slope);
+#else
+            score_products_and_norms(logit, neighbours, own);
+#endif
             float dropout_factors[UNROLL][LANE_HEADS];
             load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
 
