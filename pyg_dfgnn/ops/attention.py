@@ -272,17 +272,23 @@ def cosine_attention(
         if not is_fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
+    vector = _one_element(beta)  # type: ignore[arg-type]
     # A first call does not know its kernels yet: those that find norms write these once more.
     found = None if kernels is None else kernels.forward.finds_norms
-    finds_norms = found == "sources" or (found == "targets" and same)
-    source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
-    target_norms = source_norms if same else _inverse_norm(graph, target)
-    beta = in_float32(beta)  # type: ignore[arg-type]
-    if beta.dim() != 1:
-        # A view would cost a node of autograd.
-        beta = beta.reshape(1)
-    inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
+    source_norms = target_norms = None
+    if found != "targets" or return_weights or needs_grad((x_src, target, vector)):
+        finds_norms = found == "sources" or (found == "targets" and same)
+        source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
+        target_norms = source_norms if same else _inverse_norm(graph, target)
+    inputs = Inputs(target, None, x_src, target_norms, source_norms, vector, None, None, 1.0, 0.0, float(dropout_p))
     return _run(graph, "cosine", inputs, same, return_weights, concat, signature, kernels)
+
+
+def _one_element(beta: Tensor) -> Tensor:
+    """The factor as kernels take it, [1] in float32."""
+    beta = in_float32(beta)
+    # A view would cost a node of autograd.
+    return beta if beta.dim() == 1 else beta.reshape(1)
 
 
 def add_attention(
