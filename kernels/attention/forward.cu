@@ -11,7 +11,7 @@
 //
 // With NORMS (cosine score) it finds the inverse norms that it needs itself: with RESIDENT those of its sources, which it
 // writes to `norms` (see resident.cuh); otherwise those of every row it reads, and it writes those of its targets, if
-// these are the sources too. That takes two products in place of one, but no kernel before.
+// these are the sources too and `norms` is not null. That takes two products in place of one, but no kernel before.
 //
 // With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/storage.cuh"
@@ -208,7 +208,9 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
                                               : load_scalars(in.target_scalars, item.row, l);
 #else
         const HeadValues own_scalars = inverse_norms(own);
-        if (shares && item.active && item.first && l.edge_slot == 0) store_heads(norms, item.row, l, own_scalars);
+        if (norms != nullptr && shares && item.active && item.first && l.edge_slot == 0) {
+            store_heads(norms, item.row, l, own_scalars);
+        }
 #endif
         const HeadValues factor = logit_factor(in, own_scalars);
 
@@ -221,11 +223,15 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
         const auto advance = [&](int step, auto is_full) {
             constexpr bool FULL = decltype(is_full)::value;
             const Step now = IN_SHARED ? load_step(a, item, l, step) : next;
-            const Neighbours neighbours = load_neighbours(gathered, now, l);
+            Neighbours neighbours = load_neighbours(gathered, now, l);
             if (!IN_SHARED) next = load_step(a, item, l, step + 1);
 
             float logit[UNROLL][LANE_HEADS];
+#if READS_NORMS
             score_products(logit, neighbours, own, weights, in.slope);
+#else
+            score_products_and_norms(logit, neighbours, own);
+#endif
             float dropout_factors[UNROLL][LANE_HEADS];
             load_dropout(a, item, l, step, key64, in.dropout, dropout_factors);
 

@@ -74,22 +74,6 @@ struct Neighbours : EdgeTerms {
         if (HAS_KEY) add_edge(part, u);
         return part;
     }
-
-    __device__ __forceinline__ void find_norms() {
-        float squares[UNROLL][LANE_HEADS];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const Part v = widen(values[u]);
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) squares[u][h] = lane_dot(v, v, h);
-        }
-        head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&squares[0][0]);
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) scalars[u].x[h] = inverse_norm(squares[u][h]);
-        }
-    }
 };
 
 __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, const Step& step, const Lanes& l) {
@@ -103,9 +87,6 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
         n.values[u] = load_node(in.value, step.node[u], l);
         n.load_edge(u, in.edge, step, l);
     }
-#if !READS_NORMS
-    n.find_norms();
-#endif
     return n;
 }
 
@@ -122,3 +103,29 @@ __device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEA
     head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #endif
 }
+
+#if !READS_NORMS
+// The same with the norms of the sources, from one exchange between lanes: a second one would double the wait.
+__device__ __forceinline__ void score_products_and_norms(float (&product)[UNROLL][LANE_HEADS], Neighbours& neighbours,
+                                                         const Part& own) {
+    float sums[UNROLL][LANE_HEADS][2];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const Part other = neighbours.scored(u);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+            sums[u][h][0] = lane_dot(own, other, h);
+            sums[u][h][1] = lane_dot(other, other, h);
+        }
+    }
+    head_sum<2 * UNROLL * LANE_HEADS, HEAD_LANES / 2>(&sums[0][0][0]);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+            product[u][h] = sums[u][h][0];
+            neighbours.scalars[u].x[h] = inverse_norm(sums[u][h][1]);
+        }
+    }
+}
+#endif

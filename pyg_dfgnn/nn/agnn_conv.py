@@ -6,7 +6,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, methods_of, weights_dtype
-from pyg_dfgnn.ops.attention import cosine_attention
+from pyg_dfgnn.ops.attention import cosine_attention_of_rows
 
 
 class AGNNConv(FusedConv, conv.AGNNConv):
@@ -41,8 +41,11 @@ class AGNNConv(FusedConv, conv.AGNNConv):
             return super().forward(x, edge_index)
 
         edges, _, _ = self._edges(call)
-        beta = self.beta
-        attended = cosine_attention(edges, x.unsqueeze(1), beta=beta, concat=True)
+        # An attribute of a module that is a parameter costs the host most of a microsecond.
+        beta = self._parameters.get("beta")
+        if beta is None:
+            beta = self.beta
+        attended = cosine_attention_of_rows(edges, x, beta)
         dtype = weights_dtype(x, beta) if isinstance(beta, Tensor) else x.dtype
         return attended if attended.dtype is dtype else attended.to(torch.promote_types(attended.dtype, dtype))
 

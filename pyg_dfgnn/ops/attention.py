@@ -272,17 +272,55 @@ def cosine_attention(
         if not is_fusable("cosine", x_src, None, dropout_p):
             tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
             return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
+    vector = _one_element(beta)  # type: ignore[arg-type]
     # A first call does not know its kernels yet: those that find norms write these once more.
     found = None if kernels is None else kernels.forward.finds_norms
-    finds_norms = found == "sources" or (found == "targets" and same)
-    source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
-    target_norms = source_norms if same else _inverse_norm(graph, target)
-    beta = in_float32(beta)  # type: ignore[arg-type]
-    if beta.dim() != 1:
-        # A view would cost a node of autograd.
-        beta = beta.reshape(1)
-    inputs = Inputs(target, None, x_src, target_norms, source_norms, beta, None, None, 1.0, 0.0, float(dropout_p))
+    source_norms = target_norms = None
+    if found != "targets" or return_weights or needs_grad((x_src, target, vector)):
+        finds_norms = found == "sources" or (found == "targets" and same)
+        source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
+        target_norms = source_norms if same else _inverse_norm(graph, target)
+    inputs = Inputs(target, None, x_src, target_norms, source_norms, vector, None, None, 1.0, 0.0, float(dropout_p))
     return _run(graph, "cosine", inputs, same, return_weights, concat, signature, kernels)
+
+
+def cosine_attention_of_rows(graph: Edges, x: Tensor, beta: Tensor | float) -> Tensor:
+    """:func:`cosine_attention` of one head among nodes of features x [N, C], of this shape.
+
+    From the second call on features are taken as they are: a view of them, with its node of autograd, and what only
+    several heads, dropout or weights need take a small graph's host longer than its kernels.
+    """
+    signature = signature_of(graph, "cosine of rows", (), (x,), (beta,))
+    kernels = recall(graph, signature)
+    if kernels is None:
+        heads = x.unsqueeze(1)
+        out: Tensor = cosine_attention(graph, heads, beta=beta, concat=True)
+        checked = signature_of(graph, "cosine", (0.0,), (heads, None), (beta,))
+        kernels = recall(graph, checked)
+        if kernels is not None:
+            remember(graph, signature, kernels)  # type: ignore[arg-type]
+        return out
+    vector = _one_element(beta)  # type: ignore[arg-type]
+    tracked, found = needs_grad((x, vector)), kernels.forward.finds_norms
+    norms = None
+    if found is None:
+        norms = inverse_norm(x.unsqueeze(1))
+    elif found == "sources" or tracked:
+        norms = room_for_norms(x)
+    inputs = Inputs(x, None, x, norms, norms, vector, None, None, 1.0, 0.0, 0.0)
+    if not tracked:
+        return run_forward(kernels, inputs, graph.num_dst, saved=False)[0]
+    attended: Tensor = apply_attention(
+        (kernels, graph, True, False, False), inputs, None, None, x, None, norms, vector, None, None
+    )
+    return attended
+
+
+def _one_element(beta: Tensor) -> Tensor:
+    """The factor as kernels take it, [1] in float32."""
+    beta = in_float32(beta)
+    # A view would cost a node of autograd.
+    return beta if beta.dim() == 1 else beta.reshape(1)
 
 
 def add_attention(

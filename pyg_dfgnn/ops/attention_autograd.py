@@ -38,8 +38,9 @@ def _input_grads(score: str, same: bool, edge_grad: bool, grads: Sequence[Tensor
 class _Attention(torch.autograd.Function):
     """Fused attention on a graph at hand; with ``same`` the value doubles as target and takes its gradient.
 
-    Takes the inputs as they are and their tensors once more, which autograd has to see. Returns the output, with
-    ``concat`` of the shape [N_dst, H * C], and with ``weights`` also the softmax.
+    Takes the inputs as they are and their tensors once more, which autograd has to see; with ``same`` those of the
+    targets may be None there. Returns the output, with ``concat`` of the shape [N_dst, H * C], and with ``weights``
+    also the softmax.
     """
 
     @staticmethod
@@ -70,6 +71,8 @@ class _Attention(torch.autograd.Function):
             return (None,) * 10
         kernels, graph, same, numbers = ctx.rest
         *tensors, out, softmax, tangent = ctx.saved_tensors
+        if same:
+            tensors[0], tensors[3] = tensors[2], tensors[4]
         inputs = Inputs(*tensors, *numbers)
         if out is None:
             out = unedited(ctx, kernels, graph, inputs)

@@ -100,7 +100,8 @@ class Walk(Protocol):
     """Rows that the pass over targets writes of `parameter_sums`."""
     finds_norms: str | None
     """Of which nodes the forward pass computes the inverse norms and writes them to the source scalars (cosine):
-    "sources", or "targets" where these share theirs with the sources; None: it reads them."""
+    "sources", or "targets" where these share theirs with the sources, or to nothing where there are no scalars; None:
+    it reads them."""
 
     def forward(self, ready: Sequence[Any], out: Tensor, softmax: Tensor | None, exact: Tensor | None) -> None:
         """Write the output and, if given, the softmax of its rows and the output in float32."""
@@ -509,8 +510,9 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
 
 
 def room_for_norms(x: Tensor) -> Tensor:
-    """Where a forward pass that finds norms writes those of x [N, H, C]: what :func:`inverse_norm` gives, unset."""
-    return x.new_empty(x.shape[:2], dtype=torch.float32)
+    """Where a forward pass that finds norms writes those of x [N, H, C], or [N, C] of one head: [N, H], unset."""
+    # A part of a shape is another shape, which takes the host half a microsecond.
+    return x.new_empty((x.size(0), x.size(1) if x.dim() == 3 else 1), dtype=torch.float32)
 
 
 def inverse_norm(x: Tensor) -> Tensor:

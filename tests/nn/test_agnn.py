@@ -1,0 +1,150 @@
+"""AGNNConv on small graphs, where the host takes longer than the kernels: nothing is made that nothing reads."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+
+import pyg_dfgnn
+import pyg_dfgnn.nn as ours
+from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops import attention_launch
+from tests.kernels.emulated import emulated_device
+from tests.tolerances import assert_all_close, assert_close
+from tests.zoo import hub, random
+
+FEATURES = 6
+GRAPHS = [random(30, 30, 140), hub(700)]
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """The norms that forward passes have found room for."""
+    found = []
+
+    def room_for_norms(x):
+        found.append(attention_launch.room_for_norms(x))
+        return found[-1]
+
+    monkeypatch.setattr(ops, "room_for_norms", room_for_norms)
+    return found
+
+
+def build(**options):
+    conv, oracle = ours.AGNNConv(**options), pyg.AGNNConv(**options)
+    for each in (conv, oracle):
+        each.beta.data.fill_(1.5)
+    return conv, oracle.double()
+
+
+def trained(conv, x, edge_index):
+    """Output and gradients, and the node of autograd behind the output."""
+    leaf = x.clone().requires_grad_()
+    conv.zero_grad()
+    out = conv(leaf, edge_index)
+    torch.manual_seed(1)
+    out.backward(torch.randn(out.shape).bfloat16().to(out.dtype))
+    grads = {name: parameter.grad for name, parameter in conv.named_parameters()}
+    return {"out": out.detach(), "x": leaf.grad, **grads}, out.grad_fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
+@pytest.mark.parametrize("schedule", ["rows", "auto"])
+@pytest.mark.parametrize("graph", GRAPHS, ids=str)
+def test_outputs_and_gradients(graph, schedule, given, dtype, rooms, monkeypatch):
+    """From the second call on as in the first, whether forward finds the norms or a kernel gives them before."""
+    if given:
+        monkeypatch.setattr(attention_rows, "_NORM_NUMBERS", 0)
+    conv, oracle = build()
+    conv = conv.to(dtype)
+    # The graph of a tensor is kept with its kernels.
+    x, edge_index = torch.randn(graph.num_src, FEATURES).to(dtype), graph.edge_index.clone()
+    with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched:
+        first, _ = trained(conv, x, edge_index)
+        launched.clear()
+        again, node = trained(conv, x, edge_index)
+        kept = len(rooms)
+        with torch.no_grad():
+            alone = conv(x, edge_index)
+    expected, _ = trained(oracle, x.double(), edge_index)
+    assert_all_close({name: (again[name], expected[name]) for name in expected})
+    assert [name for name in first if not torch.equal(first[name], again[name])] == []
+    assert torch.equal(alone, first["out"]) and alone.is_contiguous()
+    assert node.name() == "_AttentionBackward"
+    assert {each.name() for each, _ in node.next_functions if each} <= {"torch::autograd::AccumulateGrad"} | (
+        {"ToCopyBackward0"} if dtype is torch.bfloat16 else set()
+    )
+    if schedule == "rows":
+        assert launched.count("attention_inverse_norm") == (2 if given else 0)
+        assert (kept, len(rooms)) == ((0, 0) if given else (1, 1))
+
+
+@pytest.mark.parametrize("beta", ["parameter", "buffer"])
+@pytest.mark.parametrize("leaf", [False, True], ids=["constant", "leaf"])
+def test_norms_are_kept_for_backward_alone(beta, leaf, rooms):
+    conv, _ = build(requires_grad=beta == "parameter")
+    x, edge_index = torch.randn(30, FEATURES, requires_grad=leaf), GRAPHS[0].edge_index.clone()
+    with pyg_dfgnn.settings(schedule="rows"), emulated_device():
+        outs = [conv(x, edge_index) for _ in range(3)]
+        tracked = leaf or beta == "parameter"
+        assert [out.requires_grad for out in outs] == [tracked] * 3
+        assert len(rooms) == (2 if tracked else 0)
+        with torch.inference_mode():
+            outs.append(conv(x, edge_index))
+    assert len(rooms) == (2 if tracked else 0)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_features_that_lie_apart_or_askew():
+    conv, _ = build()
+    graph = GRAPHS[0]
+    wide = torch.randn(graph.num_src, 2 * FEATURES + 1)
+    given = [wide[:, 1 : FEATURES + 1], wide[:, : 2 * FEATURES : 2], wide.t().contiguous().t()[:, :FEATURES]]
+    with pyg_dfgnn.settings(schedule="rows"), emulated_device():
+        for x in given:
+            expected, _ = trained(conv, x.contiguous(), graph.edge_index)
+            found, _ = trained(conv, x, graph.edge_index)
+            assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+            with torch.no_grad():
+                assert torch.equal(conv(x, graph.edge_index), expected["out"])
+
+
+def test_other_settings_take_other_kernels():
+    conv, _ = build()
+    graph = GRAPHS[0]
+    x = torch.randn(graph.num_src, FEATURES)
+    for schedule in ("rows", "pmf", "rows"):
+        with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched, torch.no_grad():
+            for _ in range(2):
+                launched.clear()
+                conv(x, graph.edge_index)
+            assert ("attention_forward" in launched) is (schedule == "rows")
+
+
+@pytest.mark.parametrize("change", ["data", "parameter"])
+def test_a_compiled_conv_reads_beta_anew(change):
+    conv, _ = build()
+    called = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    x, edge_index = torch.randn(10, FEATURES), torch.randint(10, (2, 40))
+    with emulated_device():
+        called(x, edge_index)
+        if change == "data":
+            conv.beta.data.fill_(-3.0)
+        else:
+            conv.beta = torch.nn.Parameter(torch.tensor([-3.0]))
+        assert_close("out", called(x, edge_index), conv(x, edge_index))
+
+
+def test_a_parametrised_beta():
+    """It is a parameter of the module no more."""
+    conv, _ = build()
+    torch.nn.utils.parametrize.register_parametrization(conv, "beta", torch.nn.Softplus())
+    x, edge_index = torch.randn(10, FEATURES), torch.randint(10, (2, 40))
+    plain, _ = build()
+    plain.beta.data.copy_(conv.beta)
+    with emulated_device():
+        for _ in range(2):
+            assert torch.equal(conv(x, edge_index), plain(x, edge_index))
+            conv(x, edge_index).sum().backward()
+    assert conv.parametrizations.beta.original.grad is not None
