@@ -106,6 +106,18 @@ struct Sums {
 __device__ __forceinline__ int warp_row() { return (int)threadIdx.x / 32 / WARPS_N * WARP_M; }
 __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WARPS_N * WARP_N; }
 
+// Number `i` of an operand. The first of its two parts is rounded to nearest: so the second is half as large, no more than
+// one of its bits is cut, and their product is below what float32 rounds.
+template <class Part>
+__device__ __forceinline__ void set_number(Part& part, int i, u32 bits) {
+#if SPLIT
+    part.big[i] = (bits + 0x1000u) & 0xffffe000u;
+    part.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(part.big[i]));
+#else
+    set_tf32(part, i, bits);
+#endif
+}
+
 // A of rows `row` to row + 15 and B of columns `column` to column + 15, places 8 j to 8 j + 7.
 template <bool ALONG>
 __device__ __forceinline__ Left read_left(const float* tile, int row, int j) {
@@ -122,8 +134,7 @@ __device__ __forceinline__ Left read_left(const float* tile, int row, int j) {
     }
     Left a;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) set_tf32(a, i, numbers[i]);
-    round_rest(a);
+    for (int i = 0; i < 4; ++i) set_number(a, i, numbers[i]);
     return a;
 }
 template <bool ALONG>
@@ -141,8 +152,8 @@ __device__ __forceinline__ void read_right(Right& first, Right& second, const fl
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        set_tf32(first, i, numbers[i]);
-        set_tf32(second, i, numbers[i + 2]);
+        set_number(first, i, numbers[i]);
+        set_number(second, i, numbers[i + 2]);
     }
 }
 
