@@ -1,7 +1,7 @@
 """How the products of linear layers of one input are divided among thread blocks."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 
@@ -39,23 +39,23 @@ class Tile:
     stages: int
     min_blocks: int
 
-    @property
-    def threads(self) -> int:
+    @cached_property
+    def block(self) -> tuple[int, int, int]:
         """Threads of a block."""
-        return 32 * self.row_warps * self.column_warps
+        return (32 * self.row_warps * self.column_warps, 1, 1)
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return 4 * self.stages * (self.rows + self.columns) * DEPTH
 
-    def constants(self, layers: int, beside: bool) -> tuple[tuple[str, int], ...]:
+    def constants(self, layers: int, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of the kernels in `kernels/products`."""
         return (
             ("STORAGE", 0),
             ("SPLIT", 1),
             ("LAYERS", layers),
-            ("BESIDE", int(beside)),
+            ("BESIDE", int(side_by_side)),
             ("TILE_M", self.rows),
             ("TILE_N", self.columns),
             ("WARPS_M", self.row_warps),
@@ -86,7 +86,7 @@ def forward_tile(rows: int, channels: int) -> Tile:
     """The tile for results of so many rows, [rows, channels] for each layer."""
     if rows >= _MANY_ROWS and channels > 64:
         return Tile(rows=64, columns=128, row_warps=2, column_warps=2, stages=3, min_blocks=2)
-    return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=4)
+    return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
 
 
 def backward_tile(rows: int) -> Tile:
@@ -98,7 +98,6 @@ def backward_tile(rows: int) -> Tile:
     return Tile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
 
 
-@lru_cache(maxsize=1024)
 def shares_of(tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device) -> Shares:
     """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)

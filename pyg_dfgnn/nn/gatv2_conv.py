@@ -7,7 +7,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
-from pyg_dfgnn.nn.projection import attend
+from pyg_dfgnn.nn.projection import attend, project, project_one
 from pyg_dfgnn.ops.attention import gatv2_attention
 
 
@@ -82,8 +82,11 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             found = attend(edges, "gatv2", x_l, self.heads, own["lin_l"], own["lin_r"], parameter=att, **options)
             if found is not None:
                 return self._finish(call, found[0], att.dtype, res, adjacency)
-        h_src = own["lin_l"](x_l).view(-1, self.heads, self.out_channels)
-        h_dst = h_src if shared else own["lin_r"](x_r).view(-1, self.heads, self.out_channels)
+        if x_r is x_l and not shared:
+            h_src, h_dst = project(x_l, self.heads, own["lin_l"], own["lin_r"])
+        else:
+            h_src = project_one(x_l, self.heads, own["lin_l"])
+            h_dst = h_src if shared else project_one(x_r, self.heads, own["lin_r"])
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
         result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **options)
         return self._finish(call, result, weights_dtype(h_src, att), res, adjacency)

@@ -50,6 +50,24 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
     return _forward(heads, x, weights, biases)[0]
 
 
+def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
+    """What one linear layer makes of `x`, with the heads apart; of many rows by a kernel, as :func:`project` does.
+
+    Of few the host is the limit, which calls the layer in less time than it plans a launch.
+
+    Args:
+        x: Shape [N, F].
+        heads: The number H of heads.
+        layer: PyG's `Linear` of H * C channels; others, and those with hooks, are called.
+
+    Returns:
+        Shape [N, H, C].
+    """
+    if is_eager() and x.size(0) > products.MAX_ROWS:
+        return project(x, heads, layer)[0]
+    return _apart(layer(x), heads)
+
+
 def attend(
     graph: Graph | EdgeSet, score: str, x: Tensor, heads: int, *layers: torch.nn.Module, **options: Any
 ) -> Sequence[Tensor] | None:

@@ -5,19 +5,19 @@ launch reads the parameters where they are, and tensor cores multiply as accurat
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
-from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Tile, backward_tile, forward_tile, shares_of
+from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Shares, Tile, backward_tile, forward_tile, shares_of
 from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.runtime.launcher import Grid, Kernel, addresses, kernel_of, launch
 
 MAX_ROWS = 1 << 15
 """Rows of which a product takes about as long as the host needs to launch it."""
@@ -35,10 +35,11 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
     Returns:
         L tensors [N, K]; None where no kernel takes them.
     """
-    if not _has_kernel(x, weights, biases):
+    taken = _taken(x, weights, biases)
+    if taken is None:
         return None
     results = [x.new_empty((x.size(0), weights[0].size(0))) for _ in weights]
-    _run_forward(x, weights, biases, results)
+    _run_forward(x, weights, taken, results)
     return results
 
 
@@ -46,9 +47,10 @@ def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tu
     """The same side by side, [N, L * K], also where no kernel takes them; and the weights for :func:`gradients`."""
     channels, features = weights[0].shape
     channels *= len(weights)
-    if _has_kernel(x, weights, biases):
+    taken = _taken(x, weights, biases)
+    if taken is not None:
         rows = x.new_empty((x.size(0), channels))
-        _run_forward(x, weights, biases, (rows,))
+        _run_forward(x, weights, taken, (rows,))
         return rows, weights
     # Weights and biases alike, side by side in one launch.
     joined = _flatten_dense_tensors((*weights, *biases))
@@ -77,8 +79,9 @@ def gradients(
         Of x, and of each of the parameters; None for what is not needed.
     """
     count = weights[0].size(0) * len(weights) // parameters[0].size(0)
-    if len(weights) == count and _has_kernel(x, weights, grads):
-        return _run_backward(x, weights, parameters, grads, needed)
+    taken = _taken(x, weights, grads) if len(weights) == count else None
+    if taken is not None:
+        return _run_backward(x, weights, taken, parameters, grads, needed)
     if len(grads) < count == len(weights):
         weights = (torch.cat(tuple(weights)),)
     grad_x, share = None, count // len(grads)
@@ -103,83 +106,102 @@ def _column_sums(grad: Tensor) -> Tensor:
     return torch.mv(grad.t(), grad.new_ones(grad.size(0)))
 
 
-def _has_kernel(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether the kernels take x, weights of one shape and dtype, and others that they read beside these."""
-    (rows, features), (channels, width), device = x.shape, weights[0].shape, x.device
-    if x.dtype is not torch.float32 or device.type not in fused_device_types or tf32_allowed(torch.float32):
-        return False
+Taken = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+"""Input, weights and the others as kernels take them, the latter two for `MAX_LAYERS` layers: addresses on a GPU."""
+
+
+def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> Taken | None:
+    """The input, weights of one shape and dtype, and what is read beside them, if the kernels take these."""
+    (rows, features), (channels, width) = x.shape, weights[0].shape
+    if x.dtype is not torch.float32 or x.device.type not in fused_device_types or tf32_allowed(torch.float32):
+        return None
+    layers, place = len(weights), x.get_device()
     # What does not fit, torch refuses.
-    if len(weights) > MAX_LAYERS or rows == 0 or width != features or features % 4 or channels % 4:
-        return False
-    for tensor in (x, *weights, *others):
-        if tensor.device != device or tensor.data_ptr() % 16 or not tensor.is_contiguous():
-            return False
-    return True
+    if layers > MAX_LAYERS or rows == 0 or width != features or features % 4 or channels % 4:
+        return None
+    tensors = (x, *weights, *others)
+    found: list[Any] = []
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        if address % 16 or tensor.get_device() != place or not tensor.is_contiguous():
+            return None
+        found.append(address)
+    if not x.is_cuda:
+        found = list(tensors)
+    nothing = (None if place < 0 else 0,) * MAX_LAYERS
+    return found[0], (*found[1 : layers + 1], *nothing[layers:]), (*found[layers + 1 :], *nothing[len(others) :])
 
 
-def _run_forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    rows, (channels, features) = x.size(0), weights[0].shape
+@lru_cache(maxsize=1024)
+def _forward(rows: int, features: int, channels: int, layers: int, side_by_side: bool) -> tuple[Kernel, Tile, Grid]:
+    """The kernel, its tile and its grid."""
     tile = forward_tile(rows, channels)
-    blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * len(weights)
-    tensors = (x, *_four(weights), *_four(biases), *_four(results))
-    _run("forward", tile, len(weights), len(results), blocks, (rows, features, channels), tensors, x.device)
+    blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * layers
+    return _kernel("forward", tile, layers, side_by_side), tile, (blocks, 1, 1)
+
+
+def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: Taken, results: Sequence[Tensor]) -> None:
+    sizes = rows, features, channels = x.size(0), *weights[0].shape[::-1]
+    kernel, tile, grid = _forward(rows, features, channels, len(weights), len(results) < len(weights))
+    input_at, weights_at, biases_at = taken
+    arguments = (*sizes, input_at, *weights_at, *biases_at, *addresses((*results, *_NONE[len(results) :])))
+    launch(kernel, grid, tile.block, arguments, x.device, tile.shared_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _backward(
+    rows: int, features: int, channels: int, layers: int, side_by_side: bool, device: torch.device
+) -> tuple[Kernel, Tile, Shares]:
+    """The kernel, its tile and what its thread blocks do."""
+    tile = backward_tile(rows)
+    shares = shares_of(tile, layers, rows, features, channels, device)
+    return _kernel("backward", tile, layers, side_by_side), tile, shares
 
 
 def _run_backward(
     x: Tensor,
     weights: Sequence[Tensor],
+    taken: Taken,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    layers, rows, device = len(weights), x.size(0), x.device
-    channels, features = weights[0].shape
-    tile = backward_tile(rows)
-    shares = shares_of(tile, layers, rows, features, channels, device)
-    grad_x, partial, blocks, count = None, None, 0, layers * channels * (features + 1)
+    layers, device = len(weights), x.device
+    rows, features, channels = x.size(0), *weights[0].shape[::-1]
+    kernel, tile, shares = _backward(rows, features, channels, layers, len(grads) < layers, device)
+    grad_x, partial, blocks = None, None, 0
+    size = layers * channels * features
+    count = size + layers * channels
     if needed[0]:
         grad_x, blocks = torch.empty_like(x), shares.x_blocks
     sizes = (rows, features, channels, blocks, shares.rows)
     if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
         blocks += shares.weight_blocks
-    tensors = (x, *_four(weights), *_four(grads), grad_x, partial)
-    _run("backward", tile, layers, len(grads), blocks, sizes, tensors, device)
+    input_at, weights_at, grads_at = taken
+    arguments = (*sizes, input_at, *weights_at, *grads_at, *addresses((grad_x, partial)))
+    launch(kernel, (blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
-    found = partial[0]
+    found = partial
     if shares.splits > 1:
         found = x.new_empty(count)
         grid = (-(-count // (4 * SUM_THREADS)), 1, 1)
         launch(_sums(), grid, (SUM_THREADS, 1, 1), addresses((count, shares.splits, partial, found)), device)
-    return grad_x, _unflatten_dense_tensors(found, parameters)
+    of_weights = found.as_strided((layers, channels, features), (channels * features, features, 1)).unbind()
+    if len(parameters) == layers:
+        return grad_x, of_weights
+    return grad_x, (*of_weights, *found.as_strided((layers, channels), (channels, 1), size).unbind())
 
 
-def _four(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    return (*tensors, *(None,) * (MAX_LAYERS - len(tensors)))
+_NONE = (None,) * MAX_LAYERS
 
 
 @cache
-def _kernel(name: str, tile: Tile, layers: int, beside: bool) -> Kernel:
-    return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, beside)), f"products_{name}")
+def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool) -> Kernel:
+    return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, side_by_side)), f"products_{name}")
 
 
 @cache
 def _sums() -> Kernel:
     return kernel_of(Spec("products/sums.cu", (("STORAGE", 0), ("THREADS", SUM_THREADS))), "products_sums")
-
-
-def _run(
-    name: str,
-    tile: Tile,
-    layers: int,
-    matrices: int,
-    blocks: int,
-    sizes: Sequence[int],
-    tensors: Sequence[Any],
-    device: torch.device,
-) -> None:
-    """Launch a kernel on results, or their gradients, in so many matrices: one of all layers if side by side."""
-    arguments = addresses((*sizes, *tensors))
-    kernel = _kernel(name, tile, layers, matrices < layers)
-    launch(kernel, (blocks, 1, 1), (tile.threads, 1, 1), arguments, device, tile.shared_bytes)

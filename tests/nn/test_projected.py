@@ -248,3 +248,28 @@ def test_a_wrong_probability_is_refused():
     conv.dropout = 1.5
     with emulated_device(), pytest.raises(ValueError, match="dropout_p"):
         conv(torch.randn(30, FEATURES), random(30, 30, 140).edge_index)
+
+
+@pytest.mark.parametrize(
+    "name, options", [("GATConv", {}), ("GATv2Conv", {}), ("GATv2Conv", {"share_weights": True})], ids=str
+)
+@pytest.mark.parametrize("bipartite", [False, True])
+def test_layers_of_many_rows(name, options, bipartite, monkeypatch):
+    """They go to the kernel of products, which takes features and channels in multiples of four."""
+    monkeypatch.setattr(products, "MAX_ROWS", 9)
+    conv = getattr(ours, name)((8, 8) if bipartite else 8, 4, heads=2, add_self_loops=False, **options)
+    oracle = getattr(pyg, name)((8, 8) if bipartite else 8, 4, heads=2, add_self_loops=False, **options)
+    oracle.load_state_dict(conv.state_dict())
+    graph = random(30, 30, 140)
+    results, taken = [], []
+    for each, dtype in ((conv, torch.float32), (oracle.double(), torch.float64)):
+        torch.manual_seed(0)
+        leaves = [torch.randn(30, 8).to(dtype).requires_grad_() for _ in range(1 + bipartite)]
+        with emulated_device() as launched:
+            out = each(tuple(leaves) if bipartite else leaves[0], graph.edge_index)
+            (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)).sum().backward()
+        taken.append(launched.count("products_forward"))
+        grads = {n: p.grad for n, p in each.named_parameters()}
+        results.append({"out": out.detach(), **{f"x{i}": leaf.grad for i, leaf in enumerate(leaves)}, **grads})
+    assert taken[0] > 0 and taken[1] == 0
+    compare(*results)

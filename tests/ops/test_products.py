@@ -24,6 +24,14 @@ FORWARD_TILES = sorted(
 BACKWARD_TILES = [rule.backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)]
 
 
+@pytest.fixture(autouse=True)
+def no_plans():
+    """What a test has patched must not stay."""
+    yield
+    products._forward.cache_clear()
+    products._backward.cache_clear()
+
+
 def draw(rows, features, channels, layers, biased, device="cpu"):
     """Input, weights, biases, and gradients of the results."""
     torch.manual_seed(rows)
@@ -71,6 +79,7 @@ def test_against_float64(sizes, beside, fused):
 @pytest.mark.parametrize("tile", FORWARD_TILES, ids=str)
 def test_forward_tiles(tile, fused, monkeypatch):
     monkeypatch.setattr(products, "forward_tile", lambda *_: tile)
+    products._forward.cache_clear()
     x, weights, biases, _ = draw(150, 68, 140, 2, True)
     found = products.apart(x, weights, biases)
     pairs = zip(found, weights, biases, strict=True)
@@ -81,6 +90,7 @@ def test_forward_tiles(tile, fused, monkeypatch):
 def test_backward_tiles(tile, fused, monkeypatch):
     """Also with many shares."""
     monkeypatch.setattr(products, "backward_tile", lambda *_: tile)
+    products._backward.cache_clear()
     tensors = draw(330, 68, 140, 2, True)
     check(tensors, *run(*tensors, False))
     assert fused == ["products_forward", "products_backward", "products_sums"]
