@@ -234,9 +234,9 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
     }
 
 
-# Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in sweeps,
-# where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the tangent it
-# lost, 67.9 to 52.0 us: the forward pass that leaves it adds in another order.
+# Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in
+# sweeps, where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the
+# tangent it lost, 67.9 to 52.0 us: the forward pass that leaves it adds in another order.
 _WHOLE_HEADS = {
     "swept": {"targets": ("cosine",), "sources": ("cosine",)},
     "packed": {"forward": ("add",), "sources": ("add",)},
