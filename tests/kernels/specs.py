@@ -155,6 +155,7 @@ def narrow_specs() -> list[Spec]:
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
     found += [("forward", joined), ("weights", joined)]
+    found += [("forward", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
     found.append(("forward", attention_resident.constants_of(gatv2, "forward")))
     return [Spec(f"attention/{stem}.cu", tuple(constants.items())) for stem, constants in found]
 
