@@ -132,6 +132,8 @@ _LAYOUTS_OF_HEADS = {
     (2, "targets"): {"cosine": (1, 1, 12, 2)},
     (2, "sources"): {"dot": (1, 1, 12, 2), "cosine": (1, 1, 9, 2)},
 }
+# The same with heads of four loads that fill a warp, where that was timed: lanes with two loads exchange fewer sums.
+_LAYOUTS_OF_NARROW_HEADS = {(4, "forward"): {"gatv2": (2, 2, 12, 2)}}
 # By how many powers of two a maximum may grow before sums are scaled to it: that spares multiplications, but won only
 # for dot products of several heads in 16 bits.
 _LAZY = 8
@@ -140,7 +142,13 @@ _LAZY = 8
 def _layout(problem: AttentionProblem, walk: str) -> tuple[int, int, int, int]:
     key, score = (problem.dtype.itemsize, walk), problem.score
     several = _LAYOUTS_OF_HEADS.get(key, {}) if problem.heads > 1 else {}
-    return several.get(score, _LAYOUTS[key][score])
+    narrow = _LAYOUTS_OF_NARROW_HEADS.get(key, {}) if _is_narrow(problem) else {}
+    return narrow.get(score, several.get(score, _LAYOUTS[key][score]))
+
+
+def _is_narrow(problem: AttentionProblem) -> bool:
+    """Whether heads of four loads fill a warp, as 8 of 16 channels do in float32."""
+    return problem.heads == 8 and problem.row_bytes == 32 * 16 and not problem.edge and not problem.dropout
 
 
 def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
@@ -202,13 +210,30 @@ H200: between what both need, so that `auto` leaves dense graphs to others. The 
 finds the norms, from four passes since."""
 UNTIMED = 1.25
 """The same over that of the dot score where layouts follow from registers, not from timings."""
+TWO_LOADS = {"sources": {"add": 1.68}}
+"""The same where `rows` has heads of two loads in 16 bits, from timings of 8 heads of 16 on an H200."""
 
 
-def _is_timed(problem: AttentionProblem) -> bool:
+# Passes in float32 that were faster than those of `rows` with heads of four loads that fill a warp.
+_TIMED_NARROW = {"forward": ("add", "gatv2"), "sources": ("cosine",)}
+
+
+def _is_timed(problem: AttentionProblem, walk: str) -> bool:
     """Whether the layouts come from timings of the score."""
     if problem.score == "dot":
         return True
-    return problem.heads == 1 and (problem.score == "cosine" or problem.dtype.itemsize == 4)
+    if problem.heads > 1:
+        single = problem.dtype.itemsize == 4
+        return single and _is_narrow(problem) and problem.score in _TIMED_NARROW.get(walk, ())
+    return problem.score == "cosine" or problem.dtype.itemsize == 4
+
+
+def _untimed(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> float:
+    """What instructions take where `WORK` is from timings of other layouts."""
+    if _is_timed(problem, walk):
+        return 1.0
+    known = TWO_LOADS.get(walk, {}) if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1 else {}
+    return known.get(problem.score, UNTIMED)
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
@@ -222,7 +247,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPas
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
     gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
     moved = _NODE_TENSORS[problem.score][walk] * side.num_rows * problem.row_bytes + 4 * side.num_edges
-    issued = rows.issued(walk, problem, side, c) * (1.0 if _is_timed(problem) else UNTIMED)
+    issued = rows.issued(walk, problem, side, c) * _untimed(problem, walk, c)
     return Cost(
         {
             "memory": moved / gpu.memory_bytes_per_s,

@@ -115,7 +115,8 @@ _MIN_ROW_LANES = 8
 
 
 def _base_walk(walk: str) -> str:
-    """The forward pass for "tangent", which takes its layout, so that both add in the same order."""
+    """The forward pass for "tangent", which takes its layout, so that both add in the same order (but see
+    `_WHOLE_HEADS`)."""
     return "forward" if walk == "tangent" else walk
 
 
@@ -171,24 +172,33 @@ _MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
 }
 # The same where lanes to spare go to further rows.
 _PACKED_MIN_BLOCKS = {(2, 16): {"sources": {"dot": 5}}}
+# The same for two edges side by side of heads that two lanes share.
+_MIN_BLOCKS_OF_PAIRS = {(2, 8): {"forward": {"cosine": 5}}}
 
 
-def _min_blocks(walk: str, problem: AttentionProblem, elements: int, packed: bool) -> int:
+def _elements(c: Mapping[str, int]) -> int:
+    """Features that a lane holds of a row."""
+    return c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
+
+
+def _min_blocks(walk: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     if problem.edge or problem.dropout:
         return 1
-    key, score = (problem.dtype.itemsize, elements), problem.score
+    elements, score = _elements(lanes), problem.score
+    key = (problem.dtype.itemsize, elements)
     found = _MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, 1)
     if packed:
         found = _PACKED_MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, found)
+    if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
+        found = _MIN_BLOCKS_OF_PAIRS.get(key, {}).get(walk, {}).get(score, found)
     # Each head has a record of its own.
     return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
 
 
 def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
     """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
-    elements = constants["LANE_HEADS"] * constants["LANE_VECS"] * constants["VEC"]
-    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, elements, packed=False)}
+    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, constants, packed=False)}
 
 
 def has_tangent(score: str, edge: bool) -> bool:
@@ -210,19 +220,51 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
     """
     tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "tangent": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
     lanes = _lanes(problem, walk, wide)
-    elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
     return {
         **problem.constants,
         **tangent,
         **lanes,
-        "UNROLL": _unroll(walk, problem, elements),
-        "MIN_BLOCKS": _min_blocks(walk, problem, elements, lanes["WARP_ROWS"] > 1),
+        "UNROLL": _unroll(walk, problem, _elements(lanes)),
+        "MIN_BLOCKS": _min_blocks(walk, problem, lanes, lanes["WARP_ROWS"] > 1),
         "ORDERED": 0,
         "JOINED": 0,
         "RESIDENT": 0,
         "IN_SHARED": 0,
         "NORMS": 0,
     }
+
+
+# Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in
+# sweeps, where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the
+# tangent it lost, 67.9 to 52.0 us: the forward pass that leaves it adds in another order.
+_WHOLE_HEADS = {
+    "swept": {"targets": ("cosine",), "sources": ("cosine",)},
+    "packed": {"forward": ("add",), "sources": ("add",)},
+}
+
+
+def fits_whole_heads(problem: AttentionProblem) -> bool:
+    """Whether a head is two loads in 16 bits and there are heads for enough lanes; others take other registers."""
+    has_two_loads = problem.dtype.itemsize == 2 and problem.row_bytes == 32 * problem.heads
+    return has_two_loads and problem.heads >= _MIN_ROW_LANES and not problem.edge and not problem.dropout
+
+
+def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, int], kind: str) -> dict[str, int]:
+    """The constants with a lane for each head, where that is faster.
+
+    Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges.
+
+    Args:
+        problem: What is computed.
+        walk: "forward", "tangent", "targets" or "sources".
+        constants: With two lanes for each head.
+        kind: "swept" or "packed".
+    """
+    if not fits_whole_heads(problem) or problem.score not in _WHOLE_HEADS[kind].get(walk, ()):
+        return constants
+    wide = constants["WARP_ROWS"] == 1
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
+    return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": 1}
 
 
 # Feature rows gathered per edge in each pass.
@@ -309,7 +351,8 @@ def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], _Sweep
             # Each head has a record of its own.
             blocks = found.min_blocks - int(walk == "sources" and problem.heads > 1)
             return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
-    return {**pass_constants(problem, walk, wide=True), "ORDERED": 1}, None
+    constants = with_whole_heads(problem, walk, pass_constants(problem, walk, wide=True), "swept")
+    return {**constants, "ORDERED": 1}, None
 
 
 def swept_constants(problem: AttentionProblem, walk: str) -> dict[str, int]:
@@ -392,12 +435,14 @@ def _plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
         return RowsPass(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
     # A list of chunks asks the device for its length, which a batch that came without a sync should not.
-    joined = None if graph.facts is not None else _joined(constants, walk, rows, max_edges)
+    joined = None if graph.facts is not None else _joined(problem, constants, walk, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
         longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
         return RowsPass(ordered(problem, walk, constants), min(2 * max_edges, longest), 1)
+    if constants["WARP_ROWS"] > 1:
+        constants = with_whole_heads(problem, walk, constants, "packed")
     return RowsPass(constants, max_edges, 1)
 
 
@@ -417,15 +462,17 @@ _FEW_BLOCKS = 264
 """Thread blocks that a device runs at once even if each takes many registers."""
 
 
-def _joined(constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges: int) -> RowsPass | None:
+def _joined(
+    problem: AttentionProblem, constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges: int
+) -> RowsPass | None:
     """The pass with the chunks of a row joined in its thread block, which spares the merge launch.
 
     None where one block cannot walk the longest row in chunks of `max_edges` or hold the states of its chunks, and
     where no row is too long.
     """
-    elements = constants["LANE_HEADS"] * constants["LANE_VECS"] * constants["VEC"]
     constants = {**constants, "WARPS": _JOINED_WARPS, "MIN_BLOCKS": 1, "JOINED": 1}
     items = items_per_block(constants)
+    is_small = rows.num_rows <= items * _FEW_BLOCKS
     # At most two sums of a row's width and three numbers per head.
     if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
         return None
@@ -433,9 +480,24 @@ def _joined(constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges:
     if length > max_edges or length >= rows.max_degree:
         return None
     # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
-    if elements == 8 and (walk == "targets" or (walk == "forward" and rows.num_rows <= items * _FEW_BLOCKS)):
+    if _elements(constants) == 8 and (walk == "targets" or (walk == "forward" and is_small)):
         constants["UNROLL"] = max(4, constants["UNROLL"])
+    if is_small and walk == "forward":
+        constants.update(_in_halves(problem, constants))
     return RowsPass(constants, length, 1)
+
+
+def _in_halves(problem: AttentionProblem, constants: Mapping[str, int]) -> Mapping[str, int]:
+    """Lanes for half of the heads in a warp, the others in other blocks, where two rows fill a warp.
+
+    A lane takes one load in place of two, so the same rows take twice the warps, of which a small graph has few. From
+    a timing of the dot score with 8 heads of 16 in float32 on an H200.
+    """
+    plain = problem.score == "dot" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout
+    if not plain or (problem.heads, problem.channels, constants["WARP_ROWS"]) != (8, 16, 2):
+        return {}
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
+    return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
 
 
 # Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.
@@ -517,11 +579,16 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
 
 
 @cache
-def node_constants(heads: int, channels: int, dtype: torch.dtype) -> MappingProxyType[str, int]:
+def node_constants(
+    heads: int, channels: int, dtype: torch.dtype, float_loads: bool = False
+) -> MappingProxyType[str, int]:
     """Constants of the kernels that read nodes and no edges.
 
     Two loads per lane and eight warps per block took half the time of one load and four on an H200: a warp lives as
-    long as its loads.
+    long as its loads. One took 6 to 12 % less where two would be a head in 16 bits and the same features are read in
+    float32 too (``float_loads``), 64 bytes by each lane.
     """
-    lanes = lane_constants(heads, channels, dtype.itemsize, wide=False, loads=2)
+    is_head = dtype.itemsize == 2 and channels * dtype.itemsize == 32
+    loads = 1 if float_loads and is_head else 2
+    lanes = lane_constants(heads, channels, dtype.itemsize, wide=False, loads=loads)
     return MappingProxyType({"STORAGE": STORAGE[dtype], **lanes, "WARPS": 8})

@@ -82,7 +82,7 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     """Warps of a window, and whether its columns are listed one by one."""
     # Split products and several heads fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8
     # on an H200.
-    choices = (2,) if _splits(problem) or block_heads(problem) > 1 else (4, 5)
+    choices = (2,) if _splits(problem) or block_heads(problem, "forward") > 1 else (4, 5)
     # A row with more edges lies in a longer segment: then the edges need no scan.
     segments = graph.node_segments if graph.csr.max_degree <= MAX_SEGMENT else None
     if segments is None or segments.longest > MAX_SEGMENT:
@@ -132,14 +132,14 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 
 def _step(problem: AttentionProblem, walk: str) -> int:
     """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
-    several = block_heads(problem) > 1
+    several = block_heads(problem, walk) > 1
     if walk == "forward" and several and not _splits(problem):
         return 16
     if problem.dtype.itemsize == 2:
         crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and several))
         return 16 if crowded else 32
     if problem.score == "dot":
-        return 32 if walk == "forward" and problem.tf32 else 16
+        return 32 if problem.tf32 and (walk == "forward" or (walk == "targets" and _is_sixteen(problem))) else 16
     crowded = walk == "targets" and several and (_splits(problem) or problem.score == "cosine")
     return 16 if walk == "sources" or crowded else 32
 
@@ -152,7 +152,7 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
         **problem.constants,
         "SPLIT": int(_splits(problem)),
         "HEADS": problem.heads,
-        "BLOCK_HEADS": block_heads(problem),
+        "BLOCK_HEADS": block_heads(problem, walk),
         "CHANNELS": problem.channels,
         "WARPS": warps,
         "STEP": _step(problem, walk),
@@ -166,8 +166,10 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
 
 def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
     """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
-    add, several = problem.score == "add", block_heads(problem) > 1
+    add, several = problem.score == "add", block_heads(problem, walk) > 1
     half, split = problem.dtype.itemsize == 2, _splits(problem)
+    if walk == "forward" and problem.score == "dot" and _is_sixteen(problem):
+        return 14
     if walk == "forward":
         return 16 if (half and (add or several)) or (add and several and not split) else 12
     if walk == "targets":
@@ -178,9 +180,21 @@ def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
     return 12 if add and not (compact or split) else 8
 
 
-def block_heads(problem: AttentionProblem) -> int:
+# Passes in which two heads of 16 with TF32 products were faster than four, on an H200.
+_IN_PAIRS = {"targets": ("dot", "cosine"), "sources": ("dot",)}
+
+
+def _is_sixteen(problem: AttentionProblem) -> bool:
+    """Whether products are TF32 and heads come in fours of 16 channels, for which more was timed than for others."""
+    rounded = problem.dtype == torch.float32 and problem.tf32
+    return rounded and problem.channels == 16 and problem.heads % 4 == 0
+
+
+def block_heads(problem: AttentionProblem, walk: str) -> int:
     """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
     room = 32 if problem.score != "dot" and _splits(problem) else 64
+    if _is_sixteen(problem) and problem.score in _IN_PAIRS.get(walk, ()):
+        room = 32
     most = max(1, min(4, room // problem.channels))
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 

@@ -196,7 +196,8 @@ class NodeKernel:
     """A kernel that reads the rows [H, C] of nodes and no edges."""
 
     def __init__(self, path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> None:
-        constants = node_constants(heads, channels, dtype)
+        # The tangent and, in 16 bits, the output are float32.
+        constants = node_constants(heads, channels, dtype, float_loads=entry == "attention_backward_nodes")
         self.kernel = kernel_of(Spec(path, tuple(constants.items())), entry)
         self.rows_per_block = constants["WARPS"] * constants["WARP_ROWS"]
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))

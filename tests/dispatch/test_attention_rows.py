@@ -102,6 +102,15 @@ def test_node_kernels_take_two_loads_per_lane():
     assert node_constants(1, 4, torch.float32)["LANE_VECS"] == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_node_kernels_that_read_float32_share_narrow_heads(dtype):
+    """Two loads of a head in 16 bits are 64 bytes in float32, which two lanes take."""
+    found = [node_constants(8, 16, dtype, float_loads) for float_loads in (False, True)]
+    assert [(c["HEAD_LANES"], c["LANE_VECS"]) for c in found] == [(1, 2), (2, 1)]
+    for heads, channels, other in ((1, 128, dtype), (4, 64, dtype), (8, 40, dtype), (8, 16, torch.float32)):
+        assert node_constants(heads, channels, other, True) == node_constants(heads, channels, other)
+
+
 def test_constants_are_plain_numbers_and_read_only():
     """They become #define lines and part of a cache key."""
     for score, walk, wide in product(SCORES, WALKS, (False, True)):
@@ -320,6 +329,89 @@ def test_packed_rows_in_another_order_leave_room_for_their_sums(dtype):
     plain, skewed = (plan_pass(problem, "sources", FakeGraph(20_000, 100_000, degree)) for degree in (4, 40_000))
     assert plain.constants["WARP_ROWS"] > 1 and skewed.constants["WARP_ROWS"] > 1 and skewed.constants["ORDERED"]
     assert skewed.constants["MIN_BLOCKS"] < plain.constants["MIN_BLOCKS"]
+
+
+# Narrow heads ---------------------------------------------------------------------------------------------------------
+
+NARROW = replace(PROBLEM, heads=8, channels=16, dtype=torch.bfloat16)
+
+
+def lanes_of(c):
+    return tuple(c[name] for name in ("HEAD_LANES", "LANE_VECS", "HEAD_SLOTS", "EDGE_SLOTS", "WARP_ROWS", "UNROLL"))
+
+
+@pytest.mark.parametrize("graph", ["c", "d"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sweeps_give_a_lane_a_whole_head(dtype, graph):
+    """As timed: backward of cosine with 8 heads of 16. Two lanes share a head where anything is different."""
+    cosine = replace(NARROW, score="cosine", dtype=dtype)
+
+    def swept(walk, **changes):
+        found = plan_pass(replace(cosine, **changes), walk, GRAPHS[graph])
+        assert found.blocks > 1
+        return found.constants
+
+    for walk in ("targets", "sources"):
+        assert lanes_of(swept(walk)) == (1, 2, 8, 4, 1, 2)
+        assert swept(walk)["MIN_BLOCKS"] == 1 and swept(walk)["ORDERED"]
+        for changes in ({"dropout": True}, {"score": "dot"}, {"score": "add"}, {"score": "gatv2"}):
+            assert swept(walk, **changes)["HEAD_LANES"] == 2
+        for heads, channels in ((8, 40), (4, 64), (4, 16), (8, 32)):
+            problem = replace(cosine, heads=heads, channels=channels)
+            wide = pass_constants(problem, walk, wide=True)
+            assert rows.swept_constants(problem, walk) == {**wide, "ORDERED": 1}
+
+
+def test_blocks_of_heads_that_two_lanes_share():
+    """Cosine forward, wide rows: one block more than with one head, whose lanes have other sums to exchange."""
+
+    def blocks(wide=True, **changes):
+        return pass_constants(replace(NARROW, score="cosine", **changes), "forward", wide)["MIN_BLOCKS"]
+
+    assert blocks() == blocks(dtype=torch.float16) == 5
+    for changes in ({"heads": 1, "channels": 128}, {"heads": 4, "channels": 64}, {"wide": False}):
+        assert blocks(**changes) == 4
+    # Rows in another order have the same room.
+    for wide in (False, True):
+        c = pass_constants(replace(NARROW, score="cosine"), "forward", wide)
+        assert rows.ordered(replace(NARROW, score="cosine"), "forward", c)["MIN_BLOCKS"] == c["MIN_BLOCKS"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_packed_rows_give_a_lane_a_whole_head(dtype):
+    """As timed: add on even rows. Neither with the tangent, nor with chunks, nor in order of length."""
+    add = replace(NARROW, score="add", dtype=dtype)
+    for walk in ("forward", "sources", "weights"):
+        assert lanes_of(plan_pass(add, walk, GRAPHS["e"]).constants) == (1, 2, 8, 1, 4, 2)
+    assert plan_pass(add, "tangent", GRAPHS["e"]).constants == pass_constants(add, "tangent", wide=False)
+    assert plan_pass(add, "targets", GRAPHS["e"]).constants == pass_constants(add, "targets", wide=False)
+    joined, skewed = (FakeGraph(20_000, 80_000, degree) for degree in (170, 40_000))
+    for walk in ("forward", "sources"):
+        found = [plan_pass(add, walk, graph).constants for graph in (joined, skewed)]
+        assert [(c["JOINED"], c["ORDERED"], c["HEAD_LANES"]) for c in found] == [(1, 0, 2), (0, 1, 2)]
+        for changes in ({"score": "dot"}, {"score": "cosine"}, {"dropout": True}, {"edge": True}):
+            changed = replace(add, **changes)
+            if not (changed.edge and changed.score == "cosine"):
+                assert plan_pass(changed, walk, GRAPHS["e"]).constants["HEAD_LANES"] == 2
+
+
+def test_small_graphs_take_half_of_the_heads_in_a_warp():
+    """As timed on (b): dot forward in float32 with 8 heads of 16. Larger graphs have warps enough."""
+    dot = replace(NARROW, score="dot", dtype=torch.float32)
+
+    def found(problem=dot, walk="forward", nodes=2708):
+        c = plan_pass(problem, walk, FakeGraph(nodes, 4 * nodes, 205)).constants
+        assert c["JOINED"]
+        return lanes_of(c)
+
+    assert found() == found(walk="weights") == (4, 1, 4, 1, 2, 4)
+    whole = (2, 2, 8, 1, 2, 4)
+    assert found(walk="targets") == whole and found(replace(dot, dropout=True)) == whole
+    assert found(nodes=20_000) == (2, 2, 8, 1, 2, 2)
+    others = [replace(dot, score="gatv2"), replace(dot, heads=4), replace(dot, channels=32)]
+    for problem in [*others, replace(dot, dtype=torch.bfloat16), replace(dot, heads=1, channels=128)]:
+        lanes = pass_constants(problem, "forward", wide=False)
+        assert found(problem)[:3] == tuple(lanes[name] for name in ("HEAD_LANES", "LANE_VECS", "HEAD_SLOTS"))
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------

@@ -188,6 +188,24 @@ def test_windows_suit_the_segments():
     assert tiles._window_warps(((20, 1),), (4, 5)) == 4
 
 
+def test_heads_of_a_block():
+    """Two of 16 instead of four in passes with TF32 products that were timed; no other shape, dtype or score."""
+
+    def found(walk, **changes):
+        problem = replace(PROBLEM, **{"heads": 8, "channels": 16, "tf32": True, **changes})
+        c = tiles.plan_pass(problem, walk, batch()).constants
+        return c["BLOCK_HEADS"], c["STEP"], c["WARPS"] * c["MIN_BLOCKS"]
+
+    assert [found(walk) for walk in WALKS] == [(4, 16, 14), (2, 32, 8), (2, 16, 8)]
+    assert [found(walk, score="cosine") for walk in WALKS] == [(4, 16, 12), (2, 16, 8), (4, 16, 8)]
+    assert [found(walk, score="add") for walk in WALKS] == [(4, 16, 16), (4, 32, 12), (4, 16, 8)]
+    assert [found(walk, dtype=torch.bfloat16)[0] for walk in WALKS] == [4, 4, 4]
+    assert [found(walk, tf32=False)[0] for walk in WALKS] == [4, 4, 4]
+    assert [found(walk, heads=4, channels=32) for walk in WALKS] == [(2, 16, 12), (2, 16, 8), (2, 16, 8)]
+    assert [found(walk, heads=8, channels=8)[0] for walk in WALKS] == [4, 4, 4]
+    assert [found(walk, heads=3)[0] for walk in WALKS] == [3, 3, 3]
+
+
 def test_the_two_sides_have_tiles_of_their_own():
     graph = batch()
     forward, targets, sources = (tiles.tiles_of(graph, walk, 64, False) for walk in WALKS)

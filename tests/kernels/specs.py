@@ -6,8 +6,16 @@ import torch
 
 from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import node_constants, ordered, pass_constants, swept_constants
+from pyg_dfgnn.dispatch.attention_rows import (
+    node_constants,
+    ordered,
+    pass_constants,
+    plan_pass,
+    swept_constants,
+    with_whole_heads,
+)
 from pyg_dfgnn.dispatch.products import MAX_LAYERS, backward_tile, forward_tile
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.products import _sums
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
@@ -126,11 +134,42 @@ def projection_specs() -> list[Spec]:
     return found
 
 
+def small_graph() -> Graph:
+    """Few rows, of which one is so long that it is walked in chunks."""
+    return Graph.of(torch.stack([torch.arange(256), torch.arange(256).where(torch.arange(256) > 200, 0)]), 256)
+
+
+def narrow_specs() -> list[Spec]:
+    """The row kernels of 8 heads of 16 in layouts that no other shape has."""
+    found = []
+    for dtype in (torch.float16, torch.bfloat16):
+        axes = {"shape": (8, 16), "dtype": dtype, "edge": False, "dropout": False}
+        add, cosine = (problem({**axes, "score": score}) for score in ("add", "cosine"))
+        for stem, walk in WALKS.items():
+            packed = pass_constants(add, walk, wide=False)
+            whole = with_whole_heads(add, walk, packed, "packed")
+            found += [(stem, whole)] if whole != packed else []
+            found.append((stem, swept_constants(cosine, walk)))
+    dot = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "dot"})
+    joined = plan_pass(dot, "forward", small_graph()).constants
+    assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
+    gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
+    found += [("forward", joined), ("weights", joined)]
+    found += [("forward", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
+    found.append(("forward", attention_resident.constants_of(gatv2, "forward")))
+    return [Spec(f"attention/{stem}.cu", tuple(constants.items())) for stem, constants in found]
+
+
 def node_specs() -> list[Spec]:
     """The kernels that read nodes and no edges."""
-    constants = [node_constants(*row["shape"], row["dtype"]) for row in covering({"shape": SHAPES, "dtype": DTYPES})]
-    stems = ("norm", "terms", "backward_nodes")
-    return [Spec(f"attention/{stem}.cu", tuple(each.items())) for stem in stems for each in constants]
+    rows = covering({"shape": SHAPES, "dtype": DTYPES})
+    return [
+        Spec(
+            f"attention/{stem}.cu", tuple(node_constants(*row["shape"], row["dtype"], stem.startswith("back")).items())
+        )
+        for stem in ("norm", "terms", "backward_nodes")
+        for row in rows
+    ]
 
 
 def products_specs() -> list[Spec]:
@@ -147,7 +186,7 @@ def products_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + node_specs()
+    rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
     return rows + paper_specs() + tiles_specs() + products_specs()
 
 

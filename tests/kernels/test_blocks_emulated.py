@@ -97,12 +97,35 @@ def test_joined_chunks(joined, row):
     assert not [name for name in launched if name.endswith("_merge")]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_joined_chunks_of_half_of_the_heads(joined, order):
+    """The other heads lie in blocks of their own; a hub on both sides, rows without edges."""
+    torch.manual_seed(0)
+    graph = build_graph(*hub_graph())
+    planned = dispatch.AttentionProblem("dot", 8, 16, torch.float32, graph.device, False, False, True)
+    constants = attention_rows.plan_pass(planned, "forward", graph).constants
+    assert constants["JOINED"] and (constants["HEAD_SLOTS"], constants["WARP_ROWS"]) == (4, 2)
+    launched = check(Problem("dot", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
+    assert not [name for name in launched if name.endswith("_merge")]
+
+
 RESIDENT = cases(("batch",), ((1, 128), (8, 16), (2, 10)))
 
 
 @pytest.mark.parametrize("row", RESIDENT, ids=map(label, RESIDENT))
 def test_resident_rows(small_blocks, row):
     assert {"attention_forward", "attention_backward_targets", "attention_backward_sources"} <= run(row)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["batch", "isolated"])
+def test_resident_rows_of_narrow_heads(small_blocks, name, order):
+    """Two loads of each of eight heads, two rows in a warp."""
+    torch.manual_seed(0)
+    graph = build_graph(*{"batch": batch_graph, "isolated": isolated_graph}[name]())
+    planned = dispatch.AttentionProblem("gatv2", 8, 16, torch.float32, graph.device, False, False, True)
+    assert attention_resident.constants_of(planned, "forward")["LANE_VECS"] == 2
+    check(Problem("gatv2", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
 
 
 @pytest.mark.parametrize("in_shared", [0, 1], ids=["cache", "shared"])

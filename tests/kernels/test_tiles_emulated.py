@@ -220,6 +220,17 @@ def test_against_float64(row):
     (check_tf32 if row["kind"] == "tf32" else check_tiles)(problem, graph, row["order"])
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["batch", "bipartite", "isolated"])
+@pytest.mark.parametrize("score", ["dot", "cosine"])
+def test_heads_in_pairs(score, name, order):
+    """Of 16 channels, where products are rounded to TF32: four blocks of two heads."""
+    graph = build_graph(name)
+    planned = AttentionProblem(score, 8, 16, torch.float32, graph.device, False, False, needs_grad=True, tf32=True)
+    assert CANDIDATES["tiles"].plan_pass(planned, "targets", graph).constants["BLOCK_HEADS"] == 2
+    check_tf32(problem_of(score, graph, 8, 16), graph, order)
+
+
 @pytest.mark.parametrize(("heads", "channels"), [(1, 32), (3, 16), (2, 8)])
 def test_sums_over_a_long_segment(score, heads, channels):
     """Products of float32 are summed apart for each step."""

@@ -32,6 +32,12 @@ def tiles_specs() -> list[Spec]:
     """A covering set of what dispatch plans for each source."""
     axes = {"score": ("dot", "cosine", "add"), "product": PRODUCTS, "shape": SHAPES, "size": SIZES}
     rows = covering(axes, taken)
+    # Heads in pairs where other products have four.
+    rows += [
+        {"score": score, "product": (torch.float32, True), "shape": (8, 16), "size": size}
+        for score in ("dot", "cosine")
+        for size in ((64, 64), (70, 40))
+    ]
     graphs = {size: Graph.of(torch.ones(size).nonzero().t(), *size) for size in SIZES}
     return [
         Spec(f"attention/{stem}.cu", tuple(attention_tiles.plan_pass(problem(row), walk, graph).constants.items()))

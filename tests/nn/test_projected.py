@@ -8,6 +8,9 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.dispatch.attention import AttentionProblem
+from pyg_dfgnn.dispatch.attention_rows import plan_pass
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import products
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close
@@ -17,6 +20,8 @@ CONVS = {
     "transformer": ("TransformerConv", {"heads": 2}),
     "transformer_alone": ("TransformerConv", {"heads": 3, "root_weight": False, "bias": False}),
     "transformer_beta": ("TransformerConv", {"heads": 2, "beta": True}),
+    "transformer_narrow": ("TransformerConv", {"heads": 8}),
+    "transformer_narrow_alone": ("TransformerConv", {"heads": 8, "root_weight": False}),
     "transformer_mean": ("TransformerConv", {"heads": 2, "concat": False}),
     "gatv2": ("GATv2Conv", {"heads": 2, "residual": True}),
     "gatv2_mean": ("GATv2Conv", {"heads": 3, "concat": False, "add_self_loops": False}),
@@ -92,6 +97,22 @@ def test_every_graph(case):
         compare(found, expected)
     else:
         assert all(torch.allclose(found[name].double(), expected[name], atol=1e-5) for name in expected)
+
+
+@pytest.mark.parametrize("key", ["transformer_narrow", "transformer_narrow_alone"])
+def test_half_of_the_heads_in_a_warp(key):
+    """Three or four projections side by side, of which a thread block reads four heads."""
+    node = torch.arange(1, 150)
+    edge_index = torch.stack([torch.cat([node, 0 * node]), torch.cat([0 * node, node])])
+    problem = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cpu"), False, False, True)
+    planned = plan_pass(problem, "forward", Graph.of(edge_index, 160)).constants
+    assert planned["JOINED"] and planned["HEAD_SLOTS"] == 4
+    conv, oracle = build(key, channels=16)
+    x = torch.randn(160, FEATURES)
+    with emulated_device():
+        found, nodes = trained(conv, x, edge_index)
+    assert "_ProjectedAttentionBackward" in nodes
+    compare(found, trained(oracle, x.double(), edge_index)[0])
 
 
 def test_16_bits():
