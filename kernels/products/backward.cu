@@ -46,6 +46,7 @@ products_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 sh
     const float *left_at = grad_of(layer) + first * stride + row, *right_at = x + first * features + column;
     // The sums of A's columns, TURNS threads for each, are those of the bias.
     constexpr int TURNS = THREADS / TILE_M;
+    static_assert(TURNS > 0 && THREADS % TILE_M == 0 && DEPTH / TURNS % 4 == 0, "each column has as many threads");
     const int mine = (int)threadIdx.x % TILE_M, turn = (int)threadIdx.x / TILE_M;
     const bool sums_columns = tile % feature_tiles == 0;
     float column_sum = 0.0f;

@@ -10,14 +10,12 @@
 #include "include/mma.cuh"
 #include "include/copy.cuh"
 
-#define DEPTH 32
 #define THREADS (32 * WARPS_M * WARPS_N)
 #define WARP_M (TILE_M / WARPS_M)
 #define WARP_N (TILE_N / WARPS_N)
 #define M_PARTS (WARP_M / 16)
 #define N_PARTS (WARP_N / 8)
 #define STAGE_NUMBERS ((TILE_M + TILE_N) * DEPTH)
-#define MAX_LAYERS 4
 
 // A part of a matrix in memory: element (row, place) is at row * stride + place with ALONG, else at place * stride + row.
 struct Operand {
@@ -98,6 +96,9 @@ __device__ __forceinline__ void load_matrices(u32 (&numbers)[4], const float* ro
 #endif
 }
 
+static_assert(TILE_M % (16 * WARPS_M) == 0 && TILE_N % (16 * WARPS_N) == 0, "a warp multiplies 16 by 16 at least");
+static_assert(STAGES >= 2 && DEPTH == 32, "a line of a row is the eight chunks that their order is made for");
+
 struct Sums {
     float x[M_PARTS][N_PARTS][4];
 };
@@ -107,7 +108,7 @@ __device__ __forceinline__ int warp_row() { return (int)threadIdx.x / 32 / WARPS
 __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WARPS_N * WARP_N; }
 
 // Number `i` of an operand. The first of its two parts is rounded to nearest: so the second is half as large, no more than
-// one of its bits is cut, and their product is below what float32 rounds.
+// one of its bits is cut, and a product of two second parts is below what float32 rounds.
 template <class Part>
 __device__ __forceinline__ void set_number(Part& part, int i, u32 bits) {
 #if SPLIT

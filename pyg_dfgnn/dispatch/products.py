@@ -14,9 +14,11 @@ DEPTH = 32
 SUM_THREADS = 128
 """Threads of a block that adds partial sums, four numbers each."""
 _SHARE_ROWS = 1 << 12
-"""The most rows of one sum over nodes: longer ones would round more."""
+"""The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
-"""Up to, and from how many rows on another tile was the fastest on an H200 (`results/tuning/products.csv`)."""
+"""Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
+_PARTIAL_BYTES = 128 << 20
+"""The most memory for sums over shares of the rows, unless one share takes more."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Tile:
         return (
             ("STORAGE", 0),
             ("SPLIT", 1),
+            ("DEPTH", DEPTH),
+            ("MAX_LAYERS", MAX_LAYERS),
             ("LAYERS", layers),
             ("BESIDE", int(side_by_side)),
             ("TILE_M", self.rows),
@@ -103,7 +107,9 @@ def shares_of(tile: Tile, layers: int, rows: int, features: int, channels: int, 
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles = layers * -(-channels // tile.rows) * -(-features // tile.columns)
     filling = max(1, gpu_of(device).multiprocessors * tile.min_blocks // tiles)
-    splits = min(filling * -(-rows // (filling * _SHARE_ROWS)), max(1, rows // (2 * DEPTH)))
+    wanted = filling * -(-rows // (filling * _SHARE_ROWS))
+    room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
+    splits = max(1, min(wanted, rows // (2 * DEPTH), room))
     share = -(-rows // splits // DEPTH) * DEPTH
     splits = -(-rows // share)
     return Shares(x_blocks, tiles * splits, share, splits)

@@ -13,7 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, is_plain, needs_grad, once_differentiable
 
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -28,7 +28,8 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
         \partial b_l = \partial Y_l^T 1
 
     Plain layers of one shape share a node of autograd, which sums the gradient of `x` inside the products. Each of
-    these lines is one product for all layers where a kernel takes them (:mod:`pyg_dfgnn.ops.products`), or of few rows.
+    these lines is one product for all layers where a kernel takes them (:mod:`pyg_dfgnn.ops.products`), else of few
+    rows.
 
     Args:
         x: Shape [N, F].
@@ -93,7 +94,7 @@ def _apart(rows: Tensor, heads: int) -> Tensor:
 
 def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
     """Whether the layers are products with matrices of one shape, and nothing watches or changes them."""
-    if type(x) not in PLAIN or x.layout is not torch.strided or not is_eager():
+    if not is_eager() or not is_plain(x) or x.layout is not torch.strided:
         return False
     if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
         return False
@@ -158,7 +159,8 @@ class _Projection(torch.autograd.Function):
             return None, None, *[None] * len(needed)
         places = [*used, *([index + count for index in used] if len(layers) > count else ())]
         wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, found = products.gradients(x, weights, [layers[place] for place in places], given, wanted)
+        of_used = [layers[place] for place in places]
+        grad_x, found = products.gradients(x, len(used), weights, of_used, given, wanted)
         of_layers = dict(zip(places, found, strict=True))
         return None, grad_x, *[of_layers.get(place) for place in range(len(needed))]
 

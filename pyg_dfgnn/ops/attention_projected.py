@@ -135,7 +135,7 @@ class _ProjectedAttention(torch.autograd.Function):
                 other.copy_(grad)
         _, _, needs_x, _, *needed = ctx.needs_input_grad
         wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, of_layers = products.gradients(x, weights, ctx.layers, (grads,), wanted)
+        grad_x, of_layers = products.gradients(x, count, weights, ctx.layers, (grads,), wanted)
         return None, None, grad_x, grad_parameter, *of_layers
 
 

@@ -1,7 +1,8 @@
 """The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
 
 The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
-launch reads the parameters where they are, and tensor cores multiply as accurately as float32 does.
+launch reads the parameters where they are, and tensor cores multiply as accurately as float32 does. Beyond that are
+only infinite factors, and those of at least 3.402e38, which give NaN, and those below 1e-35, whose error grows.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch._utils import _flatten_dense_tensors
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Shares, Tile, backward_tile, forward_tile, shares_of
+from pyg_dfgnn.ops.attention_launch import aligned
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Grid, Kernel, addresses, kernel_of, launch
 
@@ -29,7 +31,7 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
 
     Args:
         x: Shape [N, F].
-        weights: L of them, each [K, F].
+        weights: L of them, each [K, F], of one dtype with x and the biases.
         biases: As many, each [K], or none.
 
     Returns:
@@ -61,6 +63,7 @@ def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tu
 
 def gradients(
     x: Tensor,
+    layers: int,
     weights: Sequence[Tensor],
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -70,7 +73,8 @@ def gradients(
 
     Args:
         x: Shape [N, F].
-        weights: L of them, each [K, F], or one of all rows, as :func:`beside` returns them.
+        layers: Their number L.
+        weights: Of each [K, F], or one of all rows, as :func:`beside` returns them.
         parameters: The weights of the layers, then their biases if they have any.
         grads: Of the results, L times [N, K], or one of them side by side.
         needed: Whether x, any weight, any bias needs one.
@@ -78,19 +82,21 @@ def gradients(
     Returns:
         Of x, and of each of the parameters; None for what is not needed.
     """
-    count = weights[0].size(0) * len(weights) // parameters[0].size(0)
-    taken = _taken(x, weights, grads) if len(weights) == count else None
-    if taken is not None:
-        return _run_backward(x, weights, taken, parameters, grads, needed)
-    if len(grads) < count == len(weights):
-        weights = (torch.cat(tuple(weights)),)
-    grad_x, share = None, count // len(grads)
+    if len(weights) == layers:
+        # Sums hand out gradients that have one number for all elements.
+        grads = [aligned(grad) for grad in grads]
+        taken = _taken(x, weights, grads)
+        if taken is not None:
+            return _run_backward(x, weights, taken, parameters, grads, needed)
+        if len(grads) < layers:
+            weights = (torch.cat(tuple(weights)),)
+    grad_x, share = None, layers // len(grads)
     if needed[0]:
         grad_x = torch.mm(grads[0], weights[0])
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-    of_weights: list[Tensor | None] = [None] * count
-    of_biases: list[Tensor | None] = [None] * (len(parameters) - count)
+    of_weights: list[Tensor | None] = [None] * layers
+    of_biases: list[Tensor | None] = [None] * (len(parameters) - layers)
     if needed[1]:
         of_weights = [part for grad in grads for part in torch.mm(grad.t(), x).chunk(share)]
     if needed[2] and of_biases:
@@ -117,7 +123,7 @@ def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> Ta
         return None
     layers, place = len(weights), x.get_device()
     # What does not fit, torch refuses.
-    if layers > MAX_LAYERS or rows == 0 or width != features or features % 4 or channels % 4:
+    if layers > MAX_LAYERS or width != features or features % 4 or channels % 4 or 0 in (rows, features, channels):
         return None
     tensors = (x, *weights, *others)
     found: list[Any] = []

@@ -2,7 +2,7 @@
 // a fiber that runs until it waits at a barrier or a warp collective; blocks run one after another. What a GPU would
 // hide is an error here: divergent barriers, lanes missing from a collective, shuffles from outside the mask,
 // misaligned and out-of-bounds accesses (guard pages, set up by the loader), uninitialised shared memory (NaN), races
-// (thread orders). A barrier needs all threads of the block, also those that have returned.
+// (thread orders), copies that nobody waits for. A barrier needs all threads of the block, also those that have returned.
 // Not covered: PTX, cooperative groups, memory-model races between blocks, spinning on a flag.
 #include <math.h>
 #include <setjmp.h>
@@ -16,6 +16,7 @@
 
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define PYG_DFGNN_EMULATOR 1
 #define __global__
@@ -261,11 +262,23 @@ static void arrange(unsigned* items, unsigned count) {
     }
 }
 
+struct Copy {
+    void* to;
+    const void* from;
+    unsigned bytes, group;
+};
+struct Copies {
+    std::vector<Copy> under_way;
+    unsigned group;
+};
+static Copies copies[1024];
+
 static void run_block(unsigned* order, char* stacks) {
     memset(__start_emu_shared, 0xff, __stop_emu_shared - __start_emu_shared);
     memset(launch->shared, 0xff, launch->shared_bytes);
     for (unsigned t = 0; t < num_threads; ++t) {
         threads[t].state = RUNNABLE;
+        copies[t].under_way.clear();
         threads[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
         make_context(threads[t].context, stacks + t * (STACK_BYTES + PAGE_BYTES) + PAGE_BYTES, thread_main);
     }
@@ -459,6 +472,27 @@ static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned 
     emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
     memcpy(warp, exchange[emu::current / 32 * 32], sizeof(warp));
     emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
+}
+// Asynchronous copies arrive as late as they may, when the thread waits for their group. `from` null: zeros.
+static inline void emu_copy(void* to, const void* from, unsigned bytes, EMU_HERE) {
+    if (reinterpret_cast<emu::u64>(to) % bytes || reinterpret_cast<emu::u64>(from) % bytes) {
+        emu::fail("%s:%d: a copy of %u bytes is not aligned", file, line, bytes);
+    }
+    emu::Copies& copies = emu::copies[emu::current];
+    copies.under_way.push_back({to, from, bytes, copies.group});
+}
+static inline void emu_close_copies() { ++emu::copies[emu::current].group; }
+static inline void emu_wait_copies(unsigned pending) {
+    emu::Copies& copies = emu::copies[emu::current];
+    auto late = copies.under_way.begin();
+    for (; late != copies.under_way.end() && late->group + pending < copies.group; ++late) {
+        if (late->from) {
+            memcpy(late->to, late->from, late->bytes);
+        } else {
+            memset(late->to, 0, late->bytes);
+        }
+    }
+    copies.under_way.erase(copies.under_way.begin(), late);
 }
 template <class T> static inline T __ldg(const T* address) { return *address; }
 static inline void __threadfence() {}

@@ -10,6 +10,7 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_dfgnn.nn import projection
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import products as products_of_layers
+from tests.kernels.emulated import emulated_device
 
 
 @pytest.fixture
@@ -158,3 +159,36 @@ def test_autocast():
         found, expected = project(x, 2, *layers), apart(x, 2, layers)
     assert {out.dtype for out in found} == {torch.bfloat16}
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_torch_func_left_behind_is_called():
+    """It seems a tensor, without memory of its own."""
+    kept = []
+
+    def function(v):
+        kept.append(v * 2)
+        return v.square().sum()
+
+    torch.func.grad(function)(torch.randn(9, 8))
+    layers = [Linear(8, 12) for _ in range(2)]
+    with emulated_device() as launched:
+        found = project(kept[0], 2, *layers)
+    assert launched == [] and all(map(torch.equal, found, apart(kept[0], 2, layers)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_by_kernel(count):
+    """Features and channels in multiples of four; a layer whose result nothing reads."""
+    layers, x = [Linear(8, 12) for _ in range(count)], torch.randn(30, 8, requires_grad=True)
+    leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
+    with emulated_device() as launched:
+        found = project(x, 3, *layers)
+        grads = torch.autograd.grad([each.square().sum() for each in found[:2]], leaves, allow_unused=True)
+    assert launched == ["products_forward", "products_backward"]
+    expected = apart(x, 3, layers)
+    want = torch.autograd.grad([each.square().sum() for each in expected[:2]], leaves, allow_unused=True)
+    torch.testing.assert_close(list(found), expected)
+    for got, each in zip(grads, want, strict=True):
+        assert (got is None) == (each is None)
+        if got is not None:
+            torch.testing.assert_close(got, each, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pyg_dfgnn.dispatch import products as rule
 from pyg_dfgnn.ops import products
-from tests.tolerances import assert_all_close
+from tests.tolerances import assert_all_close, relative_error
 
 # Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
 SIZES = [
@@ -49,7 +49,7 @@ def run(x, weights, biases, grads, beside, needed=ALL):
         grads = [torch.cat(grads, 1)] if len(weights) > 1 else grads
     else:
         found, kept = products.apart(x, weights, biases), weights
-    return found, *products.gradients(x, kept, [*weights, *biases], grads, needed)
+    return found, *products.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
 
 
 def check(tensors, found, grad_x, of_parameters):
@@ -102,8 +102,9 @@ def test_gradients_that_are_not_needed(beside, fused):
     _, full_x, full = run(*tensors, beside)
     _, grad_x, none = run(*tensors, beside, (True, False, False))
     assert torch.equal(grad_x, full_x) and none == [None] * 6
-    _, missing, of_parameters = run(*tensors, beside, (False, True, True))
-    assert missing is None and all(map(torch.equal, of_parameters, full))
+    for needed in ((False, True, True), (False, True, False), (False, False, True)):
+        _, missing, of_parameters = run(*tensors, beside, needed)
+        assert missing is None and all(map(torch.equal, of_parameters, full))
 
 
 def unaligned(tensor):
@@ -118,6 +119,8 @@ REFUSED = {
     "address": lambda x, w, b: (unaligned(x), w, b),
     "address of a weight": lambda x, w, b: (x, [w[0], unaligned(w[1])], b),
     "no rows": lambda x, w, b: (x[:0], w, b),
+    "no features": lambda x, w, b: (x[:, :0], [each[:, :0] for each in w], b),
+    "no channels": lambda x, w, b: (x, [each[:0] for each in w], [each[:0] for each in b]),
     "too many layers": lambda x, w, b: (x, w * 3, b * 3),
 }
 
@@ -129,7 +132,7 @@ def test_what_torch_takes(key, fused):
     assert products.apart(x, weights, biases) is None
     rows, kept = products.beside(x, weights, biases)
     grads = torch.randn_like(rows)
-    grad_x, of_parameters = products.gradients(x, kept, [*weights, *biases], (grads,), ALL)
+    grad_x, of_parameters = products.gradients(x, len(weights), kept, [*weights, *biases], (grads,), ALL)
     assert fused == []
     leaves = [each.clone().requires_grad_() for each in (x, *weights, *biases)]
     count = len(weights)
@@ -157,15 +160,50 @@ def test_what_does_not_fit_is_refused(fused):
 
 
 def test_gradients_in_other_memory(fused):
-    """Results by a kernel, gradients that it does not take."""
-    tensors = draw(50, 32, 16, 2, True)
-    x, weights, biases, grads = tensors
-    found, kept = products.beside(x, weights, biases)
-    given = torch.cat(grads, 1).t().contiguous().t()
-    check(tensors, found.chunk(2, 1), *products.gradients(x, kept, [*weights, *biases], (given,), ALL))
-    apart = [grad.t().contiguous().t() for grad in grads]
-    check(tensors, found.chunk(2, 1), *products.gradients(x, weights, [*weights, *biases], apart, ALL))
+    """They are copied first, such as the one number that stands for all in the gradient of a sum."""
+    x, weights, biases, grads = draw(50, 32, 16, 2, True)
+    grads = [grads[0].t().contiguous().t(), torch.ones(()).expand(50, 16)]
+    found = products.apart(x, weights, biases)
+    check((x, weights, biases, grads), found, *products.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
+    assert fused == ["products_forward", "products_backward"]
+
+
+def test_tf32_allowed_between_the_passes(fused):
+    """Results by the kernel, gradients by torch, and the other way round; on a CPU neither rounds."""
+    tensors = x, weights, biases, grads = draw(50, 32, 16, 2, True)
+    given = (torch.cat(grads, 1),)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for first, second in (("ieee", "tf32"), ("tf32", "ieee")):
+            torch.backends.cuda.matmul.fp32_precision = first
+            rows, kept = products.beside(x, weights, biases)
+            torch.backends.cuda.matmul.fp32_precision = second
+            check(tensors, rows.chunk(2, 1), *products.gradients(x, 2, kept, [*weights, *biases], given, ALL))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
     assert fused == ["products_forward"]
+
+
+def test_errors_are_those_of_float32(fused):
+    """Cutting the first part of a number instead of rounding it gives 3e-7."""
+    x, weights, biases, grads = draw(200, 128, 64, 2, False)
+    found, grad_x, of_weights = run(x, weights, biases, grads, False)
+    for y, weight, grad, of_weight in zip(found, weights, grads, of_weights, strict=True):
+        assert relative_error(y, x.double() @ weight.double().t()) < 2.2e-7
+        assert relative_error(of_weight, grad.double().t() @ x.double()) < 2.2e-7
+    want = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
+    assert relative_error(grad_x, want) < 2.2e-7
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row(fused):
+    x, weights, biases, _ = draw(70, 32, 16, 2, True)
+    x[3, 5], x[40, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
+    first, second = products.apart(x, weights, biases)
+    touched = torch.zeros(70, 16, dtype=torch.bool)
+    touched[[3, 40]] = True
+    assert torch.equal(~first.isfinite(), touched)
+    touched[:, 7] = True
+    assert torch.equal(~second.isfinite(), touched)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 65, 2708, 19717, 120_000, 490_000, 10_000_000])
@@ -173,7 +211,9 @@ def test_gradients_in_other_memory(fused):
 def test_shares_cover_every_row_once(rows, layers, features, channels):
     tile = rule.backward_tile(rows)
     shares = rule.shares_of(tile, layers, rows, features, channels, torch.device("cpu"))
-    assert shares.rows % rule.DEPTH == 0 and shares.rows <= max(2 * rule.DEPTH, rule._SHARE_ROWS)
+    assert shares.rows % rule.DEPTH == 0
+    partial = 4 * shares.splits * layers * channels * (features + 1)
+    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule._SHARE_ROWS or 2 * partial > rule._PARTIAL_BYTES)
     assert shares.rows * (shares.splits - 1) < rows <= shares.rows * shares.splits
     assert shares.weight_blocks % shares.splits == 0
 
