@@ -48,7 +48,8 @@ PROFILED = {
     "d:cosine:1x128:float32 e:add:8x16:float32 e:cosine:1x128:float32 e:cosine:8x16:float32 e:dot:1x128:tf32",
     "small": "b:dot:1x128:float32 b:dot:8x16:float32 b:cosine:1x128:float32 b:add:1x128:float32 b:gatv2:1x128:float32",
     "heads": "e:gatv2:8x16:float32 e:gatv2:1x128:float32 e:add:8x16:bfloat16 e:cosine:8x16:bfloat16 "
-    "a:add:8x16:bfloat16 a:dot:8x16:tf32 a:cosine:8x16:tf32 a:add:8x16:tf32 a:dot:1x128:tf32 a:cosine:1x128:tf32 a:add:1x128:tf32",
+    "a:add:8x16:bfloat16 a:dot:8x16:tf32 a:cosine:8x16:tf32 a:add:8x16:tf32 "
+    "a:dot:1x128:tf32 a:cosine:1x128:tf32 a:add:1x128:tf32",
     "many_edges": "c:add:8x16:bfloat16 c:cosine:8x16:bfloat16 d:add:8x16:bfloat16 d:cosine:8x16:bfloat16 "
     "c:add:1x128:bfloat16 d:add:1x128:bfloat16",
     "fusions": "mnist_like:dot:1x128:float32:smmf mnist_like:dot:1x128:float32:pmf mnist_like:add:1x128:float32:smmf "
