@@ -28,18 +28,12 @@ __device__ __forceinline__ int shuffled(int i, int odd) {
 __device__ __forceinline__ int lane_row() { return shuffled(lane_group() >> 1, lane_group() & 1); }
 __device__ __forceinline__ int lane_column(int odd) { return shuffled(lane_pos(), odd); }
 
-__device__ __forceinline__ void set_word(Left& a, int i, u32 word) {
+template <class Operand>
+__device__ __forceinline__ void set_word(Operand& operand, int i, u32 word) {
 #if STORAGE == 0
-    set_tf32(a, i, word);
+    set_tf32(operand, i, word);
 #else
-    a.big[i] = word;
-#endif
-}
-__device__ __forceinline__ void set_word(Right& b, int i, u32 word) {
-#if STORAGE == 0
-    set_tf32(b, i, word);
-#else
-    b.big[i] = word;
+    operand.big[i] = word;
 #endif
 }
 

@@ -1,7 +1,7 @@
 // A tile C (TILE_M x TILE_N) of a product of two float32 matrices, by the WARPS_M x WARPS_N warps of a thread block.
 //
-// Tensor cores multiply in tf32; with SPLIT as accurately as float32 does (mma.cuh). They cut what they add to a sum: the
-// products of DEPTH places are summed apart and then added with rounding. Sums run in a fixed order.
+// Tensor cores multiply numbers of two tf32 parts (SPLIT, mma.cuh). They cut what they add to a sum: the products of DEPTH
+// places are summed apart and then added with rounding. Sums run in a fixed order.
 //
 // Operands come from memory DEPTH places of the sum at a time, STAGES - 1 of these ahead, and lie in shared memory in
 // chunks of 4 numbers. One whose places follow each other in memory (ALONG) has a line of DEPTH numbers for each row, the
@@ -111,12 +111,8 @@ __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WA
 // one of its bits is cut, and a product of two second parts is below what float32 rounds.
 template <class Part>
 __device__ __forceinline__ void set_number(Part& part, int i, u32 bits) {
-#if SPLIT
     part.big[i] = (bits + 0x1000u) & 0xffffe000u;
     part.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(part.big[i]));
-#else
-    set_tf32(part, i, bits);
-#endif
 }
 
 // A of rows `row` to row + 15 and B of columns `column` to column + 15, places 8 j to 8 j + 7.
@@ -162,7 +158,6 @@ __device__ __forceinline__ void read_right(Right& first, Right& second, const fl
 // there are parts are in flight.
 template <bool FIRST>
 __device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_PARTS], const Right (&b)[N_PARTS]) {
-#if SPLIT
 #pragma unroll
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
         mma<FIRST>(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].small, b[i % N_PARTS].big);
@@ -171,10 +166,9 @@ __device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_PARTS], cons
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
         mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].small);
     }
-#endif
 #pragma unroll
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
-        mma<FIRST && !SPLIT>(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].big);
+        mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].big);
     }
 }
 

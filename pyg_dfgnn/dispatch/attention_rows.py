@@ -236,7 +236,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
 
 # Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in
 # sweeps, where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the
-# tangent it lost, 67.9 to 52.0 us: the forward pass that leaves it adds in another order.
+# tangent it lost, 64.7 to 52.0 us: the forward pass that leaves it adds in another order.
 _WHOLE_HEADS = {
     "swept": {"targets": ("cosine",), "sources": ("cosine",)},
     "packed": {"forward": ("add",), "sources": ("add",)},
@@ -452,7 +452,8 @@ _ORDERED_EDGES = 1024
 """Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
 _NORM_NUMBERS = 1 << 21
 """Gathered numbers up to which to find norms from them takes no longer than a launch before. Calls back to back on an
-H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed)."""
+H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
+products still were summed over lanes one after the other."""
 _JOINED_WARPS = 8
 _JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""

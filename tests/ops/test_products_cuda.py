@@ -28,7 +28,7 @@ def test_against_float64(sizes, beside):
     assert all(map(torch.equal, (*found[0], found[1], *found[2]), (*again[0], again[1], *again[2])))
 
 
-def test_as_accurate_as_float32():
+def test_errors_are_of_the_size_of_float32():
     """Rows of very different size, whose halves cancel; each against what float32 could lose of it."""
     x, weights, biases, _ = draw(5000, 128, 128, 2, False, device="cuda")
     x *= 10.0 ** torch.randint(-3, 4, (5000, 1), device="cuda")
