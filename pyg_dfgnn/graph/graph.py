@@ -214,11 +214,17 @@ class Graph:
             TypeError: `edge_index` is not an integer tensor.
             ValueError: As :meth:`of`.
         """
+        graph = Graph.known(edge_index, num_src, num_dst, self_loops, transposed)
+        return _resolve(edge_index, num_src, num_dst, self_loops, transposed) if graph is None else graph
+
+    @staticmethod
+    def known(edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, transposed: bool) -> Graph | None:
+        """What :meth:`resolve` finds in the cache, None if that is nothing."""
         entry = _cache.entries.get((id(edge_index), num_src, num_dst, self_loops, transposed))
-        if entry is not None and entry.ref() is edge_index and entry.version == edge_index._version:
-            graph = entry.graph
-            return graph if graph._streams is None else graph.on_this_stream()
-        return _resolve(edge_index, num_src, num_dst, self_loops, transposed)
+        if entry is None or entry.ref() is not edge_index or entry.version != edge_index._version:
+            return None
+        graph = entry.graph
+        return graph if graph._streams is None else graph.on_this_stream()
 
     @staticmethod
     def of_batch(batch: Any, *, self_loops: bool = False, facts: BatchFacts | None = None) -> Graph:

@@ -21,6 +21,7 @@ from torch_geometric.utils.sparse import set_sparse_value
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.settings import current
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -31,6 +32,8 @@ HOOKS = tuple(
 )
 _hooks = itemgetter(*HOOKS)
 _methods = attrgetter(*METHODS)
+# Attributes at once, from where modules keep them: each read of one costs the host more than it looks.
+_facts = itemgetter("_explain", "_decomposed_layers", "node_dim", "_modules", *HOOKS)
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor")
 NO_DEVICE = "the tensors are not on a CUDA device"
 
@@ -64,9 +67,9 @@ class Call(NamedTuple):
     weights: bool = False
 
 
-def methods_of(conv_type: type[MessagePassing]) -> dict[str, Any]:
-    """The message passing functions of PyG's class as they are now, to tell later whether someone replaced one."""
-    return {name: getattr(conv_type, name) for name in METHODS}
+def methods_of(conv_type: type[MessagePassing]) -> tuple[Any, ...]:
+    """The functions `METHODS` of PyG's class as they are now, to tell later whether someone replaced one."""
+    return _methods(conv_type)  # type: ignore[no-any-return]
 
 
 # Marked constant: torch.compile runs these functions while tracing and leaves nothing of them in the graph.
@@ -115,9 +118,8 @@ def _overrides_propagation(conv_type: type[MessagePassing]) -> bool:
 def replaced_methods(conv_type: type[MessagePassing]) -> tuple[str, ...]:
     """The functions of PyG's class that the class or a user's subclass now has others for."""
     upstream = conv_type._upstream_methods  # type: ignore[attr-defined]
-    if _methods(conv_type) == tuple(upstream.values()):
-        return ()
-    return tuple(name for name, method in upstream.items() if getattr(conv_type, name) is not method)
+    own = _methods(conv_type)
+    return tuple(name for name, mine, theirs in zip(METHODS, own, upstream, strict=True) if mine is not theirs)
 
 
 def form_of(edge_index: Any) -> str:
@@ -168,7 +170,7 @@ class FusedConv(MessagePassing):
     propagate = MessagePassing.propagate
     edge_updater = MessagePassing.edge_updater
 
-    _upstream_methods: dict[str, Any]
+    _upstream_methods: tuple[Any, ...]
     """The functions of PyG's class that the fused path stands for."""
 
     def __prepare_scriptable__(self) -> MessagePassing:
@@ -382,8 +384,38 @@ class FusedConv(MessagePassing):
             raise UnsupportedError(told, what=f"the fused {type(self).__name__}")
         log_once(type(self).__name__, tuple(told))
 
+    def _graph_at_once(self, x: Any, edge_index: Any, self_loops: bool = False) -> Graph | None:
+        """The graph of a call with x [N, F] and edge_index alone, if it is known and the gate would let them pass.
+
+        None: the gate has to decide. What :func:`~pyg_dfgnn.nn.projection.attend` looks at is left to that.
+        """
+        if torch.compiler.is_compiling() or type(edge_index) is not Tensor or type(x) not in PLAIN:
+            return None
+        shape = x.shape
+        if len(shape) != 2 or not self._is_untouched(0) or torch._C._is_tracing():
+            return None
+        graph = Graph.known(edge_index, shape[0], shape[0], self_loops, self.flow != "source_to_target")
+        return graph if graph is not None and graph.device == x.device else None
+
+    def _is_untouched(self, node_dim: int) -> bool:
+        """Whether the module gives the gate no reason, found in few steps; an eager call has none but these."""
+        own, kind = self.__dict__, type(self)
+        explain, decomposed, dim, modules, *hooks = _facts(own)
+        return (
+            not explain
+            and decomposed == 1
+            and dim == node_dim
+            and not any(hooks)
+            and type(modules["aggr_module"]) is SumAggregation
+            and own.keys().isdisjoint(METHODS)
+            and _methods(kind) == self._upstream_methods
+            and not _overrides_propagation(kind)  # type: ignore[arg-type]
+        )
+
     def _module_reasons(self, node_dim: int, compiling: bool) -> list[str]:
-        reasons = []
+        reasons: list[str] = []
+        if not compiling and is_eager() and self._is_untouched(node_dim) and not torch.jit.is_tracing():
+            return reasons
         if self.explain:
             reasons.append("an explainer is attached")
         # The attributes at once; torch.compile has to see each for itself.

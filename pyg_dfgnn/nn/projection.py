@@ -39,13 +39,11 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
     Returns:
         As many tensors [N, H, C].
     """
-    if not _are_plain(x, layers):
+    parameters = _parameters_of(x, layers)
+    if parameters is None:
         return [_apart(layer(x), heads) for layer in layers]
-    weights = [layer._parameters["weight"] for layer in layers]
-    biases = [layer._parameters["bias"] for layer in layers]
-    if biases[0] is None:
-        biases = []
-    tensors: list[Any] = weights + biases
+    weights, biases = parameters
+    tensors = weights + biases
     if needs_grad((x, *tensors)):
         return _apply((heads, len(layers)), x, *tensors)
     return _forward(heads, x, weights, biases)[0]
@@ -81,10 +79,8 @@ def attend(
         heads: The number of heads.
         layers: PyG's `Linear`.
     """
-    if not _are_plain(x, layers):
-        return None
-    given = [(layer._parameters["weight"], layer._parameters["bias"]) for layer in layers]
-    return projected_attention(graph, score, x, given, heads, **options)  # type: ignore[arg-type]
+    parameters = _parameters_of(x, layers)
+    return None if parameters is None else projected_attention(graph, score, x, *parameters, heads, **options)
 
 
 def _apart(rows: Tensor, heads: int) -> Tensor:
@@ -92,26 +88,37 @@ def _apart(rows: Tensor, heads: int) -> Tensor:
     return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
 
 
-def _are_plain(x: Tensor, layers: Sequence[torch.nn.Module]) -> bool:
-    """Whether the layers are products with matrices of one shape, and nothing watches or changes them."""
+def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The weights and biases of layers that are products with matrices of one shape, which nothing watches or changes.
+
+    Biases are as many, or none. None where calling a layer may be more than its product.
+    """
     if not is_eager() or not is_plain(x) or x.layout is not torch.strided:
-        return False
+        return None
     if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
-        return False
-    dtype, shape, unbiased = x.dtype, None, False
+        return None
+    dtype = x.dtype
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
     for layer in layers:
         if not _is_product(layer):
-            return False
+            return None
         own: Any = layer._parameters
         weight, bias = own["weight"], own["bias"]
-        if shape is None:
-            shape, unbiased = weight.shape, bias is None
-        if weight.dtype is not dtype or (bias is None) is not unbiased or weight.shape != shape:
-            return False
-        # PyG broadcasts a bias of one element, and refuses those of another shape.
-        if not unbiased and (bias.dtype is not dtype or bias.shape != shape[:1]):
-            return False
-    return True
+        if weight.dtype is not dtype:
+            return None
+        if not weights:
+            shape = weight.shape
+            channels = shape[:1]
+        elif weight.shape != shape:
+            return None
+        weights.append(weight)
+        if bias is not None:
+            # PyG broadcasts a bias of one element, and refuses those of another shape.
+            if bias.dtype is not dtype or bias.shape != channels:
+                return None
+            biases.append(bias)
+    return (weights, biases) if len(biases) in (0, len(weights)) else None
 
 
 def _forward(
@@ -175,7 +182,8 @@ def is_plain_linear(layer: torch.nn.Module) -> bool:
 
 def _is_product(layer: torch.nn.Module) -> bool:
     """The same, but for what all modules share."""
-    own, parameters = layer.__dict__, layer._parameters
+    own = layer.__dict__
+    parameters = own["_parameters"]
     return (
         type(layer) is Linear
         # Pruning, weight normalisation and replicas keep the weight elsewhere.

@@ -1,5 +1,6 @@
 """Drop-in for PyG's TransformerConv on the fused dot-product attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
+from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
 from pyg_dfgnn.nn.projection import attend, project
 from pyg_dfgnn.ops.attention import dot_attention
@@ -63,6 +65,11 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.TransformerConv.forward`."""
+        if edge_attr is None and return_attention_weights is None and self._modules.get("lin_edge") is None:
+            graph = self._graph_at_once(x, edge_index)
+            found = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
+            if found is not None:
+                return self._add_skip(x, *found)  # type: ignore[arg-type]
         call = self._call(x, edge_index, edge_attr, return_attention_weights)
         if call.reasons:
             self._report(call.reasons)
@@ -70,40 +77,51 @@ class TransformerConv(FusedConv, conv.TransformerConv):
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
-        options: dict[str, Any] = {"dropout_p": float(self.dropout) if self.training else 0.0, "concat": self.concat}
-        layers, found = (), None
-        if x_src is x_dst:
-            # The skip connection has the shape of the others unless heads are averaged.
-            skips = (self.lin_skip,) if self.root_weight and self.concat else ()
-            own = self._modules
-            layers = (own["lin_query"], own["lin_key"], own["lin_value"], *skips)
-            if edge_attr is None and not call.weights:
-                scale = self.out_channels**-0.5
-                found = attend(edges, "dot", x_src, self.heads, *layers, scale=scale, **options)
+        shared, alpha = x_src is x_dst, None
+        found = self._attend(edges, x_src) if shared and edge_attr is None and not call.weights else None
         if found is not None:
-            (out, *skip), alpha = found, None
-            out = self._settle(out, out.dtype)
+            return self._add_skip(x_dst, *found)
+        skip: Sequence[Tensor] = ()
+        if shared:
+            query, key, value, *skip = project(x_src, self.heads, *self._layers())
+            skip = [rows.flatten(1) for rows in skip]
         else:
-            if layers:
-                query, key, value, *skip = project(x_src, self.heads, *layers)
-                skip = [rows.flatten(1) for rows in skip]
-            else:
-                projected, skip = (self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)), []
-                query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
-            edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-            result = dot_attention(edges, query, key, value, edge=edge, return_weights=call.weights, **options)
-            attended, alpha = result if call.weights else (result, None)
-            dtype = weights_dtype(query, key)
-            out = self._settle(attended, dtype)
-        if self.root_weight:
-            x_r = skip[0] if skip else self.lin_skip(x_dst)
-            if self.lin_beta is not None:
-                beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
-                out = beta * x_r + (1 - beta) * out
-            else:
-                out = out + x_r
+            projected = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
+            query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
+        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        result = dot_attention(edges, query, key, value, edge=edge, return_weights=call.weights, **self._options())
+        attended, alpha = result if call.weights else (result, None)
+        dtype = weights_dtype(query, key)
+        out = self._add_skip(x_dst, self._settle(attended, dtype), *skip)
         if alpha is None:
             return out
         if isinstance(adjacency, SparseTensor):
             return out, adjacency.set_value(alpha.to(dtype), layout="coo")
         return out, (adjacency, alpha.to(dtype))
+
+    def _layers(self) -> Sequence[torch.nn.Module]:
+        """The linear layers of one node set that give results of one shape."""
+        own = self._modules
+        # The skip connection has the shape of the others unless heads are averaged.
+        skips = (own["lin_skip"],) if self.root_weight and self.concat else ()
+        return own["lin_query"], own["lin_key"], own["lin_value"], *skips  # type: ignore[return-value]
+
+    def _options(self) -> dict[str, Any]:
+        return {"dropout_p": float(self.dropout) if self.training else 0.0, "concat": self.concat}
+
+    def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Sequence[Tensor] | None:
+        """The attention of one node set, and the skip connection where it is made beside; None if not at once."""
+        layers, scale = self._layers(), self.out_channels**-0.5
+        found = attend(edges, "dot", x, self.heads, *layers, scale=scale, **self._options())
+        return found if found is None or self.concat else (found[0].mean(dim=1),)
+
+    def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
+        """The attention with what the skip connection makes of the targets x, unless that is given."""
+        if not self.root_weight:
+            return out
+        if x_r is None:
+            x_r = self.lin_skip(x)
+        if self.lin_beta is None:
+            return out + x_r
+        beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
+        return beta * x_r + (1 - beta) * out

@@ -75,21 +75,23 @@ class _Attention(torch.autograd.Function):
             tensors[0], tensors[3] = tensors[2], tensors[4]
         inputs = Inputs(*tensors, *numbers)
         if out is None:
-            out = unedited(ctx, kernels, graph, inputs)
+            out = unedited(ctx)
+        if out is None:
+            out = run_forward(kernels, inputs, graph.num_dst)[0]
         edge_grad = ctx.needs_input_grad[8]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)
 
 
-def unedited(ctx: Any, kernels: Kernels, graph: Graph, inputs: Inputs, rows: Tensor | None = None) -> Tensor:
-    """The output of the forward pass, computed again if it was edited since or a backward pass has let it go."""
+def unedited(ctx: Any) -> Tensor | None:
+    """The output of the forward pass; None if it was edited since or a backward pass has let it go."""
     # Let go as saved tensors are: the graph of autograd may live as long as a loss does.
     known, ctx.out = ctx.out, None
     if known is not None:
         out: Tensor = known[0]
         if out._version == known[1]:
             return out
-    return run_forward(kernels, inputs, graph.num_dst, rows=rows)[0]
+    return None
 
 
 apply_attention = apply_of(_Attention)

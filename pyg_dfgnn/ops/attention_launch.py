@@ -30,7 +30,6 @@ from pyg_dfgnn.ops.attention_paper import PaperWalk
 from pyg_dfgnn.ops.attention_resident import ResidentWalk
 from pyg_dfgnn.ops.attention_rows import RowsWalk, node_kernel
 from pyg_dfgnn.ops.attention_tiles import TilesWalk
-from pyg_dfgnn.runtime.launcher import Argument, addresses
 from pyg_dfgnn.settings import Settings, current
 
 _logger = logging.getLogger("pyg_dfgnn")
@@ -64,14 +63,11 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _ready(inputs: Inputs, projections: int) -> tuple[Sequence[Any], tuple[Any, ...]]:
+def _ready(inputs: Inputs) -> tuple[Sequence[Any], tuple[Any, ...]]:
     """The tensors contiguous and aligned, and all inputs as the kernels take them.
 
-    The latter are what :func:`~pyg_dfgnn.runtime.launcher.addresses` gives, but no tensor is looked at twice. With
-    several projections side by side everything is taken as it is.
+    The latter are what :func:`~pyg_dfgnn.runtime.launcher.addresses` gives, but no tensor is looked at twice.
     """
-    if projections > 1:
-        return inputs[:8], addresses(inputs)
     tensors: list[Any] = []
     raw: list[Any] = []
     for tensor in inputs[:8]:
@@ -295,7 +291,6 @@ def run_forward(
     exact: bool = False,
     concat: bool = False,
     tangent: RowsWalk | None = None,
-    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Output [N_dst, H, C] and what the backward pass needs beside it.
 
@@ -303,32 +298,58 @@ def run_forward(
         kernels: From the same inputs.
         inputs: What to compute.
         num_dst: Number of targets.
+        saved: As :func:`launch_forward` has it, like the others and the result.
+        exact: See there.
+        concat: Whether the heads of the output are to be side by side, [N_dst, H * C].
+        tangent: See there.
+    """
+    # new_empty costs the host less than torch.empty, and empty_like less than that.
+    tensors, ready = _ready(inputs)
+    target, heads, channels = tensors[0], kernels.problem.heads, kernels.problem.channels
+    if concat:
+        out = inputs.value.new_empty((num_dst, heads * channels))
+    else:
+        out = inputs.value.new_empty((num_dst, heads, channels)) if target is None else torch.empty_like(target)
+    return launch_forward(kernels, ready, out, num_dst, saved=saved, exact=exact, tangent=tangent)
+
+
+def launch_forward(
+    kernels: Kernels,
+    ready: Sequence[Any],
+    out: Tensor,
+    num_dst: int,
+    *,
+    saved: bool = True,
+    exact: bool = False,
+    tangent: RowsWalk | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Write the output, and make what the backward pass needs beside it.
+
+    Args:
+        kernels: From the same inputs.
+        ready: The :class:`Inputs` as kernels take them, see :class:`Walk`.
+        out: Where the output goes, [N_dst, H, C] or [N_dst, H * C].
+        num_dst: Number of targets.
         saved: Whether to give the softmax, which backward and the weights need.
         exact: Whether to give the output in float32 too.
-        concat: Whether the heads of the output are to be side by side, [N_dst, H * C].
         tangent: The pass to run instead of the planned one, if the derivative is to be given too.
-        rows: What holds target, key and value where they lie side by side: these may then be addresses.
 
     Returns:
         The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
         inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
         [N_dst, H, C] in float32. None for what is not asked for.
     """
-    # new_empty costs the host less than torch.empty, and empty_like less than that.
-    tensors, ready = _ready(inputs, kernels.projections)
-    value = inputs.value if rows is None else rows
-    target, heads, channels = tensors[0], kernels.problem.heads, kernels.problem.channels
-    shape = (num_dst, heads, channels)
-    if concat:
-        out = value.new_empty((num_dst, heads * channels))
-    else:
-        out = value.new_empty(shape) if target is None or rows is not None else torch.empty_like(target)
-    softmax = value.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
-    copy = value.new_empty(shape, dtype=torch.float32) if exact else None
+    heads = kernels.problem.heads
+    softmax = out.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
+    if tangent is None and not exact:
+        kernels.forward.forward(ready, out, softmax, None)
+        return out, softmax, None, None
+    shape = (num_dst, heads, kernels.problem.channels)
+    copy = out.new_empty(shape, dtype=torch.float32) if exact else None
     if tangent is None:
         kernels.forward.forward(ready, out, softmax, copy)
         return out, softmax, copy, None
-    derivative = value.new_empty(shape, dtype=torch.float32)
+    derivative = out.new_empty(shape, dtype=torch.float32)
     tangent.forward(ready, out, softmax, copy, derivative)
     return out, softmax, copy, derivative
 
@@ -343,7 +364,6 @@ def run_backward(
     same: bool,
     edge_grad: bool,
     tangent: Tensor | None = None,
-    into: Sequence[Argument] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (target or its scalars, key, value, source scalars, parameter, edge); None where there is none.
 
@@ -357,48 +377,80 @@ def run_backward(
         same: Whether target and value are one tensor, whose gradient is then returned for the value alone.
         edge_grad: Whether the edge features need a gradient.
         tangent: Derivative of the output in the target scalars, if the forward pass left it.
-        into: Where to write the gradients of target, key and value, tensors or addresses; by default new tensors.
+    """
+    score = kernels.problem.score
+    tensors, ready = _ready(inputs)
+    target, key, value, target_scalars, source_scalars, parameter, edge, _ = tensors
+    grad_target = torch.empty_like(target_scalars if score == "add" else target)
+    # A fixed graph has room for more edges than there are.
+    room = torch.zeros_like if graph.is_fixed else torch.empty_like
+    grad_edge = room(edge) if edge_grad and edge is not None else None
+    grad_value = torch.empty_like(value)
+    grad_key = torch.empty_like(key) if score == "dot" else None
+    grad_source = torch.empty_like(source_scalars) if score == "add" else None
+    grad_parameter = launch_backward(
+        kernels,
+        graph,
+        ready,
+        out,
+        softmax,
+        grad_out,
+        (grad_target, grad_key, grad_value, grad_source, grad_edge),
+        same=same,
+        parameter=parameter,
+        tangent=tangent,
+    )
+    return None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge
+
+
+def launch_backward(
+    kernels: Kernels,
+    graph: Graph,
+    ready: Sequence[Any],
+    out: Tensor,
+    softmax: Tensor,
+    grad_out: Tensor,
+    grads: Sequence[Any],
+    *,
+    same: bool = False,
+    parameter: Tensor | None = None,
+    tangent: Tensor | None = None,
+) -> Tensor | None:
+    """Write the gradients, and return that of the parameter, which the kernels leave as summands; None where none is.
+
+    Args:
+        kernels: From the same inputs.
+        graph: The edges.
+        ready: The :class:`Inputs` as kernels take them, see :class:`Walk`.
+        out: As in :func:`run_backward`, like the softmax and the gradient of the output.
+        softmax: See there.
+        grad_out: See there.
+        grads: Where those of (target or its scalars, key, value, source scalars, edge) go: tensors or addresses.
+        same: Whether that of the target is to be added to that of the value.
+        parameter: That of the inputs.
+        tangent: As in :func:`run_backward`.
     """
     score, heads = kernels.problem.score, kernels.problem.heads
     targets: Any
     targets, sources = kernels.backward(graph)
-    tensors, ready = _ready(inputs, kernels.projections)
-    target, key, value, target_scalars, source_scalars, parameter, edge, _ = tensors
     out, softmax, grad_out = aligned(out), aligned(softmax), aligned(grad_out)
-
+    grad_target, grad_key, grad_value, grad_source, grad_edge = grads
     records = softmax.new_empty((graph.num_dst, heads, 4))
-    grad_target: Any
-    grad_key: Any
-    grad_value: Any
-    grad_target, grad_key, grad_value = into or (None, None, None)
-    if into is None:
-        grad_target = torch.empty_like(target_scalars if score == "add" else target)
-    # A fixed graph has room for more edges than there are.
-    room = torch.zeros_like if graph.is_fixed else torch.empty_like
-    grad_edge = room(edge) if edge_grad and edge is not None else None
-    grad_beta = torch.empty_like(target_scalars) if score == "cosine" else None
-    parameter_sums = parameter.new_empty((targets.parameter_blocks, *parameter.shape)) if score == "gatv2" else None
+    grad_beta = softmax.new_empty((graph.num_dst, heads)) if score == "cosine" else None
+    sums = None
+    if score == "gatv2":
+        assert parameter is not None
+        sums = parameter.new_empty((targets.parameter_blocks, *parameter.shape))
     state = None
     if tangent is not None and tangent.numel() and targets.chosen.schedule == "rows":
         targets.nodes(out, aligned(tangent), softmax, grad_out, records, grad_target)
     else:
-        state = targets.targets(
-            ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, parameter_sums
-        )
-
-    if into is None:
-        grad_value = torch.empty_like(value)
-        grad_key = torch.empty_like(key) if score == "dot" else None
-    grad_source = torch.empty_like(source_scalars) if score == "add" else None
+        state = targets.targets(ready, out, softmax, grad_out, records, grad_target, grad_beta, grad_edge, sums)
     added = grad_target if same else None
     sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, added, state)
-
-    grad_parameter = None
     if grad_beta is not None:
-        grad_parameter = grad_beta.sum().reshape(1)
-    elif parameter_sums is not None:
-        grad_parameter = parameter_sums.sum(0)
-    return None if same else grad_target, grad_key, grad_value, grad_source, grad_parameter, grad_edge
+        return grad_beta.sum().reshape(1)
+    return None if sums is None else sums.sum(0)
 
 
 def example(problem: AttentionProblem, graph: Graph) -> Inputs:
@@ -432,8 +484,6 @@ def example(problem: AttentionProblem, graph: Graph) -> Inputs:
 
 class _Trial:
     """Stands for :class:`Kernels` where one team of walks is timed."""
-
-    projections = 1
 
     def __init__(self, problem: AttentionProblem, walks: Sequence[Any]) -> None:
         self.problem = problem
@@ -504,7 +554,7 @@ def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor)
     make = softmax.new_zeros if graph.is_fixed else softmax.new_empty
     weights = make((graph.num_edges, kernels.problem.heads))
     # Named so that copies live until the launch.
-    _tensors, ready = _ready(inputs, kernels.projections)
+    _tensors, ready = _ready(inputs)
     kernels.weights(graph).weights(ready, softmax, weights)
     return weights
 

@@ -21,7 +21,7 @@ from pyg_dfgnn.ops.attention_arguments import (
     signature_of,
 )
 from pyg_dfgnn.ops.attention_autograd import is_rounded, unedited
-from pyg_dfgnn.ops.attention_launch import Inputs, Kernels, aligned, run_backward, run_forward
+from pyg_dfgnn.ops.attention_launch import Kernels, aligned, launch_backward, launch_forward
 from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
 
 PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
@@ -35,23 +35,25 @@ def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
     width //= projections
     if rows.is_cuda:
         first, step = rows.data_ptr(), width * rows.itemsize
-        return [None if place is None else first + place * step for place in PROJECTED[score]]
+        return [0 if place is None else first + place * step for place in PROJECTED[score]]
     apart = rows.view(count, projections, heads, width // heads).unbind(1)
     return [None if place is None else apart[place] for place in PROJECTED[score]]
 
 
-def _inputs(
+def _ready(
     kernels: Kernels,
     rows: Tensor,
     projections: int,
     parameter: Tensor | None,
     seed: Tensor | None,
     numbers: tuple[float, float, float],
-) -> Inputs:
-    """The inputs that lie in rows."""
+) -> tuple[Any, ...]:
+    """The :class:`~pyg_dfgnn.ops.attention_launch.Inputs` that lie in rows, as kernels take them."""
     roles = _roles(kernels.problem.score, rows, projections, kernels.problem.heads)
-    rest: list[Any] = [None, None, parameter, None, seed, *numbers]
-    return Inputs(*roles, *rest)
+    if rows.is_cuda:
+        vector, key = 0 if parameter is None else parameter.data_ptr(), 0 if seed is None else seed.data_ptr()
+        return (*roles, 0, 0, vector, 0, key, *numbers)
+    return (*roles, None, None, parameter, None, seed, *numbers)
 
 
 def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
@@ -72,14 +74,20 @@ def _attend(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     saved: bool,
-) -> tuple[tuple[Any, ...], Sequence[Tensor], tuple[Tensor, ...]]:
-    """What :func:`run_forward` gives for the projections of x, the others of them, and all with their weights."""
-    kernels, graph, count, concat, numbers = rest
+) -> tuple[tuple[Any, ...], Tensor, Sequence[Tensor]]:
+    """What :func:`launch_forward` gives for the projections of x; the projections, and their weights for backward."""
+    kernels, _, count, concat, numbers = rest
     rows, kept = products.beside(x, weights, biases)
-    inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
-    exact = saved and is_rounded(rows)
-    found = run_forward(kernels, inputs, graph.num_dst, saved=saved, exact=exact, concat=concat, rows=rows)
-    return found, _others(kernels.problem.score, rows, count), (rows, *kept)
+    ready = _ready(kernels, rows, count, parameter, seed, numbers)
+    return _launch(kernels, rows, ready, concat, saved, saved and is_rounded(rows)), rows, kept
+
+
+def _launch(
+    kernels: Kernels, rows: Tensor, ready: Sequence[Any], concat: bool, saved: bool, exact: bool
+) -> tuple[Any, ...]:
+    nodes, heads, channels = rows.shape[0], kernels.problem.heads, kernels.problem.channels
+    out = rows.new_empty((nodes, heads * channels) if concat else (nodes, heads, channels))
+    return launch_forward(kernels, ready, out, nodes, saved=saved, exact=exact)
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -100,19 +108,19 @@ class _ProjectedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = rest[2]
         weights, biases = layers[:count], layers[count:]
-        (out, softmax, copy, _), others, saved = _attend(rest, seed, x, parameter, weights, biases, True)
+        (out, softmax, copy, _), rows, kept = _attend(rest, seed, x, parameter, weights, biases, True)
         ctx.rest = rest
         # As in _Attention.
         ctx.out = (out.detach(), out._version) if copy is None else None
-        ctx.save_for_backward(x, parameter, seed, copy, softmax, *saved)
+        ctx.save_for_backward(x, parameter, seed, copy, softmax, rows, *kept)
         ctx.layers = layers
         ctx.set_materialize_grads(False)
-        return out, *others
+        return out, *_others(rest[0].problem.score, rows, count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
-        kernels, graph, count, _, numbers = ctx.rest
+        kernels, graph, count, concat, numbers = ctx.rest
         x, parameter, seed, out, softmax, rows, *weights = ctx.saved_tensors
         # Hooks of saved tensors may give them back elsewhere.
         rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
@@ -123,11 +131,13 @@ class _ProjectedAttention(torch.autograd.Function):
             ctx.out = None
             grads.zero_()
         else:
-            inputs = _inputs(kernels, rows, count, parameter, seed, numbers)
+            ready = _ready(kernels, rows, count, parameter, seed, numbers)
             if out is None:
-                out = unedited(ctx, kernels, graph, inputs, rows)
-            into = _roles(score, grads, count, heads)
-            grad_parameter = run_backward(kernels, graph, inputs, out, softmax, grad_out, False, False, into=into)[4]
+                out = unedited(ctx)
+            if out is None:
+                out = _launch(kernels, rows, ready, concat, False, False)[0]
+            into = (*_roles(score, grads, count, heads), None, None)
+            grad_parameter = launch_backward(kernels, graph, ready, out, softmax, grad_out, into, parameter=parameter)
         for other, grad in zip(_others(score, grads, count), grad_others, strict=True):
             if grad is None:
                 other.zero_()
@@ -146,7 +156,8 @@ def projected_attention(
     graph: Edges,
     score: str,
     x: Tensor,
-    layers: Sequence[tuple[Tensor, Tensor | None]],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
     heads: int,
     *,
     parameter: Tensor | None = None,
@@ -165,7 +176,8 @@ def projected_attention(
         graph: The edges, among N nodes.
         score: "dot" or "gatv2".
         x: Shape [N, F].
-        layers: Weights [H * C, F] and biases [H * C] (all or none) of one shape and the dtype of ``x``.
+        weights: Each [H * C, F], of the dtype of ``x``.
+        biases: As many, each [H * C], or none.
         heads: The number H of heads.
         parameter: The vector of "gatv2", as there.
         scale: The factor of "dot".
@@ -181,8 +193,6 @@ def projected_attention(
         TypeError: ``parameter`` has the wrong dtype.
         ValueError: A range, or the shape or device of ``parameter``, does not fit.
     """
-    weights = [weight for weight, _ in layers]
-    biases = [bias for _, bias in layers if bias is not None]
     vectors = () if parameter is None else (parameter,)
     if x.shape[0] > products.MAX_ROWS:
         return None
@@ -210,8 +220,8 @@ def projected_attention(
     if trained:
         results: tuple[Tensor, ...] = _apply(rest, seed, x, vector, *weights, *biases)
         return results
-    out, others, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
-    return out[0], *others
+    attended, rows, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
+    return attended[0], *_others(score, rows, count)
 
 
 def _projected_kernels(

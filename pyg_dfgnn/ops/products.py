@@ -7,8 +7,9 @@ float32 (`results/tuning/products.csv`). Factors that are infinite, or 3.402e38 
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,30 +114,43 @@ def _column_sums(grad: Tensor) -> Tensor:
     return torch.mv(grad.t(), grad.new_ones(grad.size(0)))
 
 
-Taken = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
-"""Input, weights and the others as kernels take them, the latter two for `MAX_LAYERS` layers: addresses on a GPU."""
+class _Taken(NamedTuple):
+    """What the kernels take: on a GPU addresses, weights and the others those of `MAX_LAYERS` layers."""
+
+    sizes: tuple[int, int, int]
+    x: Any
+    weights: tuple[Any, ...]
+    others: tuple[Any, ...]
 
 
-def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> Taken | None:
+_address_of, _place_of, _is_contiguous = Tensor.data_ptr, Tensor.get_device, Tensor.is_contiguous
+_NULLS = (0,) * MAX_LAYERS
+_NONES = (None,) * MAX_LAYERS
+
+
+def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _Taken | None:
     """The input, weights of one shape and dtype, and what is read beside them, if the kernels take these."""
-    (rows, features), (channels, width) = x.shape, weights[0].shape
-    if x.dtype is not torch.float32 or x.device.type not in fused_device_types or tf32_allowed(torch.float32):
-        return None
+    rows, features = x.shape
+    channels, width = weights[0].shape
     layers, place = len(weights), x.get_device()
+    if x.dtype is not torch.float32 or not (x.is_cuda or x.device.type in fused_device_types):
+        return None
     # What does not fit, torch refuses.
-    if layers > MAX_LAYERS or width != features or features % 4 or channels % 4 or 0 in (rows, features, channels):
+    if layers > MAX_LAYERS or width != features or features % 4 or channels % 4 or not rows * features * channels:
+        return None
+    if tf32_allowed(torch.float32):
         return None
     tensors = (x, *weights, *others)
-    found: list[Any] = []
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        if address % 16 or tensor.get_device() != place or not tensor.is_contiguous():
-            return None
-        found.append(address)
-    if not x.is_cuda:
-        found = list(tensors)
-    nothing = (None if place < 0 else 0,) * MAX_LAYERS
-    return found[0], (*found[1 : layers + 1], *nothing[layers:]), (*found[layers + 1 :], *nothing[len(others) :])
+    # Maps of methods cost the host less than a loop.
+    found: tuple[Any, ...] = tuple(map(_address_of, tensors))
+    if reduce(or_, found) % 16 or not all(map(_is_contiguous, tensors)) or set(map(_place_of, tensors)) != {place}:
+        return None
+    nothing: tuple[Any, ...] = _NULLS
+    if place < 0:
+        found, nothing = tensors, _NONES
+    sizes = rows, features, channels
+    rest = (*found[layers + 1 :], *nothing)
+    return _Taken(sizes, found[0], (*found[1 : layers + 1], *nothing[layers:]), rest[:MAX_LAYERS])
 
 
 @lru_cache(maxsize=1024)
@@ -147,11 +161,10 @@ def _forward(rows: int, features: int, channels: int, layers: int, side_by_side:
     return _kernel("forward", tile, layers, side_by_side), tile, (blocks, 1, 1)
 
 
-def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: Taken, results: Sequence[Tensor]) -> None:
-    sizes = rows, features, channels = x.size(0), *weights[0].shape[::-1]
-    kernel, tile, grid = _forward(rows, features, channels, len(weights), len(results) < len(weights))
-    input_at, weights_at, biases_at = taken
-    arguments = (*sizes, input_at, *weights_at, *biases_at, *addresses((*results, *_NONE[len(results) :])))
+def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: Sequence[Tensor]) -> None:
+    sizes, input_at, weights_at, biases_at = taken
+    kernel, tile, grid = _forward(*sizes, len(weights), len(results) < len(weights))
+    arguments = (*sizes, input_at, *weights_at, *biases_at, *addresses((*results, *_NONES[len(results) :])))
     launch(kernel, grid, tile.block, arguments, x.device, tile.shared_bytes)
 
 
@@ -168,25 +181,26 @@ def _backward(
 def _run_backward(
     x: Tensor,
     weights: Sequence[Tensor],
-    taken: Taken,
+    taken: _Taken,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
-    rows, features, channels = x.size(0), *weights[0].shape[::-1]
-    kernel, tile, shares = _backward(rows, features, channels, layers, len(grads) < layers, device)
+    sizes, input_at, weights_at, grads_at = taken
+    kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
+    _, features, channels = sizes
     grad_x, partial, blocks = None, None, 0
     size = layers * channels * features
     count = size + layers * channels
     if needed[0]:
         grad_x, blocks = torch.empty_like(x), shares.x_blocks
-    sizes = (rows, features, channels, blocks, shares.rows)
+    x_blocks = blocks
     if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
         blocks += shares.weight_blocks
-    input_at, weights_at, grads_at = taken
-    arguments = (*sizes, input_at, *weights_at, *grads_at, *addresses((grad_x, partial)))
+    given = (*sizes, x_blocks, shares.rows, input_at, *weights_at, *grads_at)
+    arguments = (*given, *addresses((grad_x, partial)))
     launch(kernel, (blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
@@ -199,9 +213,6 @@ def _run_backward(
     if len(parameters) == layers:
         return grad_x, of_weights
     return grad_x, (*of_weights, *found.as_strided((layers, channels), (channels, 1), size).unbind())
-
-
-_NONE = (None,) * MAX_LAYERS
 
 
 @cache
