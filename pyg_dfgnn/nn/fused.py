@@ -350,17 +350,18 @@ class FusedConv(MessagePassing):
             attended = attended.to(torch.promote_types(attended.dtype, dtype))
         return attended if self.concat else attended.mean(dim=1)
 
-    def _finish(self, call: Call, result: Any, dtype: torch.dtype, res: Tensor | None, adjacency: Adj) -> Any:
+    def _finish(
+        self, attended: Tensor, alpha: Tensor | None, dtype: torch.dtype, res: Tensor | None, adjacency: Adj
+    ) -> Any:
         """What `GATConv` and `GATv2Conv` return.
 
         Args:
-            call: The call.
-            result: What the fused op returned for it.
+            attended: What the fused op returned.
+            alpha: The attention weights, if the caller wants them.
             dtype: Of the attention weights.
             res: The residual, if the conv has one.
             adjacency: To be returned with the weights.
         """
-        attended, alpha = result if call.weights else (result, None)
         out = self._settle(attended, dtype)
         if res is not None:
             out = out + res

@@ -91,7 +91,8 @@ class GATConv(FusedConv, conv.GATConv):
             return_weights=call.weights,
             concat=self.concat,
         )
-        return self._finish(call, result, weights_dtype(h_src, att_src), res, adjacency)
+        attended, alpha = result if call.weights else (result, None)
+        return self._finish(attended, alpha, weights_dtype(h_src, att_src), res, adjacency)
 
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
         """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""

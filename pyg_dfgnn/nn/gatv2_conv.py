@@ -6,6 +6,7 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
+from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
 from pyg_dfgnn.nn.projection import attend, project, project_one
 from pyg_dfgnn.ops.attention import gatv2_attention
@@ -62,31 +63,51 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.GATv2Conv.forward`."""
+        if edge_attr is None and not return_attention_weights and self._modules.get("lin_edge") is None:
+            graph = self._graph_at_once(x, edge_index, self.add_self_loops)
+            attended = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
+            if attended is not None:
+                return self._finish(attended, None, attended.dtype, self._residual(x), edge_index)  # type: ignore[arg-type]
         call = self._call(x, edge_index, edge_attr, return_attention_weights)
         if call.reasons:
             self._report(call.reasons)
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
-        # Every read of a module or parameter is a search for it.
-        res, att, own = self.res, self.att, self._modules
-        res = None if res is None else res(x_r)
+        res = self._residual(x_r)
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
-        options: dict[str, Any] = {
-            "negative_slope": float(self.negative_slope),
-            "dropout_p": float(self.dropout) if self.training else 0.0,
-            "concat": self.concat,
-        }
-        shared = self.share_weights and x_r is x_l
-        if x_r is x_l and not shared and edge_attr is None and not call.weights and att.dtype is x_l.dtype:
-            found = attend(edges, "gatv2", x_l, self.heads, own["lin_l"], own["lin_r"], parameter=att, **options)
-            if found is not None:
-                return self._finish(call, found[0], att.dtype, res, adjacency)
+        if x_r is x_l and edge_attr is None and not call.weights:
+            attended = self._attend(edges, x_l)
+            if attended is not None:
+                return self._finish(attended, None, attended.dtype, res, adjacency)
+        own, att, shared = self._modules, self.att, self.share_weights and x_r is x_l
         if x_r is x_l and not shared:
             h_src, h_dst = project(x_l, self.heads, own["lin_l"], own["lin_r"])
         else:
             h_src = project_one(x_l, self.heads, own["lin_l"])
             h_dst = h_src if shared else project_one(x_r, self.heads, own["lin_r"])
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **options)
-        return self._finish(call, result, weights_dtype(h_src, att), res, adjacency)
+        result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **self._options())
+        attended, alpha = result if call.weights else (result, None)
+        return self._finish(attended, alpha, weights_dtype(h_src, att), res, adjacency)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "negative_slope": float(self.negative_slope),
+            "dropout_p": float(self.dropout) if self.training else 0.0,
+            "concat": self.concat,
+        }
+
+    def _residual(self, x: Tensor) -> Tensor | None:
+        # Every read of a module or parameter is a search for it.
+        res = self.res
+        return None if res is None else res(x)
+
+    def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Tensor | None:
+        """The attention of one node set with two projections, None if not at once."""
+        att, own = self.att, self._modules
+        if self.share_weights or att.dtype is not x.dtype:
+            return None
+        layers = own["lin_l"], own["lin_r"]
+        found = attend(edges, "gatv2", x, self.heads, *layers, parameter=att, **self._options())
+        return None if found is None else found[0]
