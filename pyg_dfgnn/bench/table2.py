@@ -51,7 +51,7 @@ from pyg_dfgnn.paths import configs_dir
 FIELDS = [
     *"model setting tf32 dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
-    *"once n wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
+    *"once n reference_sum_ms wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
     *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
@@ -121,7 +121,9 @@ class Options:
     @property
     def setting(self) -> str:
         """Digest of all that a time depends on beside the data set and the backend: rows of another are not its own."""
-        of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, asdict(self.pace)
+        # How often turns are taken makes a time steadier, not another one.
+        pace = {name: value for name, value in asdict(self.pace).items() if name != "rounds"}
+        of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, pace
         # Without TF32 as before there was the option.
         measured = (*of_all, "tf32") if self.tf32 else of_all
         return hashlib.sha256(json.dumps(measured, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -244,6 +246,7 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
         **spreads,
         **measured.differences,
         "n": measured.timings["step"].n,
+        "reference_sum_ms": "" if measured.reference_sum is None else f"{measured.reference_sum.median_ms:.5g}",
         "wall_ms": f"{measured.wall_ms:.5g}",
         "first_step_s": f"{measured.first_step_s:.3f}",
         "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",

@@ -38,6 +38,8 @@ FROM_FLOAT64 = ("loss_from_float64", "reference_from_float64")
 """Largest relative difference from the losses of the reference in float64: of a backend's, of the reference's own."""
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
+TURN = 5
+"""Steps of a backend before the other has its turn."""
 
 
 Prepare = Callable[[Data, Data], Any]
@@ -165,12 +167,14 @@ class Pace:
     seed: int
     steps: int
     warm_up: int
+    rounds: int
     wall_s: float
     bound: float
 
     def __post_init__(self) -> None:
         check_range("warm_up", self.warm_up, 1)
         check_range("steps", self.steps, self.warm_up + 1)
+        check_range("rounds", self.rounds, 0)
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,7 @@ class Measured:
 
     Attributes:
         timings: Per phase, and of 'sum' and 'step'.
+        reference_sum: 'sum' of the reference in turns with these steps, where the task is one whole graph.
         wall_ms: Of one step among many.
         first_step_s: Wall time of the first step, compilation and capture included.
         peak_mb: Device memory above what was allocated before; None without a GPU.
@@ -220,6 +225,7 @@ class Measured:
     """
 
     timings: dict[str, Timing]
+    reference_sum: Timing | None
     wall_ms: float
     first_step_s: float
     peak_mb: float | None
@@ -282,14 +288,9 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
     with pyg_dfgnn.settings(**backend.settings):
-        torch.manual_seed(pace.seed)
-        model = _model(backend, model_config, task).to(device)
-        if reference is not None:
-            model.load_state_dict(reference.state)
+        state = None if reference is None else reference.state
+        model, turns = _start(backend, model_config, optimizer_config, source, pace, device, state)
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        phases = Phases(device)
-        step = _step(backend, model, optimizer_config, source, phases)
-        turns = _Turns(step, source, backend.preparation(model), device, phases)
         # At worst each batch is captured by itself, after steps without a capture.
         captures = (steps.CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
 
@@ -302,7 +303,7 @@ def measure(
                 first_step_s, gradient = time.perf_counter() - started, first_gradient(model)
             losses.append(float(loss))
             if index >= max(pace.warm_up, captures):
-                spans.append(phases.durations_ms())
+                spans.append(turns.phases.durations_ms())
         peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
         differences = {} if reference is None else reference.differences(losses, gradient)
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
@@ -314,6 +315,20 @@ def measure(
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
             raise Disagreement(reference.backend["name"], columns, losses)
+
+        reference_sum = None
+        if reference is not None and task.full_graph and pace.rounds:
+            other = Backend(**reference.backend)
+            with pyg_dfgnn.settings(**other.settings):
+                _, others = _start(other, model_config, optimizer_config, source, pace, device, reference.state)
+                for index in range(pace.warm_up):
+                    others(index)
+            spans, of_reference = [], []
+            for _ in range(pace.rounds):
+                spans += turns.take(TURN, timer)
+                with pyg_dfgnn.settings(**other.settings):
+                    of_reference += others.take(TURN, timer)
+            reference_sum = Timing.of([span["sum"] for span in of_reference])
         timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
         timings |= {phase: Timing.of([span[phase] for span in spans]) for phase in spans[0]}
 
@@ -325,7 +340,26 @@ def measure(
         timer.synchronize()
         wall_ms = 1e3 * (time.perf_counter() - started) / count
     made = Reference(asdict(backend), state, losses, gradient)
-    return Measured(timings, wall_ms, first_step_s, peak_mb, columns, made)
+    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, made)
+
+
+def _start(
+    backend: Backend,
+    model_config: Any,
+    optimizer_config: Any,
+    source: Source,
+    pace: Pace,
+    device: torch.device,
+    state: Mapping[str, Tensor] | None,
+) -> tuple[nn.Module, _Turns]:
+    """A model in this state, or in that of the seed, and its steps."""
+    torch.manual_seed(pace.seed)
+    model = _model(backend, model_config, source.task).to(device)
+    if state is not None:
+        model.load_state_dict(state)
+    phases = Phases(device)
+    step = _step(backend, model, optimizer_config, source, phases)
+    return model, _Turns(step, source, backend.preparation(model), device, phases)
 
 
 def exact_losses(
@@ -412,6 +446,16 @@ class _Turns:
         if batch is None:
             batch = self._arrive(self.source.batches[index % len(self.source.batches)])
         return self.step(batch)[0]
+
+    def take(self, count: int, timer: Timer) -> list[dict[str, float]]:
+        """Milliseconds of steps of which each is waited for; the first, which follows other work, is left out."""
+        spans = []
+        for index in range(count):
+            loss = self(index)
+            timer.synchronize()
+            float(loss)
+            spans.append(self.phases.durations_ms())
+        return spans[1:]
 
     def _arrive(self, host: Data) -> Data:
         # New tensors each time, on a CPU too, so that nothing known of an earlier batch is found again.

@@ -50,6 +50,9 @@ def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tens
         counts: The :func:`label_counts` of these labels; where several processes hold labels of their own, their
             average over the processes, and the results of the processes average to the loss. None: they are taken here.
     """
+    if counts is None and not loss_weights:
+        # The same mean, in fewer launches.
+        return F.cross_entropy(logits.float(), y, ignore_index=IGNORED)
     total = label_counts(y, logits.size(1), loss_weights=loss_weights) if counts is None else counts
     weight = None
     if loss_weights:

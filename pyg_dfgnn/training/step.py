@@ -97,12 +97,16 @@ class Step:
         if self.graph_level:
             given |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
         # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
-        counts = None if self._num_classes is None else self._start_counts(batch.y)
+        shared, counts = self.group.size > 1, None
+        if shared and self._num_classes is not None:
+            counts = self._start_counts(batch.y)
         with self._autocast():
             logits = self.model(batch.x, batch.edge_index, **given)
         self._num_classes = logits.size(1)
-        counts = counts or self._start_counts(batch.y)
-        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, counts=counts()), logits
+        if shared and counts is None:
+            counts = self._start_counts(batch.y)
+        total = None if counts is None else counts()
+        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, counts=total), logits
 
     def _start_counts(self, y: Tensor) -> Callable[[], Tensor]:
         assert self._num_classes is not None

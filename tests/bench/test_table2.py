@@ -312,7 +312,20 @@ def test_phases_of_the_capture_that_was_replayed(monkeypatch):
 @pytest.mark.parametrize(("values", "name"), [((0, 0), "warm_up"), ((2, 2), "steps")])
 def test_wrong_pace(values, name):
     with pytest.raises(ValueError, match=f"'{name}' needs a value >= "):
-        Pace(0, values[1], values[0], 1.0, 1e-3)
+        Pace(0, values[1], values[0], 0, 1.0, 1e-3)
+
+
+def test_sums_in_turns_are_compared_with_each_other(table):
+    code, rows, _ = table("datasets=[reddit_like_small]", "backends=[pyg,auto]", "pace.rounds=3")
+    reference, ours = rows
+    assert code == 0 and not reference["reference_sum_ms"] and float(ours["reference_sum_ms"]) > 0
+    # Of each turn of five the first step is left out.
+    assert ours["n"] == str(3 * (table2_steps.TURN - 1)) and reference["n"] == "2"
+    expected = float(ours["reference_sum_ms"]) / float(ours["sum_ms"])
+    assert table2_report.faster(rows, "sum_ms") == {("reddit_like_small", "pyg"): 1.0, ("reddit_like_small", "auto"): expected}
+    before = [{**row, "reference_sum_ms": ""} for row in rows]
+    alone = float(reference["sum_ms"]) / float(ours["sum_ms"])
+    assert table2_report.faster(before, "sum_ms")["reddit_like_small", "auto"] == alone
 
 
 def test_latest_row_counts():
@@ -322,7 +335,8 @@ def test_latest_row_counts():
 
 def test_rows_of_another_setting_and_failures_do_not_count(options):
     first, other = options(), options("num_batches=3")
-    assert first.setting == options().setting != other.setting
+    # Turns do not change what a time is.
+    assert first.setting == options("pace.rounds=2").setting != other.setting
     cells = first.cells()
     rows = [
         {**first.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "status": "ok"} for cell in cells
