@@ -52,6 +52,8 @@ PROFILED = {
     "a:dot:1x128:tf32 a:cosine:1x128:tf32 a:add:1x128:tf32",
     "many_edges": "c:add:8x16:bfloat16 c:cosine:8x16:bfloat16 d:add:8x16:bfloat16 d:cosine:8x16:bfloat16 "
     "c:add:1x128:bfloat16 d:add:1x128:bfloat16",
+    "more": "a:dot:8x16:float32 a:cosine:8x16:float32 a:gatv2:1x128:float32 d:add:1x128:float32 d:add:8x16:float32 "
+    "d:gatv2:1x128:float32",
     "fusions": "mnist_like:dot:1x128:float32:smmf mnist_like:dot:1x128:float32:pmf mnist_like:add:1x128:float32:smmf "
     "mnist_like:add:1x128:float32:pmf reddit_like:add:1x128:float32:smmf reddit_like:add:1x128:float32:pmf",
 }

@@ -30,7 +30,6 @@ HOOKS = tuple(
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("_pre", "")
 )
-_hooks = itemgetter(*HOOKS)
 _methods = attrgetter(*METHODS)
 # Attributes at once, from where modules keep them: each read of one costs the host more than it looks.
 _facts = itemgetter("_explain", "_decomposed_layers", "node_dim", "_modules", *HOOKS)
@@ -392,6 +391,8 @@ class FusedConv(MessagePassing):
         """
         if torch.compiler.is_compiling() or type(edge_index) is not Tensor or type(x) not in PLAIN:
             return None
+        if edge_index.layout is not torch.strided:
+            return None
         shape = x.shape
         if len(shape) != 2 or not self._is_untouched(0) or torch._C._is_tracing():
             return None
@@ -419,8 +420,7 @@ class FusedConv(MessagePassing):
             return reasons
         if self.explain:
             reasons.append("an explainer is attached")
-        # The attributes at once; torch.compile has to see each for itself.
-        if any([getattr(self, name) for name in HOOKS] if compiling else _hooks(self.__dict__)):
+        if any(getattr(self, name) for name in HOOKS):
             reasons.append("message passing hooks are registered")
         replaced = [*replaced_methods(type(self)), *[name for name in METHODS if name in self.__dict__]]
         if replaced:
@@ -429,7 +429,6 @@ class FusedConv(MessagePassing):
             reasons.append("'propagate' or 'edge_updater' is overridden")
         if self.decomposed_layers != 1:
             reasons.append(f"decomposed_layers is {self.decomposed_layers}")
-        # An attribute of a module that is a module costs the host a microsecond.
         if type(self._modules["aggr_module"]) is not SumAggregation:
             reasons.append(f"aggr is {self.aggr!r}, only the sum is fused")
         if self.node_dim != node_dim:

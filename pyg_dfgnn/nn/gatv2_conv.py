@@ -63,7 +63,8 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.GATv2Conv.forward`."""
-        if edge_attr is None and not return_attention_weights and self._modules.get("lin_edge") is None:
+        graph = None
+        if edge_attr is None and not return_attention_weights:
             graph = self._graph_at_once(x, edge_index, self.add_self_loops)
             attended = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
             if attended is not None:
@@ -74,12 +75,11 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
             return super().forward(x, edge_index, edge_attr, return_attention_weights)
 
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
-        res = self._residual(x_r)
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
-        if x_r is x_l and edge_attr is None and not call.weights:
+        if graph is None and x_r is x_l and edge_attr is None and not call.weights:
             attended = self._attend(edges, x_l)
             if attended is not None:
-                return self._finish(attended, None, attended.dtype, res, adjacency)
+                return self._finish(attended, None, attended.dtype, self._residual(x_r), adjacency)
         own, att, shared = self._modules, self.att, self.share_weights and x_r is x_l
         if x_r is x_l and not shared:
             h_src, h_dst = project(x_l, self.heads, own["lin_l"], own["lin_r"])
@@ -89,7 +89,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
         result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **self._options())
         attended, alpha = result if call.weights else (result, None)
-        return self._finish(attended, alpha, weights_dtype(h_src, att), res, adjacency)
+        return self._finish(attended, alpha, weights_dtype(h_src, att), self._residual(x_r), adjacency)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -99,7 +99,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         }
 
     def _residual(self, x: Tensor) -> Tensor | None:
-        # Every read of a module or parameter is a search for it.
+        # Always after the attention, so that a call that is repeated saves tensors and draws numbers in the same order.
         res = self.res
         return None if res is None else res(x)
 

@@ -65,6 +65,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.TransformerConv.forward`."""
+        graph = None
         if edge_attr is None and return_attention_weights is None and self._modules.get("lin_edge") is None:
             graph = self._graph_at_once(x, edge_index)
             found = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
@@ -78,9 +79,10 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         shared, alpha = x_src is x_dst, None
-        found = self._attend(edges, x_src) if shared and edge_attr is None and not call.weights else None
-        if found is not None:
-            return self._add_skip(x_dst, *found)
+        if graph is None and shared and edge_attr is None and not call.weights:
+            found = self._attend(edges, x_src)
+            if found is not None:
+                return self._add_skip(x_dst, *found)
         skip: Sequence[Tensor] = ()
         if shared:
             query, key, value, *skip = project(x_src, self.heads, *self._layers())

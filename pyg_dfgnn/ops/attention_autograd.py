@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         if out is None:
             out = unedited(ctx)
         if out is None:
-            out = run_forward(kernels, inputs, graph.num_dst)[0]
+            out = run_forward(kernels, inputs, graph.num_dst, saved=False)[0]
         edge_grad = ctx.needs_input_grad[8]
         grads = run_backward(kernels, graph, inputs, out, softmax, grad_out, same, edge_grad, tangent)
         return None, None, *_input_grads(kernels.problem.score, same, edge_grad, grads)

@@ -40,7 +40,7 @@ def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
     return [None if place is None else apart[place] for place in PROJECTED[score]]
 
 
-def _ready(
+def _ready_in(
     kernels: Kernels,
     rows: Tensor,
     projections: int,
@@ -78,7 +78,7 @@ def _attend(
     """What :func:`launch_forward` gives for the projections of x; the projections, and their weights for backward."""
     kernels, _, count, concat, numbers = rest
     rows, kept = products.beside(x, weights, biases)
-    ready = _ready(kernels, rows, count, parameter, seed, numbers)
+    ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
     return _launch(kernels, rows, ready, concat, saved, saved and is_rounded(rows)), rows, kept
 
 
@@ -131,7 +131,7 @@ class _ProjectedAttention(torch.autograd.Function):
             ctx.out = None
             grads.zero_()
         else:
-            ready = _ready(kernels, rows, count, parameter, seed, numbers)
+            ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
             if out is None:
                 out = unedited(ctx)
             if out is None:
@@ -187,7 +187,8 @@ def projected_attention(
 
     Returns:
         The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
-        projections are better made apart: rows are many, a tensor is traced or a subclass, a pass is none of `rows`.
+        projections are better made apart: rows are many, a tensor is traced or a subclass, no kernel takes them, or a
+        pass is none of `rows`.
 
     Raises:
         TypeError: ``parameter`` has the wrong dtype.
@@ -237,15 +238,15 @@ def _projected_kernels(
     """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
     graph.on_this_stream()
     scale, slope, p = numbers
-    check_range("scale", scale)
-    check_range("negative_slope", slope)
-    check_range("dropout_p", p, 0.0, 1.0)
-    channels, rest = divmod(weights[0].shape[0], heads)
-    if parameter is not None:
-        vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
-        check_tensor("att", vector, graph.device, H=heads, C=channels)
     tf32 = tf32_allowed(x.dtype)
+    channels, rest = divmod(weights[0].shape[0], heads)
     problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
     if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
         return None
+    check_range("scale", scale)
+    check_range("negative_slope", slope)
+    check_range("dropout_p", p, 0.0, 1.0)
+    if parameter is not None:
+        vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
+        check_tensor("att", vector, graph.device, H=heads, C=channels)
     return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

@@ -322,7 +322,10 @@ def test_sums_in_turns_are_compared_with_each_other(table):
     # Of each turn of five the first step is left out.
     assert ours["n"] == str(3 * (table2_steps.TURN - 1)) and reference["n"] == "2"
     expected = float(ours["reference_sum_ms"]) / float(ours["sum_ms"])
-    assert table2_report.faster(rows, "sum_ms") == {("reddit_like_small", "pyg"): 1.0, ("reddit_like_small", "auto"): expected}
+    assert table2_report.faster(rows, "sum_ms") == {
+        ("reddit_like_small", "pyg"): 1.0,
+        ("reddit_like_small", "auto"): expected,
+    }
     before = [{**row, "reference_sum_ms": ""} for row in rows]
     alone = float(reference["sum_ms"]) / float(ours["sum_ms"])
     assert table2_report.faster(before, "sum_ms")["reddit_like_small", "auto"] == alone

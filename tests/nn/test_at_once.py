@@ -174,6 +174,11 @@ def test_a_replaced_method(name, method, where, x, edge_index, monkeypatch):
     assert not launched
 
 
+class Negated(pyg.Linear):
+    def forward(self, x):
+        return -super().forward(x)
+
+
 def negate(conv, name):
     layer = getattr(conv, name)
     layer.forward = lambda x: -type(layer).forward(layer, x)
@@ -184,6 +189,7 @@ LAYERS = {
     "prune": lambda conv, name: prune.l1_unstructured(getattr(conv, name), "weight", 0.5),
     "weight_norm": lambda conv, name: parametrizations.weight_norm(getattr(conv, name)),
     "wrapped": lambda conv, name: setattr(conv, name, torch.nn.Sequential(getattr(conv, name), torch.nn.Tanh())),
+    "subclass": lambda conv, name: setattr(getattr(conv, name), "__class__", Negated),
     "forward": negate,
     "no_bias": lambda conv, name: setattr(getattr(conv, name), "bias", None),
 }
@@ -264,8 +270,8 @@ class Marked(torch.Tensor):
 
 
 INPUTS = {
-    "one dimension": lambda x, edges: (x[0], edges),
-    "three dimensions": lambda x, edges: (x[None], edges),
+    "one dimension": lambda x, edges: (x[:, 0], edges),
+    "three dimensions": lambda x, edges: (x[:, None], edges),
     "pair": lambda x, edges: ((x, x), edges),
     "half a pair": lambda x, edges: ((x, None), edges),
     "other nodes": lambda x, edges: (torch.cat([x, x]), edges),
@@ -290,6 +296,15 @@ def test_other_inputs(name, change, x, edge_index):
     with emulated_device():
         found = outcome(conv, *given)
     assert_same(found, outcome(oracle, *given))
+
+
+@BOTH
+def test_nodes_elsewhere(name, x, edge_index):
+    conv, _ = build(name)
+    first_call(conv, x, edge_index)
+    loops = name == "GATv2Conv"
+    assert conv._graph_at_once(x, edge_index, loops) is not None
+    assert conv._graph_at_once(x.to("meta"), edge_index, loops) is None
 
 
 @BOTH
