@@ -477,28 +477,41 @@ def _joined(
     # At most two sums of a row's width and three numbers per head.
     if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
         return None
-    length = max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
+    length = _joined_edges(rows, items)
     if length > max_edges or length >= rows.max_degree:
         return None
     # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
     if _elements(constants) == 8 and (walk == "targets" or (walk == "forward" and is_small)):
         constants["UNROLL"] = max(4, constants["UNROLL"])
-    if is_small and walk == "forward":
-        constants.update(_in_halves(problem, constants))
+    if is_small and walk == "forward" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout:
+        constants.update(_of_few_rows(problem, constants, length))
+        length = _joined_edges(rows, items_per_block(constants))
     return RowsPass(constants, length, 1)
 
 
-def _in_halves(problem: AttentionProblem, constants: Mapping[str, int]) -> Mapping[str, int]:
-    """Lanes for half of the heads in a warp, the others in other blocks, where two rows fill a warp.
+def _joined_edges(rows: Adjacency, items: int) -> int:
+    """Edges of a chunk where a thread block walks so many."""
+    return max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
 
-    A lane takes one load in place of two, so the same rows take twice the warps, of which a small graph has few. From
-    a timing of the dot score with 8 heads of 16 in float32 on an H200.
+
+def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length: int) -> Mapping[str, int]:
+    """What differs in the forward pass over few rows, which waits for its longest one with a device half empty.
+
+    From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16 (`results/tuning/replay.csv`), so for
+    rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); two loads in a lane in
+    place of four (add); else twice the warps, each of half as many edges.
     """
-    plain = problem.score == "dot" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout
-    if not plain or (problem.heads, problem.channels, constants["WARP_ROWS"]) != (8, 16, 2):
-        return {}
-    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
-    return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
+    narrow = problem.score in ("dot", "add") and (problem.heads, problem.channels) == (8, 16)
+    if narrow and constants["WARP_ROWS"] == 2:
+        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
+        return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
+    loads = constants["LANE_HEADS"] * constants["LANE_VECS"]
+    if problem.score == "add" and (loads, constants["WARP_ROWS"]) == (4, 4):
+        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False, loads=2)
+        return {**lanes, "UNROLL": 4, "WARPS": constants["WARPS"]}
+    if problem.score != "add" and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
+        return {"WARPS": 2 * constants["WARPS"], "UNROLL": 2}
+    return {}
 
 
 # Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.

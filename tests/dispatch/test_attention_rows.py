@@ -414,6 +414,26 @@ def test_small_graphs_take_half_of_the_heads_in_a_warp():
         assert found(problem)[:3] == tuple(lanes[name] for name in ("HEAD_LANES", "LANE_VECS", "HEAD_SLOTS"))
 
 
+def test_few_rows_take_other_warps_and_lanes_in_the_forward_pass():
+    """As timed on Cora and (b), float32: rows of 512 bytes whose longest waits for its steps."""
+
+    def found(score, heads=1, walk="forward", nodes=2708, degree=205, **changes):
+        problem = replace(NARROW, score=score, dtype=torch.float32, heads=heads, channels=128 // heads, **changes)
+        chosen = plan_pass(problem, walk, FakeGraph(nodes, 4 * nodes, degree))
+        c = chosen.constants
+        assert c["JOINED"] and degree <= chosen.max_edges * rows.items_per_block(c)
+        return c["LANE_VECS"], c["WARP_ROWS"], c["UNROLL"], c["WARPS"], chosen.max_edges
+
+    for score, heads in product(("cosine", "gatv2"), (1, 8)):
+        assert found(score, heads) == (2, 2, 2, 16, 8)
+    assert found("dot") == (2, 2, 2, 16, 8) and found("dot", heads=8) == (1, 2, 4, 8, 16)
+    assert found("add") == (2, 2, 4, 8, 16) and found("add", heads=8) == (1, 2, 4, 8, 16)
+    # Chunks of eight edges are not halved; other passes, what was not timed, and many rows keep their layout.
+    assert found("gatv2", degree=120) == (2, 2, 4, 8, 8)
+    assert found("gatv2", walk="targets")[3] == found("gatv2", dropout=True)[3] == 8
+    assert found("gatv2", nodes=20_000)[2:4] == (2, 8) and found("add", nodes=20_000)[:2] == (4, 4)
+
+
 # Costs ----------------------------------------------------------------------------------------------------------------
 
 
