@@ -498,17 +498,15 @@ def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length
     """What differs in the forward pass over few rows, which waits for its longest one with a device half empty.
 
     From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16 (`results/tuning/replay.csv`), so for
-    rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); two loads in a lane in
-    place of four (add); else twice the warps, each of half as many edges.
+    rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); else twice the warps with
+    half as many edges each, but where the pass that leaves the tangent would add in another order then (add): training
+    and inference give the same bits.
     """
     narrow = problem.score in ("dot", "add") and (problem.heads, problem.channels) == (8, 16)
     if narrow and constants["WARP_ROWS"] == 2:
         lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
         return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
     loads = constants["LANE_HEADS"] * constants["LANE_VECS"]
-    if problem.score == "add" and (loads, constants["WARP_ROWS"]) == (4, 4):
-        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False, loads=2)
-        return {**lanes, "UNROLL": 4, "WARPS": constants["WARPS"]}
     if problem.score != "add" and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
         return {"WARPS": 2 * constants["WARPS"], "UNROLL": 2}
     return {}
