@@ -1,7 +1,7 @@
 """The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
 
 The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
-launch reads the parameters where they are. Tensor cores multiply, with up to 1.7 times the error of torch's products in
+launch reads the parameters where they are. Tensor cores multiply, with up to 1.9 times the error of torch's products in
 float32 (`results/tuning/products.csv`). Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below
 1e-35.
 """
