@@ -351,10 +351,11 @@ def _start(
     pace: Pace,
     device: torch.device,
     state: Mapping[str, Tensor] | None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, _Turns]:
     """A model in this state, or in that of the seed, and its steps."""
     torch.manual_seed(pace.seed)
-    model = _model(backend, model_config, source.task).to(device)
+    model = _model(backend, model_config, source.task).to(device, dtype)
     if state is not None:
         model.load_state_dict(state)
     phases = Phases(device)
@@ -378,12 +379,7 @@ def exact_losses(
     backend = Backend(**{**reference.backend, "compile": False, "cuda_graph": False})
     wide = replace(source, batches=[copy(batch).apply(_widened) for batch in source.batches])
     with pyg_dfgnn.settings(**backend.settings):
-        model = _model(backend, model_config, source.task)
-        model.load_state_dict(reference.state)
-        model.to(device, torch.float64)
-        phases = Phases(device)
-        step = _step(backend, model, optimizer_config, wide, phases)
-        turns = _Turns(step, wide, backend.preparation(model), device, phases)
+        _, turns = _start(backend, model_config, optimizer_config, wide, pace, device, reference.state, torch.float64)
         return [float(turns(index)) for index in range(pace.steps)]
 
 

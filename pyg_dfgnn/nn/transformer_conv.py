@@ -78,7 +78,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
-        shared, alpha = x_src is x_dst, None
+        shared = x_src is x_dst
         if graph is None and shared and edge_attr is None and not call.weights:
             found = self._attend(edges, x_src)
             if found is not None:
