@@ -142,8 +142,8 @@ def _bench(work: Path, stem: str) -> Iterator[Task]:
     for graph in ("mnist_like", "cifar10_like", "cluster_like", "pattern_like", "voc_like", "coco_like"):
         yield measured(f"fig9_compile-{graph}", 90, "experiment=fig9_compile", f"graphs=[{graph}]")
     yield measured("fig10a_compile", 120, "experiment=fig10a_compile")
-    for graph in ("ppa_like", "reddit_like", "proteins_like"):
-        yield measured(f"fig10b_compile-{graph}", 200, "experiment=fig10b_compile", f"graphs=[{graph}]")
+    for graph, expected_s in {"ppa_like": 250, "reddit_like": 650, "proteins_like": 500}.items():
+        yield measured(f"fig10b_compile-{graph}", expected_s, "experiment=fig10b_compile", f"graphs=[{graph}]")
     lacks = "" if shutil.which("ncu") else "Nsight Compute's 'ncu' is not on the PATH"
     for part, cases in PROFILED.items():
         name = f"profile-{part}"
