@@ -9,6 +9,7 @@
 #include "include/number.cuh"
 #include "include/mma.cuh"
 #include "include/copy.cuh"
+#include "products/layers.cuh"
 
 #define THREADS (32 * WARPS_M * WARPS_N)
 #define WARP_M (TILE_M / WARPS_M)
@@ -26,18 +27,6 @@ struct Operand {
 };
 
 __device__ __forceinline__ int at_most(i64 count, int limit) { return count < limit ? (int)count : limit; }
-
-// One matrix of each layer.
-template <class T>
-struct Layers {
-    T* first[MAX_LAYERS];
-    __device__ __forceinline__ T* operator[](int layer) const {
-        T* found = first[0];
-#pragma unroll
-        for (int i = 1; i < LAYERS; ++i) found = layer == i ? first[i] : found;
-        return found;
-    }
-};
 
 __device__ __forceinline__ float* stages() {
     extern __shared__ __align__(128) float stage_numbers[];

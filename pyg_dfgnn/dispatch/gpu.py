@@ -24,6 +24,7 @@ class Gpu:
         instructions_per_s: Warp instructions per second of the whole device.
         tensor_flops: TF32 rate of the tensor cores; 16-bit formats run at twice that.
         launch_s: What one more kernel adds to a pass on the device.
+        capability: Compute capability.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Gpu:
     instructions_per_s: float
     tensor_flops: float
     launch_s: float
+    capability: tuple[int, int]
 
 
 H200 = Gpu(
@@ -47,6 +49,7 @@ H200 = Gpu(
     instructions_per_s=132 * 4 * 1.755e9,
     tensor_flops=400e12,
     launch_s=2.5e-6,
+    capability=(9, 0),
 )
 """Copy as measured; gathers and instructions as the passes of `rows` show them."""
 
@@ -78,6 +81,7 @@ def _scaled(device: torch.device) -> Gpu:
         shared_bytes=properties.shared_memory_per_block_optin,
         instructions_per_s=H200.instructions_per_s * cores,
         tensor_flops=H200.tensor_flops * cores,
+        capability=(properties.major, properties.minor),
     )
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from pyg_dfgnn.dispatch.gpu import gpu_of
+from pyg_dfgnn.dispatch.gpu import H200, gpu_of
 
 MAX_LAYERS = 4
 """That one launch takes."""
@@ -17,6 +17,10 @@ _SHARE_ROWS = 1 << 12
 """The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 """Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
+_WARPGROUP_ROWS = _FEW_ROWS
+"""Above so many rows warpgroups were faster than any tile (`results/tuning/products_wgmma.csv`)."""
+_WARPGROUP_WIDTHS = range(68, 129, 4)
+"""Features and channels that they take: 128 were measured, below 68 half of their work would be on zeros."""
 _PARTIAL_BYTES = 128 << 20
 """The most memory for sums over shares of the rows, unless one share takes more."""
 
@@ -70,6 +74,105 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Strips:
+    """What a thread block of two warpgroups computes, in strips of 64 rows; it holds what they are multiplied by.
+
+    Attributes:
+        backward: Whether it is the gradient of the input.
+        layers: Of the results, or of the gradients.
+        features: Of the input.
+        channels: Of each layer.
+        section: Places of the sum that a warpgroup reads at a time.
+    """
+
+    backward: bool
+    layers: int
+    features: int
+    channels: int
+    section: int
+
+    block = (256, 1, 1)
+    """Threads of a block."""
+
+    @property
+    def columns(self) -> int:
+        """Of the result, in one block."""
+        return 64 if self.backward else 128
+
+    @cached_property
+    def places(self) -> int:
+        """Of the sum over one matrix, filled up to whole sections."""
+        return -(-(self.channels if self.backward else self.features) // self.section) * self.section
+
+    @cached_property
+    def _held(self) -> int:
+        """Places that a block holds."""
+        return self.places * (self.layers if self.backward else 1)
+
+    @cached_property
+    def ring(self) -> int:
+        """Sections that are copied ahead; 0 where there is no room."""
+        room = H200.shared_bytes - 8 * self._held * self.columns
+        return max(0, min(room // (4 * 128 * self.section), 2 * self._held // self.section))
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 8 * self._held * self.columns + self.ring * 4 * 128 * self.section
+
+    def blocks(self, rows: int, device: torch.device) -> int:
+        """Thread blocks: one for each multiprocessor, as far as there are strips for both of its warpgroups."""
+        groups = -(-self.features // self.columns) if self.backward else self.layers
+        return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // 128)))
+
+    def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
+        """Those of `kernels/products/rows.cu`."""
+        return (
+            *_sizes(self.layers, self.features, self.channels, side_by_side),
+            ("BACKWARD", int(self.backward)),
+            ("COLUMNS", self.columns),
+            ("PLACES", self.places),
+            ("SECTION", self.section),
+            ("RING", self.ring),
+        )
+
+
+@dataclass(frozen=True)
+class WeightSums:
+    """How two warpgroups sum the gradients of the parameters of one layer over a share of the rows.
+
+    Attributes:
+        layers: Of the gradients.
+        features: Of the input.
+        channels: Of each layer.
+    """
+
+    layers: int
+    features: int
+    channels: int
+
+    block = (256, 1, 1)
+    """Threads of a block."""
+    shared_bytes = 2 * 2 * 4 * 32 * 128
+    """Two sections of 32 rows of the input, each as two parts."""
+
+    def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
+        """Those of `kernels/products/weights.cu`."""
+        return _sizes(self.layers, self.features, self.channels, side_by_side)
+
+
+def _sizes(layers: int, features: int, channels: int, side_by_side: bool) -> tuple[tuple[str, int], ...]:
+    return (
+        ("STORAGE", 0),
+        ("MAX_LAYERS", MAX_LAYERS),
+        ("LAYERS", layers),
+        ("BESIDE", int(side_by_side)),
+        ("FEATURES", features),
+        ("CHANNELS", channels),
+    )
+
+
+@dataclass(frozen=True)
 class Shares:
     """How backward divides its work.
 
@@ -102,11 +205,41 @@ def backward_tile(rows: int) -> Tile:
     return Tile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
 
 
-def shares_of(tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device) -> Shares:
+def _by_warpgroups(rows: int, features: int, channels: int, device: torch.device) -> bool:
+    fits = features in _WARPGROUP_WIDTHS and channels in _WARPGROUP_WIDTHS
+    return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
+
+
+def forward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> Strips | None:
+    """The strips for the results of linear layers, where they are faster than tiles."""
+    if not _by_warpgroups(rows, features, channels, device):
+        return None
+    # One section: fewer sums round more, but the tensor cores do not wait for them.
+    return Strips(False, layers, features, channels, section=-(-features // 16) * 16)
+
+
+def backward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> Strips | None:
+    """The strips for the gradient of the input of linear layers, where they are faster than tiles and fit."""
+    if not _by_warpgroups(rows, features, channels, device):
+        return None
+    strips = Strips(True, layers, features, channels, section=64 if rows < _MANY_ROWS else 32)
+    return strips if strips.ring else None
+
+
+def weight_sums(layers: int, rows: int, features: int, channels: int, device: torch.device) -> WeightSums | None:
+    """The sums for the gradients of the parameters, where they are faster than tiles."""
+    return WeightSums(layers, features, channels) if _by_warpgroups(rows, features, channels, device) else None
+
+
+def shares_of(
+    tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device, by_warpgroups: bool = False
+) -> Shares:
     """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
-    tiles = layers * -(-channels // tile.rows) * -(-features // tile.columns)
-    filling = max(1, gpu_of(device).multiprocessors * tile.min_blocks // tiles)
+    tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
+    if by_warpgroups:
+        tiles, per_multiprocessor = layers, 1
+    filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
     wanted = filling * -(-rows // (filling * _SHARE_ROWS))
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
     splits = max(1, min(wanted, rows // (2 * DEPTH), room))

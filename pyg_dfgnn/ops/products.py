@@ -1,9 +1,10 @@
 """The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
 
 The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
-launch reads the parameters where they are. Tensor cores multiply, with up to 1.9 times the error of torch's products in
-float32 (`results/tuning/products.csv`). Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below
-1e-35.
+launch reads the parameters where they are; of many rows the gradients of the input and of the parameters have one each.
+Tensor cores multiply, with up to 1.9 times the error of torch's products in float32 (`results/tuning/products.csv`), of
+many rows with 2.4e-7 (`results/tuning/products_wgmma.csv`). Factors that are infinite, or 3.402e38 or more, give NaN,
+and errors grow below 1e-35.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,22 @@ from torch._utils import _flatten_dense_tensors
 
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
-from pyg_dfgnn.dispatch.products import MAX_LAYERS, SUM_THREADS, Shares, Tile, backward_tile, forward_tile, shares_of
-from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.runtime.launcher import Grid, Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.dispatch.products import (
+    MAX_LAYERS,
+    SUM_THREADS,
+    Shares,
+    Strips,
+    Tile,
+    WeightSums,
+    backward_strips,
+    backward_tile,
+    forward_strips,
+    forward_tile,
+    shares_of,
+    weight_sums,
+)
+from pyg_dfgnn.runtime.compiler import HOPPER, Spec
+from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, kernel_of, launch
 
 MAX_ROWS = 1 << 15
 """Rows of which a product takes about as long as the host needs to launch it."""
@@ -153,29 +167,67 @@ def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _T
     return _Taken(sizes, found[0], (*found[1 : layers + 1], *nothing[layers:]), rest[:MAX_LAYERS])
 
 
+class _Plan(NamedTuple):
+    """How a kernel is launched, and the sizes that it takes."""
+
+    kernel: Kernel
+    grid: Grid
+    block: Grid
+    shared_bytes: int
+    sizes: tuple[int, ...]
+
+    def launch(self, arguments: Sequence[Argument], device: torch.device) -> None:
+        """Arguments after the sizes; tensors become addresses."""
+        launch(self.kernel, self.grid, self.block, (*self.sizes, *addresses(arguments)), device, self.shared_bytes)
+
+
+def _rows_plan(strips: Strips, rows: int, side_by_side: bool, device: torch.device) -> _Plan:
+    grid = (strips.blocks(rows, device), 1, 1)
+    return _Plan(_hopper_kernel("rows", strips, side_by_side), grid, strips.block, strips.shared_bytes, (rows,))
+
+
 @lru_cache(maxsize=1024)
-def _forward(rows: int, features: int, channels: int, layers: int, side_by_side: bool) -> tuple[Kernel, Tile, Grid]:
-    """The kernel, its tile and its grid."""
+def _forward(rows: int, features: int, channels: int, layers: int, side_by_side: bool, device: torch.device) -> _Plan:
+    strips = forward_strips(layers, rows, features, channels, device)
+    if strips is not None:
+        return _rows_plan(strips, rows, side_by_side, device)
     tile = forward_tile(rows, channels)
     blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * layers
-    return _kernel("forward", tile, layers, side_by_side), tile, (blocks, 1, 1)
+    kernel = _kernel("forward", tile, layers, side_by_side)
+    return _Plan(kernel, (blocks, 1, 1), tile.block, tile.shared_bytes, (rows, features, channels))
 
 
 def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: Sequence[Tensor]) -> None:
     sizes, input_at, weights_at, biases_at = taken
-    kernel, tile, grid = _forward(*sizes, len(weights), len(results) < len(weights))
-    arguments = (*sizes, input_at, *weights_at, *biases_at, *addresses((*results, *_NONES[len(results) :])))
-    launch(kernel, grid, tile.block, arguments, x.device, tile.shared_bytes)
+    plan = _forward(*sizes, len(weights), len(results) < len(weights), x.device)
+    # What all the layers read, where a kernel has room for one input each.
+    inputs_at = (input_at, *_NONES[1:]) if len(plan.sizes) == 1 else (input_at,)
+    plan.launch((*inputs_at, *weights_at, *biases_at, *results, *_NONES[len(results) :]), x.device)
+
+
+class _Backward(NamedTuple):
+    """How gradients are found: by kernels of their own, if any, of the input and of the parameters, and by tiles."""
+
+    x_plan: _Plan | None
+    weights_plan: _Plan | None
+    kernel: Kernel
+    tile: Tile
+    shares: Shares
 
 
 @lru_cache(maxsize=1024)
 def _backward(
     rows: int, features: int, channels: int, layers: int, side_by_side: bool, device: torch.device
-) -> tuple[Kernel, Tile, Shares]:
-    """The kernel, its tile and what its thread blocks do."""
-    tile = backward_tile(rows)
-    shares = shares_of(tile, layers, rows, features, channels, device)
-    return _kernel("backward", tile, layers, side_by_side), tile, shares
+) -> _Backward:
+    tile, sizes = backward_tile(rows), (layers, rows, features, channels, device)
+    strips, sums = backward_strips(*sizes), weight_sums(*sizes)
+    shares = shares_of(tile, *sizes, by_warpgroups=sums is not None)
+    x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
+    weights_plan = None
+    if sums is not None:
+        kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
+        weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
+    return _Backward(x_plan, weights_plan, _kernel("backward", tile, layers, side_by_side), tile, shares)
 
 
 def _run_backward(
@@ -188,20 +240,27 @@ def _run_backward(
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
     sizes, input_at, weights_at, grads_at = taken
-    kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
+    x_plan, weights_plan, kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
     _, features, channels = sizes
-    grad_x, partial, blocks = None, None, 0
+    grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
     count = size + layers * channels
     if needed[0]:
-        grad_x, blocks = torch.empty_like(x), shares.x_blocks
-    x_blocks = blocks
+        grad_x = torch.empty_like(x)
+        if x_plan is None:
+            x_blocks = shares.x_blocks
+        else:
+            x_plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
     if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
-        blocks += shares.weight_blocks
+        if weights_plan is None:
+            blocks = shares.weight_blocks
+        else:
+            weights_plan.launch((input_at, *grads_at, partial), device)
+    # What is left to tiles, if anything.
     given = (*sizes, x_blocks, shares.rows, input_at, *weights_at, *grads_at)
     arguments = (*given, *addresses((grad_x, partial)))
-    launch(kernel, (blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
+    launch(kernel, (x_blocks + blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
     found = partial
@@ -218,6 +277,11 @@ def _run_backward(
 @cache
 def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool) -> Kernel:
     return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, side_by_side)), f"products_{name}")
+
+
+@cache
+def _hopper_kernel(name: str, plan: Strips | WeightSums, side_by_side: bool) -> Kernel:
+    return kernel_of(Spec(f"products/{name}.cu", plan.constants(side_by_side), HOPPER), f"products_{name}")
 
 
 @cache

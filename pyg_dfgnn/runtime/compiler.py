@@ -12,6 +12,9 @@ from pyg_dfgnn.runtime.source import Constants, assemble
 OPTIONS = ("-std=c++17",)
 """NVRTC options of every module. CuPy adds the architecture of the device."""
 
+HOPPER = ("-arch=sm_90a",)
+"""Options for what only compute capability 9.0 has. NVRTC takes the 90 that CuPy adds as part of it."""
+
 
 class CompileError(RuntimeError):
     """A kernel that NVRTC rejects. The message holds the compiler's log and the numbered source."""
@@ -19,15 +22,17 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Spec:
-    """One specialised module: a source file and its constants."""
+    """One specialised module: a source file, its constants, and options of its own."""
 
     path: str
     constants: Constants
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Readable name that spells every parameter."""
-        return "-".join([self.path, *(f"{name}{value}" for name, value in self.constants)])
+        parts = [self.path, *(f"{name}{value}" for name, value in self.constants), *self.options]
+        return "-".join(parts)
 
     @property
     def source(self) -> str:
@@ -73,7 +78,7 @@ def module(spec: Spec, device_index: int) -> Any:
 
     with cupy.cuda.Device(device_index):
         try:
-            raw = cupy.RawModule(code=spec.source, options=OPTIONS, backend="nvrtc")
+            raw = cupy.RawModule(code=spec.source, options=OPTIONS + spec.options, backend="nvrtc")
             raw.compile()
         except cupy.cuda.compiler.CompileException as error:
             raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.source)}") from error

@@ -110,7 +110,7 @@ static void switch_context(Context& from, Context& to) { swapcontext(&from, &to)
 #endif
 
 // ---- threads of a block ----
-enum State { RUNNABLE, AT_BARRIER, AT_COLLECTIVE, EXITED };
+enum State { RUNNABLE, AT_BARRIER, AT_NAMED, AT_COLLECTIVE, EXITED };
 struct Site {
     const char *name, *file;
     int line;
@@ -163,6 +163,23 @@ static int barrier(const Site& site, bool value) {
     }
     wait();
     return (int)self.result;
+}
+
+// Named barriers: the 16 of a block, and one for the products of each warpgroup.
+static unsigned num_at_named[16 + 8];
+
+// Counts a thread in; if it waits, it does so until `expected` have been counted.
+static void named_barrier(const Site& site, int id, unsigned expected, bool waits) {
+    Thread& self = threads[current];
+    self.site = site, self.source = id;
+    if (waits) self.state = AT_NAMED;
+    if (++num_at_named[id] == expected) {
+        for (unsigned t = 0; t < num_threads; ++t) {
+            if (threads[t].state == AT_NAMED && threads[t].source == id) threads[t].state = RUNNABLE;
+        }
+        num_at_named[id] = 0;
+    }
+    if (waits) wait();
 }
 
 // Waits for the lanes of `mask`; returns the value of lane `source`, or with source < 0 the ballot of the values.
@@ -283,6 +300,7 @@ static void run_block(unsigned* order, char* stacks) {
         make_context(threads[t].context, stacks + t * (STACK_BYTES + PAGE_BYTES) + PAGE_BYTES, thread_main);
     }
     num_at_barrier = 0;
+    memset(num_at_named, 0, sizeof(num_at_named));
     for (unsigned exited = 0; exited < num_threads;) {
         bool progress = false;
         arrange(order, num_threads);
@@ -295,6 +313,9 @@ static void run_block(unsigned* order, char* stacks) {
             exited += threads[current].state == EXITED;
         }
         if (!progress) report_deadlock();
+    }
+    for (const unsigned count : num_at_named) {
+        if (count) fail("block (%u, %u, %u) leaves %u threads at a named barrier", blockIdx.x, blockIdx.y, blockIdx.z, count);
     }
 }
 
@@ -472,6 +493,34 @@ static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned 
     emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
     memcpy(warp, exchange[emu::current / 32 * 32], sizeof(warp));
     emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
+}
+static inline void emu_named_barrier(int id, int threads, bool waits, EMU_HERE) {
+    emu::named_barrier({"named barrier", file, line}, id, (unsigned)threads, waits);
+}
+// The products of a warpgroup, include/wgmma.cuh, as soon as they start.
+template <int COUNT>
+static inline void emu_wgmma(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
+    static unsigned exchange[1024][4];
+    const unsigned group = emu::current / 128, thread = emu::current % 128;
+    const unsigned row = thread / 32 * 32 + thread % 32 / 4 * 4, leading = (b >> 16 & 0x3fff) << 4;
+    const char* const first = emu::launch->shared + ((b & 0x3fff) << 4);
+    if (b >> 46 || (b >> 32 & 0x3fff) != 8) emu::fail("%s:%d: what describes B is not understood", file, line);
+    if (first + leading + (COUNT / 4 - 1) * 128 + 128 > emu::launch->shared + emu::launch->shared_bytes) {
+        emu::fail("%s:%d: B reaches beyond the shared memory", file, line);
+    }
+    memcpy(exchange[emu::current], a, sizeof(a));
+    emu::named_barrier({"wgmma", file, line}, 16 + group, 128, true);
+    for (int i = 0; i < COUNT; ++i) {
+        const unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+        double sum = adds ? d[i] : 0.0;
+        for (unsigned k = 0; k < 8; ++k) {
+            unsigned x = exchange[group * 128 + row + k % 4][i / 2 % 2 + k / 4 * 2], y;
+            memcpy(&y, first + k / 4 * leading + column * 16 + k % 4 * 4, 4);
+            sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
+        }
+        d[i] = (float)sum;
+    }
+    emu::named_barrier({"wgmma", file, line}, 16 + group, 128, true);
 }
 // Asynchronous copies arrive as late as they may, when the thread waits for their group. `from` null: zeros.
 static inline void emu_copy(void* to, const void* from, unsigned bytes, EMU_HERE) {

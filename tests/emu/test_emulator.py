@@ -261,3 +261,51 @@ def test_an_array_given_twice_is_one():
     source = 'extern "C" __global__ void test(const float* a, float* b) { b[1] = a[0]; b[2] = a[1]; }'
     Kernel(source, "test").launch((1,), (1,), [a, a])
     assert a.tolist() == [1, 1, 1, 4]
+
+
+# The second warp waits for the first, which goes on if it only arrives.
+TURNS = """
+    const int warp = threadIdx.x / 32;
+    __shared__ float order[2];
+    if (warp == 1) emu_named_barrier(1, 64, true);
+    if (threadIdx.x % 32 == 0) order[warp] = warp == 1 ? order[0] + 1.0f : 5.0f;
+    if (warp == 0) emu_named_barrier(1, 64, ARRIVES);
+    if (threadIdx.x % 32 == 0) a[warp] = order[warp];
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("waits", ["true", "false"])
+def test_named_barriers(waits, order):
+    a = np.zeros(2, np.float32)
+    run(TURNS.replace("ARRIVES", waits), a, block=64, order=order)
+    np.testing.assert_array_equal(a, [5, 6])
+
+
+def test_named_barriers_that_are_not_reached():
+    fails("deadlock", "if (threadIdx.x < 32) emu_named_barrier(1, 64, true);", floats(1), block=64)
+    fails("leaves 32 threads at a named barrier", "if (threadIdx.x < 32) emu_named_barrier(1, 64, false);", floats(1))
+    fails("deadlock", "emu_named_barrier(threadIdx.x / 32, 64, true);", floats(1), block=64)
+
+
+PRODUCT = """
+    extern __shared__ float held[];
+    for (int i = threadIdx.x; i < 512; i += 128) held[i] = b[i % 4 + i / 256 * 4 + i / 4 % 64 * 8];
+    __syncthreads();
+    const int group = threadIdx.x % 32 / 4, pos = threadIdx.x % 4, row = threadIdx.x / 32 * 16 + group;
+    unsigned mine[4];
+    for (int i = 0; i < 4; ++i) mine[i] = __float_as_uint(a[(row + i % 2 * 8) * 8 + pos + i / 2 * 4]);
+    float sums[32];
+    emu_wgmma(sums, mine, AT | 64ull << 16 | 8ull << 32, 0);
+    for (int i = 0; i < 32; ++i) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * pos + i % 2] = sums[i];
+"""
+
+
+def test_products_of_a_warpgroup():
+    """By the layouts of PTX: A in registers, B in pieces of 8 columns by 4 places."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-4, 5, (64, 8)).astype(np.float32) for _ in range(2))
+    found = np.zeros((64, 64), np.float32)
+    run(PRODUCT.replace("AT", "0ull"), a, b, found, block=128, shared_bytes=2048)
+    np.testing.assert_array_equal(found, a @ b.T)
+    fails("reaches beyond the shared memory", PRODUCT.replace("AT", "1ull"), a, b, found, block=128, shared_bytes=2048)

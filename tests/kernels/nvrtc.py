@@ -4,9 +4,16 @@ import functools
 import re
 from dataclasses import dataclass
 
-from pyg_dfgnn.runtime.compiler import OPTIONS
+from pyg_dfgnn.runtime.compiler import OPTIONS, Spec
 
 ARCHS = ("sm_80", "sm_90")
+
+
+def archs_of(spec: Spec) -> tuple[str, ...]:
+    """The architectures that a module is for."""
+    own = tuple(option.removeprefix("-arch=") for option in spec.options if option.startswith("-arch="))
+    return own or ARCHS
+
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

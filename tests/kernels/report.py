@@ -2,13 +2,13 @@
 
 import argparse
 
-from tests.kernels.nvrtc import ARCHS, compile_cubin
+from tests.kernels.nvrtc import archs_of, compile_cubin
 from tests.kernels.specs import all_specs, label
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", nargs="+", default=ARCHS)
+    parser.add_argument("--arch", nargs="+", help="those that a module is for, unless named")
     parser.add_argument("--path", default="", help="only sources whose path contains this")
     parser.add_argument("--name", default="", help="only modules whose name contains this, e.g. gatv2-H8")
     options = parser.parse_args()
@@ -16,7 +16,7 @@ def main() -> None:
     for spec in dict.fromkeys(all_specs()):
         if options.path not in spec.path or options.name not in label(spec):
             continue
-        for arch in options.arch:
+        for arch in options.arch or archs_of(spec):
             compiled = compile_cubin(spec.source, arch)
             for u in compiled.usage:
                 numbers = f"{u.registers:9} {u.shared_bytes:7} {u.stack_bytes:6} {u.spill_bytes:6}"

@@ -14,10 +14,17 @@ from pyg_dfgnn.dispatch.attention_rows import (
     swept_constants,
     with_whole_heads,
 )
-from pyg_dfgnn.dispatch.products import MAX_LAYERS, backward_tile, forward_tile
+from pyg_dfgnn.dispatch.products import (
+    MAX_LAYERS,
+    backward_strips,
+    backward_tile,
+    forward_strips,
+    forward_tile,
+    weight_sums,
+)
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.products import _sums
-from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
 from tests.kernels.tiles_specs import tiles_specs
@@ -173,16 +180,36 @@ def node_specs() -> list[Spec]:
 
 
 def products_specs() -> list[Spec]:
-    """The products of linear layers, in every tile."""
+    """The products of linear layers, in every tile, and by warpgroups."""
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
     shapes = [(layers, beside) for layers in range(1, MAX_LAYERS + 1) for beside in (False, True) if layers > beside]
-    return [_sums().spec] + [
-        Spec(f"products/{name}.cu", tile.constants(*shape))
-        for name, each in tiles.items()
-        for tile in sorted(each, key=str)
-        for shape in shapes
-    ]
+    return (
+        [_sums().spec]
+        + [
+            Spec(f"products/{name}.cu", tile.constants(*shape))
+            for name, each in tiles.items()
+            for tile in sorted(each, key=str)
+            for shape in shapes
+        ]
+        + [spec for layers, beside in shapes for spec in warpgroup_specs(layers, beside)]
+    )
+
+
+def warpgroup_specs(layers: int, beside: bool) -> list[Spec]:
+    """Of so many layers: many rows and more, sizes that fill their places and that do not."""
+    found = []
+    for features, channels in ((128, 128), (68, 100)):
+        for rows in (1 << 14, 1 << 20):
+            sizes = layers, rows, features, channels, torch.device("cpu")
+            plans = {"rows": (forward_strips(*sizes), backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}
+            found += [
+                Spec(f"products/{name}.cu", plan.constants(beside), HOPPER)
+                for name, each in plans.items()
+                for plan in each
+                if plan is not None
+            ]
+    return found
 
 
 def all_specs() -> list[Spec]:

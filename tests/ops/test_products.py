@@ -1,11 +1,15 @@
 """Products of linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch import products as rule
 from pyg_dfgnn.ops import products
+from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close, relative_error
 
 # Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
@@ -105,6 +109,115 @@ def test_gradients_that_are_not_needed(beside, fused):
     for needed in ((False, True, True), (False, True, False), (False, False, True)):
         _, missing, of_parameters = run(*tensors, beside, needed)
         assert missing is None and all(map(torch.equal, of_parameters, full))
+
+
+def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
+    """Warpgroups take few rows and every size that fits, several strips each; `capability` is the device's."""
+    monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
+    monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 129, 4))
+    found = replace(gpu.H200, multiprocessors=count, capability=capability)
+    monkeypatch.setitem(gpu.known, torch.device("cpu"), found)
+    products._forward.cache_clear()
+    products._backward.cache_clear()
+
+
+# Strips and sections whole and not, warpgroups with as many strips and with one less, or none; one to four layers.
+WARPGROUP_SIZES = [
+    (450, 128, 128, 3, True),
+    (330, 68, 84, 2, True),
+    (70, 36, 20, 4, False),
+    (1, 4, 4, 1, True),
+    (193, 100, 128, 4, True),
+]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("sizes", WARPGROUP_SIZES, ids=str)
+def test_warpgroups(sizes, beside, many, fused, monkeypatch):
+    """Of many rows in shorter sections. Four layers do not fit where the gradient of the input would hold them."""
+    few_multiprocessors(monkeypatch, 4)
+    if many:
+        monkeypatch.setattr(rule, "_MANY_ROWS", 0)
+    tensors = draw(*sizes)
+    check(tensors, *run(*tensors, beside))
+    held = sizes[3] < 4 or sizes[2] < 64
+    expected = ["products_rows", "products_rows", "products_weights"]
+    if not held:
+        expected = ["products_rows", "products_weights"]
+    assert fused[: len(expected)] == expected
+    assert set(fused[len(expected) :]) <= {"products_sums", *(() if held else ["products_backward"])}
+
+
+@pytest.mark.parametrize("order", ["reverse", "random"])
+def test_warpgroups_in_any_order(order, monkeypatch):
+    """Bit for bit the same."""
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(450, 68, 84, 2, True)
+    with emulated_device():
+        first = run(*tensors, True)
+    with emulated_device(order):
+        second = run(*tensors, True)
+    check(tensors, *second)
+    assert all(map(torch.equal, (*first[0], first[1], *first[2]), (*second[0], second[1], *second[2])))
+
+
+def test_warpgroups_keep_numbers_that_are_not_finite_in_their_row(fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    x, weights, biases, grads = draw(200, 32, 16, 2, True)
+    x[3, 5], x[140, 1], weights[1][7, 2], grads[0][9, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
+    found, grad_x, of_parameters = run(x, weights, biases, grads, False)
+    touched = torch.zeros(200, 16, dtype=torch.bool)
+    touched[[3, 140]] = True
+    assert torch.equal(~found[0].isfinite(), touched)
+    touched[:, 7] = True
+    assert torch.equal(~found[1].isfinite(), touched)
+    # Column 2 meets the infinite weight in every row.
+    rows = torch.zeros(200, 32, dtype=torch.bool)
+    rows[9] = rows[:, 2] = True
+    assert torch.equal(~grad_x.isfinite(), rows)
+    columns = torch.zeros(16, 32, dtype=torch.bool)
+    columns[:, [5, 1]] = True
+    assert torch.equal(~of_parameters[1].isfinite(), columns)
+    columns[3] = True
+    assert torch.equal(~of_parameters[0].isfinite(), columns)
+    assert torch.equal(of_parameters[2].isnan(), columns.all(1)) and of_parameters[3].isfinite().all()
+    assert "products_rows" in fused and "products_weights" in fused
+
+
+def test_warpgroups_leave_out_what_is_not_needed(fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(90, 68, 84, 3, True)
+    _, full_x, full = run(*tensors, True)
+    fused.clear()
+    _, grad_x, none = run(*tensors, True, (True, False, False))
+    assert torch.equal(grad_x, full_x) and none == [None] * 6
+    _, missing, of_parameters = run(*tensors, True, (False, True, True))
+    assert missing is None and all(map(torch.equal, of_parameters, full))
+    assert fused[:4] == ["products_rows", "products_rows", "products_rows", "products_weights"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4, capability)
+    run(*draw(90, 68, 84, 2, True), True)
+    assert fused[:2] == ["products_forward", "products_backward"]
+
+
+@pytest.mark.parametrize("features", rule._WARPGROUP_WIDTHS)
+@pytest.mark.parametrize("layers", range(1, rule.MAX_LAYERS + 1))
+def test_what_warpgroups_hold_fits(layers, features):
+    cpu = torch.device("cpu")
+    for rows in (1 << 14, 1 << 20):
+        for channels in (68, 100, 128):
+            sizes = layers, rows, features, channels, cpu
+            forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
+            assert forward is not None and (backward is not None or layers == 4)
+            for strips in filter(None, (forward, backward)):
+                assert strips.ring and strips.shared_bytes <= gpu.H200.shared_bytes
+                assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
+    assert rule.forward_strips(layers, 1 << 13, features, 128, cpu) is None
+    assert rule.forward_strips(layers, 1 << 20, features, 132, cpu) is None
 
 
 def unaligned(tensor):

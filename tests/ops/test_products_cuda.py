@@ -15,6 +15,13 @@ LARGE = [
     (19_717, 128, 128, 4, True),
     (70_001, 80, 80, 3, False),
     (300_000, 64, 128, 2, True),
+    # By warpgroups where there are such.
+    (8193, 128, 128, 3, True),
+    (19_717, 128, 128, 3, True),
+    (19_717, 68, 100, 2, False),
+    (120_000, 128, 128, 3, False),
+    (65_537, 100, 84, 1, True),
+    (70_001, 128, 128, 4, True),
 ]
 
 
@@ -28,11 +35,12 @@ def test_against_float64(sizes, beside):
     assert all(map(torch.equal, (*found[0], found[1], *found[2]), (*again[0], again[1], *again[2])))
 
 
-def test_errors_are_of_the_size_of_float32():
+@pytest.mark.parametrize("rows", [5000, 20_000])
+def test_errors_are_of_the_size_of_float32(rows):
     """Rows of very different size, whose halves cancel; each against what float32 could lose of it."""
-    x, weights, biases, _ = draw(5000, 128, 128, 2, False, device="cuda")
-    x *= 10.0 ** torch.randint(-3, 4, (5000, 1), device="cuda")
-    x[:, 64:] = -x[:, :64] * (1 + 1e-3 * torch.randn(5000, 64, device="cuda"))
+    x, weights, biases, _ = draw(rows, 128, 128, 2, False, device="cuda")
+    x *= 10.0 ** torch.randint(-3, 4, (rows, 1), device="cuda")
+    x[:, 64:] = -x[:, :64] * (1 + 1e-3 * torch.randn(rows, 64, device="cuda"))
     weights = [torch.cat([weight[:, :64], weight[:, :64]], 1) for weight in weights]
     for y, weight in zip(products.apart(x, weights, biases), weights, strict=True):
         want, size = F.linear(x.double(), weight.double()), F.linear(x.double().abs(), weight.double().abs())
@@ -40,8 +48,43 @@ def test_errors_are_of_the_size_of_float32():
         assert ((y - want).abs() / size).max() < 2 * own
 
 
-def test_capture_and_replay():
-    tensors = draw(500, 64, 32, 3, True, device="cuda")
+def needs_warpgroups():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_warpgroups_are_used(layers):
+    """With errors of the size that was measured."""
+    needs_warpgroups()
+    x, weights, _, grads = draw(20_001, 128, 128, layers, False, device="cuda")
+    sizes = 20_001, 128, 128, layers, False, x.device
+    forward, backward = products._forward(*sizes), products._backward(*sizes)
+    assert forward.kernel.entry == "products_rows" and backward.weights_plan.kernel.entry == "products_weights"
+    assert (backward.x_plan is None) == (layers == 4)
+    found, grad_x, of_weights = run(x, weights, [], grads, False)
+    for y, weight, grad, of_weight in zip(found, weights, grads, of_weights, strict=True):
+        assert relative_error(y, x.double() @ weight.double().t()) < 3e-7
+        assert relative_error(of_weight, grad.double().t() @ x.double()) < 4e-7
+    want = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
+    assert relative_error(grad_x, want) < 3e-7
+
+
+def test_warpgroups_with_numbers_that_are_not_finite():
+    needs_warpgroups()
+    x, weights, biases, _ = draw(20_000, 128, 128, 2, True, device="cuda")
+    x[3, 5], x[19_999, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
+    first, second = products.apart(x, weights, biases)
+    touched = torch.zeros(20_000, 128, dtype=torch.bool, device="cuda")
+    touched[[3, 19_999]] = True
+    assert torch.equal(~first.isfinite(), touched)
+    touched[:, 7] = True
+    assert torch.equal(~second.isfinite(), touched)
+
+
+@pytest.mark.parametrize("sizes", [(500, 64, 32, 3, True), (9000, 128, 128, 3, True)], ids=str)
+def test_capture_and_replay(sizes):
+    tensors = draw(*sizes, device="cuda")
     run(*tensors, True)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -52,9 +95,10 @@ def test_capture_and_replay():
     check(tensors, *found)
 
 
-def test_another_stream():
+@pytest.mark.parametrize("sizes", [(3000, 64, 64, 2, True), (9000, 128, 128, 2, True)], ids=str)
+def test_another_stream(sizes):
     stream = torch.cuda.Stream()
-    tensors = draw(3000, 64, 64, 2, True, device="cuda")
+    tensors = draw(*sizes, device="cuda")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
@@ -64,12 +108,14 @@ def test_another_stream():
     check(tensors, *found)
 
 
-def test_offsets_beyond_32_bits():
-    rows, channels, layers = 4_300_000, 128, 4
+# By tiles, and by warpgroups where there are such.
+@pytest.mark.parametrize(("features", "channels", "layers"), [(4, 128, 4), (68, 128, 4)])
+def test_offsets_beyond_32_bits(features, channels, layers):
+    rows = 4_300_000
     if torch.cuda.mem_get_info()[0] < 48 << 30:
         pytest.skip("needs 48 GB of free memory")
-    x = torch.randn(rows, 4, device="cuda")
-    weights = [torch.randn(channels, 4, device="cuda") for _ in range(layers)]
+    x = torch.randn(rows, features, device="cuda")
+    weights = [torch.randn(channels, features, device="cuda") for _ in range(layers)]
     found, kept = products.beside(x, weights, ())
     assert found.numel() > 2**31
     tail = slice(rows - 1000, rows)
@@ -78,10 +124,10 @@ def test_offsets_beyond_32_bits():
     grads = torch.zeros_like(found)
     grads[tail] = 1.0
     grad_x, of_weights = products.gradients(x, layers, kept, weights, (grads,), ALL)
-    assert relative_error(grad_x[tail], sum(weight.double().sum(0) for weight in weights).expand(1000, 4)) < 5e-6
+    assert relative_error(grad_x[tail], sum(weight.double().sum(0) for weight in weights).expand(1000, features)) < 5e-6
     assert not grad_x[: rows - 1000].any()
     for grad in of_weights:
-        assert relative_error(grad, x[tail].double().sum(0).expand(channels, 4)) < 5e-6
+        assert relative_error(grad, x[tail].double().sum(0).expand(channels, features)) < 5e-6
     # Other processes may share the GPU.
     del x, found, grads, grad_x
     torch.cuda.empty_cache()

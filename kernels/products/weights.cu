@@ -1,0 +1,146 @@
+// Gradients of the parameters of linear layers of one input, for many rows, on compute capability 9.0 (sm_90a):
+// grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES], g [num_rows, CHANNELS] of each layer, with BESIDE
+// g0 [num_rows, LAYERS, CHANNELS]. A thread block takes one layer, each of its two warpgroups 64 channels; each share of
+// `share` rows leaves its sums in partial [shares, LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS], weights first.
+//
+// The rows are the places of the sum, in sections of 32. Those of X lie in shared memory as two tf32 parts, while one
+// section is multiplied the next is written; gradients go from memory to the registers of who multiplies them. Tensor
+// cores cut what they add to a sum, so those of sections are added with rounding. Columns are in the order of rows.cu.
+#include "include/number.cuh"
+#include "include/wgmma.cuh"
+#include "products/layers.cuh"
+
+#define THREADS 256
+#define COLUMNS 128
+#define SECTION 32
+#define STAGE (2 * SECTION * COLUMNS)
+
+static_assert(FEATURES <= COLUMNS && CHANNELS <= 128 && FEATURES % 4 == 0 && CHANNELS % 4 == 0, "one block for a layer");
+
+// What a thread reads of a section: four rows of its four features, and two of its channels in eight rows.
+struct Raw {
+    float4 x[4];
+    float2 g[8];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const float* g1, const float* g2,
+                 const float* g3, float* partial) {
+    extern __shared__ __align__(128) float stages[];
+    const Layers<const float> grads = {g0, g1, g2, g3};
+    const int layer = (int)blockIdx.x % LAYERS, part = (int)blockIdx.x / LAYERS;
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
+    constexpr int STRIDE = BESIDE ? LAYERS * CHANNELS : CHANNELS;
+    const float* const grad = BESIDE ? g0 + layer * CHANNELS : grads[layer];
+    const i64 begin = part * share, limit = num_rows - begin < share ? num_rows : begin + share;
+    // Channels `channel` and the next are the rows lane / 4 and lane / 4 + 8 of the warp's 16.
+    const int channel = warp * 16 + lane / 4 * 2;
+    const bool has_channels = channel < CHANNELS, has_features = 4 * lane < FEATURES;
+    const bool swaps = lane >> 2 & 1;
+    float* const to = stages + (warp * COLUMNS + lane / 4 * 16 + pos * 2) * 4;
+
+    const auto load_x = [&](Raw& raw, i64 section) {
+        const i64 row = section + warp * 4;
+        const float* const from = x + (row * FEATURES + 4 * lane);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            raw.x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (has_features && row + k < limit) raw.x[k] = *reinterpret_cast<const float4*>(from + k * FEATURES);
+        }
+    };
+    const auto load_g = [&](Raw& raw, i64 section) {
+        const i64 row = section + pos;
+        const float* const from = grad + (row * STRIDE + channel);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            raw.g[j] = make_float2(0.0f, 0.0f);
+            if (has_channels && row + 4 * j < limit) raw.g[j] = *reinterpret_cast<const float2*>(from + 4 * j * STRIDE);
+        }
+    };
+    // Column 2 h + e of the lane's four is at slot 8 h + e; half of the lanes write e in the other order, so that 8 lanes
+    // write to all banks.
+    const auto store = [&](const Raw& raw, int stage) {
+        const float columns[4][4] = {{raw.x[0].x, raw.x[1].x, raw.x[2].x, raw.x[3].x},
+                                     {raw.x[0].y, raw.x[1].y, raw.x[2].y, raw.x[3].y},
+                                     {raw.x[0].z, raw.x[1].z, raw.x[2].z, raw.x[3].z},
+                                     {raw.x[0].w, raw.x[1].w, raw.x[2].w, raw.x[3].w}};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            float mine[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) mine[k] = swaps ? columns[c ^ 1][k] : columns[c][k];
+            float* const at = to + stage * STAGE + (c / 2 * 8 + (swaps ? (c & 1) ^ 1 : c & 1)) * 4;
+            split(mine, at, at + STAGE / 2);
+        }
+    };
+
+    float parts[COLUMNS / 2], sums[COLUMNS / 2];
+    float2 column_sums = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) parts[i] = sums[i] = 0.0f;
+    Raw raw;
+    load_x(raw, begin);
+    load_g(raw, begin);
+    store(raw, 0);
+    load_x(raw, begin + SECTION);
+    show_products();
+    __syncthreads();
+    const u64 right_at = described(stages, COLUMNS * 16);
+    int stage = 0;
+#pragma unroll 1
+    for (i64 section = begin; section < limit; section += SECTION) {
+        u32 big[4][4], small[4][4];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            column_sums.x += raw.g[j].x;
+            column_sums.y += raw.g[j].y;
+            split(raw.g[j].x, big[j / 2][j % 2 * 2], small[j / 2][j % 2 * 2]);
+            split(raw.g[j].y, big[j / 2][j % 2 * 2 + 1], small[j / 2][j % 2 * 2 + 1]);
+        }
+        pin(big);
+        pin(small);
+        pin(parts);
+        open_products();
+        const u64 big_at = right_at + stage * (STAGE / 4), small_at = big_at + STAGE / 8;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma(parts, small[j], big_at + j * 2 * COLUMNS, j > 0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma(parts, big[j], small_at + j * 2 * COLUMNS, 1);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma(parts, big[j], big_at + j * 2 * COLUMNS, 1);
+        close_products();
+        // All have waited for the products that read the other stage.
+        stage ^= 1;
+        if (section + SECTION < limit) {
+            load_g(raw, section + SECTION);
+            store(raw, stage);
+            load_x(raw, section + 2 * SECTION);
+        }
+        show_products();
+        wait_products();
+        pin(parts);
+        pin(big);
+        pin(small);
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] += parts[i];
+        __syncthreads();
+    }
+
+    float* const mine = partial + part * ((i64)LAYERS * CHANNELS * (FEATURES + 1));
+    float* const line = mine + (layer * CHANNELS + channel) * FEATURES + 4 * pos;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 16; ++i) {
+        if (!has_channels || 16 * i + 4 * pos >= FEATURES) continue;
+        const float* const v = sums + 8 * i;
+        *reinterpret_cast<float4*>(line + 16 * i) = make_float4(v[0], v[1], v[4], v[5]);
+        *reinterpret_cast<float4*>(line + FEATURES + 16 * i) = make_float4(v[2], v[3], v[6], v[7]);
+    }
+    // The rows of a thread are every fourth.
+#pragma unroll
+    for (int i = 1; i < 4; i *= 2) {
+        column_sums.x += __shfl_xor_sync(FULL_MASK, column_sums.x, i);
+        column_sums.y += __shfl_xor_sync(FULL_MASK, column_sums.y, i);
+    }
+    if (pos > 0 || !has_channels) return;
+    *reinterpret_cast<float2*>(mine + LAYERS * CHANNELS * FEATURES + layer * CHANNELS + channel) = column_sums;
+}
