@@ -35,7 +35,9 @@ __device__ __forceinline__ void close_products() {
 #endif
 }
 __device__ __forceinline__ void wait_products() {
-#ifndef PYG_DFGNN_EMULATOR
+#ifdef PYG_DFGNN_EMULATOR
+    emu_wait_products();
+#else
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
 }
@@ -56,7 +58,7 @@ __device__ __forceinline__ void pin(u32 (&x)[COUNT][4]) {
 #endif
 }
 
-// Named barriers of all threads of a block: one side waits for the other, which does not.
+// Named barriers, after which those who wait go on: all of `threads` have to come, some only arrive.
 __device__ __forceinline__ void wait_named(int id, int threads) {
 #ifdef PYG_DFGNN_EMULATOR
     emu_named_barrier(id, threads, true);
@@ -87,8 +89,8 @@ __device__ __forceinline__ void wgmma(float (&d)[COUNT], const u32 (&a)[4], u64 
     if constexpr (COUNT == 32) {
         asm volatile(
             "{.reg .pred adds; setp.ne.b32 adds, %37, 0;"
-            "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " WGMMA_10(1) ", "
-            WGMMA_10(2) ", %30, %31}, {%32, %33, %34, %35}, %36, adds, 1, 1;}"
+            "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " WGMMA_10(1)
+            ", " WGMMA_10(2) ", %30, %31}, {%32, %33, %34, %35}, %36, adds, 1, 1;}"
             : WGMMA_16(0), WGMMA_16(16)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
     } else {

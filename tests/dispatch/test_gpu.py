@@ -31,6 +31,8 @@ def test_other_devices_are_scaled(monkeypatch):
         memory_bus_width=gpu.H200_BUS_BITS // 4,
         L2_cache_size=1 << 20,
         shared_memory_per_block_optin=99 << 10,
+        major=8,
+        minor=6,
     )
     monkeypatch.setattr(gpu, "known", {})
     asked = []
@@ -42,7 +44,7 @@ def test_other_devices_are_scaled(monkeypatch):
     assert found.memory_bytes_per_s == pytest.approx(gpu.H200.memory_bytes_per_s / 4)
     for rate in ("cache_bytes_per_s", "instructions_per_s", "tensor_flops"):
         assert getattr(found, rate) == pytest.approx(getattr(gpu.H200, rate) / 2), rate
-    assert found.launch_s == gpu.H200.launch_s
+    assert found.launch_s == gpu.H200.launch_s and found.capability == (8, 6)
 
 
 @pytest.mark.cuda

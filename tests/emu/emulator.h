@@ -228,8 +228,19 @@ static u64 meet(const Site& site, unsigned mask, u64 value, int source) {
     return self.result;
 }
 
+// A product that a warpgroup has started: by one thread its A and sums.
+struct Product {
+    float* sums;
+    int count;
+    unsigned a[4];
+    u64 b;
+    bool adds;
+};
+static std::vector<Product> products[1024];
+
 static void leave() {
     Thread* warp = threads + current / 32 * 32;
+    if (!products[current].empty()) fail("thread %u does not wait for its products", current);
     threads[current].state = EXITED;
     for (unsigned l = 0; l < 32 && warp + l < threads + num_threads; ++l) {
         const Thread& other = warp[l];
@@ -296,6 +307,7 @@ static void run_block(unsigned* order, char* stacks) {
     for (unsigned t = 0; t < num_threads; ++t) {
         threads[t].state = RUNNABLE;
         copies[t].under_way.clear();
+        products[t].clear();
         threads[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
         make_context(threads[t].context, stacks + t * (STACK_BYTES + PAGE_BYTES) + PAGE_BYTES, thread_main);
     }
@@ -315,7 +327,8 @@ static void run_block(unsigned* order, char* stacks) {
         if (!progress) report_deadlock();
     }
     for (const unsigned count : num_at_named) {
-        if (count) fail("block (%u, %u, %u) leaves %u threads at a named barrier", blockIdx.x, blockIdx.y, blockIdx.z, count);
+        if (count == 0) continue;
+        fail("block (%u, %u, %u) leaves %u threads at a named barrier", blockIdx.x, blockIdx.y, blockIdx.z, count);
     }
 }
 
@@ -497,30 +510,34 @@ static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned 
 static inline void emu_named_barrier(int id, int threads, bool waits, EMU_HERE) {
     emu::named_barrier({"named barrier", file, line}, id, (unsigned)threads, waits);
 }
-// The products of a warpgroup, include/wgmma.cuh, as soon as they start.
+// The products of a warpgroup, include/wgmma.cuh, read shared memory as late as they may, when the threads wait for them.
 template <int COUNT>
 static inline void emu_wgmma(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
-    static unsigned exchange[1024][4];
-    const unsigned group = emu::current / 128, thread = emu::current % 128;
-    const unsigned row = thread / 32 * 32 + thread % 32 / 4 * 4, leading = (b >> 16 & 0x3fff) << 4;
-    const char* const first = emu::launch->shared + ((b & 0x3fff) << 4);
+    const emu::u64 end = ((b & 0x3fff) << 4) + ((b >> 16 & 0x3fff) << 4) + COUNT / 4 * 128;
     if (b >> 46 || (b >> 32 & 0x3fff) != 8) emu::fail("%s:%d: what describes B is not understood", file, line);
-    if (first + leading + (COUNT / 4 - 1) * 128 + 128 > emu::launch->shared + emu::launch->shared_bytes) {
-        emu::fail("%s:%d: B reaches beyond the shared memory", file, line);
-    }
-    memcpy(exchange[emu::current], a, sizeof(a));
-    emu::named_barrier({"wgmma", file, line}, 16 + group, 128, true);
-    for (int i = 0; i < COUNT; ++i) {
-        const unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-        double sum = adds ? d[i] : 0.0;
-        for (unsigned k = 0; k < 8; ++k) {
-            unsigned x = exchange[group * 128 + row + k % 4][i / 2 % 2 + k / 4 * 2], y;
-            memcpy(&y, first + k / 4 * leading + column * 16 + k % 4 * 4, 4);
-            sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
+    if (end > emu::launch->shared_bytes) emu::fail("%s:%d: B reaches beyond the shared memory", file, line);
+    emu::products[emu::current].push_back({d, COUNT, {a[0], a[1], a[2], a[3]}, b, adds != 0});
+}
+static inline void emu_wait_products(EMU_HERE) {
+    static unsigned exchange[1024][4];
+    const unsigned first = emu::current / 128 * 128, thread = emu::current % 128, row = thread / 4 * 4;
+    for (const emu::Product& product : emu::products[emu::current]) {
+        const char* const b = emu::launch->shared + ((product.b & 0x3fff) << 4);
+        memcpy(exchange[emu::current], product.a, sizeof(product.a));
+        emu::named_barrier({"wgmma", file, line}, 16 + first / 128, 128, true);
+        for (int i = 0; i < product.count; ++i) {
+            const unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            double sum = product.adds ? product.sums[i] : 0.0;
+            for (unsigned k = 0; k < 8; ++k) {
+                unsigned x = exchange[first + row + k % 4][i / 2 % 2 + k / 4 * 2], y;
+                memcpy(&y, b + k / 4 * ((product.b >> 16 & 0x3fff) << 4) + column * 16 + k % 4 * 4, 4);
+                sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
+            }
+            product.sums[i] = (float)sum;
         }
-        d[i] = (float)sum;
+        emu::named_barrier({"wgmma", file, line}, 16 + first / 128, 128, true);
     }
-    emu::named_barrier({"wgmma", file, line}, 16 + group, 128, true);
+    emu::products[emu::current].clear();
 }
 // Asynchronous copies arrive as late as they may, when the thread waits for their group. `from` null: zeros.
 static inline void emu_copy(void* to, const void* from, unsigned bytes, EMU_HERE) {

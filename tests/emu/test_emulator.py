@@ -297,6 +297,7 @@ PRODUCT = """
     for (int i = 0; i < 4; ++i) mine[i] = __float_as_uint(a[(row + i % 2 * 8) * 8 + pos + i / 2 * 4]);
     float sums[32];
     emu_wgmma(sums, mine, AT | 64ull << 16 | 8ull << 32, 0);
+    emu_wait_products();
     for (int i = 0; i < 32; ++i) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * pos + i % 2] = sums[i];
 """
 
@@ -308,4 +309,6 @@ def test_products_of_a_warpgroup():
     found = np.zeros((64, 64), np.float32)
     run(PRODUCT.replace("AT", "0ull"), a, b, found, block=128, shared_bytes=2048)
     np.testing.assert_array_equal(found, a @ b.T)
+    unwaited = PRODUCT.replace("AT", "0ull").replace("emu_wait_products();", "")
+    fails("does not wait for its products", unwaited, a, b, found, block=128, shared_bytes=2048)
     fails("reaches beyond the shared memory", PRODUCT.replace("AT", "1ull"), a, b, found, block=128, shared_bytes=2048)
