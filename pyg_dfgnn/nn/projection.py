@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn.fused import weights_dtype
 from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, is_plain, needs_grad, once_differentiable
@@ -29,7 +30,7 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
 
     Plain layers of one shape share a node of autograd, which sums the gradient of `x` inside the products. Each of
     these lines is one product for all layers where a kernel takes them (:mod:`pyg_dfgnn.ops.products`), else of few
-    rows.
+    rows. Under autocast x and the parameters are cast once for all layers.
 
     Args:
         x: Shape [N, F].
@@ -42,7 +43,9 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
     parameters = _parameters_of(x, layers)
     if parameters is None:
         return [_apart(layer(x), heads) for layer in layers]
-    weights, biases = parameters
+    weights, biases, dtype = parameters
+    if dtype is not None:
+        x = x.to(dtype)
     tensors = weights + biases
     if needs_grad((x, *tensors)):
         return _apply((heads, len(layers)), x, *tensors)
@@ -70,7 +73,7 @@ def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
 def attend(
     graph: Graph | EdgeSet, score: str, x: Tensor, heads: int, *layers: torch.nn.Module, **options: Any
 ) -> Sequence[Tensor] | None:
-    """What `projected_attention` makes of x and plain layers; None where it takes none.
+    """What `projected_attention` makes of x and plain layers, the attention in PyG's dtype; None where it takes none.
 
     Args:
         graph: The edges.
@@ -80,7 +83,18 @@ def attend(
         layers: PyG's `Linear`.
     """
     parameters = _parameters_of(x, layers)
-    return None if parameters is None else projected_attention(graph, score, x, *parameters, heads, **options)
+    if parameters is None:
+        return None
+    weights, biases, dtype = parameters
+    if dtype is None:
+        return projected_attention(graph, score, x, weights, biases, heads, **options)
+    found = projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, **options)
+    if found is None:
+        return None
+    attended, *others = found
+    vector = options.get("parameter")
+    # Autograd casts the gradient back, as it does for x.
+    return attended.to(weights_dtype(attended, attended if vector is None else vector)), *others
 
 
 def _apart(rows: Tensor, heads: int) -> Tensor:
@@ -88,16 +102,27 @@ def _apart(rows: Tensor, heads: int) -> Tensor:
     return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
 
 
-def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> tuple[list[Tensor], list[Tensor]] | None:
+_Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
+
+
+def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:
     """The weights and biases of layers that are products with matrices of one shape, which nothing watches or changes.
 
-    Biases are as many, or none. None where calling a layer may be more than its product.
+    Biases are as many, or none. Then the dtype that autocast has for the products, None without autocast. None where
+    calling a layer may be more than its product.
     """
     if not is_eager() or not is_plain(x) or x.layout is not torch.strided:
         return None
-    if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
+    if _has_any_global_hook():
         return None
-    dtype = x.dtype
+    dtype: torch.dtype | None
+    if torch.is_autocast_enabled(x.device.type):
+        cast = torch.get_autocast_dtype(x.device.type)
+        dtype = _dtype_under_autocast(cast, x, layers)
+        if dtype is None:
+            return None
+    else:
+        dtype, cast = x.dtype, None
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for layer in layers:
@@ -118,19 +143,31 @@ def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> tuple[list[T
             if bias.dtype is not dtype or bias.shape != channels:
                 return None
             biases.append(bias)
-    return (weights, biases) if len(biases) in (0, len(weights)) else None
+    return (weights, biases, cast) if len(biases) in (0, len(weights)) else None
+
+
+def _dtype_under_autocast(cast: torch.dtype, x: Tensor, layers: Sequence[torch.nn.Module]) -> torch.dtype | None:
+    """The dtype that all parameters need where autocast casts these and x to one of 16 bits; None where it may not."""
+    if cast.itemsize != 2:
+        return None
+    # Autocast leaves float64 alone.
+    dtypes = cast, torch.float32
+    weight = layers[0]._parameters.get("weight")
+    return weight.dtype if weight is not None and weight.dtype in dtypes and x.dtype in dtypes else None
 
 
 def _forward(
-    heads: int, x: Tensor, weights: list[Any] | tuple[Tensor, ...], biases: list[Any] | tuple[Tensor, ...]
+    heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The results, and the weights for backward: of few rows, without a kernel, one below the other."""
+    """The results, and the weights for backward in the dtype of x: of few rows, without a kernel, as one."""
     found = products.apart(x, weights, biases)
     if found is not None:
         return [_apart(each, heads) for each in found], weights
     count, rows = len(weights), x.size(0)
     if rows > products.MAX_ROWS:
-        layers = zip(weights, biases or [None] * count, strict=True)
+        weights, biases = products.in_dtype(x.dtype, weights, biases)
+        added: Sequence[Tensor | None] = biases or [None] * count
+        layers = zip(weights, added, strict=True)
         return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
     out, kept = products.beside(x, weights, biases)
     apart = out.view(rows, count, heads, weights[0].size(0) // heads)

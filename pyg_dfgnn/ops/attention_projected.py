@@ -165,6 +165,7 @@ def projected_attention(
     negative_slope: float = 0.0,
     dropout_p: float = 0.0,
     concat: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...] | None:
     r"""Attention among linear projections of one node set, under one node of autograd.
 
@@ -176,7 +177,7 @@ def projected_attention(
         graph: The edges, among N nodes.
         score: "dot" or "gatv2".
         x: Shape [N, F].
-        weights: Each [H * C, F], of the dtype of ``x``.
+        weights: Each [H * C, F], all of one dtype: that of ``x`` unless ``dtype`` is given.
         biases: As many, each [H * C], or none.
         heads: The number H of heads.
         parameter: The vector of "gatv2", as there.
@@ -184,6 +185,7 @@ def projected_attention(
         negative_slope: As in :func:`gatv2_attention`.
         dropout_p: Probability that an attention weight becomes 0.
         concat: Return the heads side by side.
+        dtype: That of the projections and the results, to which ``x``, weights and biases are cast; None for their own.
 
     Returns:
         The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
@@ -199,14 +201,17 @@ def projected_attention(
         return None
     numbers = scale, negative_slope, dropout_p
     trained = needs_grad((x, *vectors, *weights, *biases))
-    plan = score, numbers, heads, len(weights), trained
-    signature = signature_of(graph, "projected", plan, (x, weights[0]), vectors)
+    plan = score, numbers, heads, len(weights), trained, dtype
+    if dtype is None:
+        signature = signature_of(graph, "projected", plan, (x, weights[0]), vectors)
+    else:
+        signature = signature_of(graph, "projected", plan, (x,), (weights[0], *vectors))
     if signature is None:
         return None
     assert isinstance(graph, Graph)
     kernels = recall(graph, signature)
     if kernels is None:
-        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained)
+        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained, dtype or x.dtype)
         if found is None:
             return None
         kernels, final = found
@@ -215,6 +220,8 @@ def projected_attention(
     count = len(weights)
     if kernels.projections != count:
         return None
+    if dtype is not None:
+        x = x.to(dtype)
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
     vector = None if parameter is None else aligned(in_float32(parameter))
     rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
@@ -234,13 +241,14 @@ def _projected_kernels(
     heads: int,
     numbers: tuple[float, float, float],
     trained: bool,
+    dtype: torch.dtype,
 ) -> tuple[Kernels, bool] | None:
     """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
     graph.on_this_stream()
     scale, slope, p = numbers
-    tf32 = tf32_allowed(x.dtype)
+    tf32 = tf32_allowed(dtype)
     channels, rest = divmod(weights[0].shape[0], heads)
-    problem = AttentionProblem(score, heads, channels, x.dtype, x.device, False, p > 0.0, False, tf32)
+    problem = AttentionProblem(score, heads, channels, dtype, x.device, False, p > 0.0, False, tf32)
     if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
         return None
     check_range("scale", scale)

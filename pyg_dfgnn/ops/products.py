@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
@@ -62,7 +62,10 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
 
 
 def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The same side by side, [N, L * K], also where no kernel takes them; and the weights for :func:`gradients`."""
+    """The same side by side, [N, L * K], also where no kernel takes them; and the weights for :func:`gradients`.
+
+    Weights and biases of another dtype than x are cast to that.
+    """
     channels, features = weights[0].shape
     channels *= len(weights)
     taken = _taken(x, weights, biases)
@@ -72,9 +75,22 @@ def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tu
         return rows, weights
     # Weights and biases alike, side by side in one launch.
     joined = _flatten_dense_tensors((*weights, *biases))
+    if joined.dtype is not x.dtype:
+        joined = joined.to(x.dtype)
     weight = joined.as_strided((channels, features), (features, 1))
     bias = joined.as_strided((channels,), (1,), channels * features) if biases else None
     return F.linear(x, weight, bias), (weight,)
+
+
+def in_dtype(
+    dtype: torch.dtype, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The weights and biases, all of one dtype, in this one: with two launches where it is another."""
+    if weights[0].dtype is dtype:
+        return weights, biases
+    tensors = (*weights, *biases)
+    found = _unflatten_dense_tensors(_flatten_dense_tensors(tensors).to(dtype), tensors)
+    return found[: len(weights)], found[len(weights) :]
 
 
 def gradients(
@@ -96,7 +112,7 @@ def gradients(
         needed: Whether x, any weight, any bias needs one.
 
     Returns:
-        Of x, and of each of the parameters; None for what is not needed.
+        Of x, and of each of the parameters in its dtype; None for what is not needed.
     """
     if len(weights) == layers:
         # Sums hand out gradients that have one number for all elements.
@@ -106,6 +122,22 @@ def gradients(
             return _run_backward(x, weights, taken, parameters, grads, needed)
         if len(grads) < layers:
             weights = (torch.cat(tuple(weights)),)
+    if not torch.is_autocast_enabled(x.device.type):
+        return _gradients(x, layers, weights, parameters, grads, needed)
+    # Backward in a region of autocast that forward may not have been in: the products keep their dtypes.
+    with torch.autocast(x.device.type, enabled=False):
+        return _gradients(x, layers, weights, parameters, grads, needed)
+
+
+def _gradients(
+    x: Tensor,
+    layers: int,
+    weights: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """The same by products of torch's."""
     grad_x, share = None, layers // len(grads)
     if needed[0]:
         grad_x = torch.mm(grads[0], weights[0])
@@ -113,11 +145,17 @@ def gradients(
             grad_x.addmm_(grad, weight)
     of_weights: list[Tensor | None] = [None] * layers
     of_biases: list[Tensor | None] = [None] * (len(parameters) - layers)
+    dtype = parameters[0].dtype
     if needed[1]:
-        of_weights = [part for grad in grads for part in torch.mm(grad.t(), x).chunk(share)]
+        of_weights = [part for grad in grads for part in _cast(torch.mm(grad.t(), x), dtype).chunk(share)]
     if needed[2] and of_biases:
-        of_biases = [part for grad in grads for part in _column_sums(grad).chunk(share)]
+        of_biases = [part for grad in grads for part in _cast(_column_sums(grad), dtype).chunk(share)]
     return grad_x, [*of_weights, *of_biases]
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A call that casts nothing costs the host more than this.
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _column_sums(grad: Tensor) -> Tensor:
