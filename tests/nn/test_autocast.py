@@ -185,6 +185,18 @@ def test_gradients_that_are_not_wanted():
     assert all(p.grad is None for p in (layers[0].weight, layers[1].weight, layers[1].bias))
 
 
+def test_casts_are_few():
+    """Of x and of all parameters; back of the gradients of x, of the weights and of the biases."""
+    x, layers = torch.randn(9, 5, requires_grad=True), layers_of(3)
+    leaves = leaves_of(x, layers)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as forward, autocast():
+        found = project(x, 2, *layers)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as backward:
+        torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])
+    counts = [[event.name for event in profile.events()].count("aten::_to_copy") for profile in (forward, backward)]
+    assert counts == [2, 3]
+
+
 def test_hooked_layers_are_called():
     x, layers, seen = torch.randn(9, 5), layers_of(2), []
     layers[1].register_forward_hook(lambda *_: seen.append(True))
