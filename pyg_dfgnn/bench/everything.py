@@ -54,6 +54,10 @@ PROFILED = {
     "c:add:1x128:bfloat16 d:add:1x128:bfloat16",
     "more": "a:dot:8x16:float32 a:cosine:8x16:float32 a:gatv2:1x128:float32 d:add:1x128:float32 d:add:8x16:float32 "
     "d:gatv2:1x128:float32",
+    "rest": "b:add:8x16:float32 b:dot:8x16:float32:forward b:gatv2:8x16:float32:forward b:cosine:8x16:float32:forward "
+    "e:add:8x16:tf32 e:cosine:8x16:tf32 e:add:8x16:float32:forward e:add:8x16:tf32:forward",
+    "replays": "cora:gatv2:1x128:float32:forward cora:cosine:1x128:float32:forward cora:dot:1x128:float32:forward "
+    "b:gatv2:1x128:float32:forward b:cosine:1x128:float32:forward b:dot:1x128:float32:forward",
     "fusions": "mnist_like:dot:1x128:float32:smmf mnist_like:dot:1x128:float32:pmf mnist_like:add:1x128:float32:smmf "
     "mnist_like:add:1x128:float32:pmf reddit_like:add:1x128:float32:smmf reddit_like:add:1x128:float32:pmf",
 }

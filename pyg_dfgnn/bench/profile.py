@@ -1,7 +1,8 @@
 """Hardware counters of the kernels of single cases, read by Nsight Compute: what limits each.
 
 ``python -m pyg_dfgnn.bench.profile a:add:8x16:bfloat16 e:dot:1x128:tf32`` profiles forward and backward of the fused
-op, appends to ``results/bench/<gpu>/profile.csv`` and prints the table. Each case is also checked against float64.
+op, of cases that end in ``:forward`` a forward pass that needs no gradient. It appends to
+``results/bench/<gpu>/profile.csv`` and prints the table. Each case is also checked against float64.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ COUNTERS = {
 PIPE = re.compile(r"sm__(?:inst_executed_)?pipe_(\w+?)(?:_cycles_active)?\.avg\.pct_of_peak_sustained_active")
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
 FIELDS = ("case", "kernel", *COUNTERS, *"pipes stalls worst error bound gpu torch commit digest time".split())
+_FORM = "graph:score:HxC:dtype[:schedule][:forward]"
 _MARK = "profiled "
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What to profile: ``graph:score:heads x channels:dtype[:schedule]``."""
+    """What to profile: ``graph:score:heads x channels:dtype[:schedule][:forward]``."""
 
     graph: str
     case: AttentionCase
     dtype: str
     schedule: str
+    forward_only: bool = False
 
     @staticmethod
     def of(text: str) -> Profiled:
@@ -65,26 +68,29 @@ class Profiled:
         Raises:
             ValueError: The word has another form, or names something unknown.
         """
-        match = re.fullmatch(r"([^:]+):(\w+):(\d+)x(\d+):(\w+)(?::(\w+))?", text)
+        match = re.fullmatch(r"([^:]+):(\w+):(\d+)x(\d+):(\w+)(?::(?!forward$)(\w+))?(:forward)?", text)
         if match is None:
-            raise ValueError(f"a case needs the form graph:score:HxC:dtype[:schedule] (got {text!r})")
-        graph, score, heads, channels, dtype, schedule = match.groups(default="auto")
+            raise ValueError(f"a case needs the form {_FORM} (got {text!r})")
+        graph, score, heads, channels, dtype = match.groups()[:5]
+        schedule, forward_only = match[6] or "auto", match[7] is not None
         recipe_of(graph)
         check_choice("score", score, SCORES)
         check_choice("dtype", dtype, tuple(DTYPES))
         check_choice("schedule", schedule, SCHEDULES)
-        return Profiled(graph, AttentionCase(score, int(heads), int(channels)), dtype, schedule)
+        return Profiled(graph, AttentionCase(score, int(heads), int(channels)), dtype, schedule, forward_only)
 
     def run(self, device: torch.device) -> dict[str, Any]:
         """Checks the case, then calls it once under the profiler; the number of launches and the worst error."""
         bench = benchmark_graph(self.graph, device)
         graph = compressed(bench)
         inputs, grad_out = rounded_problem(self.case, bench, [DTYPES[self.dtype]])
-        leaves = {name: tensor.to(DTYPES[self.dtype]).requires_grad_() for name, tensor in inputs.items()}
+        trained = not self.forward_only
+        leaves = {name: tensor.to(DTYPES[self.dtype]).requires_grad_(trained) for name, tensor in inputs.items()}
         output_grad = grad_out.to(DTYPES[self.dtype])
 
         def call() -> dict[str, Tensor]:
-            return forward_backward(fused(self.case, graph, leaves), leaves, output_grad)
+            out = fused(self.case, graph, leaves)
+            return forward_backward(out, leaves, output_grad) if trained else {"out": out}
 
         launches: list[str] = []
         with in_force(self.schedule, self.dtype):
@@ -96,7 +102,8 @@ class Profiled:
             call()
             torch.cuda.synchronize(device)
             torch.cuda.profiler.stop()
-        errors = compare(self.case, bench, result, float64_reference(self.case, bench, inputs, grad_out), output_grad)
+        expected = float64_reference(self.case, bench, inputs, grad_out)
+        errors = compare(self.case, bench, result, {name: expected[name] for name in result}, output_grad)
         worst, error = errors.worst
         return {"kernels": len(launches), "worst": worst, "error": f"{error:.2e}", "bound": BOUNDS[self.dtype]}
 
@@ -177,7 +184,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", metavar="GRAPH:SCORE:HxC:DTYPE[:SCHEDULE]")
+    parser.add_argument("cases", nargs="+", metavar=_FORM)
     parser.add_argument("--out", type=Path, default=Path("results/bench"), help="folder (default: %(default)s)")
     parser.add_argument("--raw", type=Path, help="also keep what Nsight Compute prints")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -43,6 +43,10 @@ def output(facts=FACTS, rows=4):
 def test_cases_are_read():
     assert profile.Profiled.of(CASES[1]) == profile.Profiled("a", AttentionCase("add", 8, 16), "bfloat16", "tiles")
     assert profile.Profiled.of(CASES[0]).schedule == "auto"
+    alone = profile.Profiled.of("e:add:8x16:float32:forward")
+    assert (alone.schedule, alone.forward_only) == ("auto", True)
+    alone = profile.Profiled.of("e:add:8x16:float32:rows:forward")
+    assert (alone.schedule, alone.forward_only) == ("rows", True)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,7 @@ def test_cases_are_read():
         ("a:dots:1x128:float32", "'score' needs"),
         ("a:dot:1x128:float64", "'dtype' needs"),
         ("a:dot:1x128:float32:fast", "'schedule' needs"),
+        ("a:dot:1x128:float32:forward:rows", "needs the form"),
         ("nowhere:dot:1x128:float32", "nowhere"),
     ],
 )
