@@ -405,7 +405,9 @@ def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph:
     """
     if walk != "forward" or problem.score != "cosine" or graph.num_src != graph.num_dst or found.blocks > 1:
         return found
-    is_small = graph.num_edges * problem.heads * problem.channels <= _NORM_NUMBERS
+    in_order = found.constants["JOINED"] and found.constants["ORDERED"] and problem.dtype.itemsize == 4
+    most = _NORM_NUMBERS_IN_ORDER if in_order else _NORM_NUMBERS
+    is_small = graph.num_edges * problem.heads * problem.channels <= most
     if is_small and (found.constants["JOINED"] or graph.csr.max_degree <= found.max_edges):
         # More registers than were timed.
         return replace(found, constants={**found.constants, "NORMS": 1, "MIN_BLOCKS": 1})
@@ -454,6 +456,8 @@ _NORM_NUMBERS = 1 << 21
 """Gathered numbers up to which to find norms from them takes no longer than a launch before. Calls back to back on an
 H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
 products still were summed over lanes one after the other."""
+_NORM_NUMBERS_IN_ORDER = 1 << 24
+"""The same for packed rows in order, which took 12 to 21 % less with 14 million (PubMed, float32)."""
 _JOINED_WARPS = 8
 _JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""
@@ -480,6 +484,8 @@ def _joined(
     length = _joined_edges(rows, items)
     if length > max_edges or length >= rows.max_degree:
         return None
+    if constants["WARP_ROWS"] > 1 and not is_small:
+        return _in_order(problem, constants, walk, rows, max_edges)
     # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
     if _elements(constants) == 8 and (walk == "targets" or (walk == "forward" and is_small)):
         constants["UNROLL"] = max(4, constants["UNROLL"])
@@ -487,6 +493,33 @@ def _joined(
         constants.update(_of_few_rows(problem, constants, length))
         length = _joined_edges(rows, items_per_block(constants))
     return RowsPass(constants, length, 1)
+
+
+# Passes over packed rows in order in which a lane takes four loads in float32, one edge at a time.
+_FOUR_LOADS = {"forward": ("cosine",), "targets": ("dot",), "sources": ("cosine",)}
+
+
+def _in_order(
+    problem: AttentionProblem, constants: dict[str, int], walk: str, rows: Adjacency, max_edges: int
+) -> RowsPass:
+    """The pass over packed rows with chunks joined in a block and the longest rows first, which few rows do not need.
+
+    The rows of a warp are as long as each other then. From timings on PubMed on an H200, 1 head of 128 in float32 and
+    bfloat16: passes take 0.60 to 0.71 of the time of rows as they come (`results/tuning/rows_in_order.csv`), with
+    blocks of half the warps, as far as these can walk the longest row.
+    """
+    fewer = ordered(problem, walk, {**constants, "WARPS": WARPS})
+    elements, plain = _elements(fewer), not problem.edge and not problem.dropout
+    if plain and problem.dtype.itemsize == 4 and problem.score in _FOUR_LOADS.get(walk, ()):
+        lanes = fitting_lanes(problem, 4, wide=False)
+        if lanes["LANE_VECS"] == 4:
+            fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
+    elif plain and problem.dtype.itemsize == 2 and (walk, problem.score, elements) == ("sources", "dot", 16):
+        fewer["MIN_BLOCKS"] = 4
+    length = _joined_edges(rows, items_per_block(fewer))
+    if length <= max_edges:
+        return RowsPass(fewer, length, 1)
+    return RowsPass({**constants, "ORDERED": 1}, _joined_edges(rows, items_per_block(constants)), 1)
 
 
 def _joined_edges(rows: Adjacency, items: int) -> int:

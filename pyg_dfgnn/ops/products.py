@@ -2,9 +2,9 @@
 
 The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
 launch reads the parameters where they are; of many rows the gradients of the input and of the parameters have one each.
-Tensor cores multiply, with up to 1.9 times the error of torch's products in float32 (`results/tuning/products.csv`), of
-many rows with 2.4e-7 (`results/tuning/products_wgmma.csv`). Factors that are infinite, or 3.402e38 or more, give NaN,
-and errors grow below 1e-35.
+Tensor cores multiply, with up to 1.9 times the error of torch's products in float32 (`results/tuning/products.csv`,
+`results/tuning/products_warpgroups.csv`). Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow
+below 1e-35.
 """
 
 from collections.abc import Sequence

@@ -63,7 +63,9 @@ def kernels_of(step):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # The tests fill new buffers with NaN.
+    return [name for name in found if "FillFunctor" not in name]
 
 
 @pytest.mark.parametrize("cast", HALVES)
