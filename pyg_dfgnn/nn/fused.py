@@ -131,11 +131,15 @@ def form_of(edge_index: Any) -> str:
 
 
 def weights_dtype(features: Tensor, other: Tensor) -> torch.dtype:
-    """The dtype of PyG's attention weights from these factors of a logit: on CUDA, autocast sums in float32."""
-    dtype = features.dtype
-    if other.dtype is not dtype:
-        dtype = torch.promote_types(dtype, other.dtype)
-    if features.is_cuda and torch.is_autocast_enabled("cuda"):
+    """The dtype of PyG's attention weights from these factors of a logit."""
+    return weights_dtype_of(features.dtype, other.dtype, features.is_cuda)
+
+
+def weights_dtype_of(dtype: torch.dtype, other: torch.dtype, is_cuda: bool) -> torch.dtype:
+    """The same by the dtypes of the factors: on CUDA, autocast sums in float32."""
+    if other is not dtype:
+        dtype = torch.promote_types(dtype, other)
+    if is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.promote_types(dtype, torch.float32)
     return dtype
 

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn.fused import weights_dtype
+from pyg_dfgnn.nn.fused import weights_dtype_of
 from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, is_plain, needs_grad, once_differentiable
@@ -88,13 +88,9 @@ def attend(
     weights, biases, dtype = parameters
     if dtype is None:
         return projected_attention(graph, score, x, weights, biases, heads, **options)
-    found = projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, **options)
-    if found is None:
-        return None
-    attended, *others = found
     vector = options.get("parameter")
-    # Autograd casts the gradient back, as it does for x.
-    return attended.to(weights_dtype(attended, attended if vector is None else vector)), *others
+    out_dtype = weights_dtype_of(dtype, dtype if vector is None else vector.dtype, x.is_cuda)
+    return projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, out_dtype=out_dtype, **options)
 
 
 def _apart(rows: Tensor, heads: int) -> Tensor:

@@ -336,8 +336,8 @@ def launch_forward(
 
     Returns:
         The output; the softmax of its rows [N_dst, H, 2] in float32, that is the maximum of the base-2 logits and the
-        inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output and its derivative in the target scalars, both
-        [N_dst, H, C] in float32. None for what is not asked for.
+        inverse of the sum, ``P = exp2(S2 - max) * inverse``; the output in float32, of its shape, and its derivative in
+        the target scalars [N_dst, H, C] in float32. None for what is not asked for.
     """
     heads = kernels.problem.heads
     softmax = out.new_empty((num_dst, heads, 2), dtype=torch.float32) if saved else None
@@ -345,7 +345,7 @@ def launch_forward(
         kernels.forward.forward(ready, out, softmax, None)
         return out, softmax, None, None
     shape = (num_dst, heads, kernels.problem.channels)
-    copy = out.new_empty(shape, dtype=torch.float32) if exact else None
+    copy = torch.empty_like(out, dtype=torch.float32) if exact else None
     if tangent is None:
         kernels.forward.forward(ready, out, softmax, copy)
         return out, softmax, copy, None

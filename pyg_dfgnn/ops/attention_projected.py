@@ -62,8 +62,9 @@ def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
     return rows.chunk(projections, 1)[used:] if projections > used else ()
 
 
-Projected = tuple[Kernels, Graph, int, bool, tuple[float, float, float]]
-"""Kernels, edges, number of projections, whether heads are to be side by side; scale, slope and dropout."""
+Projected = tuple[Kernels, Graph, int, bool, tuple[float, float, float], bool]
+"""Kernels, edges, number of projections, whether heads are to be side by side; scale, slope and dropout; whether the
+attention is to be in float32 where the projections are not."""
 
 
 def _attend(
@@ -74,20 +75,32 @@ def _attend(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     saved: bool,
-) -> tuple[tuple[Any, ...], Tensor, Sequence[Tensor]]:
-    """What :func:`launch_forward` gives for the projections of x; the projections, and their weights for backward."""
-    kernels, _, count, concat, numbers = rest
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor, Tensor, Sequence[Tensor]]:
+    """The attention among the projections of x, its softmax, and a copy of it where backward needs one.
+
+    Then x in the dtype of the projections, these, and their weights for backward.
+    """
+    kernels, _, count, concat, numbers, wide = rest
+    dtype = kernels.problem.dtype
+    if x.dtype is not dtype:
+        x = x.to(dtype)
     rows, kept = products.beside(x, weights, biases)
     ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
-    return _launch(kernels, rows, ready, concat, saved, saved and is_rounded(rows)), rows, kept
+    return _launch(kernels, rows, ready, concat, wide, saved), x, rows, kept
 
 
 def _launch(
-    kernels: Kernels, rows: Tensor, ready: Sequence[Any], concat: bool, saved: bool, exact: bool
-) -> tuple[Any, ...]:
+    kernels: Kernels, rows: Tensor, ready: Sequence[Any], concat: bool, wide: bool, saved: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The attention, in float32 if it is to be wide; the softmax; the attention as it was before it was rounded."""
     nodes, heads, channels = rows.shape[0], kernels.problem.heads, kernels.problem.channels
     out = rows.new_empty((nodes, heads * channels) if concat else (nodes, heads, channels))
-    return launch_forward(kernels, ready, out, nodes, saved=saved, exact=exact)
+    exact = wide or (saved and is_rounded(rows))
+    out, softmax, copy, _ = launch_forward(kernels, ready, out, nodes, saved=saved, exact=exact)
+    if wide:
+        assert copy is not None
+        return copy, softmax, None
+    return out, softmax, copy
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -108,8 +121,8 @@ class _ProjectedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = rest[2]
         weights, biases = layers[:count], layers[count:]
-        (out, softmax, copy, _), rows, kept = _attend(rest, seed, x, parameter, weights, biases, True)
-        ctx.rest = rest
+        ctx.rest, ctx.x_dtype = rest, x.dtype
+        (out, softmax, copy), x, rows, kept = _attend(rest, seed, x, parameter, weights, biases, True)
         # As in _Attention.
         ctx.out = (out.detach(), out._version) if copy is None else None
         ctx.save_for_backward(x, parameter, seed, copy, softmax, rows, *kept)
@@ -120,7 +133,7 @@ class _ProjectedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
-        kernels, graph, count, concat, numbers = ctx.rest
+        kernels, graph, count, concat, numbers, wide = ctx.rest
         x, parameter, seed, out, softmax, rows, *weights = ctx.saved_tensors
         # Hooks of saved tensors may give them back elsewhere.
         rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
@@ -135,7 +148,9 @@ class _ProjectedAttention(torch.autograd.Function):
             if out is None:
                 out = unedited(ctx)
             if out is None:
-                out = _launch(kernels, rows, ready, concat, False, False)[0]
+                out = _launch(kernels, rows, ready, concat, wide, False)[0]
+            if grad_out.dtype is not rows.dtype:
+                grad_out = grad_out.to(rows.dtype)
             into = (*_roles(score, grads, count, heads), None, None)
             grad_parameter = launch_backward(kernels, graph, ready, out, softmax, grad_out, into, parameter=parameter)
         for other, grad in zip(_others(score, grads, count), grad_others, strict=True):
@@ -145,7 +160,7 @@ class _ProjectedAttention(torch.autograd.Function):
                 other.copy_(grad)
         _, _, needs_x, _, *needed = ctx.needs_input_grad
         wanted = needs_x, any(needed[:count]), any(needed[count:])
-        grad_x, of_layers = products.gradients(x, count, weights, ctx.layers, (grads,), wanted)
+        grad_x, of_layers = products.gradients(x, count, weights, ctx.layers, (grads,), wanted, ctx.x_dtype)
         return None, None, grad_x, grad_parameter, *of_layers
 
 
@@ -166,6 +181,7 @@ def projected_attention(
     dropout_p: float = 0.0,
     concat: bool = False,
     dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...] | None:
     r"""Attention among linear projections of one node set, under one node of autograd.
 
@@ -185,7 +201,8 @@ def projected_attention(
         negative_slope: As in :func:`gatv2_attention`.
         dropout_p: Probability that an attention weight becomes 0.
         concat: Return the heads side by side.
-        dtype: That of the projections and the results, to which ``x``, weights and biases are cast; None for their own.
+        dtype: That of the projections, to which ``x``, weights and biases are cast; None for their own.
+        out_dtype: That of the attention, float32 or that of the projections; None for the latter.
 
     Returns:
         The attention [N, H, C], with ``concat`` [N, H * C], then of each further layer [N, H * C]. None where the
@@ -220,15 +237,15 @@ def projected_attention(
     count = len(weights)
     if kernels.projections != count:
         return None
-    if dtype is not None:
-        x = x.to(dtype)
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
     vector = None if parameter is None else aligned(in_float32(parameter))
-    rest = kernels, graph, count, concat, (float(scale), float(negative_slope), float(dropout_p))
+    numbers = float(scale), float(negative_slope), float(dropout_p)
+    wide = out_dtype is not None and out_dtype is not kernels.problem.dtype
+    rest = kernels, graph, count, concat, numbers, wide
     if trained:
         results: tuple[Tensor, ...] = _apply(rest, seed, x, vector, *weights, *biases)
         return results
-    attended, rows, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
+    attended, _, rows, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
     return attended[0], *_others(score, rows, count)
 
 

@@ -100,6 +100,7 @@ def gradients(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
     needed: Sequence[bool],
+    x_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """Gradients of linear layers of one input.
 
@@ -110,9 +111,10 @@ def gradients(
         parameters: The weights of the layers, then their biases if they have any.
         grads: Of the results, L times [N, K], or one of them side by side.
         needed: Whether x, any weight, any bias needs one.
+        x_dtype: What x was cast from; None where it was not.
 
     Returns:
-        Of x, and of each of the parameters in its dtype; None for what is not needed.
+        Of x in this dtype, and of each of the parameters in its own; None for what is not needed.
     """
     if len(weights) == layers:
         # Sums hand out gradients that have one number for all elements.
@@ -122,35 +124,45 @@ def gradients(
             return _run_backward(x, weights, taken, parameters, grads, needed)
         if len(grads) < layers:
             weights = (torch.cat(tuple(weights)),)
+    dtypes = x_dtype or x.dtype, parameters[0].dtype
     if not torch.is_autocast_enabled(x.device.type):
-        return _gradients(x, layers, weights, parameters, grads, needed)
+        return _gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
     # Backward in a region of autocast that forward may not have been in: the products keep their dtypes.
     with torch.autocast(x.device.type, enabled=False):
-        return _gradients(x, layers, weights, parameters, grads, needed)
+        return _gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
 
 
 def _gradients(
     x: Tensor,
     layers: int,
     weights: Sequence[Tensor],
-    parameters: Sequence[Tensor],
+    parameters: int,
     grads: Sequence[Tensor],
     needed: Sequence[bool],
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The same by products of torch's."""
+    """The same by products of torch's, for so many parameters, in the dtypes of x and of these."""
     grad_x, share = None, layers // len(grads)
+    x_dtype, dtype = dtypes
     if needed[0]:
-        grad_x = torch.mm(grads[0], weights[0])
+        grad_x = _product(grads[0], weights[0], x_dtype if len(grads) == 1 else x.dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
+        grad_x = _cast(grad_x, x_dtype)
     of_weights: list[Tensor | None] = [None] * layers
-    of_biases: list[Tensor | None] = [None] * (len(parameters) - layers)
-    dtype = parameters[0].dtype
+    of_biases: list[Tensor | None] = [None] * (parameters - layers)
     if needed[1]:
-        of_weights = [part for grad in grads for part in _cast(torch.mm(grad.t(), x), dtype).chunk(share)]
+        of_weights = [part for grad in grads for part in _product(grad.t(), x, dtype).chunk(share)]
     if needed[2] and of_biases:
         of_biases = [part for grad in grads for part in _cast(_column_sums(grad), dtype).chunk(share)]
     return grad_x, [*of_weights, *of_biases]
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product in another dtype, not rounded to theirs where torch can."""
+    if a.dtype is not dtype and a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return _cast(torch.mm(a, b), dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -305,3 +305,20 @@ def test_in_and_out_of_autocast_by_turns(key, schedule):
     assert exact.dtype is torch.float32
     for cast, out in zip(HALVES, results[1:3], strict=True):
         assert 0 < relative_error(out, exact) < TOLERANCES[cast][0]
+
+
+@pytest.mark.parametrize("concat", [True, False])
+def test_the_attention_in_float32_is_not_rounded_and_may_be_edited(concat):
+    """With a vector in float32, as for all of autocast on CUDA."""
+    conv = ours.GATv2Conv(FEATURES, 16, heads=3, concat=concat, bias=False, add_self_loops=False)
+    graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES)
+    grads = []
+    for edit in (lambda out: out.mul_(2), lambda out: out.mul(2)):
+        leaf = x.clone().requires_grad_()
+        with emulated_device(), autocast(torch.bfloat16), pyg_dfgnn.settings(schedule="rows"):
+            out = conv(leaf, graph.edge_index)
+            assert "_ProjectedAttentionBackward" in names_of(out) and out.dtype is torch.float32
+            assert not torch.equal(out.bfloat16().float(), out)
+            loss = edit(out).sin().sum()
+            grads.append(torch.autograd.grad(loss, [leaf, *conv.parameters()]))
+    assert all(map(torch.equal, *grads))
