@@ -457,7 +457,7 @@ _NORM_NUMBERS = 1 << 21
 H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
 products still were summed over lanes one after the other."""
 _NORM_NUMBERS_IN_ORDER = 1 << 24
-"""The same for packed rows in order, which took 12 to 21 % less with 14 million (PubMed, float32)."""
+"""The same for packed rows in order, which took 12 to 21 % less with 11 million (PubMed, float32)."""
 _JOINED_WARPS = 8
 _JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""
