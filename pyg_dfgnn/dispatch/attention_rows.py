@@ -514,8 +514,8 @@ def _in_order(
         lanes = fitting_lanes(problem, 4, wide=False)
         if lanes["LANE_VECS"] == 4:
             fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
-    elif plain and (problem.dtype.itemsize, problem.score, elements) == (2, "dot", 16):
-        fewer.update({"targets": {"UNROLL": 1}, "sources": {"MIN_BLOCKS": 4}}.get(walk, {}))
+    elif plain and problem.dtype.itemsize == 2 and (walk, problem.score, elements) == ("sources", "dot", 16):
+        fewer["MIN_BLOCKS"] = 4
     length = _joined_edges(rows, items_per_block(fewer))
     if length <= max_edges:
         return RowsPass(fewer, length, 1)

@@ -40,9 +40,7 @@ def label_counts(y: Tensor, num_classes: int, *, loss_weights: bool) -> Tensor:
     return class_counts(y, num_classes) if loss_weights else (y != IGNORED).sum()
 
 
-def cross_entropy(
-    logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tensor | None = None, captured: bool = False
-) -> Tensor:
+def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tensor | None = None) -> Tensor:
     """Mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
 
     Args:
@@ -51,10 +49,8 @@ def cross_entropy(
         loss_weights: Weigh with the :func:`class_weights` of these labels rather than with 1.
         counts: The :func:`label_counts` of these labels; where several processes hold labels of their own, their
             average over the processes, and the results of the processes average to the loss. None: they are taken here.
-        captured: Whether launches cost the host nothing: then several short kernels add up what otherwise one does,
-            a single thread block of torch's.
     """
-    if counts is None and not loss_weights and not captured:
+    if counts is None and not loss_weights:
         # The same mean, in fewer launches.
         return F.cross_entropy(logits.float(), y, ignore_index=IGNORED)
     total = label_counts(y, logits.size(1), loss_weights=loss_weights) if counts is None else counts
@@ -64,8 +60,6 @@ def cross_entropy(
         total = (weight * total).sum()
         # One class alone weighs nothing: a loss of 0 instead of 0 / 0.
         total = torch.where(total > 0, total, 1.0)
-    if captured:
-        return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="none").sum() / total
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
 

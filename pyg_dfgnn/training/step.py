@@ -41,9 +41,6 @@ class Step:
         ValueError: `precision` is unknown.
     """
 
-    captured = False
-    """Whether launches cost the host nothing."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -109,8 +106,7 @@ class Step:
         if shared and counts is None:
             counts = self._start_counts(batch.y)
         total = None if counts is None else counts()
-        weights, captured = self.loss_weights, self.captured
-        return cross_entropy(logits, batch.y, loss_weights=weights, counts=total, captured=captured), logits
+        return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, counts=total), logits
 
     def _start_counts(self, y: Tensor) -> Callable[[], Tensor]:
         assert self._num_classes is not None
@@ -189,7 +185,6 @@ class CapturedStep(Step):
         ValueError: The model is not on a CUDA device, or the precision, the optimizer or the model cannot be captured.
     """
 
-    captured = True
     WARM_UPS = 3
     SHARED_WARM_UPS = 12
     """Of several processes: DistributedDataParallel times its first ten steps, which cannot be captured."""

@@ -321,7 +321,7 @@ def test_packed_rows_joined_in_a_block_come_in_order():
     assert found("add", "forward") == found("add", "tangent") == found("add", "sources") == (1, 4, 4, 2, 4, 1, 16)
     half = {"dtype": torch.bfloat16}
     assert found("dot", "forward", **half) == (1, 2, 4, 2, 4, 1, 16)
-    assert found("dot", "targets", **half) == (1, 2, 4, 1, 4, 1, 16)
+    assert found("dot", "targets", **half) == (1, 2, 4, 2, 4, 1, 16)
     assert found("dot", "sources", **half) == (1, 2, 4, 1, 4, 4, 16)
     assert found("dot", "targets", dropout=True)[:5] == (1, 2, 2, 2, 4)
     assert found("dot", "targets", heads=8, channels=16)[:5] == (1, 2, 2, 2, 4)
