@@ -60,6 +60,13 @@ def sbm(num_graphs: int = 4, nodes: int = 20, seed: int = 0) -> Case:
     return Case(f"sbm-{num_graphs}x{nodes}", torch.cat(parts, dim=1), num_graphs * nodes, num_graphs * nodes)
 
 
+def skewed(num_src: int, num_dst: int, num_edges: int, seed: int = 0) -> Case:
+    """Degrees that fall off as a power of the node's number, on both sides: most rows are short, a few are long."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = [(size * torch.rand(num_edges, generator=generator) ** 1.6).long() for size in (num_src, num_dst)]
+    return Case(f"skewed-{num_src}-{num_dst}", torch.stack(ends), num_src, num_dst)
+
+
 def zoo() -> list[Case]:
     """All kinds, each small enough for a brute-force reference."""
     return [

@@ -74,6 +74,14 @@ def _hub(small: bool) -> BenchGraph:
     return _shuffled("hub", torch.cat([both_ways, others], 1), leaves + 1, leaves + 1)
 
 
+def _skewed(small: bool) -> BenchGraph:
+    """Degrees fall off as a power of the node's number: most rows are short and packed, a few are long."""
+    num_src, num_dst, num_edges = (40, 50, 300) if small else (9_000, 12_000, 30_000)
+    generator = generator_of(8, "cpu")
+    ends = [(size * torch.rand(num_edges, generator=generator) ** 1.6).long() for size in (num_src, num_dst)]
+    return _shuffled("skewed", torch.stack(ends), num_src, num_dst)
+
+
 def _block_model(small: bool) -> BenchGraph:
     """A batch of stochastic block models: five communities, pairs kept with 0.5 inside and 0.2 across."""
     generator = generator_of(7, "cpu")
@@ -104,6 +112,7 @@ CHECK_GRAPHS: dict[str, Callable[[bool], BenchGraph]] = {
     "block_model": _block_model,
     "cora": partial(_real, "cora"),
     "hub": _hub,
+    "skewed": _skewed,
     "cornell5": partial(_real, "cornell5"),
 }
 

@@ -161,6 +161,8 @@ def test_check_graphs_are_what_they_are_called():
     assert (small["self_loops"].edge_index[0] == small["self_loops"].edge_index[1]).sum() >= 15
     assert small["bipartite_wide"].num_src > small["bipartite_wide"].num_dst
     assert small["bipartite_tall"].num_src < small["bipartite_tall"].num_dst
+    skewed = check_graph("skewed", "cpu")
+    assert skewed.num_edges < 3 * skewed.num_dst and 60 < skewed.in_degree.max() < 256 > skewed.out_degree.max() > 60
 
 
 def test_the_full_hub_has_100_000_neighbours():

@@ -97,6 +97,20 @@ def test_joined_chunks(joined, row):
     assert not [name for name in launched if name.endswith("_merge")]
 
 
+@pytest.mark.parametrize("row", JOINED, ids=map(label, JOINED))
+def test_joined_chunks_in_order(joined, row, monkeypatch):
+    """As of many rows: the longest first."""
+    monkeypatch.setattr(attention_rows, "_FEW_BLOCKS", 0)
+    graph = build_graph(*GRAPHS[row["graph"]]())
+    planned = dispatch.AttentionProblem(
+        row["score"], *row["shape"], row["dtype"], graph.device, row["edge"], row["dropout"] > 0, True
+    )
+    for walk in ("forward", "sources"):
+        constants = attention_rows.plan_pass(planned, walk, graph).constants
+        assert constants["JOINED"] and constants["ORDERED"] == (constants["WARP_ROWS"] > 1)
+    assert not [name for name in run(row) if name.endswith("_merge")]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_joined_chunks_of_half_of_the_heads(joined, order):
     """The other heads lie in blocks of their own; a hub on both sides, rows without edges."""

@@ -6,6 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from pyg_dfgnn.dispatch.attention import AttentionProblem
+from pyg_dfgnn.dispatch.attention_rows import plan_pass
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
@@ -13,7 +16,7 @@ from pyg_dfgnn.settings import settings
 from tests.ops.problems import SCORES
 from tests.ops.test_attention_cuda import DEVICE, assert_equal, assert_matches, capture, setup_of
 from tests.ops.test_attention_tiles_cuda import superpixels
-from tests.zoo import hub, sbm
+from tests.zoo import hub, sbm, skewed
 
 pytestmark = pytest.mark.cuda
 
@@ -25,8 +28,14 @@ SETUPS = [
     (8, 16, torch.float16, False),
     (2, 20, torch.float32, True),
 ]
-# A hub of 170 edges is what one thread block joins.
-GRID = [("resident", superpixels()), ("resident", sbm(num_graphs=30, nodes=40)), ("rows", hub(170))]
+# A hub of 170 edges is what one thread block joins; many rows come in order of length then.
+SKEWED = skewed(9_000, 12_000, 30_000), skewed(10_000, 10_000, 40_000)
+GRID = [
+    ("resident", superpixels()),
+    ("resident", sbm(num_graphs=30, nodes=40)),
+    ("rows", hub(170)),
+    *(("rows", case) for case in SKEWED),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +67,15 @@ def test_against_float64(score, schedule, case):
             assert_matches(problem, actual, keep)
             torch.manual_seed(3)
             assert_equal(problem.run(), actual)
+
+
+@pytest.mark.parametrize("case", SKEWED, ids=str)
+def test_packed_rows_come_in_order(case):
+    graph = Graph.of(case.edge_index.to(DEVICE), case.num_src, case.num_dst)
+    for score, (heads, channels, dtype, more), walk in product(SCORES, SETUPS, ("forward", "targets", "sources")):
+        problem = AttentionProblem(score, heads, channels, dtype, DEVICE, False, more, True)
+        constants = plan_pass(problem, walk, graph).constants
+        assert constants["JOINED"] and constants["ORDERED"] and constants["WARP_ROWS"] > 1
 
 
 @pytest.mark.parametrize(("schedule", "case"), GRID[1:], ids=str)
