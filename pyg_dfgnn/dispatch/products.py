@@ -18,10 +18,10 @@ _SHARE_ROWS = 1 << 12
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 """Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
 _WARPGROUP_ROWS = _FEW_ROWS
-"""Above so many rows warpgroups take over: of 2,708 they were as fast, of 19,717 1.4 to 1.9 times as fast as tiles
-(`results/tuning/products_wgmma.csv`)."""
+"""Above so many rows warpgroups take over: of 8,192 they were 0.8 to 1.6 times as fast as tiles, of 19,717 1.0 to 2.0
+times, of 120,000 1.3 to 2.4 times (`results/tuning/products_warpgroups.csv`)."""
 _WARPGROUP_WIDTHS = range(68, 129, 4)
-"""Features and channels that they take: 128 were measured, below 68 half of their work would be on zeros."""
+"""Features and channels that they take: below 68 half of their work would be on zeros."""
 _PARTIAL_BYTES = 128 << 20
 """The most memory for sums over shares of the rows, unless one share takes more."""
 
