@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
@@ -106,7 +107,10 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
     def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Tensor | None:
         """The attention of one node set with two projections, None if not at once."""
         att, own = self.att, self._modules
-        if self.share_weights or att.dtype is not x.dtype:
+        if self.share_weights:
+            return None
+        # Autocast casts x.
+        if att.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
             return None
         layers = own["lin_l"], own["lin_r"]
         found = attend(edges, "gatv2", x, self.heads, *layers, parameter=att, **self._options())

@@ -148,6 +148,8 @@ def _dtype_under_autocast(cast: torch.dtype, x: Tensor, layers: Sequence[torch.n
         return None
     # Autocast leaves float64 alone.
     dtypes = cast, torch.float32
+    if type(layers[0]) is not Linear:
+        return None
     weight = layers[0]._parameters.get("weight")
     return weight.dtype if weight is not None and weight.dtype in dtypes and x.dtype in dtypes else None
 
@@ -215,12 +217,13 @@ def is_plain_linear(layer: torch.nn.Module) -> bool:
 
 def _is_product(layer: torch.nn.Module) -> bool:
     """The same, but for what all modules share."""
+    if type(layer) is not Linear:
+        return False
     own = layer.__dict__
     parameters = own["_parameters"]
     return (
-        type(layer) is Linear
         # Pruning, weight normalisation and replicas keep the weight elsewhere.
-        and type(parameters.get("weight")) in PLAIN
+        type(parameters.get("weight")) in PLAIN
         and "bias" in parameters
         and "forward" not in own
         and not any(_hooks(own))

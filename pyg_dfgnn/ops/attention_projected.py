@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -122,6 +123,8 @@ class _ProjectedAttention(torch.autograd.Function):
         count = rest[2]
         weights, biases = layers[:count], layers[count:]
         ctx.rest, ctx.x_dtype = rest, x.dtype
+        if x.requires_grad and x.dtype is not rest[0].problem.dtype:
+            ctx.cast_from = ref(x)
         (out, softmax, copy), x, rows, kept = _attend(rest, seed, x, parameter, weights, biases, True)
         # As in _Attention.
         ctx.out = (out.detach(), out._version) if copy is None else None

@@ -42,6 +42,12 @@ def apply_of(kind: type[Function]) -> Callable[..., Any]:
     return super(Function, kind).apply  # type: ignore[misc]
 
 
+_NO_SECOND = (
+    "a fused kernel has no second derivative (its backward is marked with @once_differentiable): use PyG's class where "
+    "gradients are differentiated"
+)
+
+
 class _Final(Function):
     """Hands on gradients that were computed from other tensors; a derivative of them by any of these is refused."""
 
@@ -52,10 +58,7 @@ class _Final(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise RuntimeError(
-            "a fused kernel has no second derivative (its backward is marked with @once_differentiable): use PyG's "
-            "class where gradients are differentiated"
-        )
+        raise RuntimeError(_NO_SECOND)
 
 
 class _Unpacked:
@@ -103,7 +106,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """As torch's decorator of this name, at no cost where no second derivative is asked for.
 
     torch's lets gradients pass for constants where those of the outputs are constant, and autograd.grad goes around its
-    error. Here they depend on all that is saved, and on the tensors in ``ctx.layers``.
+    error. Here they depend on all that is saved, and on the tensors in ``ctx.layers``. What an input was cast from is
+    not kept for this: ``ctx.cast_from`` is a weak reference, and where nobody else has it, gradients with a graph of
+    their own are refused.
     """
     guarded = function.once_differentiable(backward)
 
@@ -119,10 +124,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return _one_by_one(run, ctx, grads)
         if torch.compiler.is_compiling():
             return guarded(ctx, *grads)
+        cast_from = getattr(ctx, "cast_from", None)
+        origin = None if cast_from is None else cast_from()
+        if cast_from is not None and origin is None:
+            raise RuntimeError(_NO_SECOND)
         unpacked = _Unpacked(ctx)
         with torch.no_grad():
             found = backward(unpacked, *grads)
-        sources = [*grads, *unpacked.saved_tensors, *getattr(ctx, "layers", ())]
+        sources = [*grads, origin, *unpacked.saved_tensors, *getattr(ctx, "layers", ())]
         sources = [each for each in sources if isinstance(each, Tensor) and each.requires_grad]
         places = [place for place, each in enumerate(found) if isinstance(each, Tensor)]
         final = _Final.apply(len(places), *[found[place] for place in places], *sources)  # type: ignore[no-untyped-call]

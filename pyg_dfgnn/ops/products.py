@@ -124,6 +124,8 @@ def gradients(
             return _run_backward(x, weights, taken, parameters, grads, needed)
         if len(grads) < layers:
             weights = (torch.cat(tuple(weights)),)
+    # Several gradients are added in the dtype of x, which nobody has cast here.
+    assert x_dtype is None or len(grads) == 1
     dtypes = x_dtype or x.dtype, parameters[0].dtype
     if not torch.is_autocast_enabled(x.device.type):
         return _gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
@@ -145,10 +147,9 @@ def _gradients(
     grad_x, share = None, layers // len(grads)
     x_dtype, dtype = dtypes
     if needed[0]:
-        grad_x = _product(grads[0], weights[0], x_dtype if len(grads) == 1 else x.dtype)
+        grad_x = _product(grads[0], weights[0], x_dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        grad_x = _cast(grad_x, x_dtype)
     of_weights: list[Tensor | None] = [None] * layers
     of_biases: list[Tensor | None] = [None] * (parameters - layers)
     if needed[1]:

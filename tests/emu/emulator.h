@@ -3,7 +3,7 @@
 // hide is an error here: divergent barriers, lanes missing from a collective, shuffles from outside the mask,
 // misaligned and out-of-bounds accesses (guard pages, set up by the loader), uninitialised shared memory (NaN), races
 // (thread orders), copies that nobody waits for. A barrier needs all threads of the block, also those that have returned.
-// Not covered: PTX, cooperative groups, memory-model races between blocks, spinning on a flag.
+// Not covered: PTX, cooperative groups, fences, memory-model races between blocks, spinning on a flag.
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -165,8 +165,9 @@ static int barrier(const Site& site, bool value) {
     return (int)self.result;
 }
 
-// Named barriers: the 16 of a block, and one for the products of each warpgroup.
+// Named barriers: the 16 of a block, and one for the products of each warpgroup. Whether one has just let threads go.
 static unsigned num_at_named[16 + 8];
+static bool released;
 
 // Counts a thread in; if it waits, it does so until `expected` have been counted.
 static void named_barrier(const Site& site, int id, unsigned expected, bool waits) {
@@ -178,6 +179,7 @@ static void named_barrier(const Site& site, int id, unsigned expected, bool wait
             if (threads[t].state == AT_NAMED && threads[t].source == id) threads[t].state = RUNNABLE;
         }
         num_at_named[id] = 0;
+        released = true;
     }
     if (waits) wait();
 }
@@ -323,6 +325,8 @@ static void run_block(unsigned* order, char* stacks) {
             threadIdx = threads[current].index;
             switch_context(scheduler, threads[current].context);
             exited += threads[current].state == EXITED;
+            // Those go on before others come to the next barrier, as a warpgroup may.
+            if (released) released = false, i = -1u;
         }
         if (!progress) report_deadlock();
     }

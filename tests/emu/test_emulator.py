@@ -288,6 +288,26 @@ def test_named_barriers_that_are_not_reached():
     fails("deadlock", "emu_named_barrier(threadIdx.x / 32, 64, true);", floats(1), block=64)
 
 
+AHEAD = """
+    const int warp = threadIdx.x / 32;
+    __shared__ float written[2];
+    emu_named_barrier(1 + warp, 32, true);
+    if (threadIdx.x % 32 == 0) written[warp] = 7.0f;
+    BETWEEN
+    if (threadIdx.x % 32 == 0) a[warp] = written[1 - warp];
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_those_a_named_barrier_lets_go_may_run_ahead(order):
+    """A missing barrier between the groups is seen."""
+    a = np.zeros(2, np.float32)
+    run(AHEAD.replace("BETWEEN", "__syncthreads();"), a, block=64, order=order)
+    np.testing.assert_array_equal(a, [7, 7])
+    run(AHEAD.replace("BETWEEN", ""), a, block=64, order=order)
+    assert sum(np.isnan(a)) == 1
+
+
 PRODUCT = """
     extern __shared__ float held[];
     for (int i = threadIdx.x; i < 512; i += 128) held[i] = b[i % 4 + i / 256 * 4 + i / 4 % 64 * 8];

@@ -205,6 +205,19 @@ def test_hooked_layers_are_called():
     assert seen and not is_shared(found)
 
 
+@pytest.mark.parametrize("change", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(4, FEATURES))])
+@pytest.mark.parametrize("cast", [False, True])
+def test_compiled_layers_are_called(change, cast):
+    """TorchScript keeps parameters elsewhere."""
+    conv, other = build("transformer")
+    for each in (conv, other):
+        each.lin_query = change(each.lin_query)
+    graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES)
+    with emulated_device() as launched, autocast(enabled=cast), torch.no_grad():
+        out, want = conv(x, graph.edge_index), other(x, graph.edge_index)
+    assert launched and out.dtype is want.dtype and relative_error(out, want) < (1e-2 if cast else 5e-6)
+
+
 # Convs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +302,34 @@ def test_checkpoints(key, reentrant, schedule):
             results.append({n: v.clone() for n, v in trained(conv, x, graph.edge_index, torch.bfloat16, call).items()})
         conv.zero_grad()
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("key", ["transformer", "gatv2"])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+def test_attention_of_features_in_16_bits_is_not_rounded(key, of_x):
+    """No more than of those in float32: autocast has the projections in 16 bits, not the attention."""
+    name, options = {"transformer": ("TransformerConv", {"root_weight": False}), "gatv2": ("GATv2Conv", {})}[key]
+    conv = getattr(ours, name)(FEATURES, 16, bias=False, **options)
+    graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES).to(of_x).requires_grad_()
+    with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="rows"):
+        out = conv(x, graph.edge_index)
+    assert "_ProjectedAttentionBackward" in names_of(out)
+    # On a CPU autocast has PyG's attention of these in 16 bits throughout.
+    assert key == "transformer" or not torch.equal(out.float(), out.bfloat16().float())
+
+
+@pytest.mark.parametrize("key", ["transformer", "gatv2"])
+def test_widths_by_turns(key):
+    """Kernels that are remembered of one layer are not those of another one, of another width."""
+    graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES)
+    name, options = CONVS[key]
+    for channels in (4, 8, 4):
+        conv = getattr(ours, name)(FEATURES, channels, **options)
+        other = getattr(pyg, name)(FEATURES, channels, **options)
+        other.load_state_dict(conv.state_dict())
+        with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="rows"), torch.no_grad():
+            found = conv(x, graph.edge_index)
+        assert relative_error(found, other(x, graph.edge_index)) < TOLERANCES[torch.bfloat16][0]
 
 
 @pytest.mark.parametrize("key", ["transformer", "gatv2"])

@@ -68,29 +68,55 @@ def penalty_of_parameters(conv, x, edge_index):
     return out.sum() + sum(grad.square().sum() for grad in grads if grad is not None)
 
 
+@pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("schedule", ["auto", "rows"])
-@pytest.mark.parametrize("penalty", [penalty_of_a_constant_gradient, penalty_of_a_loss, penalty_of_parameters])
+@pytest.mark.parametrize(
+    "penalty, frozen",
+    [
+        (penalty_of_a_constant_gradient, False),
+        (penalty_of_a_constant_gradient, True),
+        (penalty_of_a_loss, False),
+        (penalty_of_a_loss, True),
+        (penalty_of_parameters, False),
+    ],
+)
 @pytest.mark.parametrize("name", CONVS)
-def test_a_second_derivative_is_refused(name, penalty, schedule, device):
+def test_a_second_derivative_is_refused(name, penalty, schedule, frozen, cast, device):
     conv, _ = pair(name, device)
+    conv.requires_grad_(not frozen)
     x, edge_index = nodes_and_edges(device)
     with pyg_dfgnn.settings(schedule=schedule):
         for by_backward in (True, False):
             leaf = x.clone().requires_grad_()
-            total = penalty(conv, leaf, edge_index)
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
+                total = penalty(conv, leaf, edge_index)
             with pytest.raises(RuntimeError, match="no second derivative"):
                 total.backward() if by_backward else torch.autograd.grad(total, [leaf, *parameters(conv)])
 
 
-@pytest.mark.parametrize("name", CONVS)
-def test_a_graph_of_the_gradients_alone_changes_nothing(name, device):
+@pytest.mark.parametrize("name", ["gatv2", "transformer"])
+def test_what_features_were_cast_from_may_be_gone(name, device):
+    """It is not kept: then a graph of the gradients is refused, gradients without one are not."""
     conv, _ = pair(name, device)
     x, edge_index = nodes_and_edges(device)
-    leaves = [x.requires_grad_(), *parameters(conv)]
-    found = [
-        torch.autograd.grad(conv(x, edge_index).sin().sum(), leaves, create_graph=create_graph)
-        for create_graph in (False, True)
-    ]
+    x.requires_grad_()
+    with pyg_dfgnn.settings(schedule="rows"), torch.autocast(device, dtype=torch.bfloat16):
+        loss = conv(2 * x, edge_index).float().sum()
+    assert torch.autograd.grad(loss, x, retain_graph=True)[0].dtype is torch.float32
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", CONVS)
+def test_a_graph_of_the_gradients_alone_changes_nothing(name, cast, device):
+    conv, _ = pair(name, device)
+    x, edge_index = nodes_and_edges(device)
+    leaves, found = [x.requires_grad_(), *parameters(conv)], []
+    for create_graph in (False, True):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
+            loss = conv(x, edge_index).sin().sum()
+        found.append(torch.autograd.grad(loss, leaves, create_graph=create_graph))
     assert all(map(torch.equal, *found)) and all(grad.requires_grad for grad in found[1])
 
 
