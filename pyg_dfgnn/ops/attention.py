@@ -287,19 +287,17 @@ def cosine_attention(
 def cosine_attention_of_rows(graph: Edges, x: Tensor, beta: Tensor | float) -> Tensor:
     """:func:`cosine_attention` of one head among nodes of features x [N, C], of this shape.
 
-    From the second call on features are taken as they are: a view of them, with its node of autograd, and what only
-    several heads, dropout or weights need take a small graph's host longer than its kernels.
+    Features are taken as they are: a view of them, with its node of autograd, and what only several heads, dropout or
+    weights need take a small graph's host longer than its kernels.
     """
     signature = signature_of(graph, "cosine of rows", (), (x,), (beta,))
     kernels = recall(graph, signature)
     if kernels is None:
-        heads = x.unsqueeze(1)
-        out: Tensor = cosine_attention(graph, heads, beta=beta, concat=True)
-        checked = signature_of(graph, "cosine", (0.0,), (heads, None), (beta,))
-        kernels = recall(graph, checked)
-        if kernels is not None:
-            remember(graph, signature, kernels)  # type: ignore[arg-type]
-        return out
+        # A first call saves what a later one does: checkpoints repeat it.
+        kernels = _kernels_of_rows(graph, x, beta, signature)
+        if kernels is None:
+            out: Tensor = cosine_attention(graph, x.unsqueeze(1), beta=beta, concat=True)
+            return out
     vector = _one_element(beta)  # type: ignore[arg-type]
     tracked, found = needs_grad((x, vector)), kernels.forward.finds_norms
     norms = None
@@ -314,6 +312,26 @@ def cosine_attention_of_rows(graph: Edges, x: Tensor, beta: Tensor | float) -> T
         (kernels, graph, True, False, False), inputs, None, None, x, None, norms, vector, None, None
     )
     return attended
+
+
+def _kernels_of_rows(graph: Edges, x: Tensor, beta: Tensor | float, signature: Any) -> Kernels | None:
+    """The kernels of a first call, remembered; None where :func:`cosine_attention` has to check it or takes others."""
+    if signature is None or not isinstance(graph, Graph) or not isinstance(beta, Tensor):
+        return None
+    device = graph.edge_index.device
+    nodes_fit = graph.num_src == graph.num_dst == x.shape[0] and x.dim() == 2 and x.dtype in FEATURE_DTYPES
+    if not nodes_fit or beta.numel() != 1 or beta.dtype not in FEATURE_DTYPES or {x.device, beta.device} != {device}:
+        return None
+    heads = x.detach().unsqueeze(1)
+    if not is_fusable("cosine", heads, None, 0.0):
+        return None
+    inputs = Inputs(heads, None, heads, None, None, None, None, None, 1.0, 0.0, 0.0)
+    graph.on_this_stream()
+    kernels = Kernels.of(problem_of("cosine", inputs), graph)
+    if not kernels.final:
+        return None
+    remember(graph, signature, kernels)
+    return kernels
 
 
 def _one_element(beta: Tensor) -> Tensor:
