@@ -1,7 +1,8 @@
 // Linear layers of one input, or the gradient of that input, for many rows, on compute capability 9.0 (sm_90a):
 //   Y_l = X W_l^T + b_l           x [num_rows, FEATURES], w [CHANNELS, FEATURES], b [CHANNELS] or null of each layer
 //   grad_x = sum_l G_l W_l        with BACKWARD: gradients as `a`, grad_x as `y0`, no biases
-// With BESIDE the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS].
+// With BESIDE the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS]. With BACKWARD the sum
+// is over TAKEN layers from layer FIRST on, and unless that is 0 it is added to what is there.
 //
 // A thread block holds COLUMNS columns of what rows are multiplied by, B, in shared memory, as two tf32 parts; each of its
 // two warpgroups takes strips of 64 rows, of which a thread copies what it multiplies itself, RING sections of SECTION
@@ -16,7 +17,7 @@
 #include "products/layers.cuh"
 
 #define THREADS 256
-#define MATRICES (BACKWARD ? LAYERS : 1)
+#define MATRICES (BACKWARD ? TAKEN : 1)
 #define GROUP_LAYERS (BACKWARD ? 1 : LAYERS)
 #define DEPTH (BACKWARD ? CHANNELS : FEATURES)
 #define WIDTH (BACKWARD ? FEATURES : CHANNELS)
@@ -50,7 +51,7 @@ __device__ __forceinline__ void hold_right(float* big, float* small, const Layer
 #if BACKWARD
             const int chunk = item / (COLUMNS / 32), column = first_column + column_of(item % (COLUMNS / 32) * 32 + lane);
             const int place = chunk % (PLACES / 4) / 4 * 16 + chunk % 4;
-            const float* const from = weights[item < ITEMS ? chunk / (PLACES / 4) : 0] + (place * FEATURES + column);
+            const float* const from = weights[FIRST + (item < ITEMS ? chunk / (PLACES / 4) : 0)] + (place * FEATURES + column);
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const bool exists = item < ITEMS && column < FEATURES && place + 4 * q < CHANNELS;
@@ -115,7 +116,7 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
         if (next_strip < strips) {
             const i64 row = next_strip * 64 + warp * 16 + lane / 4;
             const int matrix = next_section / PARTS, place = next_section % PARTS * SECTION + 4 * pos;
-            const float* const left = BACKWARD ? (BESIDE ? a0 + matrix * CHANNELS : lefts[matrix]) : a0;
+            const float* const left = BACKWARD ? (BESIDE ? a0 + (FIRST + matrix) * CHANNELS : lefts[FIRST + matrix]) : a0;
             const float* const from = left + (row * LEFT_STRIDE + place);
             float* const to = ring + next_slot * (STEPS * THREADS * 4);
             const bool first_exists = row < num_rows, second_exists = row + 8 < num_rows;
@@ -221,13 +222,12 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
             float4 more = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (bias != nullptr) more = *reinterpret_cast<const float4*>(bias + column + 16 * i);
             const float* const x = found + 8 * i;
-            if (row < num_rows) {
-                *reinterpret_cast<float4*>(line + 16 * i) =
-                    make_float4(x[0] + more.x, x[1] + more.y, x[4] + more.z, x[5] + more.w);
-            }
-            if (row + 8 < num_rows) {
-                *reinterpret_cast<float4*>(line + 8 * OUT_STRIDE + 16 * i) =
-                    make_float4(x[2] + more.x, x[3] + more.y, x[6] + more.z, x[7] + more.w);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (row + 8 * h >= num_rows) continue;
+                float4* const at = reinterpret_cast<float4*>(line + 8 * h * OUT_STRIDE + 16 * i);
+                if (FIRST > 0) more = *at;
+                *at = make_float4(x[2 * h] + more.x, x[2 * h + 1] + more.y, x[2 * h + 4] + more.z, x[2 * h + 5] + more.w);
             }
         }
     }

@@ -84,6 +84,8 @@ class Strips:
         features: Of the input.
         channels: Of each layer.
         section: Places of the sum that a warpgroup reads at a time.
+        first: The first layer whose gradients are taken; from the second on they are added to what is there.
+        taken: How many are.
     """
 
     backward: bool
@@ -91,6 +93,8 @@ class Strips:
     features: int
     channels: int
     section: int
+    first: int = 0
+    taken: int = 1
 
     block = (256, 1, 1)
     """Threads of a block."""
@@ -108,7 +112,7 @@ class Strips:
     @cached_property
     def _held(self) -> int:
         """Places that a block holds."""
-        return self.places * (self.layers if self.backward else 1)
+        return self.places * self.taken
 
     @cached_property
     def ring(self) -> int:
@@ -135,6 +139,8 @@ class Strips:
             ("PLACES", self.places),
             ("SECTION", self.section),
             ("RING", self.ring),
+            ("FIRST", self.first),
+            ("TAKEN", self.taken),
         )
 
 
@@ -219,12 +225,20 @@ def forward_strips(layers: int, rows: int, features: int, channels: int, device:
     return Strips(False, layers, features, channels, section=-(-features // 16) * 16)
 
 
-def backward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> Strips | None:
-    """The strips for the gradient of the input of linear layers, where they are faster than tiles and fit."""
+def backward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> tuple[Strips, ...]:
+    """The strips for the gradient of the input of linear layers, where they are faster than tiles.
+
+    More than one where a block cannot hold all the weights: then each adds the sum over its layers.
+    """
     if not _by_warpgroups(rows, features, channels, device):
-        return None
-    strips = Strips(True, layers, features, channels, section=64 if rows < _MANY_ROWS else 32)
-    return strips if strips.ring else None
+        return ()
+    section = 64 if rows < _MANY_ROWS else 32
+    for taken in (layers, -(-layers // 2)):
+        firsts = range(0, layers, taken)
+        found = [Strips(True, layers, features, channels, section, first, taken) for first in firsts]
+        if found[0].ring:
+            break
+    return tuple(found)
 
 
 def weight_sums(layers: int, rows: int, features: int, channels: int, device: torch.device) -> WeightSums | None:

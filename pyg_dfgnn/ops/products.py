@@ -258,9 +258,9 @@ def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: S
 
 
 class _Backward(NamedTuple):
-    """How gradients are found: by kernels of their own, if any, of the input and of the parameters, and by tiles."""
+    """How gradients are found: by kernels of their own, if any, of the input and of the parameters; by tiles."""
 
-    x_plan: _Plan | None
+    x_plans: tuple[_Plan, ...]
     weights_plan: _Plan | None
     kernel: Kernel
     tile: Tile
@@ -274,12 +274,12 @@ def _backward(
     tile, sizes = backward_tile(rows), (layers, rows, features, channels, device)
     strips, sums = backward_strips(*sizes), weight_sums(*sizes)
     shares = shares_of(tile, *sizes, by_warpgroups=sums is not None)
-    x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
+    x_plans = tuple(_rows_plan(each, rows, side_by_side, device) for each in strips)
     weights_plan = None
     if sums is not None:
         kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    return _Backward(x_plan, weights_plan, _kernel("backward", tile, layers, side_by_side), tile, shares)
+    return _Backward(x_plans, weights_plan, _kernel("backward", tile, layers, side_by_side), tile, shares)
 
 
 def _run_backward(
@@ -292,17 +292,17 @@ def _run_backward(
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
     sizes, input_at, weights_at, grads_at = taken
-    x_plan, weights_plan, kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
+    x_plans, weights_plan, kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
     count = size + layers * channels
     if needed[0]:
         grad_x = torch.empty_like(x)
-        if x_plan is None:
+        if not x_plans:
             x_blocks = shares.x_blocks
-        else:
-            x_plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
+        for plan in x_plans:
+            plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
     if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
         if weights_plan is None:
