@@ -38,6 +38,15 @@ def default_settings(monkeypatch):
     monkeypatch.setattr(module, "_calls", [])
 
 
+@pytest.fixture
+def tf32(request):
+    """Whether the test is one in which factors may be rounded to TF32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if request.param else "ieee"
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
 def list_torch_functions():
     """Let Dynamo list torch's functions before `poison` replaces some.
 

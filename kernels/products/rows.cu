@@ -4,9 +4,9 @@
 // With BESIDE the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS]. With BACKWARD the sum
 // is over TAKEN layers from layer FIRST on, and unless that is 0 it is added to what is there.
 //
-// A thread block holds COLUMNS columns of what rows are multiplied by, B, in shared memory, as two tf32 parts; each of its
-// two warpgroups takes strips of 64 rows, of which a thread copies what it multiplies itself, RING sections of SECTION
-// places ahead. Tensor cores cut what they add to a sum, so those of sections are added with rounding.
+// A thread block holds COLUMNS columns of what rows are multiplied by, B, in shared memory, with SPLIT as two tf32 parts;
+// each of its warpgroups takes strips of 64 rows, of which a thread copies what it multiplies itself, RING sections of
+// SECTION places ahead. Tensor cores cut what they add to a sum, so with SPLIT those of sections are added with rounding.
 //
 // The order of places in a sum is free as long as both sides have the same, and the order of columns if results are
 // written accordingly. A float4 of a thread's row, places 16 c + 4 pos + r, is its share of steps 2 c + r / 2 at slots
@@ -16,7 +16,11 @@
 #include "include/wgmma.cuh"
 #include "products/layers.cuh"
 
-#define THREADS 256
+#define THREADS (128 * WARPGROUPS)
+// Whether the warpgroups take turns: one multiplies while the other reads and writes.
+#define TURNS (SPLIT && !BACKWARD)
+// Whether the sums of sections are added one by one.
+#define ADDED (SPLIT && BACKWARD)
 #define MATRICES (BACKWARD ? TAKEN : 1)
 #define GROUP_LAYERS (BACKWARD ? 1 : LAYERS)
 #define DEPTH (BACKWARD ? CHANNELS : FEATURES)
@@ -27,17 +31,18 @@
 #define PARTS (PLACES / SECTION)
 #define SECTIONS (MATRICES * PARTS)
 #define STEPS (SECTION / 8)
+#define RIGHT (MATRICES * PLACES * COLUMNS)
 
 // PLACES are those of one matrix, filled up to whole sections.
 static_assert(PLACES % SECTION == 0 && SECTION % 16 == 0 && PLACES >= DEPTH && DEPTH % 4 == 0, "whole sections of float4");
-static_assert(BACKWARD || SECTIONS == 1, "the warpgroups take turns by strips");
+static_assert(!TURNS || (WARPGROUPS == 2 && SECTIONS == 1), "two take turns by strips");
 
 __device__ __forceinline__ int column_of(int slot) {
     return slot / 16 * 16 + slot % 8 / 2 * 4 + slot / 8 % 2 * 2 + slot % 2;
 }
 
-// Both parts of B: a warp reads several items before it writes them.
-__device__ __forceinline__ void hold_right(float* big, float* small, const Layers<const float>& weights, int layer,
+// B: a warp reads several items before it writes them.
+__device__ __forceinline__ void hold_right(float* right, const Layers<const float>& weights, int layer,
                                            int first_column) {
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     constexpr int WARPS = THREADS / 32, BATCH = BACKWARD ? 4 : 8;
@@ -76,16 +81,13 @@ __device__ __forceinline__ void hold_right(float* big, float* small, const Layer
             if (item >= ITEMS) continue;
 #if BACKWARD
             const int at = (item / (COLUMNS / 32) * COLUMNS + item % (COLUMNS / 32) * 32 + lane) * 4;
-            split(numbers[t], big + at, small + at);
+            hold(numbers[t], right + at, RIGHT);
 #else
             const int slot = item / (PLACES / 16) * 8 + lane / 4;
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const int at = ((item % (PLACES / 16) * 4 + r) * COLUMNS + slot) * 4 + lane % 4;
-                u32 b, s;
-                split(numbers[t][r], b, s);
-                big[at] = __uint_as_float(b);
-                small[at] = __uint_as_float(s);
+                hold(numbers[t][r], right + at, RIGHT);
             }
 #endif
         }
@@ -99,15 +101,14 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
     extern __shared__ __align__(128) float held[];
     const Layers<const float> weights = {w0, w1, w2, w3}, lefts = {a0, a1, a2, a3}, biases = {b0, b1, b2, b3};
     const Layers<float> results = {y0, y1, y2, y3};
-    constexpr int RIGHT = MATRICES * PLACES * COLUMNS, BLOCK_GROUPS = GROUP_LAYERS * GROUPS;
-    float *const right_big = held, *const right_small = held + RIGHT;
-    float* const ring = held + 2 * RIGHT + 4 * threadIdx.x;
+    constexpr int BLOCK_GROUPS = GROUP_LAYERS * GROUPS;
+    float* const ring = held + (1 + SPLIT) * RIGHT + 4 * threadIdx.x;
     // Thread blocks that follow each other read the same rows.
     const int group = (int)blockIdx.x % BLOCK_GROUPS, layer = group / GROUPS, first_column = group % GROUPS * COLUMNS;
     const int block = (int)blockIdx.x / BLOCK_GROUPS, blocks = (int)gridDim.x / BLOCK_GROUPS;
     const int warpgroup = (int)threadIdx.x / 128, warp = (int)threadIdx.x / 32 % 4;
     const int lane = (int)threadIdx.x % 32, pos = lane % 4;
-    const i64 strips = (num_rows + 63) / 64, step = 2 * blocks, first_strip = block + blocks * warpgroup;
+    const i64 strips = (num_rows + 63) / 64, step = WARPGROUPS * blocks, first_strip = block + blocks * warpgroup;
 
     // The next section to copy.
     i64 next_strip = first_strip;
@@ -137,18 +138,19 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
     };
 #pragma unroll 1
     for (int i = 0; i < RING; ++i) start();
-    hold_right(right_big, right_small, weights, layer, first_column);
+    hold_right(held, weights, layer, first_column);
     show_products();
     __syncthreads();
 
-    const u64 big_at = described(right_big, COLUMNS * 16), small_at = described(right_small, COLUMNS * 16);
+    const u64 right_at = described(held, COLUMNS * 16);
     float parts[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) parts[i] = 0.0f;
-#if BACKWARD
+#if ADDED
     float sums[COLUMNS / 2];
-#else
-    // The warpgroups take turns, as many as the first has strips: one multiplies while the other reads and writes.
+#endif
+#if TURNS
+    // As many as the first has strips.
     const i64 turns = block < strips ? (strips - block + step - 1) / step : 0;
     i64 turn = 0;
     if (warpgroup == 1 && turns > 0) arrive_named(1, THREADS);
@@ -158,56 +160,49 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
     int slot = 0;
 #pragma unroll 1
     for (i64 strip = first_strip; strip < strips; strip += step) {
-#if BACKWARD
+#if ADDED
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.0f;
 #endif
 #pragma unroll 1
         for (int section = 0; section < SECTIONS; ++section) {
             wait_copies<RING - 1>();
-            u32 big[STEPS][4], small[STEPS][4];
+            Factors<STEPS> left;
             const float* const mine = ring + slot * (STEPS * THREADS * 4);
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 // Of the upper row and of the one 8 below.
                 const float4 v = *reinterpret_cast<const float4*>(mine + i * THREADS * 4);
                 const int half = i % 2, first = i / 2 * 2;
-                split(v.x, big[first][half], small[first][half]);
-                split(v.y, big[first][half + 2], small[first][half + 2]);
-                split(v.z, big[first + 1][half], small[first + 1][half]);
-                split(v.w, big[first + 1][half + 2], small[first + 1][half + 2]);
+                left.set(first, half, v.x);
+                left.set(first, half + 2, v.y);
+                left.set(first + 1, half, v.z);
+                left.set(first + 1, half + 2, v.w);
             }
             if (++slot == RING) slot = 0;
-            pin(big);
-            pin(small);
-#if !BACKWARD
+            pin(left);
+#if TURNS
             wait_named(1 + warpgroup, THREADS);
 #endif
-            const u64 offset = (u64)(section * STEPS * 2 * COLUMNS);
             pin(parts);
             open_products();
-#pragma unroll
-            for (int j = 0; j < STEPS; ++j) wgmma(parts, small[j], big_at + offset + j * 2 * COLUMNS, j > 0);
-#pragma unroll
-            for (int j = 0; j < STEPS; ++j) wgmma(parts, big[j], small_at + offset + j * 2 * COLUMNS, 1);
-#pragma unroll
-            for (int j = 0; j < STEPS; ++j) wgmma(parts, big[j], big_at + offset + j * 2 * COLUMNS, 1);
+            multiply(parts, left, right_at + section * STEPS * 2 * COLUMNS, 2 * COLUMNS, RIGHT / 4,
+                     !ADDED && section > 0);
             close_products();
-#if !BACKWARD
+#if TURNS
             if (warpgroup == 0 || ++turn < turns) arrive_named(2 - warpgroup, THREADS);
 #endif
             // The numbers of this section are in registers.
             start();
             wait_products();
             pin(parts);
-            pin(big);
-            pin(small);
-#if BACKWARD
+            pin(left);
+#if ADDED
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; ++i) sums[i] += parts[i];
 #endif
         }
-#if BACKWARD
+#if ADDED
         const float(&found)[COLUMNS / 2] = sums;
 #else
         const float(&found)[COLUMNS / 2] = parts;
@@ -231,7 +226,7 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
             }
         }
     }
-#if !BACKWARD
+#if TURNS
     // The first warpgroup waits for each of its turns, also where the second has one strip less.
     if (warpgroup == 1) {
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // A tile C (TILE_M x TILE_N) of a product of two float32 matrices, by the WARPS_M x WARPS_N warps of a thread block.
 //
-// Tensor cores multiply numbers of two tf32 parts (SPLIT, mma.cuh). They cut what they add to a sum: the products of DEPTH
-// places are summed apart and then added with rounding. Sums run in a fixed order.
+// Tensor cores multiply numbers of two tf32 parts with SPLIT, else of one (mma.cuh). They cut what they add to a sum: with
+// SPLIT the products of DEPTH places are summed apart and then added with rounding. Sums run in a fixed order.
 //
 // Operands come from memory DEPTH places of the sum at a time, STAGES - 1 of these ahead, and lie in shared memory in
 // chunks of 4 numbers. One whose places follow each other in memory (ALONG) has a line of DEPTH numbers for each row, the
@@ -96,12 +96,16 @@ struct Sums {
 __device__ __forceinline__ int warp_row() { return (int)threadIdx.x / 32 / WARPS_N * WARP_M; }
 __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WARPS_N * WARP_N; }
 
-// Number `i` of an operand. The first of its two parts is rounded to nearest: so the second is half as large, no more than
-// one of its bits is cut, and a product of two second parts is below what float32 rounds.
+// Number `i` of an operand. The first of two parts is rounded to nearest: so the second is half as large, no more than one
+// of its bits is cut, and a product of two second parts is below what float32 rounds.
 template <class Part>
 __device__ __forceinline__ void set_number(Part& part, int i, u32 bits) {
+#if SPLIT
     part.big[i] = (bits + 0x1000u) & 0xffffe000u;
     part.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(part.big[i]));
+#else
+    set_tf32(part, i, bits);
+#endif
 }
 
 // A of rows `row` to row + 15 and B of columns `column` to column + 15, places 8 j to 8 j + 7.
@@ -147,6 +151,7 @@ __device__ __forceinline__ void read_right(Right& first, Right& second, const fl
 // there are parts are in flight.
 template <bool FIRST>
 __device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_PARTS], const Right (&b)[N_PARTS]) {
+#if SPLIT
 #pragma unroll
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
         mma<FIRST>(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].small, b[i % N_PARTS].big);
@@ -155,6 +160,7 @@ __device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_PARTS], cons
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
         mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].small);
     }
+#endif
 #pragma unroll
     for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
         mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].big);
@@ -175,6 +181,7 @@ __device__ __forceinline__ void add_places(Sums& sums, const float* a, const flo
 // What DEPTH places add to the tile.
 template <bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void add_stage(Sums& sums, const float* a, const float* b) {
+#if SPLIT
     Sums parts;
     add_places<A_ALONG, B_ALONG, true>(parts, a, b, 0);
 #pragma unroll
@@ -187,6 +194,10 @@ __device__ __forceinline__ void add_stage(Sums& sums, const float* a, const floa
             for (int i = 0; i < 4; ++i) sums.x[m][n][i] += parts.x[m][n][i];
         }
     }
+#else
+#pragma unroll
+    for (int j = 0; j < DEPTH / 8; ++j) add_places<A_ALONG, B_ALONG, false>(sums, a, b, j);
+#endif
 }
 
 // Sums over all steps; `next(a, b)` says in turn what each reads, and `look(a)` sees its A in shared memory.

@@ -3,9 +3,10 @@
 // g0 [num_rows, LAYERS, CHANNELS]. A thread block takes one layer, each of its two warpgroups 64 channels; each share of
 // `share` rows leaves its sums in partial [shares, LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS], weights first.
 //
-// The rows are the places of the sum, in sections of 32. Those of X lie in shared memory as two tf32 parts, while one
-// section is multiplied the next is written; gradients go from memory to the registers of who multiplies them. Tensor
-// cores cut what they add to a sum, so those of sections are added with rounding. Columns are in the order of rows.cu.
+// The rows are the places of the sum, in sections of 32. Those of X lie in shared memory, with SPLIT as two tf32 parts,
+// while one section is multiplied the next is written; gradients go from memory to the registers of who multiplies them.
+// Tensor cores cut what they add to a sum, so with SPLIT those of sections are added with rounding. Columns are in the
+// order of rows.cu.
 #include "include/number.cuh"
 #include "include/wgmma.cuh"
 #include "products/layers.cuh"
@@ -13,7 +14,8 @@
 #define THREADS 256
 #define COLUMNS 128
 #define SECTION 32
-#define STAGE (2 * SECTION * COLUMNS)
+#define PART (SECTION * COLUMNS)
+#define STAGE ((1 + SPLIT) * PART)
 
 static_assert(FEATURES <= COLUMNS && CHANNELS <= 128 && FEATURES % 4 == 0 && CHANNELS % 4 == 0, "one block for a layer");
 
@@ -70,14 +72,21 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
 #pragma unroll
             for (int k = 0; k < 4; ++k) mine[k] = swaps ? columns[c ^ 1][k] : columns[c][k];
             float* const at = to + stage * STAGE + (c / 2 * 8 + (swaps ? (c & 1) ^ 1 : c & 1)) * 4;
-            split(mine, at, at + STAGE / 2);
+            hold(mine, at, PART);
         }
     };
 
-    float parts[COLUMNS / 2], sums[COLUMNS / 2];
+    float parts[COLUMNS / 2];
     float2 column_sums = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) parts[i] = sums[i] = 0.0f;
+    for (int i = 0; i < COLUMNS / 2; ++i) parts[i] = 0.0f;
+#if SPLIT
+    float sums[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.0f;
+#else
+    float(&sums)[COLUMNS / 2] = parts;
+#endif
     Raw raw;
     load_x(raw, begin);
     load_g(raw, begin);
@@ -89,25 +98,19 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
     int stage = 0;
 #pragma unroll 1
     for (i64 section = begin; section < limit; section += SECTION) {
-        u32 big[4][4], small[4][4];
+        Factors<SECTION / 8> left;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             column_sums.x += raw.g[j].x;
             column_sums.y += raw.g[j].y;
-            split(raw.g[j].x, big[j / 2][j % 2 * 2], small[j / 2][j % 2 * 2]);
-            split(raw.g[j].y, big[j / 2][j % 2 * 2 + 1], small[j / 2][j % 2 * 2 + 1]);
+            left.set(j / 2, j % 2 * 2, raw.g[j].x);
+            left.set(j / 2, j % 2 * 2 + 1, raw.g[j].y);
         }
-        pin(big);
-        pin(small);
+        pin(left);
         pin(parts);
         open_products();
-        const u64 big_at = right_at + stage * (STAGE / 4), small_at = big_at + STAGE / 8;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma(parts, small[j], big_at + j * 2 * COLUMNS, j > 0);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma(parts, big[j], small_at + j * 2 * COLUMNS, 1);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma(parts, big[j], big_at + j * 2 * COLUMNS, 1);
+        multiply(parts, left, right_at + stage * (STAGE / 4), 2 * COLUMNS, PART / 4,
+                 !SPLIT && section > begin);
         close_products();
         // All have waited for the products that read the other stage.
         stage ^= 1;
@@ -119,10 +122,11 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
         show_products();
         wait_products();
         pin(parts);
-        pin(big);
-        pin(small);
+        pin(left);
+#if SPLIT
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) sums[i] += parts[i];
+#endif
         __syncthreads();
     }
 

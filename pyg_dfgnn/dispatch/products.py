@@ -11,8 +11,14 @@ MAX_LAYERS = 4
 """That one launch takes."""
 DEPTH = 32
 """Places of a sum that a thread block reads at a time."""
-SUM_THREADS = 128
-"""Threads of a block that adds partial sums, four numbers each."""
+SUM_THREADS = 256
+"""Threads of a block that sums rows."""
+_SUM_BYTES = 256
+"""Of each row, that such a block takes."""
+_SUM_BLOCKS = 4
+"""Such blocks per multiprocessor."""
+_SUM_ROWS = 1 << 7
+"""The fewest rows of a share of theirs: as many as a block reads at a time."""
 _SHARE_ROWS = 1 << 12
 """The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
@@ -56,11 +62,11 @@ class Tile:
         """Dynamic shared memory of a block."""
         return 4 * self.stages * (self.rows + self.columns) * DEPTH
 
-    def constants(self, layers: int, side_by_side: bool) -> tuple[tuple[str, int], ...]:
+    def constants(self, layers: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
         """Those of the kernels in `kernels/products`."""
         return (
             ("STORAGE", 0),
-            ("SPLIT", 1),
+            ("SPLIT", int(split)),
             ("DEPTH", DEPTH),
             ("MAX_LAYERS", MAX_LAYERS),
             ("LAYERS", layers),
@@ -76,33 +82,36 @@ class Tile:
 
 @dataclass(frozen=True)
 class Strips:
-    """What a thread block of two warpgroups computes, in strips of 64 rows; it holds what they are multiplied by.
+    """What the warpgroups of a thread block compute, in strips of 64 rows; it holds what they are multiplied by.
 
     Attributes:
         backward: Whether it is the gradient of the input.
+        split: Whether a number is the sum of two, else it is rounded to TF32.
         layers: Of the results, or of the gradients.
         features: Of the input.
         channels: Of each layer.
+        columns: Of the result, in one block: 64 or 128.
         section: Places of the sum that a warpgroup reads at a time.
+        warpgroups: Of a block.
         first: The first layer whose gradients are taken; from the second on they are added to what is there.
         taken: How many are.
     """
 
     backward: bool
+    split: bool
     layers: int
     features: int
     channels: int
+    columns: int
     section: int
+    warpgroups: int = 2
     first: int = 0
     taken: int = 1
 
-    block = (256, 1, 1)
-    """Threads of a block."""
-
     @property
-    def columns(self) -> int:
-        """Of the result, in one block."""
-        return 64 if self.backward else 128
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block."""
+        return (128 * self.warpgroups, 1, 1)
 
     @cached_property
     def places(self) -> int:
@@ -110,35 +119,41 @@ class Strips:
         return -(-(self.channels if self.backward else self.features) // self.section) * self.section
 
     @cached_property
-    def _held(self) -> int:
-        """Places that a block holds."""
-        return self.places * self.taken
+    def _held_bytes(self) -> int:
+        """Memory for what a block holds."""
+        return 4 * (1 + self.split) * self.places * self.taken * self.columns
+
+    @cached_property
+    def _section_bytes(self) -> int:
+        """Memory for a section of the rows of all warpgroups."""
+        return 4 * 64 * self.warpgroups * self.section
 
     @cached_property
     def ring(self) -> int:
         """Sections that are copied ahead; 0 where there is no room."""
-        room = H200.shared_bytes - 8 * self._held * self.columns
-        return max(0, min(room // (4 * 128 * self.section), 2 * self._held // self.section))
+        room = (H200.shared_bytes - self._held_bytes) // self._section_bytes
+        return max(0, min(room, 2 * self.places * self.taken // self.section))
 
     @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 8 * self._held * self.columns + self.ring * 4 * 128 * self.section
+        return self._held_bytes + self.ring * self._section_bytes
 
     def blocks(self, rows: int, device: torch.device) -> int:
-        """Thread blocks: one for each multiprocessor, as far as there are strips for both of its warpgroups."""
+        """Thread blocks: one for each multiprocessor, as far as there are strips for all of its warpgroups."""
         groups = -(-self.features // self.columns) if self.backward else self.layers
-        return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // 128)))
+        return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // (64 * self.warpgroups))))
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/products/rows.cu`."""
         return (
-            *_sizes(self.layers, self.features, self.channels, side_by_side),
+            *_sizes(self.layers, self.features, self.channels, side_by_side, self.split),
             ("BACKWARD", int(self.backward)),
             ("COLUMNS", self.columns),
             ("PLACES", self.places),
             ("SECTION", self.section),
             ("RING", self.ring),
+            ("WARPGROUPS", self.warpgroups),
             ("FIRST", self.first),
             ("TAKEN", self.taken),
         )
@@ -149,28 +164,34 @@ class WeightSums:
     """How two warpgroups sum the gradients of the parameters of one layer over a share of the rows.
 
     Attributes:
+        split: As in :class:`Strips`.
         layers: Of the gradients.
         features: Of the input.
         channels: Of each layer.
     """
 
+    split: bool
     layers: int
     features: int
     channels: int
 
     block = (256, 1, 1)
     """Threads of a block."""
-    shared_bytes = 2 * 2 * 4 * 32 * 128
-    """Two sections of 32 rows of the input, each as two parts."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: two sections of 32 rows of the input, of each number one part or two."""
+        return 2 * (1 + self.split) * 4 * 32 * 128
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/products/weights.cu`."""
-        return _sizes(self.layers, self.features, self.channels, side_by_side)
+        return _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
 
 
-def _sizes(layers: int, features: int, channels: int, side_by_side: bool) -> tuple[tuple[str, int], ...]:
+def _sizes(layers: int, features: int, channels: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
     return (
         ("STORAGE", 0),
+        ("SPLIT", int(split)),
         ("MAX_LAYERS", MAX_LAYERS),
         ("LAYERS", layers),
         ("BESIDE", int(side_by_side)),
@@ -217,15 +238,19 @@ def _by_warpgroups(rows: int, features: int, channels: int, device: torch.device
     return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
 
 
-def forward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> Strips | None:
+def forward_strips(
+    layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
+) -> Strips | None:
     """The strips for the results of linear layers, where they are faster than tiles."""
     if not _by_warpgroups(rows, features, channels, device):
         return None
     # One section: fewer sums round more, but the tensor cores do not wait for them.
-    return Strips(False, layers, features, channels, section=-(-features // 16) * 16)
+    return Strips(False, split, layers, features, channels, columns=128, section=-(-features // 16) * 16)
 
 
-def backward_strips(layers: int, rows: int, features: int, channels: int, device: torch.device) -> tuple[Strips, ...]:
+def backward_strips(
+    layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
+) -> tuple[Strips, ...]:
     """The strips for the gradient of the input of linear layers, where they are faster than tiles.
 
     More than one where a block cannot hold all the weights: then each adds the sum over its layers.
@@ -234,16 +259,18 @@ def backward_strips(layers: int, rows: int, features: int, channels: int, device
         return ()
     section = 64 if rows < _MANY_ROWS else 32
     for taken in (layers, -(-layers // 2)):
-        firsts = range(0, layers, taken)
-        found = [Strips(True, layers, features, channels, section, first, taken) for first in firsts]
+        sizes = layers, features, channels, 64, section
+        found = [Strips(True, split, *sizes, first=first, taken=taken) for first in range(0, layers, taken)]
         if found[0].ring:
             break
     return tuple(found)
 
 
-def weight_sums(layers: int, rows: int, features: int, channels: int, device: torch.device) -> WeightSums | None:
+def weight_sums(
+    layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
+) -> WeightSums | None:
     """The sums for the gradients of the parameters, where they are faster than tiles."""
-    return WeightSums(layers, features, channels) if _by_warpgroups(rows, features, channels, device) else None
+    return WeightSums(split, layers, features, channels) if _by_warpgroups(rows, features, channels, device) else None
 
 
 def shares_of(
@@ -261,3 +288,15 @@ def shares_of(
     share = -(-rows // splits // DEPTH) * DEPTH
     splits = -(-rows // share)
     return Shares(x_blocks, tiles * splits, share, splits)
+
+
+def sum_shares(rows: int, groups: int, device: torch.device) -> tuple[int, int]:
+    """The shares of a sum over rows in so many groups of columns, and the rows of one."""
+    wanted = max(1, min(rows // _SUM_ROWS, _SUM_BLOCKS * gpu_of(device).multiprocessors // groups))
+    share = -(-rows // wanted)
+    return -(-rows // share), share
+
+
+def sum_groups(columns: int, itemsize: int) -> int:
+    """The groups of columns that blocks which sum rows take."""
+    return -(-columns * itemsize // _SUM_BYTES)

@@ -1,10 +1,10 @@
 """The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
 
-The kernels take float32 that torch does not allow to round to TF32, features and channels in multiples of four. One
-launch reads the parameters where they are; of many rows the gradients of the input and of the parameters have one each.
-Tensor cores multiply, with up to 1.9 times the error of torch's products in float32 (`results/tuning/products.csv`,
-`results/tuning/products_warpgroups.csv`). Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow
-below 1e-35.
+The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are; of
+many rows the gradients of the input and of the parameters have one each. Tensor cores multiply, with up to 1.9 times
+the error of torch's products in float32 (`results/tuning/products.csv`, `results/tuning/products_warpgroups.csv`).
+Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. Where torch may round factors to
+TF32, the kernels do, to nearest.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyg_dfgnn.dispatch.attention import fused_device_types
-from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
+from pyg_dfgnn.dispatch.attention_problem import STORAGE, tf32_allowed
 from pyg_dfgnn.dispatch.products import (
     MAX_LAYERS,
     SUM_THREADS,
@@ -31,6 +31,8 @@ from pyg_dfgnn.dispatch.products import (
     forward_strips,
     forward_tile,
     shares_of,
+    sum_groups,
+    sum_shares,
     weight_sums,
 )
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
@@ -39,7 +41,7 @@ from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, kernel
 MAX_ROWS = 1 << 15
 """Rows of which a product takes about as long as the host needs to launch it."""
 _SUMMED_ROWS = 1 << 12
-"""Rows up to which torch's sum of columns is taken."""
+"""Rows up to which torch's sum over them is taken: the host needs longer to launch than it takes."""
 
 
 def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
@@ -173,17 +175,39 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _column_sums(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the rows, in this dtype."""
-    # Of many rows a product is up to four times as fast on an H200; of few the host is slower than both.
-    if grad.size(0) <= _SUMMED_ROWS:
-        return grad.sum(0, dtype=dtype)
-    ones = grad.new_ones(grad.size(0))
-    return torch.mv(grad.t(), ones) if grad.dtype is dtype else _product(ones[None], grad, dtype)[0]
+    if grad.size(0) > _SUMMED_ROWS and _is_summed(grad):
+        return _cast(_sum_rows(grad, *sum_shares(grad.size(0), _sum_groups(grad), grad.device)), dtype)
+    return grad.sum(0, dtype=dtype)
+
+
+def _is_summed(rows: Tensor) -> bool:
+    """Whether the kernel takes them."""
+    if rows.dtype not in STORAGE or not (rows.is_cuda or rows.device.type in fused_device_types):
+        return False
+    return rows.is_contiguous() and not (rows.data_ptr() | rows.size(1) * rows.itemsize) % 16 and rows.size(1) > 0
+
+
+def _sum_groups(rows: Tensor) -> int:
+    return sum_groups(rows.size(1), rows.itemsize)
+
+
+def _sum_rows(rows: Tensor, shares: int, share: int) -> Tensor:
+    """The sum of rows [N, C] by a kernel, in float32 [C]: of so many shares of so many rows, then of these."""
+    count, columns = rows.shape
+    sums = rows.new_empty((shares, columns) if shares > 1 else (columns,), dtype=torch.float32)
+    grid, arguments = (_sum_groups(rows) * shares, 1, 1), addresses((count, columns, share, rows, sums))
+    launch(_sums(rows.dtype), grid, (SUM_THREADS, 1, 1), arguments, rows.device)
+    return sums if shares == 1 else _sum_rows(sums, 1, shares)
 
 
 class _Taken(NamedTuple):
-    """What the kernels take: on a GPU addresses, weights and the others those of `MAX_LAYERS` layers."""
+    """What the kernels take: on a GPU addresses, weights and the others those of `MAX_LAYERS` layers.
+
+    Rows, features and channels come first, then whether numbers are split or may be rounded to TF32.
+    """
 
     sizes: tuple[int, int, int]
+    split: bool
     x: Any
     weights: tuple[Any, ...]
     others: tuple[Any, ...]
@@ -204,8 +228,6 @@ def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _T
     # What does not fit, torch refuses.
     if layers > MAX_LAYERS or width != features or features % 4 or channels % 4 or not rows * features * channels:
         return None
-    if tf32_allowed(torch.float32):
-        return None
     tensors = (x, *weights, *others)
     # Maps of methods cost the host less than a loop.
     found: tuple[Any, ...] = tuple(map(_address_of, tensors))
@@ -216,7 +238,8 @@ def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _T
         found, nothing = tensors, _NONES
     sizes = rows, features, channels
     rest = (*found[layers + 1 :], *nothing)
-    return _Taken(sizes, found[0], (*found[1 : layers + 1], *nothing[layers:]), rest[:MAX_LAYERS])
+    split = not tf32_allowed(torch.float32)
+    return _Taken(sizes, split, found[0], (*found[1 : layers + 1], *nothing[layers:]), rest[:MAX_LAYERS])
 
 
 class _Plan(NamedTuple):
@@ -239,19 +262,21 @@ def _rows_plan(strips: Strips, rows: int, side_by_side: bool, device: torch.devi
 
 
 @lru_cache(maxsize=1024)
-def _forward(rows: int, features: int, channels: int, layers: int, side_by_side: bool, device: torch.device) -> _Plan:
-    strips = forward_strips(layers, rows, features, channels, device)
+def _forward(
+    rows: int, features: int, channels: int, split: bool, layers: int, side_by_side: bool, device: torch.device
+) -> _Plan:
+    strips = forward_strips(layers, rows, features, channels, split, device)
     if strips is not None:
         return _rows_plan(strips, rows, side_by_side, device)
     tile = forward_tile(rows, channels)
     blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * layers
-    kernel = _kernel("forward", tile, layers, side_by_side)
+    kernel = _kernel("forward", tile, layers, side_by_side, split)
     return _Plan(kernel, (blocks, 1, 1), tile.block, tile.shared_bytes, (rows, features, channels))
 
 
 def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: Sequence[Tensor]) -> None:
-    sizes, input_at, weights_at, biases_at = taken
-    plan = _forward(*sizes, len(weights), len(results) < len(weights), x.device)
+    sizes, split, input_at, weights_at, biases_at = taken
+    plan = _forward(*sizes, split, len(weights), len(results) < len(weights), x.device)
     # What all the layers read, where a kernel has room for one input each.
     inputs_at = (input_at, *_NONES[1:]) if len(plan.sizes) == 1 else (input_at,)
     plan.launch((*inputs_at, *weights_at, *biases_at, *results, *_NONES[len(results) :]), x.device)
@@ -269,17 +294,17 @@ class _Backward(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _backward(
-    rows: int, features: int, channels: int, layers: int, side_by_side: bool, device: torch.device
+    rows: int, features: int, channels: int, split: bool, layers: int, side_by_side: bool, device: torch.device
 ) -> _Backward:
-    tile, sizes = backward_tile(rows), (layers, rows, features, channels, device)
-    strips, sums = backward_strips(*sizes), weight_sums(*sizes)
-    shares = shares_of(tile, *sizes, by_warpgroups=sums is not None)
+    tile, sizes = backward_tile(rows), (layers, rows, features, channels)
+    strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
+    shares = shares_of(tile, *sizes, device, by_warpgroups=sums is not None)
     x_plans = tuple(_rows_plan(each, rows, side_by_side, device) for each in strips)
     weights_plan = None
     if sums is not None:
         kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    return _Backward(x_plans, weights_plan, _kernel("backward", tile, layers, side_by_side), tile, shares)
+    return _Backward(x_plans, weights_plan, _kernel("backward", tile, layers, side_by_side, split), tile, shares)
 
 
 def _run_backward(
@@ -291,8 +316,8 @@ def _run_backward(
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
-    sizes, input_at, weights_at, grads_at = taken
-    x_plans, weights_plan, kernel, tile, shares = _backward(*sizes, layers, len(grads) < layers, device)
+    sizes, split, input_at, weights_at, grads_at = taken
+    x_plans, weights_plan, kernel, tile, shares = _backward(*sizes, split, layers, len(grads) < layers, device)
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
@@ -315,11 +340,7 @@ def _run_backward(
     launch(kernel, (x_blocks + blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
-    found = partial
-    if shares.splits > 1:
-        found = x.new_empty(count)
-        grid = (-(-count // (4 * SUM_THREADS)), 1, 1)
-        launch(_sums(), grid, (SUM_THREADS, 1, 1), addresses((count, shares.splits, partial, found)), device)
+    found = partial if shares.splits == 1 else _sum_rows(partial, 1, shares.splits)
     of_weights = found.as_strided((layers, channels, features), (channels * features, features, 1)).unbind()
     if len(parameters) == layers:
         return grad_x, of_weights
@@ -327,8 +348,8 @@ def _run_backward(
 
 
 @cache
-def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool) -> Kernel:
-    return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, side_by_side)), f"products_{name}")
+def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool, split: bool) -> Kernel:
+    return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, side_by_side, split)), f"products_{name}")
 
 
 @cache
@@ -337,5 +358,5 @@ def _hopper_kernel(name: str, plan: Strips | WeightSums, side_by_side: bool) -> 
 
 
 @cache
-def _sums() -> Kernel:
-    return kernel_of(Spec("products/sums.cu", (("STORAGE", 0), ("THREADS", SUM_THREADS))), "products_sums")
+def _sums(dtype: torch.dtype) -> Kernel:
+    return kernel_of(Spec("products/sums.cu", (("STORAGE", STORAGE[dtype]),)), "products_sums")

@@ -183,25 +183,31 @@ def products_specs() -> list[Spec]:
     """The products of linear layers, in every tile, and by warpgroups."""
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
-    shapes = [(layers, beside) for layers in range(1, MAX_LAYERS + 1) for beside in (False, True) if layers > beside]
+    shapes = [
+        (layers, beside, split)
+        for layers in range(1, MAX_LAYERS + 1)
+        for beside in (False, True)
+        for split in (False, True)
+        if layers > beside
+    ]
     return (
-        [_sums().spec]
+        [_sums(dtype).spec for dtype in DTYPES]
         + [
             Spec(f"products/{name}.cu", tile.constants(*shape))
             for name, each in tiles.items()
             for tile in sorted(each, key=str)
             for shape in shapes
         ]
-        + [spec for layers, beside in shapes for spec in warpgroup_specs(layers, beside)]
+        + [spec for shape in shapes for spec in warpgroup_specs(*shape)]
     )
 
 
-def warpgroup_specs(layers: int, beside: bool) -> list[Spec]:
+def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
     """Of so many layers: many rows and more, sizes that fill their places and that do not."""
     found = []
     for features, channels in ((128, 128), (68, 100)):
         for rows in (1 << 14, 1 << 20):
-            sizes = layers, rows, features, channels, torch.device("cpu")
+            sizes = layers, rows, features, channels, split, torch.device("cpu")
             plans = {"rows": (forward_strips(*sizes), *backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}
             found += [
                 Spec(f"products/{name}.cu", plan.constants(beside), HOPPER)

@@ -10,7 +10,7 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch import products as rule
 from pyg_dfgnn.ops import products
 from tests.kernels.emulated import emulated_device
-from tests.tolerances import assert_all_close, relative_error
+from tests.tolerances import assert_all_close, assert_close, relative_error
 
 # Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
 SIZES = [
@@ -56,7 +56,10 @@ def run(x, weights, biases, grads, beside, needed=ALL):
     return found, *products.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
 
 
-def check(tensors, found, grad_x, of_parameters):
+PRECISIONS = pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"], indirect=True)
+
+
+def check(tensors, found, grad_x, of_parameters, tf32=False):
     x, weights, biases, grads = (
         [each.double() for each in part] if isinstance(part, list) else part.double() for part in tensors
     )
@@ -66,16 +69,21 @@ def check(tensors, found, grad_x, of_parameters):
         pairs[f"y {layer}"] = found[layer], F.linear(x, weight, bias)
         pairs[f"grad weight {layer}"] = of_parameters[layer], grad.t() @ x
         if bias is not None:
-            pairs[f"grad bias {layer}"] = of_parameters[len(weights) + layer], grad.sum(0)
-    assert_all_close(pairs)
+            # Never rounded.
+            assert_close(f"grad bias {layer}", of_parameters[len(weights) + layer], grad.sum(0))
+    assert_all_close(pairs, "tf32" if tf32 else None)
+    if tf32:
+        errors = [relative_error(*pair) for pair in pairs.values()]
+        assert max(errors) > 1e-5, f"nothing was rounded: {errors}"
 
 
+@PRECISIONS
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_against_float64(sizes, beside, fused):
+def test_against_float64(sizes, beside, tf32, fused):
     tensors = draw(*sizes)
     found = run(*tensors, beside)
-    check(tensors, *found)
+    check(tensors, *found, tf32)
     assert fused[:2] == ["products_forward", "products_backward"] and set(fused[2:]) <= {"products_sums"}
     assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
 
@@ -131,17 +139,18 @@ WARPGROUP_SIZES = [
 ]
 
 
+@PRECISIONS
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("sizes", WARPGROUP_SIZES, ids=str)
-def test_warpgroups(sizes, beside, many, fused, monkeypatch):
+def test_warpgroups(sizes, beside, many, tf32, fused, monkeypatch):
     """Of many rows in shorter sections. Four layers do not fit in one block for the gradient of the input."""
     few_multiprocessors(monkeypatch, 4)
     if many:
         monkeypatch.setattr(rule, "_MANY_ROWS", 0)
     tensors = draw(*sizes)
-    check(tensors, *run(*tensors, beside))
-    held = sizes[3] < 4 or sizes[2] < 64
+    check(tensors, *run(*tensors, beside), tf32)
+    held = sizes[3] < 4 or sizes[2] < 64 or tf32
     expected = ["products_rows"] * (2 if held else 3) + ["products_weights"]
     assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"products_sums"}
 
@@ -203,19 +212,20 @@ def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
 
 @pytest.mark.parametrize("features", rule._WARPGROUP_WIDTHS)
 @pytest.mark.parametrize("layers", range(1, rule.MAX_LAYERS + 1))
-def test_what_warpgroups_hold_fits(layers, features):
+@pytest.mark.parametrize("split", [True, False])
+def test_what_warpgroups_hold_fits(split, layers, features):
     cpu = torch.device("cpu")
     for rows in (1 << 14, 1 << 20):
         for channels in (68, 100, 128):
-            sizes = layers, rows, features, channels, cpu
+            sizes = layers, rows, features, channels, split, cpu
             forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
-            assert forward is not None and 1 <= len(backward) <= 1 + (layers == 4)
+            assert forward is not None and 1 <= len(backward) <= 1 + (layers == 4 and split)
             assert [each.first for each in backward] == list(range(0, layers, backward[0].taken))
             for strips in (forward, *backward):
                 assert strips.ring and strips.shared_bytes <= gpu.H200.shared_bytes
                 assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
-    assert rule.forward_strips(layers, 1 << 13, features, 128, cpu) is None
-    assert rule.forward_strips(layers, 1 << 20, features, 132, cpu) is None
+    assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
+    assert rule.forward_strips(layers, 1 << 20, features, 132, split, cpu) is None
 
 
 def unaligned(tensor):
@@ -252,17 +262,6 @@ def test_what_torch_takes(key, fused):
     torch.testing.assert_close([grad_x, *of_parameters], list(torch.autograd.grad(want, leaves, grads)))
 
 
-def test_tf32_is_left_to_torch(fused):
-    x, weights, biases, _ = draw(50, 32, 16, 2, True)
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert products.apart(x, weights, biases) is None
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert products.apart(x, weights, biases) is not None
-
-
 def test_what_does_not_fit_is_refused(fused):
     x, weights, biases, _ = draw(50, 32, 16, 2, True)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -277,22 +276,6 @@ def test_gradients_in_other_memory(fused):
     found = products.apart(x, weights, biases)
     check((x, weights, biases, grads), found, *products.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
     assert fused == ["products_forward", "products_backward"]
-
-
-def test_tf32_allowed_between_the_passes(fused):
-    """Results by the kernel, gradients by torch, and the other way round; on a CPU neither rounds."""
-    tensors = x, weights, biases, grads = draw(50, 32, 16, 2, True)
-    given = (torch.cat(grads, 1),)
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        for first, second in (("ieee", "tf32"), ("tf32", "ieee")):
-            torch.backends.cuda.matmul.fp32_precision = first
-            rows, kept = products.beside(x, weights, biases)
-            torch.backends.cuda.matmul.fp32_precision = second
-            check(tensors, rows.chunk(2, 1), *products.gradients(x, 2, kept, [*weights, *biases], given, ALL))
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert fused == ["products_forward"]
 
 
 def test_errors_are_those_of_float32(fused):
@@ -340,3 +323,44 @@ def test_weights_edited_after_the_forward_pass_are_noticed(fused):
         layers[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out[0].sum().backward()
+
+
+# Of whole and unfilled groups of columns, and rows of one share, of several, of less than a block reads at a time.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(700, 384), (129, 8), (40, 520), (1, 64), (300, 72)], ids=str)
+def test_sums_over_rows(shape, dtype, fused, monkeypatch):
+    monkeypatch.setattr(products, "_SUMMED_ROWS", 0)
+    few_multiprocessors(monkeypatch, 4)
+    rows = torch.randn(shape).to(dtype)
+    found = products._column_sums(rows, torch.float32)
+    assert_close("sums", found, rows.double().sum(0), torch.float32)
+    assert fused == ["products_sums"] * (1 if shape[0] < 256 else 2)
+    assert products._column_sums(rows, dtype).dtype is dtype
+    rows[-1, 3] = float("nan")
+    touched = torch.arange(shape[1]) == 3
+    assert torch.equal(products._column_sums(rows, torch.float32).isnan(), touched)
+
+
+@pytest.mark.parametrize("key", ["strides", "address", "width", "float64", "few rows"])
+def test_sums_that_torch_takes(key, fused, monkeypatch):
+    if key != "few rows":
+        monkeypatch.setattr(products, "_SUMMED_ROWS", 0)
+    rows = torch.randn(90, 32).bfloat16()
+    of = {
+        "strides": lambda: rows.t().contiguous().t(),
+        "address": lambda: unaligned(rows),
+        "width": lambda: rows[:, :20].contiguous(),
+        "float64": rows.double,
+        "few rows": lambda: rows,
+    }
+    given = of[key]()
+    assert_close("sums", products._column_sums(given, torch.float32), given.double().sum(0), torch.float32)
+    assert fused == []
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 4097, 19_717, 10_000_000])
+@pytest.mark.parametrize("groups", [1, 3, 8, 1000])
+def test_shares_of_sums_cover_every_row_once(rows, groups):
+    shares, share = rule.sum_shares(rows, groups, torch.device("cpu"))
+    assert share * (shares - 1) < rows <= share * shares
+    assert shares == 1 or (share >= 128 and shares * groups <= 4 * gpu.H200.multiprocessors)

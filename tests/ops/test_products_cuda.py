@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pyg_dfgnn.ops import products
-from tests.ops.test_products import ALL, SIZES, check, draw, run
-from tests.tolerances import relative_error
+from tests.ops.test_products import ALL, PRECISIONS, SIZES, check, draw, run
+from tests.tolerances import assert_close, relative_error
 
 pytestmark = pytest.mark.cuda
 
@@ -25,12 +25,13 @@ LARGE = [
 ]
 
 
+@PRECISIONS
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("sizes", SIZES + LARGE, ids=str)
-def test_against_float64(sizes, beside):
+def test_against_float64(sizes, beside, tf32):
     tensors = draw(*sizes, device="cuda")
     found = run(*tensors, beside)
-    check(tensors, *found)
+    check(tensors, *found, tf32)
     again = run(*tensors, beside)
     assert all(map(torch.equal, (*found[0], found[1], *found[2]), (*again[0], again[1], *again[2])))
 
@@ -58,7 +59,7 @@ def test_warpgroups_are_used(layers):
     """With errors of the size of torch's products."""
     needs_warpgroups()
     x, weights, _, grads = draw(20_001, 128, 128, layers, False, device="cuda")
-    sizes = 20_001, 128, 128, layers, False, x.device
+    sizes = 20_001, 128, 128, True, layers, False, x.device
     forward, backward = products._forward(*sizes), products._backward(*sizes)
     assert forward.kernel.entry == "products_rows" and backward.weights_plan.kernel.entry == "products_weights"
     assert len(backward.x_plans) == 1 + (layers == 4)
@@ -135,3 +136,12 @@ def test_offsets_beyond_32_bits(features, channels, layers):
     # Other processes may share the GPU.
     del x, found, grads, grad_x
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4097, 8), (19_717, 384), (300_001, 520), (9000, 4096)], ids=str)
+def test_sums_over_rows(shape, dtype):
+    rows = torch.randn(shape, device="cuda").to(dtype)
+    found = products._column_sums(rows, torch.float32)
+    assert_close("sums", found, rows.double().sum(0), torch.float32)
+    assert torch.equal(products._column_sums(rows, torch.float32), found)
