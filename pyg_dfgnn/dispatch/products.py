@@ -141,7 +141,8 @@ class Strips:
 
     def blocks(self, rows: int, device: torch.device) -> int:
         """Thread blocks: one for each multiprocessor, as far as there are strips for all of its warpgroups."""
-        groups = -(-self.features // self.columns) if self.backward else self.layers
+        groups = -(-(self.features if self.backward else self.channels) // self.columns)
+        groups *= 1 if self.backward else self.layers
         return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // (64 * self.warpgroups))))
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
@@ -168,12 +169,14 @@ class WeightSums:
         layers: Of the gradients.
         features: Of the input.
         channels: Of each layer.
+        min_blocks: As in :class:`Tile`.
     """
 
     split: bool
     layers: int
     features: int
     channels: int
+    min_blocks: int = 1
 
     block = (256, 1, 1)
     """Threads of a block."""
@@ -185,7 +188,8 @@ class WeightSums:
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/products/weights.cu`."""
-        return _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
+        sizes = _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
+        return (*sizes, ("MIN_BLOCKS", self.min_blocks))
 
 
 def _sizes(layers: int, features: int, channels: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
@@ -274,13 +278,22 @@ def weight_sums(
 
 
 def shares_of(
-    tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device, by_warpgroups: bool = False
+    tile: Tile,
+    layers: int,
+    rows: int,
+    features: int,
+    channels: int,
+    device: torch.device,
+    sums: WeightSums | None = None,
 ) -> Shares:
-    """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
+    """The shares of a backward pass: so many that they fill the device, or a multiple of that.
+
+    The gradients of the parameters are left to `sums`, if there are such.
+    """
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
-    if by_warpgroups:
-        tiles, per_multiprocessor = layers, 1
+    if sums is not None:
+        tiles, per_multiprocessor = layers, sums.min_blocks
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
     wanted = filling * -(-rows // (filling * _SHARE_ROWS))
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
