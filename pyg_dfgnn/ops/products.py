@@ -175,9 +175,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _column_sums(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the rows, in this dtype."""
-    if grad.size(0) > _SUMMED_ROWS and _is_summed(grad):
-        return _cast(_sum_rows(grad, *sum_shares(grad.size(0), _sum_groups(grad), grad.device)), dtype)
-    return grad.sum(0, dtype=dtype)
+    rows, columns = grad.shape
+    if rows <= _SUMMED_ROWS or not _is_summed(grad):
+        return grad.sum(0, dtype=dtype)
+    shares, share = sum_shares(rows, sum_groups(columns, grad.itemsize), grad.device)
+    sums = _sum_rows(_sums(rows, columns, share, grad.dtype), grad, (shares, columns))
+    if shares > 1:
+        sums = _sum_rows(_sums(shares, columns, shares, torch.float32), sums, (1, columns))
+    return _cast(sums[0], dtype)
 
 
 def _is_summed(rows: Tensor) -> bool:
@@ -185,19 +190,6 @@ def _is_summed(rows: Tensor) -> bool:
     if rows.dtype not in STORAGE or not (rows.is_cuda or rows.device.type in fused_device_types):
         return False
     return rows.is_contiguous() and not (rows.data_ptr() | rows.size(1) * rows.itemsize) % 16 and rows.size(1) > 0
-
-
-def _sum_groups(rows: Tensor) -> int:
-    return sum_groups(rows.size(1), rows.itemsize)
-
-
-def _sum_rows(rows: Tensor, shares: int, share: int) -> Tensor:
-    """The sum of rows [N, C] by a kernel, in float32 [C]: of so many shares of so many rows, then of these."""
-    count, columns = rows.shape
-    sums = rows.new_empty((shares, columns) if shares > 1 else (columns,), dtype=torch.float32)
-    grid, arguments = (_sum_groups(rows) * shares, 1, 1), addresses((count, columns, share, rows, sums))
-    launch(_sums(rows.dtype), grid, (SUM_THREADS, 1, 1), arguments, rows.device)
-    return sums if shares == 1 else _sum_rows(sums, 1, shares)
 
 
 class _Taken(NamedTuple):
@@ -256,6 +248,19 @@ class _Plan(NamedTuple):
         launch(self.kernel, self.grid, self.block, (*self.sizes, *addresses(arguments)), device, self.shared_bytes)
 
 
+@lru_cache(maxsize=1024)
+def _sums(rows: int, columns: int, share: int, dtype: torch.dtype) -> _Plan:
+    """Of each share of so many rows in float32."""
+    blocks = -(-rows // share) * sum_groups(columns, dtype.itemsize)
+    return _Plan(_sums_kernel(dtype), (blocks, 1, 1), (SUM_THREADS, 1, 1), 0, (rows, columns, share))
+
+
+def _sum_rows(plan: _Plan, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    sums = rows.new_empty(shape, dtype=torch.float32)
+    plan.launch((rows, sums), rows.device)
+    return sums
+
+
 def _rows_plan(strips: Strips, rows: int, side_by_side: bool, device: torch.device) -> _Plan:
     grid = (strips.blocks(rows, device), 1, 1)
     return _Plan(_hopper_kernel("rows", strips, side_by_side), grid, strips.block, strips.shared_bytes, (rows,))
@@ -290,6 +295,7 @@ class _Backward(NamedTuple):
     kernel: Kernel
     tile: Tile
     shares: Shares
+    sums: _Plan
 
 
 @lru_cache(maxsize=1024)
@@ -304,7 +310,9 @@ def _backward(
     if sums is not None:
         kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    return _Backward(x_plans, weights_plan, _kernel("backward", tile, layers, side_by_side, split), tile, shares)
+    kernel = _kernel("backward", tile, layers, side_by_side, split)
+    added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)
+    return _Backward(x_plans, weights_plan, kernel, tile, shares, added)
 
 
 def _run_backward(
@@ -317,7 +325,7 @@ def _run_backward(
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
     sizes, split, input_at, weights_at, grads_at = taken
-    x_plans, weights_plan, kernel, tile, shares = _backward(*sizes, split, layers, len(grads) < layers, device)
+    x_plans, weights_plan, kernel, tile, shares, sums = _backward(*sizes, split, layers, len(grads) < layers, device)
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
@@ -340,7 +348,7 @@ def _run_backward(
     launch(kernel, (x_blocks + blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
-    found = partial if shares.splits == 1 else _sum_rows(partial, 1, shares.splits)
+    found = partial if shares.splits == 1 else _sum_rows(sums, partial, (count,))
     of_weights = found.as_strided((layers, channels, features), (channels * features, features, 1)).unbind()
     if len(parameters) == layers:
         return grad_x, of_weights
@@ -358,5 +366,5 @@ def _hopper_kernel(name: str, plan: Strips | WeightSums, side_by_side: bool) -> 
 
 
 @cache
-def _sums(dtype: torch.dtype) -> Kernel:
+def _sums_kernel(dtype: torch.dtype) -> Kernel:
     return kernel_of(Spec("products/sums.cu", (("STORAGE", STORAGE[dtype]),)), "products_sums")

@@ -23,7 +23,7 @@ from pyg_dfgnn.dispatch.products import (
     weight_sums,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.products import _sums
+from pyg_dfgnn.ops.products import _sums_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -191,7 +191,7 @@ def products_specs() -> list[Spec]:
         if layers > beside
     ]
     return (
-        [_sums(dtype).spec for dtype in DTYPES]
+        [_sums_kernel(dtype).spec for dtype in DTYPES]
         + [
             Spec(f"products/{name}.cu", tile.constants(*shape))
             for name, each in tiles.items()
