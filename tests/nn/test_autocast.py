@@ -52,7 +52,7 @@ def is_shared(found):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rows, most", [(9, 9), (9, 8), (5000, 5000), (0, 9)])
 def test_values_and_gradients(cast, bias, count, rows, most, monkeypatch):
-    """Of few rows, of many, of so many that biases sum by a product, of none."""
+    """Of few rows, of many, of more than lie side by side, of none."""
     monkeypatch.setattr(products, "MAX_ROWS", most)
     layers, x = layers_of(count, bias), torch.randn(rows, 5, requires_grad=True)
     leaves, grads = leaves_of(x, layers), [torch.randn(rows, 2, 3).to(cast) for _ in layers]

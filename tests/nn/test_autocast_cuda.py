@@ -71,9 +71,9 @@ def kernels_of(step):
 @pytest.mark.parametrize("cast", HALVES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("rows", [200, 5000, products.MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 200, 5000, products.MAX_ROWS + 1])
 def test_layers(rows, count, bias, cast):
-    """Of few rows, of so many that biases sum by a product, of more than lie side by side."""
+    """Of none, of few rows, of so many that a kernel sums for biases, of more than lie side by side."""
     layers = [pyg.dense.linear.Linear(32, 48, bias=bias).cuda() for _ in range(count)]
     x = torch.randn(rows, 32, device="cuda", requires_grad=True)
     leaves, grads = leaves_of(x, layers), [torch.randn(rows, 3, 16, device="cuda").to(cast) for _ in layers]
@@ -82,6 +82,8 @@ def test_layers(rows, count, bias, cast):
     got = torch.autograd.grad(found, leaves, grads)
     assert {out.dtype for out in found} == {cast} and {grad.dtype for grad in got} == {torch.float32}
     assert {out.grad_fn.name() for out in found} == {"_ProjectionBackward"}
+    # Gradients of parameters in float32 are not rounded on their way.
+    assert not rows or all(not torch.equal(grad, grad.to(cast).float()) for grad in got[1:])
     exact = x.detach().double().requires_grad_()
     layers = [layer.double() for layer in layers]
     made = apart(exact, 3, layers)
