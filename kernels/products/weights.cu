@@ -25,7 +25,7 @@ struct Raw {
     float2 g[8];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const float* g1, const float* g2,
                  const float* g3, float* partial) {
     extern __shared__ __align__(128) float stages[];

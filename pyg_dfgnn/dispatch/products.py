@@ -169,14 +169,12 @@ class WeightSums:
         layers: Of the gradients.
         features: Of the input.
         channels: Of each layer.
-        min_blocks: As in :class:`Tile`.
     """
 
     split: bool
     layers: int
     features: int
     channels: int
-    min_blocks: int = 1
 
     block = (256, 1, 1)
     """Threads of a block."""
@@ -188,8 +186,7 @@ class WeightSums:
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/products/weights.cu`."""
-        sizes = _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
-        return (*sizes, ("MIN_BLOCKS", self.min_blocks))
+        return _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
 
 
 def _sizes(layers: int, features: int, channels: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
@@ -248,8 +245,11 @@ def forward_strips(
     """The strips for the results of linear layers, where they are faster than tiles."""
     if not _by_warpgroups(rows, features, channels, device):
         return None
+    sizes = layers, features, channels, 128
+    if not split:
+        return Strips(False, split, *sizes, section=32, warpgroups=4)
     # One section: fewer sums round more, but the tensor cores do not wait for them.
-    return Strips(False, split, layers, features, channels, columns=128, section=-(-features // 16) * 16)
+    return Strips(False, split, *sizes, section=-(-features // 16) * 16)
 
 
 def backward_strips(
@@ -261,6 +261,8 @@ def backward_strips(
     """
     if not _by_warpgroups(rows, features, channels, device):
         return ()
+    if not split:
+        return (Strips(True, split, layers, features, channels, 64, section=64, warpgroups=3, taken=layers),)
     section = 64 if rows < _MANY_ROWS else 32
     for taken in (layers, -(-layers // 2)):
         sizes = layers, features, channels, 64, section
@@ -278,22 +280,13 @@ def weight_sums(
 
 
 def shares_of(
-    tile: Tile,
-    layers: int,
-    rows: int,
-    features: int,
-    channels: int,
-    device: torch.device,
-    sums: WeightSums | None = None,
+    tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device, by_warpgroups: bool = False
 ) -> Shares:
-    """The shares of a backward pass: so many that they fill the device, or a multiple of that.
-
-    The gradients of the parameters are left to `sums`, if there are such.
-    """
+    """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
-    if sums is not None:
-        tiles, per_multiprocessor = layers, sums.min_blocks
+    if by_warpgroups:
+        tiles, per_multiprocessor = layers, 1
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
     wanted = filling * -(-rows // (filling * _SHARE_ROWS))
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))

@@ -304,7 +304,7 @@ def _backward(
 ) -> _Backward:
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
     strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
-    shares = shares_of(tile, *sizes, device, sums)
+    shares = shares_of(tile, *sizes, device, sums is not None)
     x_plans = tuple(_rows_plan(each, rows, side_by_side, device) for each in strips)
     weights_plan = None
     if sums is not None:
