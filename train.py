@@ -1,4 +1,4 @@
-"""Train a node classification model.
+"""Train a model for the classification of nodes or graphs.
 
 python train.py                                  small PATTERN, generated: no download
 python train.py data=cora model=gat              any data set with any model

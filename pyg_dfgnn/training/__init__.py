@@ -1,4 +1,4 @@
-"""Training of node classification models."""
+"""Training of models for the classification of nodes or graphs."""
 
 from pyg_dfgnn.training.run import train
 

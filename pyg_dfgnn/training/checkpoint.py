@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shlex
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,14 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
         raise FileNotFoundError(f"{needed} (got {path})")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except OSError:
+        raise
+    # A damaged file makes torch raise KeyError, EOFError and other errors of pickle, zipfile and its own.
+    except Exception as error:
         raise ValueError(f"{needed} (got {file}, which is no checkpoint or is damaged)") from error
-    if not isinstance(state, dict) or "optimizer" not in state:
-        raise ValueError(f"{needed} (got {file}, which lacks the state of the optimizer)")
+    for name in ("optimizer", "config"):
+        if not isinstance(state, dict) or name not in state:
+            raise ValueError(f"{needed} (got {file}, which lacks '{name}')")
     saved, given = _fixed(state["config"]), _fixed(config)
     different = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
     if different:

@@ -264,8 +264,11 @@ def test_wrong_values_do_not_wait_for_the_data(run, override, error, message):
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
     _, folder = run("run", "trainer.epochs=1")
-    (tmp_path / "text.md").write_text("# Text")
-    for file, why in ((folder / "checkpoints" / "best.pt", "lacks the state"), (tmp_path / "text.md", "is no")):
+    last = (folder / "checkpoints" / "last.pt").read_bytes()
+    for name, content in (("text", b"# Text"), ("short", last[: len(last) // 2]), ("keys", b"h\x01.")):
+        (tmp_path / name).write_bytes(content)
+    wrong = [(tmp_path / name, "is no") for name in ("text", "short", "keys")]
+    for file, why in (*wrong, (folder / "checkpoints" / "best.pt", "lacks 'optimizer'")):
         with pytest.raises(ValueError, match=rf"needs a run folder or .*last.pt \(got {file}, which {why}"):
             run("other", f"resume={file}")
 
