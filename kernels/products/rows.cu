@@ -35,7 +35,6 @@
 
 // PLACES are those of one matrix, filled up to whole sections.
 static_assert(PLACES % SECTION == 0 && SECTION % 16 == 0 && PLACES >= DEPTH && DEPTH % 4 == 0, "whole sections of float4");
-static_assert(FIRST == 0 || ADDED, "what is there is the first summand");
 static_assert(!TURNS || (WARPGROUPS == 2 && SECTIONS == 1), "two take turns by strips");
 
 __device__ __forceinline__ int column_of(int slot) {
@@ -161,26 +160,9 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
     int slot = 0;
 #pragma unroll 1
     for (i64 strip = first_strip; strip < strips; strip += step) {
-        const i64 row = strip * 64 + warp * 16 + lane / 4;
-        const int column = first_column + 4 * pos;
-        float* const line = result + (row * OUT_STRIDE + column);
 #if ADDED
-        // What is there arrives while the first section is multiplied.
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 16; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float4 there = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (FIRST > 0 && column + 16 * i < WIDTH && row + 8 * h < num_rows) {
-                    there = *reinterpret_cast<const float4*>(line + 8 * h * OUT_STRIDE + 16 * i);
-                }
-                float* const x = sums + 8 * i + 2 * h;
-                x[0] = there.x;
-                x[1] = there.y;
-                x[4] = there.z;
-                x[5] = there.w;
-            }
-        }
+        for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.0f;
 #endif
 #pragma unroll 1
         for (int section = 0; section < SECTIONS; ++section) {
@@ -225,6 +207,9 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
 #else
         const float(&found)[COLUMNS / 2] = parts;
 #endif
+        const i64 row = strip * 64 + warp * 16 + lane / 4;
+        const int column = first_column + 4 * pos;
+        float* const line = result + (row * OUT_STRIDE + column);
         const float* const bias = BACKWARD ? nullptr : biases[layer];
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; ++i) {
@@ -236,6 +221,7 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
             for (int h = 0; h < 2; ++h) {
                 if (row + 8 * h >= num_rows) continue;
                 float4* const at = reinterpret_cast<float4*>(line + 8 * h * OUT_STRIDE + 16 * i);
+                if (FIRST > 0) more = *at;
                 *at = make_float4(x[2 * h] + more.x, x[2 * h + 1] + more.y, x[2 * h + 4] + more.z, x[2 * h + 5] + more.w);
             }
         }
