@@ -24,8 +24,8 @@ _SHARE_ROWS = 1 << 12
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 """Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
 _WARPGROUP_ROWS = _FEW_ROWS
-"""Above so many rows warpgroups take over: of 8,192 they were 0.8 to 1.6 times as fast as tiles, of 19,717 1.0 to 2.0
-times, of 120,000 1.3 to 2.4 times (`results/tuning/products_warpgroups.csv`)."""
+"""Above so many rows warpgroups take over: of 8,192 they were 0.8 to 1.7 times as fast as tiles, of 19,717 1.0 to 2.1
+times, of 120,000 1.1 to 2.3 times (`results/tuning/products_warpgroups.csv`)."""
 _WARPGROUP_WIDTHS = range(68, 129, 4)
 """Features and channels that they take: below 68 half of their work would be on zeros."""
 _PARTIAL_BYTES = 128 << 20
@@ -247,6 +247,7 @@ def forward_strips(
         return None
     sizes = layers, features, channels, 128
     if not split:
+        # The fastest of `results/tuning/products_tf32.csv`, as in backward.
         return Strips(False, split, *sizes, section=32, warpgroups=4)
     # One section: fewer sums round more, but the tensor cores do not wait for them.
     return Strips(False, split, *sizes, section=-(-features // 16) * 16)
