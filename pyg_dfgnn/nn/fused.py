@@ -252,6 +252,9 @@ class FusedConv(MessagePassing):
                     sizes[dim] = size[dim]
                 elif size[dim] is not None and size[dim] != sizes[dim]:
                     found.append(f"x has {sizes[dim]} nodes on side {dim} and the adjacency {size[dim]}")
+        if form == "EdgeIndex" and self_loops and second is None and sizes[0] != sizes[1]:
+            # PyG makes a square adjacency of it as it adds loops.
+            found.append("self-loops with an EdgeIndex between two node sets and x of one")
         source, target = (0, 1) if self.flow == "source_to_target" else (1, 0)
         if source == 1 and score in ("add", "gatv2") and sizes[0] != sizes[1]:
             # PyG sends from nodes[0] along row 1 then, and sizes the result by nodes[0].

@@ -71,6 +71,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     with torch.device("meta"):
         # Refuses wrong arguments before the data are made.
         make_model(1, 1)
+    make_scheduler(cfg.scheduler, make_optimizer(cfg.optimizer, nn.Linear(1, 1), torch.device("cpu")))
     group = group or Group.of_environment(device)
     device = group.device
     if not group.is_main:
@@ -89,7 +90,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         optimizer = make_optimizer(cfg.optimizer, model, device)
-        scheduler = instantiate(cfg.scheduler, _partial_=True)(optimizer)
+        scheduler = make_scheduler(cfg.scheduler, optimizer)
         trainer = Trainer(
             model,
             task,
@@ -153,10 +154,29 @@ def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -
         config: `_target_` and arguments; `fused` and `foreach` are left as they are given.
         model: Whose parameters it steps.
         device: Where they are.
+
+    Raises:
+        TypeError: An argument has the wrong type; so does the scheduler's, and the same for ValueError.
+        ValueError: An argument has a value that does not fit.
     """
     make = instantiate(config, _partial_=True)
     is_open = "fused" in inspect.signature(make.func).parameters and not {"fused", "foreach"} & config.keys()
-    return make(model.parameters(), **({"fused": True} if is_open and device.type == "cuda" else {}))
+    fused = {"fused": True} if is_open and device.type == "cuda" else {}
+    return _made("optimizer", config, partial(make, **fused), model.parameters())
+
+
+def make_scheduler(config: DictConfig, optimizer: Optimizer) -> Any:
+    """The scheduler of the learning rate that a config names, as :func:`make_optimizer`."""
+    return _made("scheduler", config, instantiate(config, _partial_=True), optimizer)
+
+
+def _made(name: str, config: DictConfig, make: partial[Any], first: Any) -> Any:
+    try:
+        return make(first)
+    except (TypeError, ValueError) as error:
+        given = {key: value for key, value in config.items() if key != "_target_"}
+        kind = config["_target_"].rpartition(".")[2]
+        raise type(error)(f"'{name}' needs arguments that {kind} takes (got {given}): {error}") from error
 
 
 def run_folder(name: str | None) -> Path:

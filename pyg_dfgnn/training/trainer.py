@@ -98,6 +98,7 @@ class Options:
             check_bool("progress", self.progress)
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
+            check_integer("loader.num_workers", self.loader.get("num_workers", 0), 0)
         if self.sampler is not None:
             check_integer("sampler.batch_size", self.sampler.get("batch_size"), 1)
             if not self.sampler.get("num_neighbors"):
