@@ -9,6 +9,9 @@ import logging
 import os
 import shlex
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,7 @@ from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
-from pyg_dfgnn.training.trainer import Options, Trainer
+from pyg_dfgnn.training.trainer import Options, Trainer, step_scheduler
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     with torch.device("meta"):
         # Refuses wrong arguments before the data are made.
         make_model(1, 1)
-    make_scheduler(cfg.scheduler, make_optimizer(cfg.optimizer, nn.Linear(1, 1), torch.device("cpu")))
+    _try_arguments(cfg)
     group = group or Group.of_environment(device)
     device = group.device
     if not group.is_main:
@@ -156,27 +159,52 @@ def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -
         device: Where they are.
 
     Raises:
-        TypeError: An argument has the wrong type; so does the scheduler's, and the same for ValueError.
+        TypeError: An argument is unknown or has the wrong type.
         ValueError: An argument has a value that does not fit.
     """
     make = instantiate(config, _partial_=True)
     is_open = "fused" in inspect.signature(make.func).parameters and not {"fused", "foreach"} & config.keys()
     fused = {"fused": True} if is_open and device.type == "cuda" else {}
-    return _made("optimizer", config, partial(make, **fused), model.parameters())
+    with _arguments("optimizer", config):
+        return make(model.parameters(), **fused)
 
 
 def make_scheduler(config: DictConfig, optimizer: Optimizer) -> Any:
-    """The scheduler of the learning rate that a config names, as :func:`make_optimizer`."""
-    return _made("scheduler", config, instantiate(config, _partial_=True), optimizer)
+    """The scheduler of the learning rate that a config names.
+
+    Args:
+        config: `_target_` and arguments.
+        optimizer: Whose learning rates it sets.
+
+    Raises:
+        TypeError: An argument is unknown or has the wrong type.
+        ValueError: An argument has a value that does not fit.
+    """
+    make = instantiate(config, _partial_=True)
+    with _arguments("scheduler", config):
+        return make(optimizer)
 
 
-def _made(name: str, config: DictConfig, make: partial[Any], first: Any) -> Any:
+def _try_arguments(cfg: DictConfig) -> None:
+    """Refuse what optimizer and scheduler do not take; a scheduler uses some of it in its steps alone."""
+    optimizer = make_optimizer(cfg.optimizer, nn.Linear(1, 1), torch.device("cpu"))
+    scheduler = make_scheduler(cfg.scheduler, optimizer)
+    with _arguments("scheduler", cfg.scheduler), warnings.catch_warnings():
+        # That the optimizer has made no step.
+        warnings.simplefilter("ignore")
+        step_scheduler(scheduler, 1.0)
+
+
+@contextmanager
+def _arguments(name: str, config: DictConfig) -> Iterator[None]:
+    """Errors that arise from the arguments of a config say so."""
     try:
-        return make(first)
-    except (TypeError, ValueError) as error:
+        yield
+    except (TypeError, ValueError, ArithmeticError) as error:
         given = {key: value for key, value in config.items() if key != "_target_"}
         kind = config["_target_"].rpartition(".")[2]
-        raise type(error)(f"'{name}' needs arguments that {kind} takes (got {given}): {error}") from error
+        raised = TypeError if isinstance(error, TypeError) else ValueError
+        raise raised(f"'{name}' needs arguments that {kind} takes (got {given}): {error}") from error
 
 
 def run_folder(name: str | None) -> Path:

@@ -314,10 +314,7 @@ class Trainer:
         lr = self.optimizer.param_groups[0]["lr"]
         trained = self._train_epoch(bar)
         validated = self.evaluate("val")
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(validated["val_loss"])
-        else:
-            self.scheduler.step()
+        step_scheduler(self.scheduler, validated["val_loss"])
         epoch = self.epoch + 1
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}
         best = self.best
@@ -386,6 +383,14 @@ class Trainer:
     def _is_stale(self) -> bool:
         patience, best = self.options.patience, self.best
         return patience is not None and best is not None and self.epoch - best["epoch"] >= patience
+
+
+def step_scheduler(scheduler: LRScheduler, val_loss: float) -> None:
+    """One step of a scheduler, after an epoch with this loss on the validation set."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(val_loss)
+    else:
+        scheduler.step()
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -255,6 +255,8 @@ def test_wrong_configs(run, overrides, error, message):
         ("optimizer.lr=abc", TypeError, r"'optimizer' needs arguments that Adam takes \(got .*'lr': 'abc'.*\): "),
         ("optimizer.lr=-1", ValueError, r"'optimizer' needs .* Adam takes \(got .*'lr': -1.*\): Invalid learning rate"),
         ("+scheduler.steps=2", TypeError, r"'scheduler' needs .* takes \(got .*'steps': 2.*\): .*'steps'"),
+        ("scheduler.T_max=abc", TypeError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*'abc'.*\): "),
+        ("scheduler.T_max=0", ValueError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*0.*\): "),
         ("trainer.loader.num_workers=-1", ValueError, r"'loader.num_workers' needs a value >= 0 \(got -1\)"),
         ("device=mps", ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'mps'\)"),
         ("backend.convs=torch_geometric", ValueError, r"'convs' needs a namespace with Tr.* \(got torch_geometric\)"),
@@ -264,6 +266,21 @@ def test_wrong_configs(run, overrides, error, message):
 def test_wrong_values_do_not_wait_for_the_data(run, override, error, message):
     with pytest.raises(error, match=message):
         run("run", override, "+data.task.refused=here")
+
+
+class Scaled(torch.optim.SGD):
+    """Takes for granted that there are gradients."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.div_(norm)
+        return super().step(closure)
+
+
+def test_an_optimizer_of_the_user_makes_no_step_before_there_are_gradients(run):
+    run("run", "trainer.epochs=1", f"optimizer._target_={__name__}.Scaled")
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
