@@ -90,6 +90,8 @@ def attend(
         return projected_attention(graph, score, x, weights, biases, heads, **options)
     vector = options.get("parameter")
     out_dtype = weights_dtype_of(dtype, dtype if vector is None else vector.dtype, x.is_cuda)
+    if out_dtype not in (dtype, torch.float32):
+        return None
     return projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, out_dtype=out_dtype, **options)
 
 
@@ -221,9 +223,11 @@ def _is_product(layer: torch.nn.Module) -> bool:
         return False
     own = layer.__dict__
     parameters = own["_parameters"]
+    weight = parameters.get("weight")
     return (
         # Pruning, weight normalisation and replicas keep the weight elsewhere.
-        type(parameters.get("weight")) in PLAIN
+        type(weight) in PLAIN
+        and weight.layout is torch.strided
         and "bias" in parameters
         and "forward" not in own
         and not any(_hooks(own))

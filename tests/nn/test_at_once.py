@@ -184,6 +184,11 @@ def negate(conv, name):
     layer.forward = lambda x: -type(layer).forward(layer, x)
 
 
+def sparsify(conv, name):
+    layer = getattr(conv, name)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
+
+
 LAYERS = {
     "hook": lambda conv, name: getattr(conv, name).register_forward_hook(lambda _, __, out: 2 * out),
     "prune": lambda conv, name: prune.l1_unstructured(getattr(conv, name), "weight", 0.5),
@@ -192,6 +197,7 @@ LAYERS = {
     "subclass": lambda conv, name: setattr(getattr(conv, name), "__class__", Negated),
     "forward": negate,
     "no_bias": lambda conv, name: setattr(getattr(conv, name), "bias", None),
+    "sparse": sparsify,
 }
 
 
@@ -203,6 +209,135 @@ def test_a_changed_layer(name, change, x, edge_index):
     for each in (conv, oracle):
         LAYERS[change](each, LAYER[name])
     assert_passes(conv, oracle, x, edge_index, fused=True)
+
+
+def unaligned(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+# The parameters stay the same objects.
+IN_PLACE = {
+    "values": ("weight", lambda data: 2 * data),
+    "strides": ("weight", lambda data: data.t().contiguous().t()),
+    "strides of the same memory": ("weight", lambda data: data.t()),
+    "address": ("weight", unaligned),
+    "address of a bias": ("bias", unaligned),
+    "dtype": ("weight", torch.Tensor.double),
+    "dtype of a bias": ("bias", torch.Tensor.double),
+    "rows": ("weight", lambda data: data[:4]),
+    "columns": ("weight", lambda data: data[:, :4].contiguous()),
+    "bias of one": ("bias", lambda data: data[:1]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_a_parameter_changed_in_place(name, change, x, edge_index):
+    conv, oracle = build(name)
+    for _ in range(2):
+        first_call(conv, x, edge_index)
+    which, edit = IN_PLACE[change]
+    for each in (conv, oracle):
+        parameter = getattr(getattr(each, LAYER[name]), which)
+        parameter.data = edit(parameter.data)
+    with emulated_device():
+        found = outcome(trained, conv, x, edge_index)
+    assert_same(found, outcome(trained, oracle, x, edge_index))
+
+
+def test_a_vector_in_float64_under_autocast(x, edge_index):
+    conv, oracle = build("GATv2Conv")
+    for each in (conv, oracle):
+        each.att.data = each.att.data.double()
+    with emulated_device(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = conv(x, edge_index), oracle(x, edge_index)
+    assert found.dtype is expected.dtype is torch.float64
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@BOTH
+def test_a_weight_that_moves_between_the_passes(name, x, edge_index):
+    conv, oracle = build(name)
+    first_call(conv, x, edge_index)
+
+    def call(*given):
+        out = conv(*given)
+        weight = getattr(conv, LAYER[name]).weight
+        weight.data = weight.data.t().contiguous().t()
+        return out
+
+    with emulated_device():
+        found = trained(conv, x, edge_index, call=call)
+    assert_same(found, trained(oracle, x, edge_index))
+
+
+@BOTH
+def test_an_input_that_shrinks_between_the_passes(name, x, edge_index):
+    conv, _ = build(name)
+    first_call(conv, x, edge_index)
+    x.requires_grad_()
+    with emulated_device():
+        out = conv(x, edge_index)
+        x.data = x.data[:4].clone()
+        with pytest.raises(RuntimeError, match="gradient|size|shape"):
+            out.sum().backward()
+
+
+@BOTH
+def test_convs_on_one_graph(name, x, edge_index):
+    """Of one width: with other heads, and without gradients before with them."""
+    pairs = []
+    for heads in (2, 4, 1):
+        options = {**SKIP[name], "heads": heads}
+        conv, oracle = (getattr(library, name)(FEATURES, 8 // heads, **options) for library in (ours, pyg))
+        oracle.load_state_dict(conv.state_dict())
+        pairs.append((conv, oracle))
+    with torch.no_grad():
+        for conv, oracle in pairs:
+            for _ in range(2):
+                with emulated_device():
+                    found = conv(x, edge_index)
+                assert_same(found, oracle(x, edge_index))
+    for conv, oracle in pairs:
+        assert_passes(conv, oracle, x, edge_index, fused=True)
+
+
+UNPACK = {
+    "clone": torch.Tensor.clone,
+    "address": unaligned,
+    "strides": lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("unpack", UNPACK)
+@pytest.mark.parametrize("sizes", [(NODES,), (8,), (NODES, 8)], ids=["of nodes", "parameters", "all"])
+def test_saved_tensors_that_come_back_elsewhere(name, unpack, sizes, x, edge_index):
+    def change(tensor):
+        return UNPACK[unpack](tensor) if tensor.size(0) in sizes else tensor
+
+    conv, oracle = build(name)
+    first_call(conv, x, edge_index)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, change):
+        assert_passes(conv, oracle, x, edge_index, fused=True)
+
+
+@pytest.mark.parametrize("unpack", UNPACK)
+def test_an_input_that_comes_back_elsewhere(unpack, x, edge_index):
+    """Alone: hooks of one saved tensor."""
+    conv, oracle = (library.TransformerConv(FEATURES, 8, root_weight=False) for library in (ours, pyg))
+    oracle.load_state_dict(conv.state_dict())
+    first_call(conv, x, edge_index)
+
+    def call(*given):
+        out = conv(*given)
+        out.grad_fn._raw_saved_tensors[0].register_hooks(lambda tensor: tensor, UNPACK[unpack])
+        return out
+
+    with emulated_device() as launched:
+        found = trained(conv, x, edge_index, call=call)
+    assert ("products_backward" in launched) is (unpack == "clone")
+    assert_same(found, trained(oracle, x, edge_index))
 
 
 OPTIONS = [

@@ -88,6 +88,30 @@ def test_against_float64(sizes, beside, tf32, fused):
     assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["tiles", "warpgroups"])
+@pytest.mark.parametrize("tf32", [False, True], ids=["float32 then tf32", "tf32 then float32"], indirect=True)
+def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
+    """Each pass rounds as it is allowed to when it runs."""
+    if many:
+        few_multiprocessors(monkeypatch, 4)
+    x, weights, biases, grads = draw(200, 64, 32, 2, True)
+    found, kept = products.beside(x, weights, biases)
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
+    grad_x, of_parameters = products.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
+    x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
+    results = {f"y {i}": (found[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
+    gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
+    gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
+    for rounded, pairs in ((tf32, results), (not tf32, gradients)):
+        assert_all_close(pairs, "tf32" if rounded else None)
+        errors = [relative_error(*pair) for pair in pairs.values()]
+        assert not rounded or min(errors) > 1e-5, f"not rounded: {errors}"
+    kernels = (
+        ["products_rows", "products_rows", "products_weights"] if many else ["products_forward", "products_backward"]
+    )
+    assert fused[: len(kernels)] == kernels
+
+
 @pytest.mark.parametrize("tile", FORWARD_TILES, ids=str)
 def test_forward_tiles(tile, fused, monkeypatch):
     monkeypatch.setattr(products, "forward_tile", lambda *_: tile)
