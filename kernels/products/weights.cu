@@ -9,6 +9,7 @@
 // order of rows.cu.
 #include "include/number.cuh"
 #include "include/wgmma.cuh"
+#include "include/parts.cuh"
 #include "products/layers.cuh"
 
 #define THREADS 256

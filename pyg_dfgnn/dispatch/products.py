@@ -1,6 +1,6 @@
 """How the products of linear layers of one input are divided among thread blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,10 +24,12 @@ _SHARE_ROWS = 1 << 12
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 """Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
 _WARPGROUP_ROWS = _FEW_ROWS
-"""Above so many rows warpgroups take over: of 8,192 they were 0.8 to 1.7 times as fast as tiles, of 19,717 1.0 to 2.1
-times, of 120,000 1.1 to 2.3 times (`results/tuning/products_warpgroups.csv`)."""
+"""Above so many rows warpgroups take over: of 8,192 they were as fast as tiles or faster, of 19,717 and more at least
+1.15 times as fast (`results/tuning/products_warpgroups.csv`)."""
 _WARPGROUP_WIDTHS = range(68, 129, 4)
 """Features and channels that they take: below 68 half of their work would be on zeros."""
+_SCALES_BYTES = 1 << 12
+"""Shared memory that is left for scales and biases."""
 _PARTIAL_BYTES = 128 << 20
 """The most memory for sums over shares of the rows, unless one share takes more."""
 
@@ -86,15 +88,13 @@ class Strips:
 
     Attributes:
         backward: Whether it is the gradient of the input.
-        split: Whether a number is the sum of two, else it is rounded to TF32.
+        split: Whether a number has two halves in fp16, else one, which has as many bits as TF32.
         layers: Of the results, or of the gradients.
         features: Of the input.
         channels: Of each layer.
         columns: Of the result, in one block: 64 or 128.
         section: Places of the sum that a warpgroup reads at a time.
         warpgroups: Of a block.
-        first: The first layer whose gradients are taken; from the second on they are added to what is there.
-        taken: How many are.
     """
 
     backward: bool
@@ -105,8 +105,6 @@ class Strips:
     columns: int
     section: int
     warpgroups: int = 2
-    first: int = 0
-    taken: int = 1
 
     @property
     def block(self) -> tuple[int, int, int]:
@@ -121,7 +119,8 @@ class Strips:
     @cached_property
     def _held_bytes(self) -> int:
         """Memory for what a block holds."""
-        return 4 * (1 + self.split) * self.places * self.taken * self.columns
+        matrices = self.layers if self.backward else 1
+        return 2 * (1 + self.split) * self.places * matrices * self.columns
 
     @cached_property
     def _section_bytes(self) -> int:
@@ -131,8 +130,8 @@ class Strips:
     @cached_property
     def ring(self) -> int:
         """Sections that are copied ahead; 0 where there is no room."""
-        room = (H200.shared_bytes - self._held_bytes) // self._section_bytes
-        return max(0, min(room, 2 * self.places * self.taken // self.section))
+        room = (H200.shared_bytes - _SCALES_BYTES - self._held_bytes) // self._section_bytes
+        return max(0, min(room, 2 * self.places * (self.layers if self.backward else 1) // self.section))
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -155,8 +154,6 @@ class Strips:
             ("SECTION", self.section),
             ("RING", self.ring),
             ("WARPGROUPS", self.warpgroups),
-            ("FIRST", self.first),
-            ("TAKEN", self.taken),
         )
 
 
@@ -165,7 +162,7 @@ class WeightSums:
     """How two warpgroups sum the gradients of the parameters of one layer over a share of the rows.
 
     Attributes:
-        split: As in :class:`Strips`.
+        split: Whether a number is the sum of two of TF32, else it is rounded to one.
         layers: Of the gradients.
         features: Of the input.
         channels: Of each layer.
@@ -245,32 +242,27 @@ def forward_strips(
     """The strips for the results of linear layers, where they are faster than tiles."""
     if not _by_warpgroups(rows, features, channels, device):
         return None
-    sizes = layers, features, channels, 128
+    # The fastest of `results/tuning/products_halves.csv`, or within 10 % of it, as in backward. One section: fewer
+    # sums round more, but the tensor cores do not wait for them.
+    section = -(-features // 16) * 16
     if not split:
-        # The fastest of `results/tuning/products_tf32.csv`, as in backward.
-        return Strips(False, split, *sizes, section=32, warpgroups=4)
-    # One section: fewer sums round more, but the tensor cores do not wait for them.
-    return Strips(False, split, *sizes, section=-(-features // 16) * 16)
+        return Strips(False, split, layers, features, channels, 128, section, warpgroups=3)
+    return Strips(False, split, layers, features, channels, 64 if layers == 1 else 128, section)
 
 
 def backward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
-) -> tuple[Strips, ...]:
-    """The strips for the gradient of the input of linear layers, where they are faster than tiles.
-
-    More than one where a block cannot hold all the weights: then each adds the sum over its layers.
-    """
+) -> Strips | None:
+    """The strips for the gradient of the input of linear layers, where they are faster than tiles."""
     if not _by_warpgroups(rows, features, channels, device):
-        return ()
-    if not split:
-        return (Strips(True, split, layers, features, channels, 64, section=64, warpgroups=3, taken=layers),)
-    section = 64 if rows < _MANY_ROWS else 32
-    for taken in (layers, -(-layers // 2)):
-        sizes = layers, features, channels, 64, section
-        found = [Strips(True, split, *sizes, first=first, taken=taken) for first in range(0, layers, taken)]
-        if found[0].ring:
-            break
-    return tuple(found)
+        return None
+    sizes, section = (layers, features, channels), -(-channels // 16) * 16
+    if not split and layers < MAX_LAYERS:
+        return Strips(True, split, *sizes, 128, section)
+    if layers == 1:
+        return Strips(True, split, *sizes, 64, section)
+    found = Strips(True, split, *sizes, 64, section=64, warpgroups=3)
+    return found if found.ring > 1 else replace(found, warpgroups=2)
 
 
 def weight_sums(

@@ -3,8 +3,9 @@
 The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are; of
 many rows the gradients of the input and of the parameters have one each. Tensor cores multiply, with up to 1.9 times
 the error of torch's products in float32 (`results/tuning/products.csv`, `results/tuning/products_warpgroups.csv`).
-Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. Where torch may round factors to
-TF32, the kernels do, to nearest.
+Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. Of many rows, what is over 5e8
+times smaller than the largest number in its row of x or of a gradient, or of a weight in what a sum takes of it, is
+rounded to fewer bits than float32 has. Where torch may round factors to TF32, the kernels do, to nearest.
 """
 
 from collections.abc import Sequence
@@ -290,7 +291,7 @@ def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: S
 class _Backward(NamedTuple):
     """How gradients are found: by kernels of their own, if any, of the input and of the parameters; by tiles."""
 
-    x_plans: tuple[_Plan, ...]
+    x_plan: _Plan | None
     weights_plan: _Plan | None
     kernel: Kernel
     tile: Tile
@@ -305,14 +306,14 @@ def _backward(
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
     strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
     shares = shares_of(tile, *sizes, device, sums is not None)
-    x_plans = tuple(_rows_plan(each, rows, side_by_side, device) for each in strips)
+    x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
     weights_plan = None
     if sums is not None:
         kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
     kernel = _kernel("backward", tile, layers, side_by_side, split)
     added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)
-    return _Backward(x_plans, weights_plan, kernel, tile, shares, added)
+    return _Backward(x_plan, weights_plan, kernel, tile, shares, added)
 
 
 def _run_backward(
@@ -325,17 +326,17 @@ def _run_backward(
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
     sizes, split, input_at, weights_at, grads_at = taken
-    x_plans, weights_plan, kernel, tile, shares, sums = _backward(*sizes, split, layers, len(grads) < layers, device)
+    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*sizes, split, layers, len(grads) < layers, device)
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
     count = size + layers * channels
     if needed[0]:
         grad_x = torch.empty_like(x)
-        if not x_plans:
+        if x_plan is None:
             x_blocks = shares.x_blocks
-        for plan in x_plans:
-            plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
+        else:
+            x_plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
     if needed[1] or needed[2]:
         partial = x.new_empty((shares.splits, count))
         if weights_plan is None:

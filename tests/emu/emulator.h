@@ -237,6 +237,8 @@ struct Product {
     unsigned a[4];
     u64 b;
     bool adds;
+    // Of two numbers of fp16 in a word, else of one of tf32.
+    bool fp16;
 };
 static std::vector<Product> products[1024];
 
@@ -514,13 +516,23 @@ static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned 
 static inline void emu_named_barrier(int id, int threads, bool waits, EMU_HERE) {
     emu::named_barrier({"named barrier", file, line}, id, (unsigned)threads, waits);
 }
+static inline float emu_half_to_float(unsigned short half);
 // The products of a warpgroup, include/wgmma.cuh, read shared memory as late as they may, when the threads wait for them.
 template <int COUNT>
-static inline void emu_wgmma(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
+static inline void emu_wgmma(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, bool fp16,
+                             const char* file, int line) {
     const emu::u64 end = ((b & 0x3fff) << 4) + ((b >> 16 & 0x3fff) << 4) + COUNT / 4 * 128;
     if (b >> 46 || (b >> 32 & 0x3fff) != 8) emu::fail("%s:%d: what describes B is not understood", file, line);
     if (end > emu::launch->shared_bytes) emu::fail("%s:%d: B reaches beyond the shared memory", file, line);
-    emu::products[emu::current].push_back({d, COUNT, {a[0], a[1], a[2], a[3]}, b, adds != 0});
+    emu::products[emu::current].push_back({d, COUNT, {a[0], a[1], a[2], a[3]}, b, adds != 0, fp16});
+}
+template <int COUNT>
+static inline void emu_wgmma_fp16(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
+    emu_wgmma(d, a, b, adds, true, file, line);
+}
+template <int COUNT>
+static inline void emu_wgmma_tf32(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
+    emu_wgmma(d, a, b, adds, false, file, line);
 }
 static inline void emu_wait_products(EMU_HERE) {
     static unsigned exchange[1024][4];
@@ -533,9 +545,16 @@ static inline void emu_wait_products(EMU_HERE) {
             const unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
             double sum = product.adds ? product.sums[i] : 0.0;
             for (unsigned k = 0; k < 8; ++k) {
-                unsigned x = exchange[first + row + k % 4][i / 2 % 2 + k / 4 * 2], y;
+                const unsigned x = exchange[first + row + k % 4][i / 2 % 2 + k / 4 * 2];
+                unsigned y;
                 memcpy(&y, b + k / 4 * ((product.b >> 16 & 0x3fff) << 4) + column * 16 + k % 4 * 4, 4);
-                sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
+                if (!product.fp16) {
+                    sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
+                    continue;
+                }
+                for (unsigned half = 0; half < 32; half += 16) {
+                    sum += (double)emu_half_to_float((unsigned short)(x >> half)) * emu_half_to_float((unsigned short)(y >> half));
+                }
             }
             product.sums[i] = (float)sum;
         }

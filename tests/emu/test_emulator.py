@@ -309,26 +309,36 @@ def test_those_a_named_barrier_lets_go_may_run_ahead(order):
 
 
 PRODUCT = """
-    extern __shared__ float held[];
-    for (int i = threadIdx.x; i < 512; i += 128) held[i] = b[i % 4 + i / 256 * 4 + i / 4 % 64 * 8];
+    extern __shared__ unsigned held[];
+    for (int i = threadIdx.x; i < 512; i += 128) held[i] = word(b, i / 4 % 64, i % 4 + i / 256 * 4);
     __syncthreads();
     const int group = threadIdx.x % 32 / 4, pos = threadIdx.x % 4, row = threadIdx.x / 32 * 16 + group;
     unsigned mine[4];
-    for (int i = 0; i < 4; ++i) mine[i] = __float_as_uint(a[(row + i % 2 * 8) * 8 + pos + i / 2 * 4]);
+    for (int i = 0; i < 4; ++i) mine[i] = word(a, row + i % 2 * 8, pos + i / 2 * 4);
     float sums[32];
-    emu_wgmma(sums, mine, AT | 64ull << 16 | 8ull << 32, 0);
+    emu_wgmma_KIND(sums, mine, AT | 64ull << 16 | 8ull << 32, 0);
     emu_wait_products();
     for (int i = 0; i < 32; ++i) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * pos + i % 2] = sums[i];
 """
+# Of a row of numbers those that word k holds.
+WORDS = {
+    "tf32": "const auto word = [](const float* x, int row, int k) { return __float_as_uint(x[row * 8 + k]); };",
+    "fp16": """const auto word = [](const float* x, int row, int k) {
+        const float* const pair = x + row * 16 + 2 * k;
+        return emu_float_to_half(pair[0]) | (unsigned)emu_float_to_half(pair[1]) << 16;
+    };""",
+}
 
 
-def test_products_of_a_warpgroup():
-    """By the layouts of PTX: A in registers, B in pieces of 8 columns by 4 places."""
+@pytest.mark.parametrize("kind", WORDS)
+def test_products_of_a_warpgroup(kind):
+    """By the layouts of PTX: A in registers, B in pieces of 8 columns by 16 bytes."""
     rng = np.random.default_rng(0)
-    a, b = (rng.integers(-4, 5, (64, 8)).astype(np.float32) for _ in range(2))
+    a, b = (rng.integers(-4, 5, (64, 8 if kind == "tf32" else 16)).astype(np.float32) for _ in range(2))
     found = np.zeros((64, 64), np.float32)
-    run(PRODUCT.replace("AT", "0ull"), a, b, found, block=128, shared_bytes=2048)
+    product = WORDS[kind] + PRODUCT.replace("KIND", kind)
+    run(product.replace("AT", "0ull"), a, b, found, block=128, shared_bytes=2048)
     np.testing.assert_array_equal(found, a @ b.T)
-    unwaited = PRODUCT.replace("AT", "0ull").replace("emu_wait_products();", "")
+    unwaited = product.replace("AT", "0ull").replace("emu_wait_products();", "")
     fails("does not wait for its products", unwaited, a, b, found, block=128, shared_bytes=2048)
-    fails("reaches beyond the shared memory", PRODUCT.replace("AT", "1ull"), a, b, found, block=128, shared_bytes=2048)
+    fails("reaches beyond the shared memory", product.replace("AT", "1ull"), a, b, found, block=128, shared_bytes=2048)

@@ -208,7 +208,7 @@ def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
     for features, channels in ((128, 128), (68, 100)):
         for rows in (1 << 14, 1 << 20):
             sizes = layers, rows, features, channels, split, torch.device("cpu")
-            plans = {"rows": (forward_strips(*sizes), *backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}
+            plans = {"rows": (forward_strips(*sizes), backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}
             found += [
                 Spec(f"products/{name}.cu", plan.constants(beside), HOPPER)
                 for name, each in plans.items()

@@ -1,0 +1,75 @@
+// Numbers of float32 as tf32, for the products of wgmma.cuh: rounded, or with SPLIT as the sum of two.
+
+// A number as two tf32 numbers, the first rounded to nearest; or as that one alone, where the maximum keeps the NaN that
+// arithmetic makes, 0x7fffffff, from overflowing to zero.
+__device__ __forceinline__ void split(float x, u32& big, u32& small) {
+    big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+    small = __float_as_uint(x - __uint_as_float(big));
+}
+__device__ __forceinline__ u32 rounded(float x) {
+    const int bits = __float_as_int(x);
+    return (u32)max((int)((u32)bits + 0x1000u), bits);
+}
+
+// The parts of numbers that products of STEPS steps multiply, in registers.
+template <int STEPS>
+struct Factors {
+    u32 big[STEPS][4];
+#if SPLIT
+    u32 small[STEPS][4];
+#endif
+    __device__ __forceinline__ void set(int step, int i, float x) {
+#if SPLIT
+        split(x, big[step][i], small[step][i]);
+#else
+        big[step][i] = rounded(x);
+#endif
+    }
+};
+template <int STEPS>
+__device__ __forceinline__ void pin(Factors<STEPS>& factors) {
+    pin(factors.big);
+#if SPLIT
+    pin(factors.small);
+#endif
+}
+
+// The same in shared memory: `at` of the first parts, the second ones `offset` numbers further.
+__device__ __forceinline__ void hold(float x, float* at, int offset) {
+#if SPLIT
+    u32 big, small;
+    split(x, big, small);
+    at[0] = __uint_as_float(big);
+    at[offset] = __uint_as_float(small);
+#else
+    at[0] = __uint_as_float(rounded(x));
+#endif
+}
+__device__ __forceinline__ void hold(const float (&x)[4], float* at, int offset) {
+    Factors<1> factors;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors.set(0, i, x[i]);
+    *reinterpret_cast<uint4*>(at) = make_uint4(factors.big[0][0], factors.big[0][1], factors.big[0][2], factors.big[0][3]);
+#if SPLIT
+    *reinterpret_cast<uint4*>(at + offset) =
+        make_uint4(factors.small[0][0], factors.small[0][1], factors.small[0][2], factors.small[0][3]);
+#endif
+}
+
+// D = A B, or with `adds` D += A B, for STEPS steps of B that are `step` apart, its second parts `offset` further. Of
+// split numbers the three products that matter, the small ones first.
+template <int STEPS, int COUNT>
+__device__ __forceinline__ void multiply(float (&d)[COUNT], const Factors<STEPS>& a, u64 b, u64 step, u64 offset,
+                                         bool adds) {
+#if SPLIT
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.small[j], b + j * step, adds || j > 0);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + offset + j * step, 1);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + j * step, 1);
+#else
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + j * step, adds || j > 0);
+#endif
+}
