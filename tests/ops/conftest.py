@@ -1,9 +1,13 @@
 """Settings common to the tests of the operators."""
 
+import os
+
 import pytest
 import torch._functorch.config
+from filelock import FileLock
 from torch._inductor import config
 
+from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -29,3 +33,20 @@ def fused():
         pytest.skip("needs a host compiler (g++)")
     with emulated_device() as launched:
         yield launched
+
+
+@pytest.fixture(scope="module")
+def compile_once(request, tmp_path_factory):
+    """Compiles the kernels of a module in parallel, once for all test processes: the others find them on disk."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    done = shared / f"{request.module.__name__}.compiled"
+
+    def run(specs):
+        with FileLock(f"{done}.lock"):
+            if not done.exists():
+                precompile(specs, workers=min(16, os.cpu_count() or 1))
+                done.touch()
+
+    return run

@@ -3,7 +3,6 @@
 The large grid of shapes and graphs is `python -m pyg_dfgnn.bench.check`.
 """
 
-import os
 from itertools import product
 
 import pytest
@@ -16,7 +15,6 @@ from pyg_dfgnn.ops import dot_attention
 from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import precompile
 from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, pairs
 from tests.tolerances import TOLERANCES, assert_all_close
 from tests.zoo import Case, hub, random, zoo
@@ -49,7 +47,7 @@ def setup_of(score, case, heads, channels, dtype, full):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_kernels():
+def compiled_kernels(compile_once):
     """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
     specs = {}
     with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
@@ -57,7 +55,7 @@ def compiled_kernels():
             problem = setup_of(score, case, *setup)
             problem.run()
             problem.call(return_weights=True)
-    precompile(specs, workers=min(16, os.cpu_count() or 1))
+    compile_once(specs)
 
 
 @pytest.fixture(params=SCORES)

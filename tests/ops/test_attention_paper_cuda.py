@@ -1,6 +1,5 @@
 """The schedules `smmf` and `pmf` on a GPU: against float64 and against `rows`, on super nodes, for all ablations."""
 
-import os
 from itertools import product
 
 import pytest
@@ -12,7 +11,6 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import attention as ops
 from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import DENSE
 from tests.ops.test_attention_cuda import CASES, DEVICE, SETUPS, assert_equal, assert_matches, problem_of, setup_of
@@ -38,14 +36,14 @@ SUPER_NODES = Case(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_kernels():
+def compiled_kernels(compile_once):
     """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
     specs = {}
     with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
         for schedule, score, setup, case in product((*SCHEDULES, "rows"), SCORES, SETUPS, [*CASES, DENSE]):
             with settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
-    precompile(specs, workers=min(16, os.cpu_count() or 1))
+    compile_once(specs)
 
 
 @pytest.fixture(params=SCHEDULES)

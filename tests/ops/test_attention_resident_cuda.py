@@ -1,6 +1,5 @@
 """The schedule `resident` and joined chunks on a GPU: against float64, the same bits in every run, capture."""
 
-import os
 from itertools import product
 
 import pytest
@@ -11,7 +10,6 @@ from pyg_dfgnn.dispatch.attention_rows import plan_pass
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention_arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import SCORES
 from tests.ops.test_attention_cuda import DEVICE, assert_equal, assert_matches, capture, setup_of
@@ -39,14 +37,14 @@ GRID = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_kernels():
+def compiled_kernels(compile_once):
     """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
     specs = {}
     with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
         for score, setup, (schedule, case) in product(SCORES, SETUPS, GRID):
             with settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
-    precompile(specs, workers=min(16, os.cpu_count() or 1))
+    compile_once(specs)
 
 
 @pytest.mark.parametrize(("schedule", "case"), GRID, ids=str)
