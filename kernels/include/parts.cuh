@@ -35,16 +35,6 @@ __device__ __forceinline__ void pin(Factors<STEPS>& factors) {
 }
 
 // The same in shared memory: `at` of the first parts, the second ones `offset` numbers further.
-__device__ __forceinline__ void hold(float x, float* at, int offset) {
-#if SPLIT
-    u32 big, small;
-    split(x, big, small);
-    at[0] = __uint_as_float(big);
-    at[offset] = __uint_as_float(small);
-#else
-    at[0] = __uint_as_float(rounded(x));
-#endif
-}
 __device__ __forceinline__ void hold(const float (&x)[4], float* at, int offset) {
     Factors<1> factors;
 #pragma unroll

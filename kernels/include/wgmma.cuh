@@ -1,10 +1,10 @@
-// Products on tensor cores by a warpgroup, four warps: D (64 x N, fp32) += A (64 x K) B (K x N), K 16 in fp16 or 8 in tf32, on
-// compute capability 9.0 with its own features (sm_90a).
+// Products on tensor cores by a warpgroup, four warps: D (64 x N, fp32) += A (64 x K) B (K x N), with K 16 in fp16 or 8 in
+// tf32, on compute capability 9.0 with its own features (sm_90a).
 //
 // A comes from registers of two fp16 numbers or one tf32 number: with group = lane / 4 and pos = lane % 4 a lane holds the
-// rows group and group + 8 of its warp's 16, in register pos of the first four of a row, then of the others; of D the same
-// rows, and of each 8 columns 2 pos and 2 pos + 1. B lies in shared memory in pieces of 8 columns by 16 bytes, 8 or 4 places:
-// `leading` bytes from the first half of the places to the others, 128 from 8 columns to the next.
+// rows group and group + 8 of its warp's 16, there words pos and pos + 4; of D the same rows, and of each 8 columns 2 pos
+// and 2 pos + 1. B lies in shared memory in pieces of 8 columns by 16 bytes, 8 or 4 places: `leading` bytes from the first
+// half of the places to the others, 128 from 8 columns to the next.
 
 // Where B is.
 __device__ __forceinline__ u64 described(const void* b, u32 leading) {
@@ -78,12 +78,13 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
     "%" #ten "0, %" #ten "1, %" #ten "2, %" #ten "3, %" #ten "4, %" #ten "5, %" #ten "6, %" #ten "7, %" #ten "8, %" #ten "9"
 #define WGMMA_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_16(i) WGMMA_SUMS(i), WGMMA_SUMS(i + 4), WGMMA_SUMS(i + 8), WGMMA_SUMS(i + 12)
-#define WGMMA_128(shape, more)                                                                                           \
-    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %69, 0;"                                                             \
-                 "wgmma.mma_async.sync.aligned." shape " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " WGMMA_10(1)            \
-                 ", " WGMMA_10(2) ", " WGMMA_10(3) ", " WGMMA_10(4) ", " WGMMA_10(5)                                       \
-                 ", %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, adds, 1, 1" more ";}"                                  \
-                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)                                                   \
+// A product for 128 columns, from `a` and `b` to `d`.
+#define WGMMA_128(shape, more)                                                                                        \
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %69, 0;"                                                        \
+                 "wgmma.mma_async.sync.aligned." shape " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " WGMMA_10(1)       \
+                 ", " WGMMA_10(2) ", " WGMMA_10(3) ", " WGMMA_10(4) ", " WGMMA_10(5)                                  \
+                 ", %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, adds, 1, 1" more ";}"                             \
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
 // Starts D += A B, or with `adds` 0 D = A B, for N = 2 COUNT columns, in fp16.
