@@ -38,33 +38,15 @@ __device__ __forceinline__ u32 rest_of(float low, float high, u32 halves) {
     return halves_of((low - first.x) * 0x1p11f, (high - first.y) * 0x1p11f);
 }
 
-// What products of STEPS steps multiply, in registers: the first halves of numbers and with SPLIT the second.
+// Two numbers, lowered, as word i of a step.
 template <int STEPS>
-struct Factors {
-    u32 first[STEPS][4];
+__device__ __forceinline__ void set(Factors<STEPS>& factors, int step, int i, float low, float high) {
+    factors.first[step][i] = halves_of(low, high);
 #if SPLIT
-    u32 second[STEPS][4];
-#endif
-    // Two numbers, lowered.
-    __device__ __forceinline__ void set(int step, int i, float low, float high) {
-        first[step][i] = halves_of(low, high);
-#if SPLIT
-        second[step][i] = rest_of(low, high, first[step][i]);
-#endif
-    }
-};
-template <int STEPS>
-__device__ __forceinline__ void pin(Factors<STEPS>& factors) {
-    pin(factors.first);
-#if SPLIT
-    pin(factors.second);
+    factors.second[step][i] = rest_of(low, high, factors.first[step][i]);
 #endif
 }
-
-__device__ __forceinline__ void hold_words(const u32 (&x)[4], u32* at) {
-    *reinterpret_cast<uint4*>(at) = make_uint4(x[0], x[1], x[2], x[3]);
-}
-// The same in shared memory: `at` of the first halves of numbers, lowered, the second ones `offset` words further.
+// Two, or eight, in shared memory, the second halves `offset` words further.
 __device__ __forceinline__ void hold_halves(float low, float high, u32* at, int offset) {
     at[0] = halves_of(low, high);
 #if SPLIT
@@ -74,11 +56,8 @@ __device__ __forceinline__ void hold_halves(float low, float high, u32* at, int 
 __device__ __forceinline__ void hold_halves(const float (&x)[8], u32* at, int offset) {
     Factors<1> factors;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factors.set(0, i, x[2 * i], x[2 * i + 1]);
-    hold_words(factors.first[0], at);
-#if SPLIT
-    hold_words(factors.second[0], at + offset);
-#endif
+    for (int i = 0; i < 4; ++i) set(factors, 0, i, x[2 * i], x[2 * i + 1]);
+    hold(factors, at, offset);
 }
 
 // D = A B for STEPS steps of B that are `step` apart, of the first halves.

@@ -11,39 +11,21 @@ __device__ __forceinline__ u32 rounded(float x) {
     return (u32)max((int)((u32)bits + 0x1000u), bits);
 }
 
-// The parts of numbers that products of STEPS steps multiply, in registers.
+// A number as word i of a step.
 template <int STEPS>
-struct Factors {
-    u32 big[STEPS][4];
+__device__ __forceinline__ void set(Factors<STEPS>& factors, int step, int i, float x) {
 #if SPLIT
-    u32 small[STEPS][4];
-#endif
-    __device__ __forceinline__ void set(int step, int i, float x) {
-#if SPLIT
-        split(x, big[step][i], small[step][i]);
+    split(x, factors.first[step][i], factors.second[step][i]);
 #else
-        big[step][i] = rounded(x);
-#endif
-    }
-};
-template <int STEPS>
-__device__ __forceinline__ void pin(Factors<STEPS>& factors) {
-    pin(factors.big);
-#if SPLIT
-    pin(factors.small);
+    factors.first[step][i] = rounded(x);
 #endif
 }
-
-// The same in shared memory: `at` of the first parts, the second ones `offset` numbers further.
-__device__ __forceinline__ void hold(const float (&x)[4], float* at, int offset) {
+// Four in shared memory, the second parts `offset` words further.
+__device__ __forceinline__ void hold_parts(const float (&x)[4], u32* at, int offset) {
     Factors<1> factors;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factors.set(0, i, x[i]);
-    *reinterpret_cast<uint4*>(at) = make_uint4(factors.big[0][0], factors.big[0][1], factors.big[0][2], factors.big[0][3]);
-#if SPLIT
-    *reinterpret_cast<uint4*>(at + offset) =
-        make_uint4(factors.small[0][0], factors.small[0][1], factors.small[0][2], factors.small[0][3]);
-#endif
+    for (int i = 0; i < 4; ++i) set(factors, 0, i, x[i]);
+    hold(factors, at, offset);
 }
 
 // D = A B, or with `adds` D += A B, for STEPS steps of B that are `step` apart, its second parts `offset` further. Of
@@ -53,13 +35,13 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT], const Factors<STEPS>
                                          bool adds) {
 #if SPLIT
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.small[j], b + j * step, adds || j > 0);
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.second[j], b + j * step, adds || j > 0);
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + offset + j * step, 1);
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.first[j], b + offset + j * step, 1);
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + j * step, 1);
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.first[j], b + j * step, 1);
 #else
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.big[j], b + j * step, adds || j > 0);
+    for (int j = 0; j < STEPS; ++j) wgmma_tf32(d, a.first[j], b + j * step, adds || j > 0);
 #endif
 }

@@ -74,6 +74,31 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
 #endif
 }
 
+// What products of STEPS steps multiply, in registers: of each number one word's share, with SPLIT of a second word too.
+template <int STEPS>
+struct Factors {
+    u32 first[STEPS][4];
+#if SPLIT
+    u32 second[STEPS][4];
+#endif
+};
+template <int STEPS>
+__device__ __forceinline__ void pin(Factors<STEPS>& factors) {
+    pin(factors.first);
+#if SPLIT
+    pin(factors.second);
+#endif
+}
+// The same in shared memory, the second words `offset` further.
+__device__ __forceinline__ void hold(const Factors<1>& factors, u32* at, int offset) {
+    const u32(&x)[4] = factors.first[0];
+    *reinterpret_cast<uint4*>(at) = make_uint4(x[0], x[1], x[2], x[3]);
+#if SPLIT
+    const u32(&y)[4] = factors.second[0];
+    *reinterpret_cast<uint4*>(at + offset) = make_uint4(y[0], y[1], y[2], y[3]);
+#endif
+}
+
 #define WGMMA_10(ten) \
     "%" #ten "0, %" #ten "1, %" #ten "2, %" #ten "3, %" #ten "4, %" #ten "5, %" #ten "6, %" #ten "7, %" #ten "8, %" #ten "9"
 #define WGMMA_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

@@ -226,8 +226,8 @@ products_rows(i64 num_rows, const float* a0, const float* a1, const float* a2, c
             for (int i = 0; i < 2 * STEPS; ++i) {
                 const int c = i / 2, h = i % 2;
                 const float4 v = numbers[h][c];
-                left.set(c, h, v.x * lower[h], v.y * lower[h]);
-                left.set(c, h + 2, v.z * lower[h], v.w * lower[h]);
+                set(left, c, h, v.x * lower[h], v.y * lower[h]);
+                set(left, c, h + 2, v.z * lower[h], v.w * lower[h]);
             }
             pin(left);
 #if TURNS

@@ -29,7 +29,7 @@ struct Raw {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const float* g1, const float* g2,
                  const float* g3, float* partial) {
-    extern __shared__ __align__(128) float stages[];
+    extern __shared__ __align__(128) u32 stages[];
     const Layers<const float> grads = {g0, g1, g2, g3};
     const int layer = (int)blockIdx.x % LAYERS, part = (int)blockIdx.x / LAYERS;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
@@ -40,7 +40,7 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
     const int channel = warp * 16 + lane / 4 * 2;
     const bool has_channels = channel < CHANNELS, has_features = 4 * lane < FEATURES;
     const bool swaps = lane >> 2 & 1;
-    float* const to = stages + (warp * COLUMNS + lane / 4 * 16 + pos * 2) * 4;
+    u32* const to = stages + (warp * COLUMNS + lane / 4 * 16 + pos * 2) * 4;
 
     const auto load_x = [&](Raw& raw, i64 section) {
         const i64 row = section + warp * 4;
@@ -72,8 +72,8 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
             float mine[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) mine[k] = swaps ? columns[c ^ 1][k] : columns[c][k];
-            float* const at = to + stage * STAGE + (c / 2 * 8 + (swaps ? (c & 1) ^ 1 : c & 1)) * 4;
-            hold(mine, at, PART);
+            u32* const at = to + stage * STAGE + (c / 2 * 8 + (swaps ? (c & 1) ^ 1 : c & 1)) * 4;
+            hold_parts(mine, at, PART);
         }
     };
 
@@ -104,8 +104,8 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
         for (int j = 0; j < 8; ++j) {
             column_sums.x += raw.g[j].x;
             column_sums.y += raw.g[j].y;
-            left.set(j / 2, j % 2 * 2, raw.g[j].x);
-            left.set(j / 2, j % 2 * 2 + 1, raw.g[j].y);
+            set(left, j / 2, j % 2 * 2, raw.g[j].x);
+            set(left, j / 2, j % 2 * 2 + 1, raw.g[j].y);
         }
         pin(left);
         pin(parts);

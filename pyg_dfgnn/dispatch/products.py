@@ -116,11 +116,15 @@ class Strips:
         """Of the sum over one matrix, filled up to whole sections."""
         return -(-(self.channels if self.backward else self.features) // self.section) * self.section
 
+    @property
+    def _places_of_all(self) -> int:
+        """Of the sums over all matrices that a block holds columns of."""
+        return self.places * (self.layers if self.backward else 1)
+
     @cached_property
     def _held_bytes(self) -> int:
         """Memory for what a block holds."""
-        matrices = self.layers if self.backward else 1
-        return 2 * (1 + self.split) * self.places * matrices * self.columns
+        return 2 * (1 + self.split) * self._places_of_all * self.columns
 
     @cached_property
     def _section_bytes(self) -> int:
@@ -131,7 +135,7 @@ class Strips:
     def ring(self) -> int:
         """Sections that are copied ahead; 0 where there is no room."""
         room = (H200.shared_bytes - _SCALES_BYTES - self._held_bytes) // self._section_bytes
-        return max(0, min(room, 2 * self.places * (self.layers if self.backward else 1) // self.section))
+        return max(0, min(room, 2 * self._places_of_all // self.section))
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -3,9 +3,10 @@
 The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are; of
 many rows the gradients of the input and of the parameters have one each. Tensor cores multiply, with up to 1.9 times
 the error of torch's products in float32 (`results/tuning/products.csv`, `results/tuning/products_warpgroups.csv`).
-Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. Of many rows, what is over 5e8
-times smaller than the largest number in its row of x or of a gradient, or of a weight in what a sum takes of it, is
-rounded to fewer bits than float32 has. Where torch may round factors to TF32, the kernels do, to nearest.
+Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. For the results of many rows and
+the gradient of their input, a number over 5e8 times smaller than the largest of its row of x or of a gradient, or of
+those of its weight that it is added up with, is rounded to fewer bits than float32 has. Where torch may round factors
+to TF32, the kernels do, to nearest.
 """
 
 from collections.abc import Sequence
