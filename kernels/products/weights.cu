@@ -1,7 +1,8 @@
 // Gradients of the parameters of linear layers of one input, for many rows, on compute capability 9.0 (sm_90a):
 // grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES], g [num_rows, CHANNELS] of each layer, with BESIDE
-// g0 [num_rows, LAYERS, CHANNELS]. A thread block takes one layer, each of its two warpgroups 64 channels; each share of
-// `share` rows leaves its sums in partial [shares, LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS], weights first.
+// g0 [num_rows, LAYERS, CHANNELS]. A thread block takes up to 128 features and 128 channels of one layer, each of its two
+// warpgroups 64 of these; each share of `share` rows leaves its sums in partial [shares, LAYERS * CHANNELS * FEATURES +
+// LAYERS * CHANNELS], weights first.
 //
 // The rows are the places of the sum, in sections of 32. Those of X lie in shared memory, with SPLIT as two tf32 parts,
 // while one section is multiplied the next is written; gradients go from memory to the registers of who multiplies them.
@@ -17,8 +18,11 @@
 #define SECTION 32
 #define PART (SECTION * COLUMNS)
 #define STAGE ((1 + SPLIT) * PART)
+#define FEATURE_GROUPS ((FEATURES + COLUMNS - 1) / COLUMNS)
+#define CHANNEL_GROUPS ((CHANNELS + 127) / 128)
+#define GROUPS (LAYERS * CHANNEL_GROUPS * FEATURE_GROUPS)
 
-static_assert(FEATURES <= COLUMNS && CHANNELS <= 128 && FEATURES % 4 == 0 && CHANNELS % 4 == 0, "one block for a layer");
+static_assert(FEATURES % 4 == 0 && CHANNELS % 4 == 0, "whole float4");
 
 // What a thread reads of a section: four rows of its four features, and two of its channels in eight rows.
 struct Raw {
@@ -31,20 +35,22 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
                  const float* g3, float* partial) {
     extern __shared__ __align__(128) u32 stages[];
     const Layers<const float> grads = {g0, g1, g2, g3};
-    const int layer = (int)blockIdx.x % LAYERS, part = (int)blockIdx.x / LAYERS;
+    const int group = (int)blockIdx.x % GROUPS, part = (int)blockIdx.x / GROUPS;
+    const int layer = group / (CHANNEL_GROUPS * FEATURE_GROUPS);
+    const int first_feature = group % FEATURE_GROUPS * COLUMNS;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
     constexpr int STRIDE = BESIDE ? LAYERS * CHANNELS : CHANNELS;
     const float* const grad = BESIDE ? g0 + layer * CHANNELS : grads[layer];
     const i64 begin = part * share, limit = num_rows - begin < share ? num_rows : begin + share;
     // Channels `channel` and the next are the rows lane / 4 and lane / 4 + 8 of the warp's 16.
-    const int channel = warp * 16 + lane / 4 * 2;
-    const bool has_channels = channel < CHANNELS, has_features = 4 * lane < FEATURES;
+    const int channel = group / FEATURE_GROUPS % CHANNEL_GROUPS * 128 + warp * 16 + lane / 4 * 2;
+    const bool has_channels = channel < CHANNELS, has_features = first_feature + 4 * lane < FEATURES;
     const bool swaps = lane >> 2 & 1;
     u32* const to = stages + (warp * COLUMNS + lane / 4 * 16 + pos * 2) * 4;
 
     const auto load_x = [&](Raw& raw, i64 section) {
         const i64 row = section + warp * 4;
-        const float* const from = x + (row * FEATURES + 4 * lane);
+        const float* const from = x + (row * FEATURES + first_feature + 4 * lane);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             raw.x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -132,10 +138,11 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
     }
 
     float* const mine = partial + part * ((i64)LAYERS * CHANNELS * (FEATURES + 1));
-    float* const line = mine + (layer * CHANNELS + channel) * FEATURES + 4 * pos;
+    const int feature = first_feature + 4 * pos;
+    float* const line = mine + (layer * CHANNELS + channel) * FEATURES + feature;
 #pragma unroll
     for (int i = 0; i < COLUMNS / 16; ++i) {
-        if (!has_channels || 16 * i + 4 * pos >= FEATURES) continue;
+        if (!has_channels || feature + 16 * i >= FEATURES) continue;
         const float* const v = sums + 8 * i;
         *reinterpret_cast<float4*>(line + 16 * i) = make_float4(v[0], v[1], v[4], v[5]);
         *reinterpret_cast<float4*>(line + FEATURES + 16 * i) = make_float4(v[2], v[3], v[6], v[7]);
@@ -146,6 +153,6 @@ products_weights(i64 num_rows, i64 share, const float* x, const float* g0, const
         column_sums.x += __shfl_xor_sync(FULL_MASK, column_sums.x, i);
         column_sums.y += __shfl_xor_sync(FULL_MASK, column_sums.y, i);
     }
-    if (pos > 0 || !has_channels) return;
+    if (pos > 0 || !has_channels || first_feature > 0) return;
     *reinterpret_cast<float2*>(mine + LAYERS * CHANNELS * FEATURES + layer * CHANNELS + channel) = column_sums;
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from torch_geometric.nn import conv
+from torch_geometric.nn import Linear, conv
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.bench.baselines import Sparse, unfused_attention
@@ -109,4 +109,4 @@ class AGNNConv(conv.AGNNConv):
         return unfused_attention(sparse, "cosine", (x[:, None],), self.beta)[:, 0]
 
 
-__all__ = ["AGNNConv", "GATConv", "TransformerConv"]
+__all__ = ["AGNNConv", "GATConv", "Linear", "TransformerConv"]

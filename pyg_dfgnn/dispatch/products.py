@@ -1,6 +1,6 @@
 """How the products of linear layers of one input are divided among thread blocks."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -26,8 +26,14 @@ _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 _WARPGROUP_ROWS = _FEW_ROWS
 """Above so many rows warpgroups take over: of 8,192 they were as fast as tiles or faster, of 19,717 and more at least
 1.15 times as fast (`results/tuning/products_warpgroups.csv`)."""
-_WARPGROUP_WIDTHS = range(68, 129, 4)
-"""Features and channels that they take: below 68 half of their work would be on zeros."""
+_WARPGROUP_WIDTHS = range(64, 513, 4)
+"""Features and channels that they take: below 64 half of their work or more would be on zeros."""
+_ROUNDED_WIDTHS = range(68, 129, 4)
+"""The same where they round to TF32."""
+_GROUP = 128
+"""The most places of one section, and the most features and channels that a thread block sums gradients of."""
+_MAX_HELD = 1 << 15
+"""The most numbers that a thread block holds: in its registers at first."""
 _SCALES_BYTES = 1 << 12
 """Shared memory that is left for scales and biases."""
 _PARTIAL_BYTES = 128 << 20
@@ -148,6 +154,11 @@ class Strips:
         groups *= 1 if self.backward else self.layers
         return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // (64 * self.warpgroups))))
 
+    @property
+    def fits(self) -> bool:
+        """Whether a block has room for what it holds, and for two sections of the rows."""
+        return self._places_of_all * self.columns <= _MAX_HELD and self.ring > 1
+
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/products/rows.cu`."""
         return (
@@ -163,7 +174,7 @@ class Strips:
 
 @dataclass(frozen=True)
 class WeightSums:
-    """How two warpgroups sum the gradients of the parameters of one layer over a share of the rows.
+    """How two warpgroups sum the gradients of parameters over a share of the rows: of up to 128 features and channels.
 
     Attributes:
         split: Whether a number is the sum of two of TF32, else it is rounded to one.
@@ -179,6 +190,11 @@ class WeightSums:
 
     block = (256, 1, 1)
     """Threads of a block."""
+
+    @property
+    def groups(self) -> int:
+        """Thread blocks for one share."""
+        return self.layers * -(-self.channels // _GROUP) * -(-self.features // _GROUP)
 
     @property
     def shared_bytes(self) -> int:
@@ -235,55 +251,80 @@ def backward_tile(rows: int) -> Tile:
     return Tile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
 
 
-def _by_warpgroups(rows: int, features: int, channels: int, device: torch.device) -> bool:
-    fits = features in _WARPGROUP_WIDTHS and channels in _WARPGROUP_WIDTHS
+def _by_warpgroups(rows: int, features: int, channels: int, split: bool, device: torch.device) -> bool:
+    widths = _WARPGROUP_WIDTHS if split else _ROUNDED_WIDTHS
+    fits = features in widths and channels in widths
     return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
 
 
+# The layouts are the fastest of `results/tuning/products_halves.csv` and `products_wide.csv`, or within 13 % of it.
 def forward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:
     """The strips for the results of linear layers, where they are faster than tiles."""
-    if not _by_warpgroups(rows, features, channels, device):
+    if not _by_warpgroups(rows, features, channels, split, device):
         return None
-    # The fastest of `results/tuning/products_halves.csv`, or within 10 % of it, as in backward. One section: fewer
-    # sums round more, but the tensor cores do not wait for them.
-    section = -(-features // 16) * 16
-    if not split:
-        return Strips(False, split, layers, features, channels, 128, section, warpgroups=3)
-    return Strips(False, split, layers, features, channels, 64 if layers == 1 else 128, section)
+    if split:
+        return _split_strips(False, layers, features, channels)
+    return Strips(False, split, layers, features, channels, 128, _whole(features), warpgroups=3)
 
 
 def backward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:
-    """The strips for the gradient of the input of linear layers, where they are faster than tiles."""
-    if not _by_warpgroups(rows, features, channels, device):
+    """The strips for the gradient of the input of linear layers, where they fit and are faster than tiles."""
+    if not _by_warpgroups(rows, features, channels, split, device):
         return None
-    sizes, section = (layers, features, channels), -(-channels // 16) * 16
-    if not split and layers < MAX_LAYERS:
-        return Strips(True, split, *sizes, 128, section)
-    if layers == 1:
-        return Strips(True, split, *sizes, 64, section)
-    found = Strips(True, split, *sizes, 64, section=64, warpgroups=3)
-    return found if found.ring > 1 else replace(found, warpgroups=2)
+    if split:
+        return _split_strips(True, layers, features, channels)
+    if layers < MAX_LAYERS:
+        return Strips(True, split, layers, features, channels, 128, _whole(channels))
+    return Strips(True, split, layers, features, channels, 64, section=64, warpgroups=3)
+
+
+def _split_strips(backward: bool, layers: int, features: int, channels: int) -> Strips | None:
+    """Those of float32, if any fit."""
+    sizes = layers, features, channels
+    width, places = (features, channels) if backward else (channels, features)
+    if places <= _GROUP and (layers == 1 or not backward):
+        # One section: fewer sums round more, but the tensor cores do not wait for them.
+        columns = 64 if width <= 64 or (layers == 1 and width <= 128) else 128
+        return Strips(backward, True, *sizes, columns, _whole(places))
+    section = min((80, 64, 48), key=lambda section: -(-places // section) * section)
+    # Of 128 columns sections of 80 are faster too, but would spill registers.
+    layouts = ((128, 2), (64, 3), (64, 2))[section == 80 :]
+    found = (Strips(backward, True, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
+    return next((strips for strips in found if strips.fits), None)
+
+
+def _whole(places: int) -> int:
+    """A section for so many, the last places empty."""
+    return -(-places // 16) * 16
 
 
 def weight_sums(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> WeightSums | None:
     """The sums for the gradients of the parameters, where they are faster than tiles."""
-    return WeightSums(split, layers, features, channels) if _by_warpgroups(rows, features, channels, device) else None
+    if not _by_warpgroups(rows, features, channels, split, device):
+        return None
+    return WeightSums(split, layers, features, channels)
 
 
 def shares_of(
-    tile: Tile, layers: int, rows: int, features: int, channels: int, device: torch.device, by_warpgroups: bool = False
+    tile: Tile,
+    layers: int,
+    rows: int,
+    features: int,
+    channels: int,
+    device: torch.device,
+    sums: WeightSums | None = None,
 ) -> Shares:
     """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
-    if by_warpgroups:
-        tiles, per_multiprocessor = layers, 1
+    if sums is not None:
+        tiles, per_multiprocessor = sums.groups, 1
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
     wanted = filling * -(-rows // (filling * _SHARE_ROWS))
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))

@@ -18,13 +18,13 @@ class AGNN(nn.Module):
     Args:
         in_channels: Node features F.
         out_channels: Classes.
-        convs: Namespace that holds `AGNNConv`.
+        convs: Namespace that holds `AGNNConv` and `Linear`.
         hidden_channels: Width of the propagated features.
         layers: Number of propagations; the first has a fixed temperature, the others learn theirs.
         dropout: Before both linear layers.
 
     Raises:
-        ValueError: A size or rate is out of range, or `convs` lacks the convolution.
+        ValueError: A size or rate is out of range, or `convs` lacks a layer.
 
     Source: Thekumparampil et al., Attention-based Graph Neural Network for Semi-supervised Learning, 2018.
     """
@@ -44,10 +44,10 @@ class AGNN(nn.Module):
         check_integer("layers", layers, 1)
         check_range("dropout", dropout, 0.0, 1.0)
         self.dropout = dropout
-        self.lin_in = nn.Linear(in_channels, hidden_channels)
-        conv = find_conv(convs, "AGNNConv")
+        conv, linear = find_conv(convs, "AGNNConv"), find_conv(convs, "Linear")
+        self.lin_in = linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(conv(requires_grad=index > 0) for index in range(layers))
-        self.lin_out = nn.Linear(hidden_channels, out_channels)
+        self.lin_out = linear(hidden_channels, out_channels)
 
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None

@@ -1,4 +1,4 @@
-"""Where models take their convolutions from."""
+"""Where models take their convolutions and linear layers from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def find_conv(convs: Any, name: str) -> Any:
-    """The convolution of this name.
+    """The convolution, or linear layer, of this name.
 
     Args:
         convs: Namespace that may hold it, such as `torch_geometric.nn`.

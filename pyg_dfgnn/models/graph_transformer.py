@@ -21,7 +21,7 @@ class GraphTransformer(nn.Module):
     Args:
         in_channels: Node features F.
         out_channels: Classes.
-        convs: Namespace that holds `TransformerConv`.
+        convs: Namespace that holds `TransformerConv` and `Linear`.
         hidden_channels: Width of the blocks, a multiple of `heads`.
         heads: Attention heads.
         layers: Number of blocks.
@@ -32,7 +32,7 @@ class GraphTransformer(nn.Module):
 
     Raises:
         ValueError: `norm` is unknown, a size or rate is out of range, `heads` does not divide `hidden_channels`, or
-            `convs` lacks the convolution.
+            `convs` lacks a layer.
 
     Source: Dwivedi and Bresson, A Generalization of Transformer Networks to Graphs, 2021.
     """
@@ -61,18 +61,18 @@ class GraphTransformer(nn.Module):
         if hidden_channels % heads:
             raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
         self.pe_size = pe_size
-        self.embed = nn.Linear(in_channels, hidden_channels)
-        self.embed_pe = nn.Linear(pe_size, hidden_channels) if pe_size else None
-        conv = find_conv(convs, "TransformerConv")
+        conv, linear = find_conv(convs, "TransformerConv"), find_conv(convs, "Linear")
+        self.embed = linear(in_channels, hidden_channels)
+        self.embed_pe = linear(pe_size, hidden_channels) if pe_size else None
         self.blocks = nn.ModuleList(
-            _Block(conv, hidden_channels, heads, NORMS[norm], dropout, attention_dropout) for _ in range(layers)
+            _Block(conv, linear, hidden_channels, heads, NORMS[norm], dropout, attention_dropout) for _ in range(layers)
         )
         self.readout = nn.Sequential(
-            nn.Linear(hidden_channels, hidden_channels // 2),
+            linear(hidden_channels, hidden_channels // 2),
             nn.ReLU(),
-            nn.Linear(hidden_channels // 2, hidden_channels // 4),
+            linear(hidden_channels // 2, hidden_channels // 4),
             nn.ReLU(),
-            nn.Linear(hidden_channels // 4, out_channels),
+            linear(hidden_channels // 4, out_channels),
         )
 
     def forward(
@@ -106,15 +106,15 @@ class GraphTransformer(nn.Module):
 
 class _Block(nn.Module):
     def __init__(
-        self, conv: Any, channels: int, heads: int, norm: Any, dropout: float, attention_dropout: float
+        self, conv: Any, linear: Any, channels: int, heads: int, norm: Any, dropout: float, attention_dropout: float
     ) -> None:
         super().__init__()
         self.conv = conv(channels, channels // heads, heads, dropout=attention_dropout, bias=False, root_weight=False)
-        self.project = nn.Linear(channels, channels)
+        self.project = linear(channels, channels)
         self.dropout = nn.Dropout(dropout)
         self.norm_attention = norm(channels)
         self.feed_forward = nn.Sequential(
-            nn.Linear(channels, 2 * channels), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * channels, channels)
+            linear(channels, 2 * channels), nn.ReLU(), nn.Dropout(dropout), linear(2 * channels, channels)
         )
         self.norm_feed_forward = norm(channels)
 

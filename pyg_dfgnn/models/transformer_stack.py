@@ -17,13 +17,13 @@ class TransformerStack(nn.Module):
     Args:
         in_channels: Node features F.
         out_channels: Classes.
-        convs: Namespace that holds `TransformerConv`.
+        convs: Namespace that holds `TransformerConv` and `Linear`.
         hidden_channels: Width of each layer, a multiple of `heads`.
         heads: Attention heads.
         layers: Number of attention layers.
 
     Raises:
-        ValueError: A size is below 1, `heads` does not divide `hidden_channels`, or `convs` lacks the convolution.
+        ValueError: A size is below 1, `heads` does not divide `hidden_channels`, or `convs` lacks a layer.
 
     Source: Liu et al., DF-GNN: Dynamic Fusion Framework for Attention Graph Neural Networks on GPUs, LoG 2024.
     """
@@ -43,12 +43,12 @@ class TransformerStack(nn.Module):
             check_integer(name, size, 1)
         if hidden_channels % heads:
             raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
-        self.lin_in = nn.Linear(in_channels, hidden_channels)
-        conv = find_conv(convs, "TransformerConv")
+        conv, linear = find_conv(convs, "TransformerConv"), find_conv(convs, "Linear")
+        self.lin_in = linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(
             conv(hidden_channels, hidden_channels // heads, heads, root_weight=False) for _ in range(layers)
         )
-        self.lin_out = nn.Linear(hidden_channels, out_channels)
+        self.lin_out = linear(hidden_channels, out_channels)
 
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, dense
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan
@@ -14,6 +14,7 @@ from pyg_dfgnn.nn.agnn_conv import AGNNConv
 from pyg_dfgnn.nn.fused import FusedConv
 from pyg_dfgnn.nn.gat_conv import GATConv
 from pyg_dfgnn.nn.gatv2_conv import GATv2Conv
+from pyg_dfgnn.nn.projection import Linear
 from pyg_dfgnn.nn.transformer_conv import TransformerConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -27,7 +28,9 @@ DROP_INS: dict[type, type[FusedConv]] = {
 
 
 def accelerate(model: Model) -> Model:
-    """Turn the PyG convs of a model into drop-ins, in place: parameters, buffers, hooks and settings stay as they are.
+    """Turn the PyG convs and linear layers of a model into drop-ins, in place.
+
+    Parameters, buffers, hooks and settings stay as they are.
 
     Only modules of exactly PyG's classes change; a subclass may mean something else. Compile the model afterwards.
 
@@ -48,6 +51,8 @@ def accelerate(model: Model) -> Model:
             module.__class__ = drop_in
             # As in a constructor: generate the propagation of the class where no instance has done so yet.
             MessagePassing._set_jittable_templates(module)
+        elif type(module) is dense.Linear:
+            module.__class__ = Linear
     return model
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of one input under one node of autograd, and as one product where that is faster."""
+"""Linear layers of one input under one node of autograd, and as one product where that is faster; one layer alone."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
-from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import weights_dtype_of
@@ -52,10 +52,40 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
     return _forward(heads, x, weights, biases)[0]
 
 
-def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
-    """What one linear layer makes of `x`, with the heads apart; of many rows by a kernel, as :func:`project` does.
+class Linear(dense.Linear):
+    """PyG's `Linear` with a kernel for large products in float32: same arguments, parameters, results and gradients.
 
-    Of few the host is the limit, which calls the layer in less time than it plans a launch.
+    `Y = X W^T + b`; under autocast, where TF32 is allowed, and for small products PyG's code runs.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape [*, F_out] of x [*, F_in]."""
+        if self._is_for_kernel(x):
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+            tensors = (x, weight) if bias is None else (x, weight, bias)
+            if {each.dtype for each in tensors} == {x.dtype} and (bias is None or bias.shape == weight.shape[:1]):
+                if needs_grad(tensors):
+                    out: Tensor = _apply((None, 1), *tensors)[0]
+                    return out
+                return _forward(None, x, tensors[1:2], tensors[2:])[0][0]
+        return super().forward(x)
+
+    def _is_for_kernel(self, x: Tensor) -> bool:
+        if torch.compiler.is_compiling() or not products.pays(x, self.out_channels):
+            return False
+        return is_eager() and not torch._C._is_tracing() and is_plain(x) and _keeps_weight(self._parameters)
+
+    def __prepare_scriptable__(self) -> dense.Linear:
+        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
+        twin: dense.Linear = object.__new__(dense.Linear)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+
+def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
+    """What one linear layer makes of `x`, with the heads apart; a large product by a kernel, as :func:`project` does.
+
+    For a small one the host is the limit, which calls the layer in less time than it plans a launch.
 
     Args:
         x: Shape [N, F].
@@ -65,7 +95,7 @@ def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
     Returns:
         Shape [N, H, C].
     """
-    if is_eager() and x.size(0) > products.MAX_ROWS:
+    if is_eager() and products.is_large(x, getattr(layer, "out_channels", 0)):
         return project(x, heads, layer)[0]
     return _apart(layer(x), heads)
 
@@ -95,11 +125,12 @@ def attend(
     return projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, out_dtype=out_dtype, **options)
 
 
-def _apart(rows: Tensor, heads: int) -> Tensor:
-    """The channels [..., H * C] as [..., H, C]."""
-    return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
+def _apart(rows: Tensor, heads: int | None) -> Tensor:
+    """The channels [..., H * C] as [..., H, C]; as they are for None."""
+    return rows if heads is None else rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
 
 
+_LINEAR = (dense.Linear, Linear)
 _Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
 
 
@@ -150,25 +181,26 @@ def _dtype_under_autocast(cast: torch.dtype, x: Tensor, layers: Sequence[torch.n
         return None
     # Autocast leaves float64 alone.
     dtypes = cast, torch.float32
-    if type(layers[0]) is not Linear:
+    if type(layers[0]) not in _LINEAR:
         return None
     weight = layers[0]._parameters.get("weight")
     return weight.dtype if weight is not None and weight.dtype in dtypes and x.dtype in dtypes else None
 
 
 def _forward(
-    heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    heads: int | None, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The results, and the weights for backward in the dtype of x: of few rows, without a kernel, as one."""
     found = products.apart(x, weights, biases)
     if found is not None:
         return [_apart(each, heads) for each in found], weights
     count, rows = len(weights), x.size(0)
-    if rows > products.MAX_ROWS:
+    if rows > products.MAX_ROWS or count == 1:
         weights, biases = products.in_dtype(x.dtype, weights, biases)
         added: Sequence[Tensor | None] = biases or [None] * count
         layers = zip(weights, added, strict=True)
         return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
+    assert heads is not None
     out, kept = products.beside(x, weights, biases)
     apart = out.view(rows, count, heads, weights[0].size(0) // heads)
     return apart.transpose(0, 1).contiguous().unbind(), kept
@@ -176,7 +208,7 @@ def _forward(
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rest: tuple[int, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rest: tuple[int | None, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         heads, count = rest
         found, weights = _forward(heads, x, tensors[:count], tensors[count:])
         ctx.save_for_backward(x, *weights)
@@ -219,16 +251,13 @@ def is_plain_linear(layer: torch.nn.Module) -> bool:
 
 def _is_product(layer: torch.nn.Module) -> bool:
     """The same, but for what all modules share."""
-    if type(layer) is not Linear:
+    if type(layer) not in _LINEAR:
         return False
     own = layer.__dict__
-    parameters = own["_parameters"]
+    return _keeps_weight(own["_parameters"]) and "forward" not in own and not any(_hooks(own))
+
+
+def _keeps_weight(parameters: Any) -> bool:
+    """Whether a layer's weight and bias are among its parameters: pruning, norms and replicas keep them elsewhere."""
     weight = parameters.get("weight")
-    return (
-        # Pruning, weight normalisation and replicas keep the weight elsewhere.
-        type(weight) in PLAIN
-        and weight.layout is torch.strided
-        and "bias" in parameters
-        and "forward" not in own
-        and not any(_hooks(own))
-    )
+    return type(weight) in PLAIN and weight.layout is torch.strided and "bias" in parameters

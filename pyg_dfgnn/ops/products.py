@@ -42,8 +42,27 @@ from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, kernel
 
 MAX_ROWS = 1 << 15
 """Rows of which a product takes about as long as the host needs to launch it."""
+_MAX_PRODUCTS = MAX_ROWS << 14
+"""The same in products of two numbers: those of so many rows of 128 features and channels."""
 _SUMMED_ROWS = 1 << 12
 """Rows up to which torch's sum over them is taken: the host needs longer to launch than it takes."""
+
+
+def is_large(x: Tensor, channels: int) -> bool:
+    """Whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
+    return x.size(0) > MAX_ROWS or x.numel() * channels > _MAX_PRODUCTS
+
+
+def pays(x: Tensor, channels: int) -> bool:
+    """Whether a kernel should take it: large, in float32 that nothing may round, on a device that has one."""
+    # First what most calls end at, which this should not delay.
+    if x.numel() * channels <= _MAX_PRODUCTS or x.dim() != 2 or x.layout is not torch.strided:
+        return False
+    if x.dtype is not torch.float32 or (x.size(1) | channels) % 4:
+        return False
+    if not (x.is_cuda or x.device.type in fused_device_types):
+        return False
+    return not tf32_allowed(torch.float32) and not torch.is_autocast_enabled(x.device.type)
 
 
 def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
@@ -306,11 +325,11 @@ def _backward(
 ) -> _Backward:
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
     strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
-    shares = shares_of(tile, *sizes, device, sums is not None)
+    shares = shares_of(tile, *sizes, device, sums)
     x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
     weights_plan = None
     if sums is not None:
-        kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.splits * layers, 1, 1)
+        kernel, grid = _hopper_kernel("weights", sums, side_by_side), (shares.weight_blocks, 1, 1)
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
     kernel = _kernel("backward", tile, layers, side_by_side, split)
     added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)

@@ -203,9 +203,10 @@ def products_specs() -> list[Spec]:
 
 
 def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
-    """Of so many layers: many rows and more, sizes that fill their places and that do not."""
+    """Of so many layers: many rows and more, sizes that fill their places and that do not, and wide ones."""
     found = []
-    for features, channels in ((128, 128), (68, 100)):
+    wide = ((500, 128), (160, 80), (128, 512)) if split and not beside and layers in (1, 3) else ()
+    for features, channels in ((128, 128), (68, 100), *wide):
         for rows in (1 << 14, 1 << 20):
             sizes = layers, rows, features, channels, split, torch.device("cpu")
             plans = {"rows": (forward_strips(*sizes), backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}

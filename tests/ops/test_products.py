@@ -146,7 +146,8 @@ def test_gradients_that_are_not_needed(beside, fused):
 def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
     """Warpgroups take few rows and every size that fits, several strips each; `capability` is the device's."""
     monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
-    monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 129, 4))
+    monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
+    monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
     found = replace(gpu.H200, multiprocessors=count, capability=capability)
     monkeypatch.setitem(gpu.known, torch.device("cpu"), found)
     products._forward.cache_clear()
@@ -161,6 +162,8 @@ WARPGROUP_SIZES = [
     (1, 4, 4, 1, True),
     (193, 100, 128, 4, True),
 ]
+# More than 128 features, or channels, or both: groups of columns and sections, whole and not.
+WIDE_SIZES = [(200, 500, 128, 1, False), (150, 132, 232, 2, True), (70, 512, 384, 1, True), (90, 80, 160, 3, False)]
 
 
 @PRECISIONS
@@ -173,6 +176,25 @@ def test_warpgroups(sizes, beside, tf32, fused, monkeypatch):
     check(tensors, *run(*tensors, beside), tf32)
     expected = ["products_rows", "products_rows", "products_weights"]
     assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"products_sums"}
+
+
+@pytest.mark.parametrize("sizes", WIDE_SIZES, ids=str)
+def test_wide_warpgroups(sizes, fused, monkeypatch):
+    """By one launch each; two of them for one block where several are less than a share."""
+    few_multiprocessors(monkeypatch, 4)
+    beside = sizes[3] > 1
+    tensors = draw(*sizes)
+    check(tensors, *run(*tensors, beside))
+    expected = ["products_rows", "products_rows", "products_weights"]
+    assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"products_sums"}
+
+
+@pytest.mark.parametrize("tf32", [True], indirect=True)
+def test_wide_warpgroups_are_for_float32(tf32, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(90, 132, 80, 1, True)
+    check(tensors, *run(*tensors, True), tf32)
+    assert fused[:2] == ["products_forward", "products_backward"]
 
 
 def spread(count, decades, device="cpu"):
@@ -274,14 +296,21 @@ def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
 def test_what_warpgroups_hold_fits(split, layers, features):
     cpu = torch.device("cpu")
     for rows in (1 << 14, 1 << 20):
-        for channels in (68, 100, 128):
+        for channels in (68, 100, 128, 132, 256, 500, 512):
             sizes = layers, rows, features, channels, split, cpu
             forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
+            if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
+                assert forward is backward is rule.weight_sums(*sizes) is None
+                continue
+            assert backward is not None or layers * channels > 128 * rule.MAX_LAYERS - 64 * layers
             for strips in (forward, backward):
-                assert strips is not None and strips.ring and strips.shared_bytes < gpu.H200.shared_bytes
-                assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
+                if strips is not None:
+                    assert strips.ring and strips.shared_bytes < gpu.H200.shared_bytes
+                    assert strips.fits or not split
+                    assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
     assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
-    assert rule.forward_strips(layers, 1 << 20, features, 132, split, cpu) is None
+    for channels in (60, 516):
+        assert rule.forward_strips(layers, 1 << 20, features, channels, split, cpu) is None
 
 
 def unaligned(tensor):

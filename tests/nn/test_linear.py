@@ -1,0 +1,189 @@
+"""The drop-in for PyG's linear layer: its results and gradients, and what it leaves to PyG's code."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
+from torch_geometric.nn import MLP, dense
+from torch_geometric.nn import GCNConv as PyGConv
+
+import pyg_dfgnn
+from pyg_dfgnn.nn import Linear
+from pyg_dfgnn.ops import products
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
+from tests.tolerances import assert_all_close
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    """Products of any size go to the kernels."""
+    monkeypatch.setattr(products, "_MAX_PRODUCTS", 0)
+
+
+@pytest.fixture
+def launched(small_is_large):
+    """CPU tensors take the fused path; the names of the kernels launched so far."""
+    with emulated_device() as names:
+        yield names
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_values_and_gradients(rows, bias, launched):
+    layer, x = Linear(8, 12, bias=bias), torch.randn(rows, 8, requires_grad=True)
+    grad = torch.randn(rows, 12)
+    leaves = [x, *layer.parameters()]
+    out = layer(x)
+    found = torch.autograd.grad(out, leaves, grad)
+    assert launched == ["products_forward", "products_backward"]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = F.linear(*exact)
+    grads = torch.autograd.grad(want, exact, grad.double())
+    pairs = zip(("x", "weight", "bias"), zip(found, grads, strict=True))
+    assert_all_close({"out": (out, want), **dict(pairs)})
+    with torch.no_grad():
+        assert torch.equal(layer(x), out)
+    layer.requires_grad_(False)
+    (alone,) = torch.autograd.grad(layer(x), [x], grad)
+    assert torch.equal(alone, found[0])
+
+
+def test_second_derivatives_are_refused(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def pruned():
+    layer = Linear(8, 12)
+    torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+def with_bias(bias):
+    layer = Linear(8, 12)
+    layer.bias = torch.nn.Parameter(bias)
+    return layer
+
+
+# A layer and an input: three dimensions, sizes that no kernel takes, other dtypes, sparse rows, weights kept elsewhere.
+LEFT = {
+    "dimensions": lambda: (Linear(8, 12), torch.randn(2, 9, 8)),
+    "a vector": lambda: (Linear(8, 12), torch.randn(8)),
+    "features": lambda: (Linear(6, 12), torch.randn(9, 6)),
+    "channels": lambda: (Linear(8, 3), torch.randn(9, 8)),
+    "no rows": lambda: (Linear(8, 12), torch.randn(0, 8)),
+    "float64": lambda: (Linear(8, 12).double(), torch.randn(9, 8).double()),
+    "bfloat16": lambda: (Linear(8, 12).bfloat16(), torch.randn(9, 8).bfloat16()),
+    "sparse": lambda: (Linear(8, 12), torch.randn(9, 8).to_sparse_csr()),
+    "pruned": lambda: (pruned(), torch.randn(9, 8)),
+    "a bias of one": lambda: (with_bias(torch.randn(1)), torch.randn(9, 8)),
+    "strides": lambda: (Linear(8, 12), torch.randn(8, 9).t()),
+}
+
+
+@pytest.mark.parametrize("key", LEFT)
+def test_what_torch_takes(key, launched):
+    layer, x = LEFT[key]()
+    found = layer(x)
+    assert launched == [] and torch.equal(found, dense.Linear.forward(layer, x))
+
+
+def test_small_products_are_torchs():
+    with emulated_device() as launched:
+        Linear(8, 12)(torch.randn(9, 8))
+        assert launched == []
+        x = torch.randn(products.MAX_ROWS, 128)
+        assert products.pays(x, 132) and not products.pays(x, 128)
+
+
+@pytest.mark.parametrize("tf32", [True], indirect=True)
+def test_rounded_products_are_torchs(tf32, launched):
+    Linear(8, 12)(torch.randn(9, 8))
+    assert launched == []
+
+
+def test_autocast(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+        assert found.dtype is torch.bfloat16 and torch.equal(found, dense.Linear.forward(layer, x))
+    assert launched == []
+
+
+def test_torch_compile_sees_the_layer(launched):
+    layer, x, functions = Linear(8, 12), torch.randn(9, 8), []
+
+    def record(module, inputs):
+        functions.extend(node.target for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    torch.testing.assert_close(torch.compile(layer, backend=record, fullgraph=True)(x), layer(x))
+    assert functions == [F.linear]
+
+
+def test_torch_func(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8)
+    jacobian = torch.func.vmap(torch.func.jacrev(layer))(x)
+    assert launched == [] and torch.equal(jacobian, layer.weight.expand(9, 12, 8))
+
+
+def test_script(launched):
+    layer, x = torch.nn.Sequential(Linear(8, 12), torch.nn.ReLU()), torch.randn(9, 8)
+    scripted = torch.jit.script(layer)
+    assert scripted.state_dict().keys() == layer.state_dict().keys()
+    torch.testing.assert_close(scripted(x), layer(x))
+
+
+def test_trace(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8)
+    traced = torch.jit.trace(layer, torch.randn(9, 8), check_trace=False)
+    assert launched == []
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_lazy_hooks_and_copies(launched):
+    """A layer that takes its features from its first input, one with hooks, copies."""
+    x, seen = torch.randn(9, 8), []
+    layer = Linear(-1, 12)
+    layer.register_forward_hook(lambda *given: seen.append("hook"))
+    assert layer(x).shape == (9, 12) and layer.in_channels == 8 and seen == ["hook"]
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(Linear(8, 12)))):
+        assert type(other) is Linear
+        other.load_state_dict(layer.state_dict())
+        assert torch.equal(other(x), layer(x))
+    assert set(launched) <= {"products_forward"} and len(launched) >= 4
+
+
+def test_accelerate(launched):
+    """Layers of a model, those in convs too, and nothing else."""
+    model = torch.nn.ModuleDict(
+        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12), "torch": torch.nn.Linear(8, 4)}
+    )
+    x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
+    with torch.no_grad():
+        expected = model["mlp"](x), model["conv"](x, edges)
+        pyg_dfgnn.accelerate(model)
+        assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin)] == [Linear] * 3
+        assert type(model["torch"]) is torch.nn.Linear and type(model["conv"]) is PyGConv
+        torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges)), expected)
+    assert launched == ["products_forward"] * 3
+
+
+def test_inside_a_drop_in(launched):
+    """Projections of a conv whose layers are drop-ins themselves."""
+    conv, x, edges = pyg_dfgnn.nn.TransformerConv(8, 4, 2), torch.randn(9, 8), torch.randint(9, (2, 20))
+    with torch.no_grad():
+        expected = conv(x, edges)
+        assert launched
+        before = [*launched]
+        launched.clear()
+        pyg_dfgnn.accelerate(conv)
+        assert type(conv.lin_query) is Linear and torch.equal(conv(x, edges), expected) and launched == before
