@@ -19,7 +19,7 @@ _SUM_BLOCKS = 4
 """Such blocks per multiprocessor."""
 _SUM_ROWS = 1 << 7
 """The fewest rows of a share of theirs: as many as a block reads at a time."""
-_SHARE_ROWS = 1 << 12
+SHARE_ROWS = 1 << 12
 """The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
 """Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
@@ -319,16 +319,17 @@ def shares_of(
     channels: int,
     device: torch.device,
     sums: WeightSums | None = None,
+    whole: bool = False,
 ) -> Shares:
-    """The shares of a backward pass: so many that they fill the device, or a multiple of that."""
+    """The shares of a backward pass: so many that they fill the device, or a multiple of that; `whole`: only one."""
     x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
     tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
     if sums is not None:
         tiles, per_multiprocessor = sums.groups, 1
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
-    wanted = filling * -(-rows // (filling * _SHARE_ROWS))
+    wanted = filling * -(-rows // (filling * SHARE_ROWS))
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
-    splits = max(1, min(wanted, rows // (2 * DEPTH), room))
+    splits = 1 if whole else max(1, min(wanted, rows // (2 * DEPTH), room))
     share = -(-rows // splits // DEPTH) * DEPTH
     splits = -(-rows // share)
     return Shares(x_blocks, tiles * splits, share, splits)

@@ -23,6 +23,7 @@ from pyg_dfgnn.dispatch.attention import fused_device_types
 from pyg_dfgnn.dispatch.attention_problem import STORAGE, tf32_allowed
 from pyg_dfgnn.dispatch.products import (
     MAX_LAYERS,
+    SHARE_ROWS,
     SUM_THREADS,
     Shares,
     Strips,
@@ -38,7 +39,7 @@ from pyg_dfgnn.dispatch.products import (
     weight_sums,
 )
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
-from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_overridden, kernel_of, launch
 
 MAX_ROWS = 1 << 15
 """Rows of which a product takes about as long as the host needs to launch it."""
@@ -319,13 +320,25 @@ class _Backward(NamedTuple):
     sums: _Plan
 
 
+def _is_for_host(x: Tensor) -> bool:
+    """Whether launches take longer than what they start: few rows, and no graph is captured."""
+    return x.size(0) <= SHARE_ROWS and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 @lru_cache(maxsize=1024)
 def _backward(
-    rows: int, features: int, channels: int, split: bool, layers: int, side_by_side: bool, device: torch.device
+    rows: int,
+    features: int,
+    channels: int,
+    split: bool,
+    layers: int,
+    side_by_side: bool,
+    device: torch.device,
+    whole: bool = False,
 ) -> _Backward:
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
     strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
-    shares = shares_of(tile, *sizes, device, sums)
+    shares = shares_of(tile, *sizes, device, sums, whole)
     x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
     weights_plan = None
     if sums is not None:
@@ -333,6 +346,9 @@ def _backward(
         weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
     kernel = _kernel("backward", tile, layers, side_by_side, split)
     added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)
+    if whole and device.type == "cuda" and not is_overridden():
+        # A capture of the same gradients has shares to add, and no kernel can be loaded in it.
+        added.kernel.function(device.index, 0)
     return _Backward(x_plan, weights_plan, kernel, tile, shares, added)
 
 
@@ -346,7 +362,8 @@ def _run_backward(
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
     sizes, split, input_at, weights_at, grads_at = taken
-    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*sizes, split, layers, len(grads) < layers, device)
+    key = *sizes, split, layers, len(grads) < layers, device
+    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*key, _is_for_host(x))
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features

@@ -77,15 +77,30 @@ def check(tensors, found, grad_x, of_parameters, tf32=False):
         assert max(errors) > 1e-5, f"nothing was rounded: {errors}"
 
 
+@pytest.fixture
+def in_shares(monkeypatch):
+    """Rows are divided however few they are, as in a capture."""
+    monkeypatch.setattr(products, "SHARE_ROWS", 0)
+
+
 @PRECISIONS
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_against_float64(sizes, beside, tf32, fused):
+def test_against_float64(sizes, beside, tf32, fused, in_shares):
     tensors = draw(*sizes)
     found = run(*tensors, beside)
     check(tensors, *found, tf32)
     assert fused[:2] == ["products_forward", "products_backward"] and set(fused[2:]) <= {"products_sums"}
     assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
+
+
+@pytest.mark.parametrize("rows", [330, products.SHARE_ROWS, products.SHARE_ROWS + 1])
+def test_few_rows_are_one_share(rows, fused):
+    """Two launches for forward and backward, where the host is the limit."""
+    tensors = draw(rows, 8, 12, 2, True)
+    check(tensors, *run(*tensors, False))
+    one = rows <= products.SHARE_ROWS
+    assert fused == ["products_forward", "products_backward", *([] if one else ["products_sums"])]
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["tiles", "warpgroups"])
@@ -123,7 +138,7 @@ def test_forward_tiles(tile, fused, monkeypatch):
 
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
-def test_backward_tiles(tile, fused, monkeypatch):
+def test_backward_tiles(tile, fused, in_shares, monkeypatch):
     """Also with many shares."""
     monkeypatch.setattr(products, "backward_tile", lambda *_: tile)
     products._backward.cache_clear()
@@ -145,6 +160,7 @@ def test_gradients_that_are_not_needed(beside, fused):
 
 def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
     """Warpgroups take few rows and every size that fits, several strips each; `capability` is the device's."""
+    monkeypatch.setattr(products, "SHARE_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
     monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
@@ -392,7 +408,7 @@ def test_shares_cover_every_row_once(rows, layers, features, channels):
     shares = rule.shares_of(tile, layers, rows, features, channels, torch.device("cpu"))
     assert shares.rows % rule.DEPTH == 0
     partial = 4 * shares.splits * layers * channels * (features + 1)
-    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule._SHARE_ROWS or 2 * partial > rule._PARTIAL_BYTES)
+    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule.SHARE_ROWS or 2 * partial > rule._PARTIAL_BYTES)
     assert shares.rows * (shares.splits - 1) < rows <= shares.rows * shares.splits
     assert shares.weight_blocks % shares.splits == 0
 

@@ -22,6 +22,13 @@ LARGE = [
     (120_000, 128, 128, 3, False),
     (65_537, 100, 84, 1, True),
     (70_001, 128, 128, 4, True),
+    # The same of more than 128 features or channels.
+    (19_717, 500, 128, 1, True),
+    (19_717, 500, 128, 3, False),
+    (30_001, 160, 80, 2, True),
+    (70_001, 80, 160, 1, True),
+    (9000, 132, 260, 4, True),
+    (20_001, 512, 512, 1, True),
 ]
 
 
@@ -93,10 +100,19 @@ def test_warpgroups_with_numbers_that_are_not_finite():
     assert torch.equal(~second.isfinite(), touched)
 
 
-@pytest.mark.parametrize("sizes", [(500, 64, 32, 3, True), (9000, 128, 128, 3, True)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(500, 64, 32, 3, True), (4000, 128, 128, 3, True), (9000, 128, 128, 3, True), (9000, 256, 80, 1, True)],
+    ids=str,
+)
 def test_capture_and_replay(sizes):
+    """Also where a capture has shares of rows to add, whose kernel no call before has launched."""
+    torch.cuda.synchronize()
+    products._sums_kernel(torch.float32)._loaded.clear()
+    products._backward.cache_clear()
     tensors = draw(*sizes, device="cuda")
     run(*tensors, True)
+    assert products._sums_kernel(torch.float32)._loaded
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
