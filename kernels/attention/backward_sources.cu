@@ -20,6 +20,8 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
 #if SCORE == SCORE_COSINE
     project(sums.score, load_part<NODE_STRIDE>(in.value, row, l), load_scalars(in.source_scalars, row, l));
     const float beta = in.parameter[0];
+#endif
+#if SCORE == SCORE_COSINE || KEY_IS_VALUE
     const Part before = grad_target == nullptr ? zero_part() : load_part<NODE_STRIDE>(grad_target, row, l);
 #endif
     if (!store) return;
@@ -27,7 +29,9 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) {
-#if SCORE == SCORE_DOT
+#if KEY_IS_VALUE
+            sums.value.x[h][c] += fmaf(in.scale, sums.score.x[h][c], before.x[h][c]);
+#elif SCORE == SCORE_DOT
             sums.score.x[h][c] *= in.scale;
 #elif SCORE == SCORE_COSINE
             sums.value.x[h][c] += fmaf(beta, sums.score.x[h][c], before.x[h][c]);
@@ -35,7 +39,7 @@ __device__ __forceinline__ void store_source(const ScoreInputs& in, int row, con
         }
     }
     store_part<NODE_STRIDE>(grad_value, row, l, sums.value);
-    if (HAS_KEY) store_part<NODE_STRIDE>(grad_key, row, l, sums.score);
+    if (HAS_KEY && !KEY_IS_VALUE) store_part<NODE_STRIDE>(grad_key, row, l, sums.score);
     if (SCORE == SCORE_ADD) store_heads(grad_source, row, l, sums.scalar);
 }
 
@@ -94,7 +98,7 @@ attention_backward_sources(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* 
 
         const Part own_value = load_part<NODE_STRIDE>(in.value, item.row, l);
         Part own_key = own_value;
-        if (HAS_KEY) own_key = load_part<NODE_STRIDE>(in.key, item.row, l);
+        if (HAS_KEY && !KEY_IS_VALUE) own_key = load_part<NODE_STRIDE>(in.key, item.row, l);
         const HeadValues own_scalars = load_scalars(in.source_scalars, item.row, l);
         const HeadValues factor = logit_factor(in, own_scalars);
 

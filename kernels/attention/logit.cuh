@@ -12,6 +12,10 @@
 #define SCORE_GATV2 3
 
 #define HAS_KEY (SCORE == SCORE_DOT)
+// Whether key and value are one tensor (dot).
+#ifndef KEY_IS_VALUE
+#define KEY_IS_VALUE 0
+#endif
 #define HAS_TARGET_VECTOR (SCORE != SCORE_ADD)
 #define HAS_NODE_SCALARS (SCORE == SCORE_ADD || SCORE == SCORE_COSINE)
 #define HAS_EDGE_VECTOR (EDGE && SCORE != SCORE_ADD)

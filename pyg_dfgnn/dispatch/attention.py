@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -204,6 +204,12 @@ class LaunchPlan:
     def __str__(self) -> str:
         results = "the same in every run" if self.deterministic else "may differ between runs"
         return "\n  ".join([f"schedule {self.schedule}", f"results: {results}", *map(str, self.choices)])
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run on a CUDA device: there is CuPy, and compute capability 8.0 or newer."""
+    return _HAS_CUPY and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:

@@ -161,6 +161,24 @@ def _is_matrix(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2
 
 
+SCRIPTED = "torch.jit.script puts PyG's own class in its place"
+
+
+def report(name: str, reasons: list[str]) -> None:
+    """Tell the user, as `settings(fallback=...)` asks, why a call of a layer of this name is PyG's own.
+
+    That tensors are on the CPU is no news, and an error only where there is a GPU for them.
+    """
+    fallback = current().fallback
+    wanted = fallback == "error" and torch.cuda.is_available()
+    told = [reason for reason in reasons if wanted or reason != NO_DEVICE]
+    if not told or fallback == "silent":
+        return
+    if fallback == "error":
+        raise UnsupportedError(told, what=f"the fused {name}")
+    log_once(name, tuple(told))
+
+
 class FusedConv(MessagePassing):
     """What the drop-in convs share: the gate, and the edges in the order of the fused ops.
 
@@ -181,7 +199,7 @@ class FusedConv(MessagePassing):
         if FusedConv not in type(self).__bases__:
             return self
         upstream = type(self).__bases__[-1]
-        self._report(["torch.jit.script puts PyG's own class in its place"])
+        self._report([SCRIPTED])
         twin: MessagePassing = object.__new__(upstream)
         twin.__dict__.update(self.__dict__)
         MessagePassing._set_jittable_templates(twin)
@@ -378,18 +396,7 @@ class FusedConv(MessagePassing):
         return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
 
     def _report(self, reasons: list[str]) -> None:
-        """Tell the user, as `settings(fallback=...)` asks, why a call is PyG's own.
-
-        That tensors are on the CPU is no news, and an error only where there is a GPU for them.
-        """
-        fallback = current().fallback
-        wanted = fallback == "error" and torch.cuda.is_available()
-        told = [reason for reason in reasons if wanted or reason != NO_DEVICE]
-        if not told or fallback == "silent":
-            return
-        if fallback == "error":
-            raise UnsupportedError(told, what=f"the fused {type(self).__name__}")
-        log_once(type(self).__name__, tuple(told))
+        report(type(self).__name__, reasons)
 
     def _graph_at_once(self, x: Any, edge_index: Any, self_loops: bool = False) -> Graph | None:
         """The graph of a call with x [N, F] and edge_index alone, if it is known and the gate would let them pass.

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn.fused import weights_dtype_of
+from pyg_dfgnn.nn.fused import SCRIPTED, report, weights_dtype_of
 from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, is_plain, needs_grad, once_differentiable
@@ -53,9 +53,11 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
 
 
 class Linear(dense.Linear):
-    """PyG's `Linear` with a kernel for large products in float32: same arguments, parameters, results and gradients.
+    """PyG's `Linear` with a kernel for large products in float32, and for few channels of many rows: same arguments,
+    parameters, results and gradients.
 
-    `Y = X W^T + b`; under autocast, where TF32 is allowed, and for small products PyG's code runs.
+    `Y = X W^T + b`; under autocast, where TF32 is allowed, and for other products PyG's code runs, which no setting
+    reports.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,21 +67,57 @@ class Linear(dense.Linear):
             tensors = (x, weight) if bias is None else (x, weight, bias)
             if {each.dtype for each in tensors} == {x.dtype} and (bias is None or bias.shape == weight.shape[:1]):
                 if needs_grad(tensors):
-                    out: Tensor = _apply((None, 1), *tensors)[0]
+                    out: Tensor = _apply_product(*tensors)
                     return out
-                return _forward(None, x, tensors[1:2], tensors[2:])[0][0]
+                return _product(*tensors)
         return super().forward(x)
 
     def _is_for_kernel(self, x: Tensor) -> bool:
-        if torch.compiler.is_compiling() or not products.pays(x, self.out_channels):
+        if torch.compiler.is_compiling() or not is_plain(x) or not products.pays(x, self.out_channels):
             return False
-        return is_eager() and not torch._C._is_tracing() and is_plain(x) and _keeps_weight(self._parameters)
+        if not is_eager() or torch._C._is_tracing() or x.is_neg():
+            return False
+        return _keeps_weight(self._parameters) and type(self._parameters["bias"]) in (*PLAIN, type(None))
 
     def __prepare_scriptable__(self) -> dense.Linear:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
+        if type(self) is not Linear:
+            return self
+        report(type(self).__name__, [SCRIPTED])
         twin: dense.Linear = object.__new__(dense.Linear)
         twin.__dict__.update(self.__dict__)
         return twin
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """By a kernel, where one takes the tensors as they lie."""
+    found = products.apart(x, (weight,), () if bias is None else (bias,))
+    return F.linear(x, weight, bias) if found is None else found[0]
+
+
+class _Product(torch.autograd.Function):
+    """One linear layer. Gradients that are to be differentiated are products of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = (weight, *biases)
+        return _product(x, weight, *biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled() or not is_plain(grad):
+            grad_x = grad @ weight if needs_x else None
+            grad_weight = grad.t() @ x if needs_weight else None
+            return grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
+        wanted = needs_x, needs_weight, any(needs_bias)
+        grad_x, of_layer = products.gradients(x, 1, (weight,), ctx.layer, (grad,), wanted)
+        return grad_x, *of_layer
+
+
+_apply_product = apply_of(_Product)
 
 
 def project_one(x: Tensor, heads: int, layer: torch.nn.Module) -> Tensor:
@@ -125,9 +163,9 @@ def attend(
     return projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, out_dtype=out_dtype, **options)
 
 
-def _apart(rows: Tensor, heads: int | None) -> Tensor:
-    """The channels [..., H * C] as [..., H, C]; as they are for None."""
-    return rows if heads is None else rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
+def _apart(rows: Tensor, heads: int) -> Tensor:
+    """The channels [..., H * C] as [..., H, C]."""
+    return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)
 
 
 _LINEAR = (dense.Linear, Linear)
@@ -188,7 +226,7 @@ def _dtype_under_autocast(cast: torch.dtype, x: Tensor, layers: Sequence[torch.n
 
 
 def _forward(
-    heads: int | None, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The results, and the weights for backward in the dtype of x: of few rows, without a kernel, as one."""
     found = products.apart(x, weights, biases)
@@ -200,7 +238,6 @@ def _forward(
         added: Sequence[Tensor | None] = biases or [None] * count
         layers = zip(weights, added, strict=True)
         return [_apart(F.linear(x, weight, bias), heads) for weight, bias in layers], weights
-    assert heads is not None
     out, kept = products.beside(x, weights, biases)
     apart = out.view(rows, count, heads, weights[0].size(0) // heads)
     return apart.transpose(0, 1).contiguous().unbind(), kept
@@ -208,7 +245,7 @@ def _forward(
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rest: tuple[int | None, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rest: tuple[int, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         heads, count = rest
         found, weights = _forward(heads, x, tensors[:count], tensors[count:])
         ctx.save_for_backward(x, *weights)

@@ -11,7 +11,6 @@ from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.errors import check_device, check_dtype, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.attention_launch import Kernels
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.settings import current
 
@@ -83,12 +82,12 @@ def signature_of(
     return tuple(found)
 
 
-def recall(graph: Any, signature: Any) -> Kernels | None:
+def recall(graph: Any, signature: Any) -> Any:
     """The kernels for arguments like these, if such have passed all checks on this graph before."""
     if signature is None:
         return None
     try:
-        kernels: Kernels | None = graph.plans.get(signature)
+        kernels = graph.plans.get(signature)
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
@@ -104,7 +103,7 @@ def recall(graph: Any, signature: Any) -> Kernels | None:
     return kernels
 
 
-def remember(graph: Graph, signature: Any, kernels: Kernels) -> None:
+def remember(graph: Graph, signature: Any, kernels: Any) -> None:
     """Keep the kernels for arguments like these with the graph, while there is room."""
     if signature is not None and len(graph.plans) < MAX_PLANS:
         graph.plans[signature] = kernels

@@ -19,10 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from pyg_dfgnn.dispatch.attention import fused_device_types
+from pyg_dfgnn.dispatch.attention import fused_device_types, runs_on
 from pyg_dfgnn.dispatch.attention_problem import STORAGE, tf32_allowed
 from pyg_dfgnn.dispatch.products import (
     MAX_LAYERS,
+    MAX_NARROW,
+    NARROW_ROWS,
+    NARROW_WARPS,
     SHARE_ROWS,
     SUM_THREADS,
     Shares,
@@ -33,6 +36,8 @@ from pyg_dfgnn.dispatch.products import (
     backward_tile,
     forward_strips,
     forward_tile,
+    is_narrow,
+    narrow_share,
     shares_of,
     sum_groups,
     sum_shares,
@@ -55,15 +60,28 @@ def is_large(x: Tensor, channels: int) -> bool:
 
 
 def pays(x: Tensor, channels: int) -> bool:
-    """Whether a kernel should take it: large, in float32 that nothing may round, on a device that has one."""
+    """Whether a kernel should take it: large or narrow, in float32 that nothing may round, on a device that has one."""
     # First what most calls end at, which this should not delay.
-    if x.numel() * channels <= _MAX_PRODUCTS or x.dim() != 2 or x.layout is not torch.strided:
+    if x.numel() * channels <= _MAX_PRODUCTS and channels > MAX_NARROW or x.dim() != 2 or x.dtype is not torch.float32:
         return False
-    if x.dtype is not torch.float32 or (x.size(1) | channels) % 4:
+    if not (x.is_cuda or x.device.type in fused_device_types) or x.layout is not torch.strided:
         return False
-    if not (x.is_cuda or x.device.type in fused_device_types):
+    if torch.is_autocast_enabled(x.device.type) or tf32_allowed(torch.float32):
         return False
-    return not tf32_allowed(torch.float32) and not torch.is_autocast_enabled(x.device.type)
+    return _pays(*x.shape, channels, x.device)
+
+
+@lru_cache(maxsize=1024)
+def _pays(rows: int, features: int, channels: int, device: torch.device) -> bool:
+    """The same of its size and device: sizes that were timed (`results/tuning/products_wide.csv`, `narrow.csv`)."""
+    if device.type == "cuda" and not runs_on(device):
+        return False
+    if is_narrow(rows, features, channels):
+        return True
+    if rows * features * channels <= _MAX_PRODUCTS:
+        return False
+    sizes = 1, rows, features, channels, True, device
+    return forward_strips(*sizes) is not None and backward_strips(*sizes) is not None
 
 
 def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
@@ -77,6 +95,12 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
     Returns:
         L tensors [N, K]; None where no kernel takes them.
     """
+    if _narrow_taken(x, weights, biases):
+        channels, features = weights[0].shape
+        result = x.new_empty((x.size(0), channels))
+        plan, *_ = _narrow(x.size(0), features, channels, x.device)
+        plan.launch((x, weights[0], biases[0] if biases else None, result), x.device)
+        return [result]
     taken = _taken(x, weights, biases)
     if taken is None:
         return None
@@ -143,6 +167,8 @@ def gradients(
     if len(weights) == layers:
         # Sums hand out gradients that have one number for all elements.
         grads = [grad.contiguous() for grad in grads]
+        if _narrow_taken(x, weights, grads):
+            return _run_narrow(x, weights[0], parameters, grads[0], needed)
         taken = _taken(x, weights, grads)
         if taken is not None:
             return _run_backward(x, weights, taken, parameters, grads, needed)
@@ -320,9 +346,11 @@ class _Backward(NamedTuple):
     sums: _Plan
 
 
-def _is_for_host(x: Tensor) -> bool:
-    """Whether launches take longer than what they start: few rows, and no graph is captured."""
-    return x.size(0) <= SHARE_ROWS and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+def _is_for_host(x: Tensor, channels: int) -> bool:
+    """Whether launches take longer than what they start: few rows, few products, and no graph is captured."""
+    if x.size(0) > SHARE_ROWS or x.numel() * channels > _MAX_PRODUCTS:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=1024)
@@ -348,7 +376,8 @@ def _backward(
     added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)
     if whole and device.type == "cuda" and not is_overridden():
         # A capture of the same gradients has shares to add, and no kernel can be loaded in it.
-        added.kernel.function(device.index, 0)
+        with torch.cuda.device(device):
+            added.kernel.function(device.index, 0)
     return _Backward(x_plan, weights_plan, kernel, tile, shares, added)
 
 
@@ -363,7 +392,7 @@ def _run_backward(
     layers, device = len(weights), x.device
     sizes, split, input_at, weights_at, grads_at = taken
     key = *sizes, split, layers, len(grads) < layers, device
-    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*key, _is_for_host(x))
+    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*key, _is_for_host(x, sizes[2] * layers))
     _, features, channels = sizes
     grad_x, partial, x_blocks, blocks = None, None, 0, 0
     size = layers * channels * features
@@ -379,7 +408,7 @@ def _run_backward(
         if weights_plan is None:
             blocks = shares.weight_blocks
         else:
-            weights_plan.launch((input_at, *grads_at, partial), device)
+            weights_plan.launch((input_at, *_NONES[1:], *grads_at, None, partial), device)
     # What is left to tiles, if anything.
     given = (*sizes, x_blocks, shares.rows, input_at, *weights_at, *grads_at)
     arguments = (*given, *addresses((grad_x, partial)))
@@ -391,6 +420,91 @@ def _run_backward(
     if len(parameters) == layers:
         return grad_x, of_weights
     return grad_x, (*of_weights, *found.as_strided((layers, channels), (channels, 1), size).unbind())
+
+
+def _narrow_taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the kernels of narrow layers take them: one layer, all tensors in float32 on one device, x in order."""
+    if len(weights) > 1 or x.dtype is not torch.float32 or not (x.is_cuda or x.device.type in fused_device_types):
+        return False
+    rows, features = x.shape
+    channels, width = weights[0].shape
+    if width != features or not is_narrow(rows, features, channels):
+        return False
+    tensors = (x, *weights, *others)
+    if not all(map(_is_contiguous, tensors)) or set(map(_place_of, tensors)) != {x.get_device()}:
+        return False
+    return not (x.data_ptr() | weights[0].data_ptr()) % 16
+
+
+def _narrow_kernel(name: str, features: int, channels: int) -> Kernel:
+    constants = (("STORAGE", 0), ("FEATURES", features), ("CHANNELS", channels))
+    return kernel_of(Spec("products/narrow.cu", constants), f"products_narrow_{name}")
+
+
+@lru_cache(maxsize=256)
+def _narrow(rows: int, features: int, channels: int, device: torch.device) -> tuple[_Plan, _Plan, int, _Plan]:
+    """Forward, backward, the numbers that this leaves of each share of the rows, and their sums."""
+    block, share = (32 * NARROW_WARPS, 1, 1), narrow_share(rows, device)
+    shares, numbers = -(-rows // share), -(-channels * (features + 1) // 4) * 4
+    kernels = [_narrow_kernel(name, features, channels) for name in ("forward", "backward")]
+    blocks = -(-rows // (NARROW_WARPS * NARROW_ROWS))
+    forward = _Plan(kernels[0], (blocks, 1, 1), block, 0, (rows,))
+    backward = _Plan(kernels[1], (shares, 1, 1), block, 0, (rows, share))
+    return forward, backward, numbers, _sums(shares, numbers, shares, torch.float32)
+
+
+def _run_narrow(
+    x: Tensor, weight: Tensor, parameters: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """The gradients of a narrow layer, as :func:`gradients` has them."""
+    (rows, features), channels = x.shape, weight.shape[0]
+    _, plan, numbers, sums = _narrow(rows, features, channels, x.device)
+    grad_x = torch.empty_like(x) if needed[0] else None
+    shares = plan.grid[0]
+    partial = x.new_empty((shares, numbers)) if needed[1] or needed[2] else None
+    plan.launch((x, weight, grad, grad_x, partial), x.device)
+    if partial is None:
+        return grad_x, [None] * len(parameters)
+    found = (partial if shares == 1 else _sum_rows(sums, partial, (1, numbers))).view(-1)
+    size = channels * features
+    of_layer = (found[:size].view(channels, features), found[size : size + channels])
+    return grad_x, of_layer[: len(parameters)]
+
+
+@lru_cache(maxsize=256)
+def _paired(rows: int, width: int, split: bool, count: int, device: torch.device) -> tuple[_Plan, Shares, _Plan]:
+    sums = WeightSums(split, count, width, width, apart=True, masked=True)
+    shares = shares_of(backward_tile(rows), count, rows, width, width, device, sums)
+    kernel, grid = _hopper_kernel("weights", sums, False), (shares.weight_blocks, 1, 1)
+    plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
+    return plan, shares, _sums(shares.splits, count * width * (width + 1), shares.splits, torch.float32)
+
+
+def paired_gradients(
+    inputs: Sequence[Tensor], grads: Sequence[Tensor], filled: Tensor
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    r"""The gradients of square linear layers, each of an input of its own, on compute capability 9.0.
+
+    .. math::
+        \partial W_l = G_l^T X_l, \quad \partial b_l = \sum_{i \,\text{filled}} G_{li}
+
+    Args:
+        inputs: Up to `MAX_LAYERS`, each [N, F] in float32, contiguous and aligned to 16 bytes, as all tensors.
+        grads: As many, each [N, F].
+        filled: Which rows the gradients of biases take: bit i % 32 of word i / 32, int32.
+
+    Returns:
+        Those of weights, [F, F], and of biases, [F].
+    """
+    rows, width = inputs[0].shape
+    count, device = len(inputs), inputs[0].device
+    plan, shares, sums = _paired(rows, width, not tf32_allowed(torch.float32), count, device)
+    size = count * width * width
+    partial = inputs[0].new_empty((shares.splits, size + count * width))
+    rest = _NONES[count:]
+    plan.launch((*inputs, *rest, *grads, *rest, filled, partial), device)
+    found = (partial if shares.splits == 1 else _sum_rows(sums, partial, (1, size + count * width))).view(-1)
+    return found[:size].view(count, width, width).unbind(), found[size:].view(count, width).unbind()
 
 
 @cache

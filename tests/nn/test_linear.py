@@ -11,6 +11,7 @@ from torch_geometric.nn import MLP, dense
 from torch_geometric.nn import GCNConv as PyGConv
 
 import pyg_dfgnn
+from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.nn import Linear
 from pyg_dfgnn.ops import products
 from tests.emu.loader import compiler
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compile
 def small_is_large(monkeypatch):
     """Products of any size go to the kernels."""
     monkeypatch.setattr(products, "_MAX_PRODUCTS", 0)
+    monkeypatch.setattr(products, "_pays", lambda rows, features, channels, device: not (features | channels) % 4)
 
 
 @pytest.fixture
@@ -54,11 +56,18 @@ def test_values_and_gradients(rows, bias, launched):
     assert torch.equal(alone, found[0])
 
 
-def test_second_derivatives_are_refused(launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.sum().backward()
+@pytest.mark.parametrize("strided", [False, True])
+def test_second_derivatives(strided, launched):
+    """A penalty on gradients, whatever made the product."""
+    layer, x = Linear(8, 12), torch.randn(9, 8)
+    x = (x.t().contiguous().t() if strided else x).requires_grad_()
+    assert x.is_contiguous() is not strided
+    found, exact = [], copy.deepcopy(layer).double()
+    for each, own in ((layer, x), (exact, x.detach().double().requires_grad_())):
+        (grad,) = torch.autograd.grad(each(own).square().sum(), [own], create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), [own, *each.parameters()]))
+    assert bool(launched) is not strided
+    assert_all_close({str(i): pair for i, pair in enumerate(zip(*found, strict=True))})
 
 
 def pruned():
@@ -102,6 +111,9 @@ def test_small_products_are_torchs():
         assert launched == []
         x = torch.randn(products.MAX_ROWS, 128)
         assert products.pays(x, 132) and not products.pays(x, 128)
+        # Of shapes that no warpgroup takes, and with few channels and few rows, nothing was timed.
+        assert not products.pays(x, 1024) and not products.pays(torch.randn(5000, 128), 3)
+        assert products.pays(torch.randn(9000, 128), 3) and not products.pays(torch.randn(9000, 126), 3)
 
 
 @pytest.mark.parametrize("tf32", [True], indirect=True)
@@ -135,11 +147,44 @@ def test_torch_func(launched):
     assert launched == [] and torch.equal(jacobian, layer.weight.expand(9, 12, 8))
 
 
-def test_script(launched):
+def test_script(launched, caplog, forget_logged):
     layer, x = torch.nn.Sequential(Linear(8, 12), torch.nn.ReLU()), torch.randn(9, 8)
     scripted = torch.jit.script(layer)
+    # torch.jit puts the class that it compiles into the model, and the user is told.
+    assert type(layer[0]) is dense.Linear and "torch.jit.script" in caplog.text
     assert scripted.state_dict().keys() == layer.state_dict().keys()
     torch.testing.assert_close(scripted(x), layer(x))
+
+
+def test_script_of_a_subclass():
+    class Positive(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight, self.bias).relu()
+
+    layer, x = torch.nn.Sequential(Positive(8, 12)), torch.randn(9, 8)
+    assert torch.equal(torch.jit.script(layer)(x), layer(x))
+
+
+def test_symbolic_trace(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8)
+    traced = torch.fx.symbolic_trace(layer)
+    assert launched == [] and torch.equal(traced(x), dense.Linear.forward(layer, x))
+
+
+def test_a_device_without_kernels(monkeypatch):
+    """No CuPy, or an old GPU: the layer leaves the product to torch."""
+    from pyg_dfgnn.dispatch import attention
+
+    device = torch.device("cuda", 0)
+    for has_cupy, capability in ((False, (9, 0)), (True, (7, 5)), (True, (9, 0))):
+        attention.runs_on.cache_clear()
+        products._pays.cache_clear()
+        monkeypatch.setattr(attention, "_HAS_CUPY", has_cupy)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setitem(gpu.known, device, gpu.H200)
+        assert products._pays(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
+    attention.runs_on.cache_clear()
+    products._pays.cache_clear()
 
 
 def test_trace(launched):

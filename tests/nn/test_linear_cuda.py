@@ -32,7 +32,10 @@ def kernels_of(call):
     return names, result
 
 
-@pytest.mark.parametrize(("rows", "features", "channels"), [(50_000, 160, 80), (19_717, 500, 128), (70_000, 1024, 132)])
+@pytest.mark.parametrize(
+    ("rows", "features", "channels"),
+    [(50_000, 160, 80), (40_000, 500, 128), (19_717, 128, 3), (9_001, 500, 4), (30_000, 64, 8), (8_200, 4, 1)],
+)
 def test_values_and_gradients(rows, features, channels):
     layer, x = draw(rows, features, channels)
     leaves, grad = [x, *layer.parameters()], torch.randn(rows, channels, device="cuda")

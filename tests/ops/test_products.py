@@ -318,6 +318,7 @@ def test_what_warpgroups_hold_fits(split, layers, features):
             if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
                 assert forward is backward is rule.weight_sums(*sizes) is None
                 continue
+            assert forward is not None
             assert backward is not None or layers * channels > 128 * rule.MAX_LAYERS - 64 * layers
             for strips in (forward, backward):
                 if strips is not None:
