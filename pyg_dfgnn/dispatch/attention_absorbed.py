@@ -69,6 +69,12 @@ class AbsorbedPass:
         """Four bytes each, of such a matrix: halves, what undoes their scales, and a bias."""
         return (1 + self.split) * self.channels * self.columns // 2 + 2 * self.columns
 
+    def __str__(self) -> str:
+        return (
+            f"linear layers absorbed; tiles of {self.rows} targets on average, chunks of {self.constants['CHUNK']} edges; "
+            f"backward over sources: {self.sources}"
+        )
+
     def shared_bytes(self, tiles: RowTiles) -> int:
         """Dynamic shared memory of a block: a matrix, the features of a tile, and the states of chunks."""
         return 4 * (self.image_words + tiles.rows * self.channels + tiles.most_states * (self.channels + 4))

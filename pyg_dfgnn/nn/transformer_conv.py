@@ -8,10 +8,13 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
+from pyg_dfgnn.dispatch.attention import AttentionProblem
+from pyg_dfgnn.dispatch.attention_absorbed import AbsorbedPass
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
-from pyg_dfgnn.nn.projection import attend, project
+from pyg_dfgnn.nn.projection import attend, is_joint, project
 from pyg_dfgnn.ops.attention import dot_attention
+from pyg_dfgnn.ops.attention_projected import absorbed_pass
 
 
 class TransformerConv(FusedConv, conv.TransformerConv):
@@ -116,6 +119,13 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         layers, scale = self._layers(), self.out_channels**-0.5
         found = attend(edges, "dot", x, self.heads, *layers, scale=scale, **self._options())
         return found if found is None or self.concat else (found[0].mean(dim=1),)
+
+    def _absorbed(self, graph: Graph, x: object, problem: AttentionProblem) -> AbsorbedPass | None:
+        """The kernels that take a call without edge features together with its linear layers, if any do."""
+        layers = self._layers()
+        if not isinstance(x, Tensor) or not is_joint(x, *layers):
+            return None
+        return absorbed_pass(problem, graph, x.size(1), len(layers))
 
     def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
         """The attention with what the skip connection makes of the targets x, unless that is given."""

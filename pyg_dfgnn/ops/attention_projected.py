@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch import attention_absorbed
 from pyg_dfgnn.dispatch.attention import AttentionProblem, unsupported_reasons
+from pyg_dfgnn.dispatch.attention_absorbed import AbsorbedPass
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
@@ -258,6 +259,14 @@ def projected_attention(
     return attended[0], *_others(score, rows, count)
 
 
+def absorbed_pass(problem: AttentionProblem, graph: Graph, features: int, layers: int) -> AbsorbedPass | None:
+    """The kernels that take the attention together with so many linear layers of these features; None where none do.
+
+    The setting `schedule` has to leave the choice to the rule.
+    """
+    return attention_absorbed.plan(problem, graph, features, layers) if current().schedule == "auto" else None
+
+
 def _projected_kernels(
     graph: Graph,
     score: str,
@@ -283,11 +292,9 @@ def _projected_kernels(
     if parameter is not None:
         vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
         check_tensor("att", vector, graph.device, H=heads, C=channels)
-    settings = current()
-    if settings.schedule == "auto":
-        absorbed = attention_absorbed.plan(problem, graph, x.shape[1], len(weights))
-        if absorbed is not None:
-            return AbsorbedKernels(problem, graph, settings, absorbed), True
+    absorbed = absorbed_pass(problem, graph, x.shape[1], len(weights))
+    if absorbed is not None:
+        return AbsorbedKernels(problem, graph, current(), absorbed), True
     if x.shape[0] > products.MAX_ROWS:
         return None
     return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 
+import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import settings
 from pyg_dfgnn.dispatch import attention_absorbed, gpu
@@ -176,3 +177,17 @@ def test_what_does_not_fit_a_tile():
         assert NODE not in nodes and launched
         expected = trained(copy.deepcopy(oracle), x.double(), graph.edge_index)[0]
         assert_all_close({name: (found[name], expected[name]) for name in ("out", "x")})
+
+
+def test_the_plan_says_so():
+    conv, x = ours.TransformerConv(64, 64, root_weight=False), torch.randn(150, 64)
+    edge_index = random(150, 150, 700).edge_index
+    with emulated_device():
+        found = pyg_dfgnn.describe_plan(conv, x, edge_index)
+        assert found.absorbed is not None and "linear layers absorbed" in str(found)
+        for other in (ours.TransformerConv(64, 64), ours.TransformerConv(64, 32, 2, root_weight=False)):
+            assert pyg_dfgnn.describe_plan(other, x, edge_index).absorbed is None
+        with settings(schedule="rows"):
+            assert pyg_dfgnn.describe_plan(conv, x, edge_index).absorbed is None
+        conv.lin_key.register_forward_hook(lambda *_: None)
+        assert pyg_dfgnn.describe_plan(conv, x, edge_index).absorbed is None
