@@ -71,7 +71,7 @@ class AbsorbedPass:
 
     def __str__(self) -> str:
         return (
-            f"linear layers absorbed; tiles of {self.rows} targets on average, chunks of {self.constants['CHUNK']} edges; "
+            f"linear layers absorbed; tiles of {self.rows} targets on average, chunks of {CHUNK} edges; "
             f"backward over sources: {self.sources}"
         )
 
