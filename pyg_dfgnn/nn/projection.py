@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import SCRIPTED, report, weights_dtype_of
 from pyg_dfgnn.ops import products
 from pyg_dfgnn.ops.attention_projected import projected_attention
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_eager, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_eager, is_plain, needs_grad, once_differentiable
 
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -96,7 +96,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """One linear layer. Gradients that are to be differentiated are products of torch's."""
+    """One linear layer. Gradients that are to be differentiated, and batches of them, are products of torch's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not is_plain(grad):
+        if torch.is_grad_enabled() or is_batched(grad) or not is_plain(grad):
             grad_x = grad @ weight if needs_x else None
             grad_weight = grad.t() @ x if needs_weight else None
             return grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)

@@ -74,7 +74,7 @@ class _Unpacked:
         setattr(self._ctx, name, value)
 
 
-def _is_batched(grad: Tensor | None) -> bool:
+def is_batched(grad: Tensor | None) -> bool:
     """Whether a gradient stands for a batch of them, without memory of its own: `is_grads_batched`, `vectorize`."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
@@ -85,12 +85,12 @@ _MAX_LEVEL = 63
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """The gradients for each of a batch of output gradients."""
-    example: Any = next(grad for grad in grads if _is_batched(grad))
+    example: Any = next(grad for grad in grads if is_batched(grad))
     # The threads of autograd are not told the level. At one that a tensor is not batched at it seems to hold nothing.
     levels = range(_MAX_LEVEL, 0, -1)
     level = next(level for level in levels if torch._remove_batch_dim(example, level, 0, 0).size(0))
     unbatched: Callable[..., Tensor] = torch._remove_batch_dim
-    batches = [unbatched(grad, level, 0, 0) if _is_batched(grad) else None for grad in grads]
+    batches = [unbatched(grad, level, 0, 0) if is_batched(grad) else None for grad in grads]
     count = max(batch.size(0) for batch in batches if batch is not None)
     found = [
         backward(ctx, *[grad if batch is None else batch[place] for grad, batch in zip(grads, batches, strict=True)])
@@ -119,7 +119,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return backward(ctx, *grads)
             except RuntimeError:
                 # To ask before would cost every call.
-                if not any(map(_is_batched, grads)):
+                if not any(map(is_batched, grads)):
                     raise
             return _one_by_one(run, ctx, grads)
         if torch.compiler.is_compiling():

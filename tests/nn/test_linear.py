@@ -70,6 +70,15 @@ def test_second_derivatives(strided, launched):
     assert_all_close({str(i): pair for i, pair in enumerate(zip(*found, strict=True))})
 
 
+def test_batched_gradients(launched):
+    layer, x = Linear(8, 12), torch.randn(9, 8, requires_grad=True)
+    grads = torch.randn(5, 9, 12)
+    found = torch.autograd.grad(layer(x), [x, *layer.parameters()], grads, is_grads_batched=True)
+    apart = [torch.autograd.grad(layer(x), [x, *layer.parameters()], grad) for grad in grads]
+    for each, others in zip(found, zip(*apart, strict=True), strict=True):
+        torch.testing.assert_close(each, torch.stack(others))
+
+
 def pruned():
     layer = Linear(8, 12)
     torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
