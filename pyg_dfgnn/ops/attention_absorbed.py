@@ -11,11 +11,11 @@ from pyg_dfgnn.dispatch.attention_absorbed import LAYERS, AbsorbedPass
 from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import products
-from pyg_dfgnn.ops.attention_launch import aligned
+from pyg_dfgnn.ops.attention_launch import all_aligned
 from pyg_dfgnn.ops.attention_rows import RowsWalk
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
-from pyg_dfgnn.runtime.launcher import Argument, Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.runtime.launcher import Kernel, Parts, addresses, kernel_of, launch
 from pyg_dfgnn.settings import Settings
 
 STEMS = ("images", "forward", "targets", "parameters")
@@ -45,85 +45,90 @@ class AbsorbedKernels:
         tiles = graph.row_tiles(chosen.rows, chosen.constants["CHUNK"])
         # Kept for their addresses: two threads may make them at once, of which the graph keeps one.
         self._arrays = tiles.tensors()
-        self._filled = tiles.filled
-        self._tiles = addresses((tiles.rows, tiles.order, tiles.ptr, tiles.items, tiles.index))
+        given = addresses((tiles.rows, tiles.order, tiles.ptr, tiles.items, tiles.index, tiles.filled, None))
+        *self._tiles, self._filled, self._null = given
         self._grid = (tiles.num_tiles, 1, 1)
         self._shared_bytes = chosen.shared_bytes(tiles)
         self._sources = RowsWalk("sources", chosen.sources, graph)
         constants = tuple(chosen.constants.items())
         self._images, self._forward, self._targets, self._parameters = (_kernel(stem, constants) for stem in STEMS)
+        rows, channels = graph.num_dst, chosen.channels
+        # Four columns of a matrix for each block of two of the four images, sixteen of the others.
+        self._images_grid = (2 * chosen.columns // 4 + 2 * chosen.columns // 16, 1, 1)
+        self._parameters_grid = (2 * (channels // 8) * (channels // 32), 1, 1)
+        self._sums = products.paired_gradients(rows, channels, chosen.split, 2, self.device)
+        # The matrices that rows are multiplied with, as the kernels hold them; q, z and the softmax.
+        images, nodes, matrix = (4 * chosen.image_words, torch.int32), rows * channels, channels * channels
+        self._alone, self._kept = Parts(images), Parts(images, nodes, nodes, 2 * rows)
+        # Gradients of z and q, what x has of its own as a target, the records of targets, and what shares leave.
+        self._scratch = Parts(nodes, nodes, nodes, 4 * rows, self._sums.partial)
+        # Of weights and biases: the sums, which are those of the value and of M, then those of query and key.
+        self._found = Parts(self._sums.numbers, matrix, matrix, channels, channels)
+        self._sizes = (matrix, matrix, channels, channels) * 2
+        self._summed = Parts(*self._sizes)
         graph.reset_streams()
 
-    def _over_tiles(self, kernel: Kernel, arguments: Sequence[Argument]) -> None:
+    def _over_tiles(self, kernel: Kernel, arguments: Sequence[Any]) -> None:
         grid, block, shared = self._grid, self.chosen.block, self._shared_bytes
-        launch(kernel, grid, block, addresses((*self._tiles, *arguments)), self.device, shared)
+        launch(kernel, grid, block, (*self._tiles, *arguments), self.device, shared)
 
-    def _images_of(self, layers: Sequence[Tensor]) -> Tensor:
-        """The matrices that rows are multiplied with, as the kernels hold them."""
-        w_q, w_k, w_v, *biases = layers
-        b_q, b_v = biases[::2] if biases else (None, None)
-        images = w_q.new_empty((4, self.chosen.image_words), dtype=torch.int32)
-        # Four columns of a matrix for each block of two of the four, sixteen of the others.
-        grid = (2 * self.chosen.columns // 4 + 2 * self.chosen.columns // 16, 1, 1)
-        launch(self._images, grid, (512, 1, 1), addresses((w_q, w_k, w_v, b_q, b_v, images)), self.device)
-        return images
+    def forward(self, x: Tensor, given: Sequence[Any], scale: float, saved: bool) -> tuple[Tensor, Tensor]:
+        """The output [N, C], and what :meth:`backward` needs if it is to be saved.
 
-    def forward(
-        self, x: Tensor, layers: Sequence[Tensor], scale: float, saved: bool
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor] | None]:
-        """The output [N, C], and (images, q, z, softmax) for :meth:`backward` if it is to be saved."""
-        images, out = self._images_of(layers), torch.empty_like(x)
-        q, z, softmax = None, None, None
-        if saved:
-            q, z, softmax = torch.empty_like(x), torch.empty_like(x), x.new_empty((x.size(0), 2))
-        self._over_tiles(self._forward, (x, images, scale, q, z, softmax, out))
-        return out, None if q is None or z is None or softmax is None else (images, q, z, softmax)
+        Given are x and the parameters of the layers, weights first, as kernels take them.
+        """
+        x_at, w_q, w_k, w_v, *biases = given
+        b_q, _, b_v = biases or (self._null,) * 3
+        parts = self._kept if saved else self._alone
+        out, kept = torch.empty_like(x), x.new_empty(parts.size)
+        images, *others = parts.of(kept)
+        launch(self._images, self._images_grid, (512, 1, 1), (w_q, w_k, w_v, b_q, b_v, images), self.device)
+        q, z, softmax = others or (self._null,) * 3
+        self._over_tiles(self._forward, (x_at, images, scale, q, z, softmax, *addresses((out,))))
+        return out, kept
 
     def backward(
-        self,
-        x: Tensor,
-        layers: Sequence[Tensor],
-        kept: tuple[Tensor, Tensor, Tensor, Tensor],
-        scale: float,
-        grad_out: Tensor,
-        needed: tuple[bool, bool],
+        self, x: Tensor, kept: Tensor, given: Sequence[Any], scale: float, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Gradients of x and of the layers' parameters, of each as far as it is needed."""
-        images, q, z, softmax = kept
-        dz, dq, partial = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-        records = x.new_empty((x.size(0), 4))
-        self._over_tiles(self._targets, (x, images, scale, q, z, softmax, grad_out, records, dz, dq, partial))
+        """Gradients of x and of the parameters of the layers, biases among them, if they are needed.
+
+        Given are x, the gradient of the output, the weights of query and key, and the bias of the query if it has one.
+        """
+        x_at, grad_out, w_q, w_k, *b_q = given
+        images, q, z, softmax = self._kept.of(kept)
+        scratch, null = x.new_empty(self._scratch.size), self._null
+        dz, dq, dx, records, partial = self._scratch.of(scratch)
+        self._over_tiles(self._targets, (x_at, images, scale, q, z, softmax, grad_out, records, dz, dq, dx))
         grad_x = None
         if needed[0]:
             grad_x = torch.empty_like(x)
-            ready = addresses((q, x, x, None, None, None, None, None, scale, 0.0, 0.0))
-            self._sources.sources(ready, records, dz, None, grad_x, None, partial, None)
+            ready = (q, x_at, x_at, null, null, null, null, null, scale, 0.0, 0.0)
+            self._sources.sources(ready, records, dz, None, grad_x, None, dx, None)
         if not needed[1]:
-            return grad_x, [None] * len(layers)
-        # Of M and m, then of the value.
-        matrices, vectors = products.paired_gradients((x, z), (dq, grad_out), self._filled)
-        w_q, w_k, _, *biases = layers
-        grad_q, grad_k = torch.empty_like(w_q), torch.empty_like(w_k)
-        b_q, grad_bq, grad_bk = None, None, None
-        if biases:
-            b_q, grad_bq, grad_bk = biases[0], *torch.empty((2, x.size(1)), device=x.device).unbind()
-        arguments = (w_q, w_k, b_q, matrices[0], vectors[0], grad_q, grad_k, grad_bq, grad_bk)
-        channels = self.chosen.channels
-        grid = (2 * (channels // 8) * (channels // 32), 1, 1)
-        launch(self._parameters, grid, (256, 1, 1), addresses(arguments), self.device)
-        if grad_bq is None:
-            return grad_x, (grad_q, grad_k, matrices[1])
-        return grad_x, (grad_q, grad_k, matrices[1], grad_bq, grad_bk, vectors[1])
+            return grad_x, (None,) * 6
+        found = x.new_empty(self._found.size)
+        sums, *of_layers = self._found.of(found)
+        self._sums.launch((z, x_at), (grad_out, dq), self._filled, partial, sums, self.device)
+        _, grad_m, _, grad_bias, *_ = self._summed.of(found)
+        arguments = (w_q, w_k, *(b_q or (null,)), grad_m, grad_bias, *of_layers)
+        launch(self._parameters, self._parameters_grid, (256, 1, 1), arguments, self.device)
+        grad_v, _, grad_bv, _, grad_q, grad_k, grad_bq, grad_bk = found.split_with_sizes(self._sizes)
+        shape = x.size(1), x.size(1)
+        return grad_x, (grad_q.view(shape), grad_k.view(shape), grad_v.view(shape), grad_bq, grad_bk, grad_bv)
 
 
 class _AbsorbedAttention(torch.autograd.Function):
+    """Takes x and the parameters of the layers, and these once more, as kernels do."""
+
     @staticmethod
-    def forward(ctx: Any, rest: tuple[AbsorbedKernels, float, bool], x: Tensor, *layers: Tensor) -> Tensor:
-        kernels, scale, concat = rest
-        out, kept = kernels.forward(x, layers, scale, saved=True)
-        assert kept is not None
-        ctx.rest = rest
-        ctx.save_for_backward(x, *kept, *layers)
+    def forward(
+        ctx: Any, rest: tuple[AbsorbedKernels, float, bool, Sequence[Any]], x: Tensor, *layers: Tensor
+    ) -> Tensor:
+        kernels, scale, concat, given = rest
+        out, kept = kernels.forward(x, given, scale, saved=True)
+        ctx.rest, ctx.layers = (kernels, scale), layers
+        # Of the biases gradients depend on that of the query.
+        ctx.save_for_backward(x, kept, *layers[: LAYERS + 1])
         ctx.set_materialize_grads(False)
         return out if concat else out.unsqueeze(1)
 
@@ -133,14 +138,13 @@ class _AbsorbedAttention(torch.autograd.Function):
         _, needs_x, *needed = ctx.needs_input_grad
         if grad_out is None:
             return None, None, *[None] * len(needed)
-        kernels, scale, _ = ctx.rest
+        kernels, scale = ctx.rest
+        x, kept, w_q, w_k, _, *b_q = ctx.saved_tensors
         # Hooks of saved tensors may give them back elsewhere.
-        x, images, q, z, softmax, *layers = map(aligned, ctx.saved_tensors)
-        grad_out = aligned(grad_out.flatten(1))
-        grad_x, of_layers = kernels.backward(
-            x, layers, (images, q, z, softmax), scale, grad_out, (needs_x, any(needed))
-        )
-        return None, grad_x, *of_layers
+        tensors, (x_at, _, *given) = all_aligned((x, kept, grad_out, w_q, w_k, *b_q))
+        wanted = needs_x, any(needed)
+        grad_x, of_layers = kernels.backward(tensors[0], tensors[1], (x_at, *given), scale, wanted)
+        return None, grad_x, *of_layers[: len(needed)]
 
 
 _apply = apply_of(_AbsorbedAttention)
@@ -170,9 +174,9 @@ def absorbed_attention(
         The attention :math:`O_i = \sum_j \mathrm{softmax}_j(s \langle q_i, k_j \rangle) v_j`; 0 for a row without
         edges.
     """
-    x, layers = aligned(x), [aligned(each) for each in (*weights, *biases)]
+    tensors, given = all_aligned((x, *weights, *biases))
     if trained:
-        found: Tensor = _apply((kernels, scale, concat), x, *layers)
+        found: Tensor = _apply((kernels, scale, concat, given), *tensors)
         return found
-    out, _ = kernels.forward(x, layers, scale, saved=False)
+    out, _ = kernels.forward(tensors[0], given, scale, saved=False)
     return out if concat else out.unsqueeze(1)

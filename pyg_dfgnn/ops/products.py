@@ -471,40 +471,63 @@ def _run_narrow(
     return grad_x, of_layer[: len(parameters)]
 
 
-@lru_cache(maxsize=256)
-def _paired(rows: int, width: int, split: bool, count: int, device: torch.device) -> tuple[_Plan, Shares, _Plan]:
-    sums = WeightSums(split, count, width, width, apart=True, masked=True)
-    shares = shares_of(backward_tile(rows), count, rows, width, width, device, sums)
-    kernel, grid = _hopper_kernel("weights", sums, False), (shares.weight_blocks, 1, 1)
-    plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    return plan, shares, _sums(shares.splits, count * width * (width + 1), shares.splits, torch.float32)
-
-
-def paired_gradients(
-    inputs: Sequence[Tensor], grads: Sequence[Tensor], filled: Tensor
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+class PairedGradients(NamedTuple):
     r"""The gradients of square linear layers, each of an input of its own, on compute capability 9.0.
 
     .. math::
         \partial W_l = G_l^T X_l, \quad \partial b_l = \sum_{i \,\text{filled}} G_{li}
 
-    Args:
-        inputs: Up to `MAX_LAYERS`, each [N, F] in float32, contiguous and aligned to 16 bytes, as all tensors.
-        grads: As many, each [N, F].
-        filled: Which rows the gradients of biases take: bit i % 32 of word i / 32, int32.
-
-    Returns:
-        Those of weights, [F, F], and of biases, [F].
+    Attributes:
+        shared: Leaves the sums of each share of the rows.
+        added: Adds them up; None of one share.
+        numbers: Of the gradients: of weights [L, F, F], then of biases [L, F].
+        partial: Numbers that all shares leave.
+        layers: Their number L.
     """
-    rows, width = inputs[0].shape
-    count, device = len(inputs), inputs[0].device
-    plan, shares, sums = _paired(rows, width, not tf32_allowed(torch.float32), count, device)
-    size = count * width * width
-    partial = inputs[0].new_empty((shares.splits, size + count * width))
-    rest = _NONES[count:]
-    plan.launch((*inputs, *rest, *grads, *rest, filled, partial), device)
-    found = (partial if shares.splits == 1 else _sum_rows(sums, partial, (1, size + count * width))).view(-1)
-    return found[:size].view(count, width, width).unbind(), found[size:].view(count, width).unbind()
+
+    shared: _Plan
+    added: _Plan | None
+    numbers: int
+    partial: int
+    layers: int
+
+    def launch(
+        self,
+        inputs: Sequence[Any],
+        grads: Sequence[Any],
+        filled: Any,
+        partial: Any,
+        found: Any,
+        device: torch.device,
+    ) -> None:
+        """Write the gradients to `found`.
+
+        Args:
+            inputs: Of each layer [N, F] in float32, contiguous and aligned to 16 bytes, as all arrays; addresses do.
+            grads: Of each result [N, F].
+            filled: Which rows the gradients of biases take: bit i % 32 of word i / 32, int32.
+            partial: Room for what shares leave.
+            found: Room for the gradients.
+            device: Where.
+        """
+        rest = _NONES[self.layers :]
+        self.shared.launch((*inputs, *rest, *grads, *rest, filled, found if self.added is None else partial), device)
+        if self.added is not None:
+            self.added.launch((partial, found), device)
+
+
+@lru_cache(maxsize=256)
+def paired_gradients(rows: int, width: int, split: bool, layers: int, device: torch.device) -> PairedGradients:
+    """Of so many rows and layers of this width; `split` as in :class:`~pyg_dfgnn.dispatch.products.WeightSums`."""
+    sums = WeightSums(split, layers, width, width, apart=True, masked=True)
+    shares = shares_of(backward_tile(rows), layers, rows, width, width, device, sums)
+    kernel, grid = _hopper_kernel("weights", sums, False), (shares.weight_blocks, 1, 1)
+    plan, numbers = (
+        _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows)),
+        layers * width * (width + 1),
+    )
+    added = None if shares.splits == 1 else _sums(shares.splits, numbers, shares.splits, torch.float32)
+    return PairedGradients(plan, added, numbers, shares.splits * numbers, layers)
 
 
 @cache

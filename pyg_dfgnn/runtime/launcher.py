@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -113,6 +114,32 @@ def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
         else:
             return tuple(arguments)
     return tuple(raw)
+
+
+class Parts:
+    """Arrays of four bytes an element that lie in one float32 buffer, each from a multiple of 128 bytes on.
+
+    One allocation costs the host less than one for each, and their addresses need no look at a tensor.
+
+    Args:
+        arrays: Elements of each; with a dtype where that is another than float32.
+
+    Attributes:
+        size: Elements of the buffer.
+    """
+
+    def __init__(self, *arrays: int | tuple[int, torch.dtype]) -> None:
+        given = [(each, torch.float32) if isinstance(each, int) else each for each in arrays]
+        *starts, self.size = accumulate((-(-size // 32) * 32 for size, _ in given), initial=0)
+        self._places = [(start, start + size, dtype) for start, (size, dtype) in zip(starts, given, strict=True)]
+        self._offsets = [4 * start for start in starts]
+
+    def of(self, buffer: Tensor) -> Sequence[Any]:
+        """The arrays as :func:`addresses` has them; nothing is read or written."""
+        if buffer.is_cuda:
+            first = buffer.data_ptr()
+            return [first + offset for offset in self._offsets]
+        return [buffer[start:end].view(dtype) for start, end, dtype in self._places]
 
 
 def launch(

@@ -116,6 +116,31 @@ def test_heads_averaged_and_tf32():
     compare(found, trained(oracle, x.double(), graph.edge_index)[0], "tf32")
 
 
+def shifted(tensor):
+    """The same at an address that no kernel takes."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
+    return moved.copy_(tensor.flatten()).view(tensor.shape)
+
+
+def test_what_lies_elsewhere():
+    """Inputs with gaps, saved tensors that hooks give back at other addresses, one gradient for all elements."""
+    graph, x = random(150, 150, 700), torch.randn(150, 64)
+    conv, _ = build()
+
+    def gradients(x, unpack):
+        leaf = x.clone().requires_grad_()
+        features = leaf if unpack is None else shifted(leaf.detach()).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack or (lambda tensor: tensor)):
+            out = conv(features, graph.edge_index)
+            layers = [each for name, each in conv.named_parameters() if "skip" not in name]
+            return [out, *torch.autograd.grad(out.sum(), [features, *layers])]
+
+    with emulated_device() as launched:
+        plain, moved = gradients(x, None), gradients(x, shifted)
+    assert launched.count("attention_absorbed_targets") == 2
+    assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
+
+
 def test_what_needs_no_gradient():
     graph, x = random(150, 150, 700), torch.randn(150, 64)
     conv, _ = build()

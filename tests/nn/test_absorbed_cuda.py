@@ -108,3 +108,27 @@ def test_poisoned_memory():
         torch.use_deterministic_algorithms(before)
     assert node == NODE
     assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def shifted(tensor):
+    """The same at an address that no kernel takes."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    return moved.copy_(tensor.flatten()).view(tensor.shape)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_what_lies_elsewhere(bias):
+    """Inputs and saved tensors at addresses that kernels do not take, and one gradient for all elements."""
+    nodes = 9_000
+    edge_index = edges_of(nodes, 4)
+    conv, oracle = build(128, bias)
+    x, one = torch.randn(nodes, 128, device="cuda"), torch.ones((), device="cuda")
+    grad = one.expand(nodes, 128)
+    plain, _ = trained(conv, x, edge_index, grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, shifted):
+        found, node = trained(conv, shifted(x), edge_index, grad)
+    assert node == NODE
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    want, _ = trained(oracle, x.double(), edge_index, grad)
+    found.pop("lin_key.bias", None)
+    assert_all_close({name: (found[name], want[name]) for name in found})
