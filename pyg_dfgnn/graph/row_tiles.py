@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, pull
+from pyg_dfgnn.graph.adjacency import Adjacency
 
 ROUNDS = 8
-"""In which long rows are dealt, before all tiles take rows in turn."""
+"""The most turns that a tile with a long row leaves out."""
 
 
 @dataclass(frozen=True)
@@ -58,77 +59,74 @@ def make_row_tiles(side: Adjacency, rows: int, chunk: int) -> RowTiles:
     """
     count, device = side.num_rows, side.ptr.device
     num_tiles = max(1, -(-count // rows))
-    row = side.row_order.long()
-    ptr = side.ptr.long()
-    length = ptr[1:][row] - ptr[:-1][row]
+    row, ptr = side.row_order.long(), side.ptr.long()
+    degree = ptr.diff()
+    length = degree[row]
     tile, by_tile = _deal(length, num_tiles).sort(stable=True)
     row, length = row[by_tile], length[by_tile]
     bounds = torch.searchsorted(tile, torch.arange(num_tiles + 1, device=device))
-    place = torch.arange(count, device=device)
-    slot = place - bounds[tile]
+    slot = torch.arange(count, device=device) - bounds[tile]
 
-    chunks = (-(-length // chunk)).clamp(min=1)
-    states = torch.where(length > chunk, chunks, 0)
-    # What the rows before have, in all, and of each tile.
-    before = [torch.cat([each.new_zeros(1), each.cumsum(0)]) for each in (chunks, length, states)]
-    of_tile = [each[bounds].diff() for each in before]
-    item_ptr, edge_ptr = from_degree(of_tile[0]), from_degree(-(-of_tile[1] // 4) * 4)
-    sizes = pull(item_ptr[-1], edge_ptr[-1], bounds.diff().max(), *(each.max() for each in of_tile))
+    chunks = ((length + chunk - 1) // chunk).clamp(min=1)
+    is_long = chunks > 1
+    # Items, edges and states of the rows before, in all, and of each tile.
+    before = F.pad(torch.stack([chunks, length, chunks * is_long]).cumsum(1), (1, 0))
+    of_tiles = before[:, bounds]
+    most = of_tiles.diff(dim=1)
+    edge_ptr = F.pad(((most[1] + 3) // 4 * 4).cumsum(0), (1, 0))
+    sizes = torch.cat([of_tiles[0, -1:], edge_ptr[-1:], bounds.diff().amax(0, keepdim=True), most.amax(1)]).tolist()
     num_items, num_places, most_rows, most_items, most_edges, most_states = sizes
-    first_edge, first_state = (each[:-1] - each[bounds][tile] for each in before[1:])
+    of_tile = of_tiles[:, tile]
+    first_item = before[0, :-1]
+    _, first_edge, first_state = before[:, :-1] - of_tile
 
-    owner, turn = _spread(place, chunks, num_items)
-    first = first_state[owner]
-    which = ((turn + first) << 8) + (first << 16) + (chunks[owner] << 24)
-    which = torch.where(states[owner] > 0, which, 0) + slot[owner]
-    begin = first_edge[owner] + turn * chunk
-    end = torch.minimum(begin + chunk, (first_edge + length)[owner])
-    items = torch.stack([row[owner], begin, end, _signed(which)], 1).to(torch.int32)
+    word = slot + is_long * ((first_state << 8) + (first_state << 16) + (chunks << 24))
+    of_rows = torch.stack([row, first_item, first_edge, first_edge + length, word])
+    owner, number, begin, limit, word = of_rows.repeat_interleave(chunks, dim=1, output_size=num_items)
+    turn = torch.arange(num_items, device=device) - number
+    begin = begin + turn * chunk
+    items = torch.stack([owner, begin, torch.minimum(begin + chunk, limit), _signed(word + (turn << 8))], 1)
 
-    owner, turn = _spread(place, length, side.num_edges)
+    # From where in the side to where in the tiles each edge goes.
+    moves = torch.stack([ptr[row], edge_ptr[tile] + first_edge]) - before[1, :-1]
+    source, place = moves.repeat_interleave(length, dim=1, output_size=side.num_edges) + torch.arange(
+        side.num_edges, device=device
+    )
     index = side.index.new_zeros(num_places)
-    index[(edge_ptr.long()[tile] + first_edge)[owner] + turn] = side.index[ptr[row][owner] + turn]
+    index[place] = side.index[source]
 
     order = side.row_order.new_full((num_tiles, most_rows), -1)
     order[tile, slot] = row.to(torch.int32)
-    bits = torch.zeros(-(-count // 32) * 32, dtype=torch.int64, device=device)
-    bits[:count] = side.ptr.diff() > 0
-    filled = _signed((bits.view(-1, 32) << torch.arange(32, device=device)).sum(1)).to(torch.int32)
-    pointers = torch.stack([item_ptr, edge_ptr], 1)
+    bits = F.pad(degree > 0, (0, -count % 32)).view(-1, 32).long() << torch.arange(32, device=device)
+    filled = _signed(bits.sum(1)).to(torch.int32)
+    pointers = torch.stack([of_tiles[0], edge_ptr], 1).to(torch.int32)
+    items = items.to(torch.int32)
     return RowTiles(order, pointers, items, index, filled, num_tiles, most_rows, most_items, most_edges, most_states)
 
 
 def _deal(length: Tensor, num_tiles: int) -> Tensor:
     """The tile of each row, of rows by descending length.
 
-    In each of the first rounds the tiles that have the fewest edges take a row each, as long as that leaves them with
-    no more than the one with the fewest gets; then all take one in turn, to and fro.
+    In each turn all tiles take a row, to and fro. Of the first turns those whose first row is longer than that of the
+    last leave out as many as bring them nearest to it.
     """
     count, device = length.numel(), length.device
+    padded = F.pad(length, (0, num_tiles * (ROUNDS + 1)))
+    step = padded[num_tiles : num_tiles * (ROUNDS + 1) : num_tiles]
+    begin = torch.searchsorted(step.cumsum(0) - step // 2, padded[:num_tiles] - padded[num_tiles - 1])
+    turn, rank = (
+        torch.arange(-(-count // num_tiles) + ROUNDS, device=device)[:, None],
+        torch.arange(num_tiles, device=device),
+    )
+    tiles = torch.where(turn % 2 == 1, num_tiles - 1 - rank, rank)
+    takes = (turn == 0) | (turn > begin[tiles])
     # One more for what no row takes.
-    tile = length.new_zeros(count + 1)
-    sums, taken = length.new_zeros(num_tiles), length.new_zeros(())
-    rank = torch.arange(num_tiles, device=device)
-    padded = torch.cat([length, length.new_zeros(1)])
-    for _ in range(ROUNDS):
-        ascending, tiles = sums.sort(stable=True)
-        place = (taken + rank).clamp(max=count)
-        takes = (ascending < ascending[0] + padded[place[0]]).long()
-        tile[torch.where(takes > 0, place, count)] = tiles
-        sums[tiles] += takes * padded[place]
-        taken = (taken + takes.sum()).clamp(max=count)
-    rest = torch.arange(count, device=device) - taken
-    turn, place = rest // num_tiles, rest % num_tiles
-    place = torch.where(turn % 2 == 1, num_tiles - 1 - place, place)
-    return torch.where(rest >= 0, sums.argsort(stable=True)[place], tile[:count])
+    place = torch.where(takes, takes.flatten().cumsum(0).view(takes.shape) - 1, count).clamp(max=count)
+    found = length.new_empty(count + 1)
+    found[place] = tiles
+    return found[:count]
 
 
 def _signed(words: Tensor) -> Tensor:
     """Numbers of 32 bits as signed ones."""
     return torch.where(words < 1 << 31, words, words - (1 << 32))
-
-
-def _spread(place: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each place as often as its count says, and which of its times it is."""
-    owner = torch.repeat_interleave(place, counts, output_size=total)
-    return owner, torch.arange(total, device=place.device) - (counts.cumsum(0) - counts)[owner]
