@@ -30,8 +30,10 @@ WARPS = 12
 """Of a thread block, in warpgroups that multiply 64 rows each."""
 WIDTHS = (64, 96, 128)
 """Features of the input, as many as channels."""
-MIN_ROWS, MAX_ROWS = 8193, 1 << 16
-"""From and up to how many rows it takes: timed on 6,000 to 50,000."""
+MIN_ROWS = {64: 8193, 96: 4000, 128: 4000}
+"""From how many rows on it is faster, by features: forward and backward (`results/tuning/absorbed_small.csv`)."""
+MAX_ROWS = 1 << 16
+"""Up to how many rows it takes: timed on 50,000."""
 _MAX_ITEMS, _MAX_EDGES, _MAX_STATES = 256, 2048, 64
 """What a tile has room for in shared memory."""
 
@@ -83,8 +85,8 @@ class AbsorbedPass:
 def plan(problem: AttentionProblem, graph: Graph, features: int, layers: int) -> AbsorbedPass | None:
     """The passes of this attention among `layers` projections of nodes with so many features; None where others are.
 
-    That is where they were not measured to be faster (`results/tuning/absorbed.csv`), where a tile does not fit, and
-    with dropout or edge features, whose kernels need values of their own.
+    That is where they were not measured to be faster (see also `results/tuning/absorbed.csv`), where a tile does not
+    fit, and with dropout or edge features, whose kernels need values of their own.
     """
     channels, count = problem.channels, graph.num_dst
     if problem.score != "dot" or problem.heads != 1 or problem.dtype is not torch.float32 or layers != LAYERS:
@@ -93,7 +95,7 @@ def plan(problem: AttentionProblem, graph: Graph, features: int, layers: int) ->
         return None
     # Tiles ask the device for their sizes, which a batch that came without a sync should not.
     if (
-        not MIN_ROWS <= count <= MAX_ROWS
+        not MIN_ROWS[channels] <= count <= MAX_ROWS
         or graph.num_src != count
         or graph.num_edges == 0
         or graph.is_fixed

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Graphs of a few rows, on a device of two multiprocessors: tiles of several rows, of 64 and more."""
-    monkeypatch.setattr(attention_absorbed, "MIN_ROWS", 1)
+    monkeypatch.setattr(attention_absorbed, "MIN_ROWS", dict.fromkeys(attention_absorbed.WIDTHS, 1))
     monkeypatch.setitem(gpu.known, CPU, replace(gpu.H200, multiprocessors=2))
 
 

@@ -7,6 +7,7 @@ import torch
 import torch_geometric.nn as pyg
 
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.dispatch.attention_absorbed import MIN_ROWS
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from tests.tolerances import assert_all_close
 
@@ -48,9 +49,10 @@ def trained(conv, x, edge_index, grad):
     return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}, out.grad_fn.name()
 
 
-@pytest.mark.parametrize(("nodes", "mean"), [(8_200, 4), (19_717, 4.5), (25_400, 3), (40_000, 6)])
+@pytest.mark.parametrize(("nodes", "mean"), [(None, 5), (8_200, 4), (19_717, 4.5), (25_400, 3), (40_000, 6)])
 @pytest.mark.parametrize(("channels", "precision"), [(64, "highest"), (96, "highest"), (128, "highest"), (128, "high")])
 def test_values_and_gradients(nodes, mean, channels, precision):
+    nodes = nodes or MIN_ROWS[channels]
     edge_index = edges_of(nodes, mean)
     conv, oracle = build(channels)
     x, grad = torch.randn(nodes, channels, device="cuda"), torch.randn(nodes, channels, device="cuda")
