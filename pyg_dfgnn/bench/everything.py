@@ -10,7 +10,7 @@ sources and kind of GPU. At the end, also of a call that was interrupted, new ro
 case in ``results/``, and pages and figures are written anew; other text there is left alone. The same command goes on
 where it stopped. Left out are the experiments `heads` and `fig15`, whose rows are those of `peers` and `fig9`, and what
 has its own README, was written by hand or came from throw-away scripts: `cora_gat`, `not_reached.md`, `tuning`,
-`citation-runs.csv` and the files `rounding-*`.
+the files `citation-*` and `rounding-*`.
 Exit code: 0 all is done; 1 a task or the bringing back failed; 2 stopped early; 130 interrupted.
 """
 
