@@ -31,7 +31,8 @@ WARPS = 12
 WIDTHS = (64, 96, 128)
 """Features of the input, as many as channels."""
 MIN_ROWS = {64: 8193, 96: 4000, 128: 4000}
-"""From how many rows on it is faster, by features: forward and backward (`results/tuning/absorbed_small.csv`)."""
+"""From how many rows on forward and backward together are faster, by features; with TF32 timed for 128
+(`results/tuning/absorbed_small.csv`)."""
 MAX_ROWS = 1 << 16
 """Up to how many rows it takes: timed on 50,000."""
 _MAX_ITEMS, _MAX_EDGES, _MAX_STATES = 256, 2048, 64

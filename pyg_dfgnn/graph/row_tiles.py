@@ -107,17 +107,15 @@ def make_row_tiles(side: Adjacency, rows: int, chunk: int) -> RowTiles:
 def _deal(length: Tensor, num_tiles: int) -> Tensor:
     """The tile of each row, of rows by descending length.
 
-    In each turn all tiles take a row, to and fro. Of the first turns those whose first row is longer than that of the
-    last leave out as many as bring them nearest to it.
+    In each turn all tiles take a row, to and fro. One whose first row has more edges than that of the last tile skips
+    the next turns, up to `ROUNDS`, until the others have taken about as many edges as it has more.
     """
     count, device = length.numel(), length.device
     padded = F.pad(length, (0, num_tiles * (ROUNDS + 1)))
     step = padded[num_tiles : num_tiles * (ROUNDS + 1) : num_tiles]
     begin = torch.searchsorted(step.cumsum(0) - step // 2, padded[:num_tiles] - padded[num_tiles - 1])
-    turn, rank = (
-        torch.arange(-(-count // num_tiles) + ROUNDS, device=device)[:, None],
-        torch.arange(num_tiles, device=device),
-    )
+    turn = torch.arange(-(-count // num_tiles) + ROUNDS, device=device)[:, None]
+    rank = torch.arange(num_tiles, device=device)
     tiles = torch.where(turn % 2 == 1, num_tiles - 1 - rank, rank)
     takes = (turn == 0) | (turn > begin[tiles])
     # One more for what no row takes.

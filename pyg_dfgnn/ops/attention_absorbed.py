@@ -57,45 +57,51 @@ class AbsorbedKernels:
         self._images_grid = (2 * chosen.columns // 4 + 2 * chosen.columns // 16, 1, 1)
         self._parameters_grid = (2 * (channels // 8) * (channels // 32), 1, 1)
         self._sums = products.paired_gradients(rows, channels, chosen.split, 2, self.device)
-        # The matrices that rows are multiplied with, as the kernels hold them; q, z and the softmax.
-        images, nodes, matrix = (4 * chosen.image_words, torch.int32), rows * channels, channels * channels
-        self._alone, self._kept = Parts(images), Parts(images, nodes, nodes, 2 * rows)
+        nodes, matrix = rows * channels, channels * channels
+        # q, z and the softmax.
+        self._kept = Parts(nodes, nodes, 2 * rows)
         # Gradients of z and q, what x has of its own as a target, the records of targets, and what shares leave.
         self._scratch = Parts(nodes, nodes, nodes, 4 * rows, self._sums.partial)
         # Of weights and biases: the sums, which are those of the value and of M, then those of query and key.
         self._found = Parts(self._sums.numbers, matrix, matrix, channels, channels)
         self._sizes = (matrix, matrix, channels, channels) * 2
         self._summed = Parts(*self._sizes)
+        # Both and the sizes are of one buffer, without gaps.
+        assert self._found.size == self._summed.size == sum(self._sizes)
         graph.reset_streams()
 
     def _over_tiles(self, kernel: Kernel, arguments: Sequence[Any]) -> None:
         grid, block, shared = self._grid, self.chosen.block, self._shared_bytes
         launch(kernel, grid, block, (*self._tiles, *arguments), self.device, shared)
 
-    def forward(self, x: Tensor, given: Sequence[Any], scale: float, saved: bool) -> tuple[Tensor, Tensor]:
-        """The output [N, C], and what :meth:`backward` needs if it is to be saved.
+    def forward(
+        self, x: Tensor, given: Sequence[Any], scale: float, saved: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The output [N, C], and what :meth:`backward` needs: images of matrices, and the rest if it is to be saved.
 
         Given are x and the parameters of the layers, weights first, as kernels take them.
         """
         x_at, w_q, w_k, w_v, *biases = given
         b_q, _, b_v = biases or (self._null,) * 3
-        parts = self._kept if saved else self._alone
-        out, kept = torch.empty_like(x), x.new_empty(parts.size)
-        images, *others = parts.of(kept)
-        launch(self._images, self._images_grid, (512, 1, 1), (w_q, w_k, w_v, b_q, b_v, images), self.device)
-        q, z, softmax = others or (self._null,) * 3
-        self._over_tiles(self._forward, (x_at, images, scale, q, z, softmax, *addresses((out,))))
-        return out, kept
+        # The matrices that rows are multiplied with, as the kernels hold them.
+        images = x.new_empty(4 * self.chosen.image_words, dtype=torch.int32)
+        out, kept = torch.empty_like(x), x.new_empty(self._kept.size) if saved else None
+        images_at, out_at = addresses((images, out))
+        launch(self._images, self._images_grid, (512, 1, 1), (w_q, w_k, w_v, b_q, b_v, images_at), self.device)
+        states = (self._null,) * 3 if kept is None else self._kept.of(kept)
+        self._over_tiles(self._forward, (x_at, images_at, scale, *states, out_at))
+        return out, images, kept
 
     def backward(
         self, x: Tensor, kept: Tensor, given: Sequence[Any], scale: float, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Gradients of x and of the parameters of the layers, biases among them, if they are needed.
 
-        Given are x, the gradient of the output, the weights of query and key, and the bias of the query if it has one.
+        Given are x, the images, the gradient of the output, the weights of query and key, and the bias of the query if
+        it has one, as kernels take them.
         """
-        x_at, grad_out, w_q, w_k, *b_q = given
-        images, q, z, softmax = self._kept.of(kept)
+        x_at, images, grad_out, w_q, w_k, *b_q = given
+        q, z, softmax = self._kept.of(kept)
         scratch, null = x.new_empty(self._scratch.size), self._null
         dz, dq, dx, records, partial = self._scratch.of(scratch)
         self._over_tiles(self._targets, (x_at, images, scale, q, z, softmax, grad_out, records, dz, dq, dx))
@@ -125,10 +131,10 @@ class _AbsorbedAttention(torch.autograd.Function):
         ctx: Any, rest: tuple[AbsorbedKernels, float, bool, Sequence[Any]], x: Tensor, *layers: Tensor
     ) -> Tensor:
         kernels, scale, concat, given = rest
-        out, kept = kernels.forward(x, given, scale, saved=True)
+        out, images, kept = kernels.forward(x, given, scale, saved=True)
         ctx.rest, ctx.layers = (kernels, scale), layers
-        # Of the biases gradients depend on that of the query.
-        ctx.save_for_backward(x, kept, *layers[: LAYERS + 1])
+        # Of the value's weight backward reads the image, and of the biases that of the query.
+        ctx.save_for_backward(x, kept, images, *layers[:2], *layers[LAYERS : LAYERS + 1])
         ctx.set_materialize_grads(False)
         return out if concat else out.unsqueeze(1)
 
@@ -139,11 +145,10 @@ class _AbsorbedAttention(torch.autograd.Function):
         if grad_out is None:
             return None, None, *[None] * len(needed)
         kernels, scale = ctx.rest
-        x, kept, w_q, w_k, _, *b_q = ctx.saved_tensors
+        x, kept, images, *layers = ctx.saved_tensors
         # Hooks of saved tensors may give them back elsewhere.
-        tensors, (x_at, _, *given) = all_aligned((x, kept, grad_out, w_q, w_k, *b_q))
-        wanted = needs_x, any(needed)
-        grad_x, of_layers = kernels.backward(tensors[0], tensors[1], (x_at, *given), scale, wanted)
+        tensors, (_, *given) = all_aligned((kept, x, images, grad_out, *layers))
+        grad_x, of_layers = kernels.backward(tensors[1], tensors[0], given, scale, (needs_x, any(needed)))
         return None, grad_x, *of_layers[: len(needed)]
 
 
@@ -158,7 +163,7 @@ def absorbed_attention(
     scale: float,
     concat: bool,
     trained: bool,
-) -> Tensor:
+) -> Tensor | None:
     r"""Graph transformer attention among linear projections of x, whose rows are gathered in place of keys and values.
 
     Args:
@@ -172,11 +177,13 @@ def absorbed_attention(
 
     Returns:
         The attention :math:`O_i = \sum_j \mathrm{softmax}_j(s \langle q_i, k_j \rangle) v_j`; 0 for a row without
-        edges.
+        edges. None where the tensors are not all on the device of x.
     """
+    if set(map(Tensor.get_device, (*weights, *biases))) != {x.get_device()}:
+        return None
     tensors, given = all_aligned((x, *weights, *biases))
     if trained:
         found: Tensor = _apply((kernels, scale, concat, given), *tensors)
         return found
-    out, _ = kernels.forward(tensors[0], given, scale, saved=False)
+    out, *_ = kernels.forward(tensors[0], given, scale, saved=False)
     return out if concat else out.unsqueeze(1)

@@ -246,7 +246,8 @@ def projected_attention(
     if kernels.projections != count:
         return None
     if isinstance(kernels, AbsorbedKernels):
-        return (absorbed_attention(kernels, x, weights, biases, float(scale), concat, trained),)
+        out = absorbed_attention(kernels, x, weights, biases, float(scale), concat, trained)
+        return None if out is None else (out,)
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
     vector = None if parameter is None else aligned(in_float32(parameter))
     numbers = float(scale), float(negative_slope), float(dropout_p)

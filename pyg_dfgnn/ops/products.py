@@ -481,7 +481,7 @@ class PairedGradients(NamedTuple):
         shared: Leaves the sums of each share of the rows.
         added: Adds them up; None of one share.
         numbers: Of the gradients: of weights [L, F, F], then of biases [L, F].
-        partial: Numbers that all shares leave.
+        partial: Numbers that all shares leave; 0 where there is one, which leaves the gradients.
         layers: Their number L.
     """
 
@@ -522,11 +522,11 @@ def paired_gradients(rows: int, width: int, split: bool, layers: int, device: to
     sums = WeightSums(split, layers, width, width, apart=True, masked=True)
     shares = shares_of(backward_tile(rows), layers, rows, width, width, device, sums)
     kernel, grid = _hopper_kernel("weights", sums, False), (shares.weight_blocks, 1, 1)
-    plan, numbers = (
-        _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows)),
-        layers * width * (width + 1),
-    )
-    added = None if shares.splits == 1 else _sums(shares.splits, numbers, shares.splits, torch.float32)
+    plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
+    numbers = layers * width * (width + 1)
+    if shares.splits == 1:
+        return PairedGradients(plan, None, numbers, 0, layers)
+    added = _sums(shares.splits, numbers, shares.splits, torch.float32)
     return PairedGradients(plan, added, numbers, shares.splits * numbers, layers)
 
 

@@ -117,21 +117,20 @@ def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
 
 
 class Parts:
-    """Arrays of four bytes an element that lie in one float32 buffer, each from a multiple of 128 bytes on.
+    """Arrays of float32 that lie in one buffer, each from a multiple of 128 bytes of it on.
 
     One allocation costs the host less than one for each, and their addresses need no look at a tensor.
 
     Args:
-        arrays: Elements of each; with a dtype where that is another than float32.
+        sizes: Elements of each.
 
     Attributes:
         size: Elements of the buffer.
     """
 
-    def __init__(self, *arrays: int | tuple[int, torch.dtype]) -> None:
-        given = [(each, torch.float32) if isinstance(each, int) else each for each in arrays]
-        *starts, self.size = accumulate((-(-size // 32) * 32 for size, _ in given), initial=0)
-        self._places = [(start, start + size, dtype) for start, (size, dtype) in zip(starts, given, strict=True)]
+    def __init__(self, *sizes: int) -> None:
+        *starts, self.size = accumulate((-(-size // 32) * 32 for size in sizes), initial=0)
+        self._places = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._offsets = [4 * start for start in starts]
 
     def of(self, buffer: Tensor) -> Sequence[Any]:
@@ -139,7 +138,7 @@ class Parts:
         if buffer.is_cuda:
             first = buffer.data_ptr()
             return [first + offset for offset in self._offsets]
-        return [buffer[start:end].view(dtype) for start, end, dtype in self._places]
+        return [buffer[start:end] for start, end in self._places]
 
 
 def launch(

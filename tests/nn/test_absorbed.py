@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +140,40 @@ def test_what_lies_elsewhere():
         plain, moved = gradients(x, None), gradients(x, shifted)
     assert launched.count("attention_absorbed_targets") == 2
     assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
+
+
+def test_saved_tensors_in_16_bits():
+    """Hooks that round what is floating leave the images of matrices alone."""
+    graph, x = random(150, 150, 700), torch.randn(150, 64)
+    conv, _ = build()
+
+    def rounded(tensor):
+        return tensor.bfloat16() if tensor.dtype is torch.float32 else tensor
+
+    def restored(tensor):
+        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+    with emulated_device():
+        plain, _ = trained(conv, x, graph.edge_index)
+        conv.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(rounded, restored):
+            found, nodes = trained(conv, x, graph.edge_index)
+    assert NODE in nodes
+    assert all((found[name] - plain[name]).norm() <= 0.02 * plain[name].norm() for name in plain)
+
+
+def test_layers_on_another_device():
+    """As PyG's: an error of torch's, not a launch."""
+    graph, x = random(150, 150, 700), torch.randn(150, 64)
+    conv, _ = build()
+    with emulated_device() as launched:
+        conv(x, graph.edge_index)
+        launched.clear()
+        place = mock.patch.object(torch.Tensor, "get_device", lambda self: 1 if self is conv.lin_key.weight else -1)
+        kernels = mock.patch("pyg_dfgnn.ops.attention_absorbed.launch")
+        with place, kernels as launch:
+            conv(x, graph.edge_index)
+    assert not launch.called and not any("absorbed" in name for name in launched)
 
 
 def test_what_needs_no_gradient():

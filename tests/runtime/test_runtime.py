@@ -224,16 +224,11 @@ def test_addresses_leave_cpu_tensors_and_numbers():
 
 
 def test_parts_of_a_buffer_overlap_nowhere():
-    parts = Parts(5, (64, torch.int32), 0, 33)
+    parts = Parts(5, 64, 0, 33)
     assert parts.size == 32 + 64 + 0 + 64
     buffer = torch.zeros(parts.size)
     found = parts.of(buffer)
-    assert [(each.numel(), each.dtype) for each in found] == [
-        (5, torch.float32),
-        (64, torch.int32),
-        (0, torch.float32),
-        (33, torch.float32),
-    ]
+    assert [each.numel() for each in found] == [5, 64, 0, 33]
     for place, each in enumerate(found):
         assert (each.data_ptr() - buffer.data_ptr()) % 128 == 0 or not each.numel()
         each.fill_(place + 1)
