@@ -13,7 +13,6 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.training.adam import step_in_pieces, takes_pieces
 from pyg_dfgnn.training.buckets import Buckets, Room
 from pyg_dfgnn.training.metrics import cross_entropy, label_counts
 
@@ -81,14 +80,10 @@ class Step:
         with torch.autograd.set_multithreading_enabled(False):
             self.scaler.scale(loss).backward()
         self.mark("backward")
-        self._update()
+        self.scaler.step(self.optimizer)
         self.scaler.update()
         self.mark("optimizer")
         return mean(), logits.detach()
-
-    def _update(self) -> None:
-        """Let the optimizer take its step."""
-        self.scaler.step(self.optimizer)
 
     @torch.no_grad()
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
@@ -215,7 +210,6 @@ class CapturedStep(Step):
         self.capture_mark = mark or _no_mark
         self._found: dict[tuple[str, int], _Captured] = {}
         self._rates: list[Tensor] = []
-        self._is_captured = False
 
     def __call__(self, batch: Data) -> tuple[Tensor, Tensor]:
         """Take one step, as :meth:`Step.__call__`; the next step on this batch overwrites the logits it returns."""
@@ -244,13 +238,6 @@ class CapturedStep(Step):
                 found.recording = self.recorder.record(work)
         return found.recording.replay()
 
-    def _update(self) -> None:
-        # In a graph the host does not pay for the pieces.
-        if self._is_captured and takes_pieces(self.optimizer):
-            step_in_pieces(self.optimizer)
-        else:
-            super()._update()
-
     def _set_rates(self) -> None:
         """Hand the learning rates of the groups to the tensors that a replay reads, and make the optimizer ready."""
         groups = self.optimizer.param_groups
@@ -275,11 +262,11 @@ class CapturedStep(Step):
         numbers = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates):
             group["lr"] = rate
-        self.mark, self._is_captured = self.capture_mark, True
+        self.mark = self.capture_mark
         try:
             yield
         finally:
-            self.mark, self._is_captured = _no_mark, False
+            self.mark = _no_mark
             for group, number in zip(groups, numbers):
                 group["lr"] = number
 
