@@ -8,11 +8,6 @@ python train.py ... resume=outputs/...           go on with a stopped run, given
 torchrun --nproc_per_node=2 train.py             one process per GPU
 """
 
-import os
-
-# Threads that wait by spinning slow each other down many times over when the cores are shared. Read as torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from pyg_dfgnn.training.__main__ import command
 
 if __name__ == "__main__":

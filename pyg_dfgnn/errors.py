@@ -1,12 +1,16 @@
-"""One wording for every refused argument: the name, what it needs, what was given."""
+"""One wording for every refused argument: the name, what it needs, what was given.
+
+Torch is imported where it is used, so that `import pyg_dfgnn` does not load it: see :mod:`pyg_dfgnn.threads`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class UnsupportedError(RuntimeError):
@@ -27,7 +31,9 @@ class UnsupportedError(RuntimeError):
 
 
 def _given(value: Any) -> str:
-    if isinstance(value, Tensor):
+    import torch
+
+    if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"{type(value).__name__} {value!r}" if value is not None else "None"
 
@@ -38,7 +44,9 @@ def check_tensor(name: str, value: Any) -> None:
     Raises:
         TypeError: It is something else.
     """
-    if not isinstance(value, Tensor):
+    import torch
+
+    if not isinstance(value, torch.Tensor):
         raise TypeError(f"'{name}' needs a torch.Tensor (got {_given(value)})")
 
 
@@ -70,7 +78,7 @@ def check_dtype(name: str, tensor: Tensor, dtypes: torch.dtype | Sequence[torch.
         TypeError: `tensor` is not a tensor or has another dtype.
     """
     check_tensor(name, tensor)
-    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    dtypes = tuple(dtypes) if isinstance(dtypes, Sequence) else (dtypes,)
     if tensor.dtype not in dtypes:
         raise TypeError(f"'{name}' needs dtype {' or '.join(map(str, dtypes))} (got {tensor.dtype})")
 

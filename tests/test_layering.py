@@ -10,7 +10,7 @@ import pytest
 import pyg_dfgnn
 
 PACKAGE = Path(pyg_dfgnn.__file__).parent
-LEAVES = {"errors", "settings", "paths"}
+LEAVES = {"errors", "settings", "paths", "threads"}
 ALLOWED = {
     "graph": set(),
     "runtime": set(),

@@ -13,8 +13,8 @@ import sys
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from pyg_dfgnn.bench.run import run
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.threads import let_threads_sleep
 
 codes: list[int] = []
 
@@ -22,10 +22,13 @@ codes: list[int] = []
 @hydra.main(version_base="1.3", config_path=str(configs_dir() / "bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measure as configured."""
+    from pyg_dfgnn.bench.run import run
+
     codes.append(run(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
+    let_threads_sleep()
     # An error in one experiment ends the command with its traceback.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     main()

@@ -1,5 +1,1 @@
-"""Training of models for the classification of nodes or graphs."""
-
-from pyg_dfgnn.training.run import train
-
-__all__ = ["train"]
+"""Training of models for the classification of nodes or graphs: :func:`pyg_dfgnn.training.run.train`."""

@@ -9,19 +9,23 @@ import tempfile
 import hydra
 from omegaconf import DictConfig
 
-from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.paths import configs_dir
-from pyg_dfgnn.training.run import train
+from pyg_dfgnn.threads import let_threads_sleep
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")
 def main(cfg: DictConfig) -> float:
     """Train as configured; the metric is what a sweeper optimises."""
+    from pyg_dfgnn.training.run import train
+
     return train(cfg)
 
 
 def command() -> None:
     """Train as the command line says."""
+    let_threads_sleep()
+    from pyg_dfgnn.distributed import Group
+
     try:
         with tempfile.TemporaryDirectory() as scratch:
             if int(os.environ.get("RANK", 0)) > 0:

@@ -3,8 +3,8 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from pyg_dfgnn import training
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.run import train
 
 TINY = [
     "backend=pyg",
@@ -36,6 +36,6 @@ def run(configure, tmp_path):
     """run(folder, *overrides) trains and returns (metric, run folder)."""
 
     def go(folder="run", *overrides):
-        return training.train(configure(folder, *overrides)), tmp_path / folder
+        return train(configure(folder, *overrides)), tmp_path / folder
 
     return go

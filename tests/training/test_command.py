@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from pyg_dfgnn.threads import let_threads_sleep
 from pyg_dfgnn.training import sweep as sweep_module
 from tests.training.conftest import TINY
 
@@ -38,6 +41,60 @@ def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
     assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
     with open(sweep / "sweep.csv") as stream:
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
+
+
+COMMANDS = {
+    "train.py": [str(SCRIPT)],
+    "training": ["-m", "pyg_dfgnn.training"],
+    "bench": ["-m", "pyg_dfgnn.bench"],
+}
+# OpenMP reads how threads wait while torch is loaded; this prints it when torch is looked for, and ends the command.
+WATCH = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+"""
+
+
+def start(name, overrides, folder):
+    """Run a command in an environment that says nothing about OpenMP."""
+    environment = {variable: value for variable, value in os.environ.items() if not variable.startswith("OMP_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(SCRIPT.parent)])
+    arguments = [sys.executable, *COMMANDS[name], *overrides]
+    return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_threads_sleep_while_they_wait(tmp_path, name):
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    done = start(name, [], tmp_path)
+    assert done.stdout == "PASSIVE\n", done.stderr
+
+
+def test_the_user_decides_how_threads_wait(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_module_trains_as_fast_as_the_script(tmp_path):
+    fastest = {"train.py": float("inf"), "training": float("inf")}
+    for attempt in range(5):
+        for name in fastest:
+            started = time.perf_counter()
+            done = start(name, [*TINY, f"paths.run={name}{attempt}"], tmp_path)
+            assert done.returncode == 0, done.stderr
+            fastest[name] = min(fastest[name], time.perf_counter() - started)
+        # Other work on the machine disturbs single runs.
+        if fastest["training"] <= 1.2 * fastest["train.py"]:
+            return
+    pytest.fail(f"python -m pyg_dfgnn.training takes {fastest['training']:.1f} s, train.py {fastest['train.py']:.1f} s")
 
 
 def test_unknown_key_is_refused(tmp_path):

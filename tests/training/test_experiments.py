@@ -7,8 +7,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
-from pyg_dfgnn import training
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.run import train
 from tests.datasets.real import SEARCH
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
@@ -47,7 +47,7 @@ def test_trains(experiment, tmp_path):
     if cfg.trainer.sampler is not None and not (WITH_PYG_LIB or WITH_TORCH_SPARSE):
         cfg.trainer.sampler = None
     try:
-        metric = training.train(cfg)
+        metric = train(cfg)
     except (FileNotFoundError, ImportError) as error:
         pytest.skip(str(error).splitlines()[0])
     summary = json.loads((tmp_path / "metrics.json").read_text())

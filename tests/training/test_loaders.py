@@ -10,7 +10,6 @@ import torch_geometric.typing
 from hydra import compose, initialize_config_dir
 from torch_geometric.data import Batch
 
-from pyg_dfgnn import training
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import Graph
@@ -19,6 +18,7 @@ from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
+from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.trainer import Options
 from tests.datasets.test_planetoid import write_raw
 from tests.training.test_run import assert_equal, history, parameters
@@ -190,7 +190,7 @@ def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, nu
 
     def go(folder, *overrides):
         with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            training.train(compose("train", [*same, f"paths.run={tmp_path / folder}", *overrides]))
+            train(compose("train", [*same, f"paths.run={tmp_path / folder}", *overrides]))
         return tmp_path / folder
 
     whole = go("whole")

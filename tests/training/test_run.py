@@ -10,12 +10,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
-from pyg_dfgnn import training
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
-from pyg_dfgnn.training.run import resume_command
+from pyg_dfgnn.training.run import resume_command, train
 from tests.training.conftest import TINY
 from tests.training.test_step import HostRecorder
 
@@ -203,11 +202,11 @@ def test_whole_graph(tmp_path):
     overrides += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
         for folder in ("a", "b"):
-            training.train(compose("train", [*overrides, f"paths.run={tmp_path / folder}"]))
+            train(compose("train", [*overrides, f"paths.run={tmp_path / folder}"]))
         # A checkpoint in the middle, gone on from.
-        training.train(compose("train", [*overrides, f"paths.run={tmp_path / 'half'}", "trainer.epochs=3"]))
+        train(compose("train", [*overrides, f"paths.run={tmp_path / 'half'}", "trainer.epochs=3"]))
         resumed = [f"resume={tmp_path / 'half'}", f"paths.run={tmp_path / 'resumed'}"]
-        training.train(compose("train", [*overrides, *resumed]))
+        train(compose("train", [*overrides, *resumed]))
     assert history(tmp_path / "a") == history(tmp_path / "b") == history(tmp_path / "resumed")
     summary = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert summary["task"] == "Cora" and summary["metric"] == "accuracy" and summary["synthetic"] is None
@@ -316,7 +315,7 @@ def test_composed_config_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
         cfg = compose("train", [*TINY, "trainer.epochs=1"])
-    training.train(cfg)
+    train(cfg)
     (folder,) = (tmp_path / "outputs").iterdir()
     assert (folder / "metrics.json").is_file()
 
