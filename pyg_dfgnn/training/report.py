@@ -78,11 +78,13 @@ def write_history(path: Path, history: list[dict[str, float]]) -> None:
 def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_epoch: int) -> Path:
     """Draw loss and accuracy over the epochs, training and validation, with the chosen epoch marked."""
     epochs = [row["epoch"] for row in history]
+    # A line needs two points.
+    marker = "o" if len(epochs) == 1 else None
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(title)
     for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy")):
         for split, label in (("train", "training"), ("val", "validation")):
-            axes.plot(epochs, [row[f"{split}_{quantity}"] for row in history], label=label)
+            axes.plot(epochs, [row[f"{split}_{quantity}"] for row in history], label=label, marker=marker)
         axes.axvline(best_epoch, color="gray", linestyle=":", label=f"best epoch ({best_epoch})")
         axes.set(xlabel="epoch", ylabel=quantity)
         axes.grid(alpha=0.3)

@@ -113,6 +113,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             log.info("resumed after epoch %d of %d%s", trainer.epoch, options.epochs, rest)
         place = f"{device}" if group.size == 1 else f"{group.size} processes"
         log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
+        if device.type == "cpu" and backend["convs"] == "pyg_dfgnn.nn":
+            log.info("on a CPU PyG's own code runs in place of the fused kernels, which need an NVIDIA GPU")
         try:
             trainer.fit()
         except KeyboardInterrupt:

@@ -201,7 +201,9 @@ def figure(groups: Groups, curves: Curves) -> Figure:
             epochs = sorted(set.intersection(*map(set, over_seeds)))
             steps = [[curve[epoch] for curve in over_seeds] for epoch in epochs]
             name = "\n".join(word for word in label if word not in shared) or label[0]
-            (line,) = axes.plot(epochs, [statistics.mean(step) for step in steps], label=name)
+            means = [statistics.mean(step) for step in steps]
+            # A line needs two points.
+            (line,) = axes.plot(epochs, means, label=name, marker="o" if len(epochs) == 1 else None)
             axes.fill_between(epochs, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.2)
         axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="epoch", ylabel=f"validation {panel[2]}")
         axes.grid(alpha=0.3)

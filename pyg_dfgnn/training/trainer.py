@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
@@ -58,7 +59,7 @@ class Options:
         prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
         resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
         checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
-        log_every: Epochs between two log lines where no progress bar is shown.
+        log_every: Epochs between two log lines.
         progress: Show a progress bar; None: only on a terminal.
 
     Raises:
@@ -226,8 +227,9 @@ class Trainer:
             while not self.is_done and not self._is_late(started):
                 with _interrupts_after() if steps == 1 else nullcontext():
                     row = self._run_epoch(bar)
-                if bar.disable and (self.epoch % options.log_every == 0 or self.epoch == options.epochs):
-                    log.info(_line(row, options.epochs, self._remaining_s(started)))
+                if self.epoch % options.log_every == 0 or self.epoch == options.epochs:
+                    with nullcontext() if bar.disable else logging_redirect_tqdm():
+                        log.info(_line(row, options.epochs, self._remaining_s(started)))
                 if not bar.disable:
                     shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
                     bar.set_postfix(shown, refresh=False)

@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
 
 
 def test_wheel_content(wheel):
-    expected = {f"pyg_dfgnn/{path}" for path in relative(ROOT / "pyg_dfgnn", "*.py")}
+    expected = {f"pyg_dfgnn/{path}" for path in relative(ROOT / "pyg_dfgnn", "*.py", "py.typed")}
     expected |= {f"pyg_dfgnn/kernels/{path}" for path in relative(paths.kernels_dir(), "*.cu", "*.cuh")}
     expected |= {f"pyg_dfgnn/configs/{path}" for path in relative(paths.configs_dir(), "*.yaml")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}

@@ -17,32 +17,6 @@ from tests.training.conftest import TINY
 SCRIPT = Path(__file__).parents[2] / "train.py"
 
 
-def command(cwd, *overrides):
-    arguments = [sys.executable, str(SCRIPT), *overrides, *TINY, "trainer.epochs=1"]
-    return subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
-def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
-    done = command(tmp_path, "-m", "seed=0,1")
-    assert done.returncode == 0, done.stderr
-    (sweep,) = (tmp_path / "multirun").iterdir()
-    seeds = [json.loads((sweep / job / "metrics.json").read_text())["seed"] for job in "01"]
-    assert seeds == [0, 1]
-    for job in "01":
-        assert (sweep / job / "curves.png").is_file() and (sweep / job / ".hydra" / "config.yaml").is_file()
-    assert done.stdout.count("test mean accuracy per class") == 2
-    assert "curves.png" in done.stdout
-
-    rows = sweep_module.collect(sweep)
-    assert [row["seed"] for row in rows] == [0, 1] and "seed=1" in rows[1]["overrides"].split()
-    monkeypatch.setattr(sys, "argv", ["sweep", str(sweep)])
-    sweep_module.main()
-    mean = 50 * (rows[0]["test_accuracy"] + rows[1]["test_accuracy"])
-    assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
-    with open(sweep / "sweep.csv") as stream:
-        assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
-
-
 COMMANDS = {
     "train.py": [str(SCRIPT)],
     "training": ["-m", "pyg_dfgnn.training"],
@@ -68,6 +42,32 @@ def start(name, overrides, folder):
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(SCRIPT.parent)])
     arguments = [sys.executable, *COMMANDS[name], *overrides]
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
+    done = start(
+        "train.py", [*TINY, "trainer.epochs=1", "trainer.progress=true", "backend=auto", "seed=0,1", "-m"], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    seeds = [json.loads((sweep / job / "metrics.json").read_text())["seed"] for job in "01"]
+    assert seeds == [0, 1]
+    for job in "01":
+        assert (sweep / job / "curves.png").is_file() and (sweep / job / ".hydra" / "config.yaml").is_file()
+        lines = (sweep / job / "train.log").read_text()
+        assert "on a CPU PyG's own code runs" in lines and "epoch 1/1  train_loss" in lines
+    for line in ("test mean accuracy per class", "on a CPU PyG's own code runs", "epoch 1/1  train_loss"):
+        assert done.stdout.count(line) == 2
+    assert "curves.png" in done.stdout
+
+    rows = sweep_module.collect(sweep)
+    assert [row["seed"] for row in rows] == [0, 1] and "seed=1" in rows[1]["overrides"].split()
+    monkeypatch.setattr(sys, "argv", ["sweep", str(sweep)])
+    sweep_module.main()
+    mean = 50 * (rows[0]["test_accuracy"] + rows[1]["test_accuracy"])
+    assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
+    with open(sweep / "sweep.csv") as stream:
+        assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -98,7 +98,7 @@ def test_the_module_trains_as_fast_as_the_script(tmp_path):
 
 
 def test_unknown_key_is_refused(tmp_path):
-    done = command(tmp_path, "model.width=3")
+    done = start("train.py", ["model.width=3"], tmp_path)
     assert done.returncode != 0 and "Could not override 'model.width'" in done.stderr
 
 

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training import report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
@@ -98,6 +99,16 @@ def test_files_of_a_run(run, caplog):
         "epoch 4/4",
     ):
         assert part in caplog.text
+
+
+def test_a_curve_of_one_epoch_shows_its_point(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    row = {"train_loss": 1.0, "train_accuracy": 0.5, "val_loss": 1.0, "val_accuracy": 0.5}
+    for epochs in (1, 2):
+        report.plot_curves(tmp_path, "", [{"epoch": epoch + 1, **row} for epoch in range(epochs)], 1)
+    markers = [{line.get_marker() for axes in figure.axes for line in axes.lines[:2]} for figure in figures]
+    assert markers == [{"o"}, {"None"}]
 
 
 @pytest.mark.parametrize("returns", ["val_loss", "test_loss"])
