@@ -73,9 +73,31 @@ def test_original_gat_setting():
     assert config["trainer"]["patience"] == 100 and config["data"]["task"]["normalize_features"]
 
 
+@pytest.mark.parametrize("data", choices("data"))
+def test_data_names_a_model_that_learns_on_it(data):
+    """Of one whole graph the graph transformer learns the few labelled nodes by heart."""
+    config = composed(f"data={data}")
+    whole_graph = config["trainer"]["loader"] is None
+    assert config["model"]["_target_"].split(".")[-1] == ("GAT" if whole_graph else "GraphTransformer")
+
+
 def test_data_yields_to_the_command_line():
-    config = composed("data=cora", "optimizer=adamw", "trainer.epochs=7")
+    config = composed("data=cora", "model=agnn", "optimizer=adamw", "trainer.epochs=7")
+    assert config["model"]["_target_"] == "pyg_dfgnn.models.AGNN"
     assert config["optimizer"]["_target_"] == "torch.optim.AdamW" and config["trainer"]["epochs"] == 7
+
+
+def test_data_yields_to_an_experiment():
+    config = composed("experiment=gt_tolokers")
+    assert config["model"]["_target_"] == "pyg_dfgnn.models.GraphTransformer"
+    assert config["trainer"]["monitor"] == "val_accuracy"
+
+
+@pytest.mark.parametrize("name", ["reddit_like_small", "proteins_like_small", "ppa_like_small"])
+def test_small_graphs_train_for_fewer_epochs(name):
+    config = composed(f"data={name}")
+    assert config["trainer"]["epochs"] == 100 and config["data"].keys() == {"task"}
+    assert config["data"]["task"]["scale"] == 0.02 and config["data"]["task"]["name"]
 
 
 def test_runs_of_a_second_have_folders_of_their_own():

@@ -16,6 +16,7 @@ from pyg_dfgnn.training import report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
+from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 from tests.training.test_step import HostRecorder
 
@@ -209,7 +210,7 @@ def test_whole_graph(tmp_path):
     from tests.datasets.test_planetoid import write_raw
 
     write_raw(tmp_path / "Cora" / "raw")
-    overrides = ["data=cora", "model=gat", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
+    overrides = ["data=cora", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
     overrides += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
         for folder in ("a", "b"):
@@ -220,7 +221,22 @@ def test_whole_graph(tmp_path):
         train(compose("train", [*overrides, *resumed]))
     assert history(tmp_path / "a") == history(tmp_path / "b") == history(tmp_path / "resumed")
     summary = json.loads((tmp_path / "a" / "metrics.json").read_text())
-    assert summary["task"] == "Cora" and summary["metric"] == "accuracy" and summary["synthetic"] is None
+    assert (
+        (summary["task"], summary["model"]) == ("Cora", "GAT")
+        and summary["metric"] == "accuracy"
+        and summary["synthetic"] is None
+    )
+
+
+def test_cora_needs_no_more_than_its_name(tmp_path):
+    overrides = ["data=cora", "device=cpu", "trainer.epochs=40", "trainer.progress=false", f"paths.run={tmp_path}"]
+    overrides += [f"paths.data={SEARCH}", f"paths.cache={tmp_path / 'cache'}", "data.task.download=false"]
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        cfg = compose("train", overrides)
+    try:
+        assert train(cfg) > 0.7
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        pytest.skip(str(error).splitlines()[0])
 
 
 @pytest.mark.parametrize(
