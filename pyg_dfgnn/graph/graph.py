@@ -28,7 +28,6 @@ from pyg_dfgnn.graph.adjacency import (
 )
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.node_ranges import NodeRanges, pack_segments
-from pyg_dfgnn.graph.row_tiles import RowTiles, make_row_tiles
 from pyg_dfgnn.graph.tiles import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
 
 if TYPE_CHECKING:
@@ -138,7 +137,6 @@ class Graph:
         self._own_version: int | None = None
         self._tiles: dict[tuple[str, int, bool], Tiles] = {}
         self._ranges: dict[int, NodeRanges] = {}
-        self._row_tiles: dict[tuple[int, int], RowTiles] = {}
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
         # Where no sync has ended the build: what another stream has to wait for.
@@ -367,16 +365,6 @@ class Graph:
             self.reset_streams()
         return found
 
-    def row_tiles(self, rows: int, chunk: int) -> RowTiles:
-        """The targets in tiles of `rows` on average, with items of at most `chunk` edges, made on first use."""
-        found = self._row_tiles.get((rows, chunk))
-        if found is None:
-            with torch.inference_mode(False), torch.no_grad():
-                found = make_row_tiles(self.csr, rows, chunk)
-            self._row_tiles[rows, chunk] = found
-            self.reset_streams()
-        return found
-
     def tile_fill(self, rows: int, compact: bool) -> float:
         """Edges over the area of the dense blocks of the targets; measured on some windows if `compact`."""
         if not compact and self.node_segments is not None:
@@ -417,8 +405,6 @@ class Graph:
         for tiles in list(self._tiles.values()):
             found.extend(tiles.tensors())
         found.extend(ranges.ptr for ranges in list(self._ranges.values()))
-        for row_tiles in list(self._row_tiles.values()):
-            found.extend(row_tiles.tensors())
         return [*found, *self.csr.tensors(), *(() if self._csc is None else self._csc.tensors())]
 
     def reset_streams(self) -> None:

@@ -8,7 +8,6 @@ from torch_geometric.nn import MessagePassing, dense
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan
-from pyg_dfgnn.dispatch.attention_absorbed import AbsorbedPass
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.agnn_conv import AGNNConv
@@ -67,7 +66,6 @@ class Description:
         problem: What dispatch was asked.
         plan: What it answered; None with reasons.
         graph: Sizes and degrees of the graph; None with reasons.
-        absorbed: What takes the attention together with its linear layers, not the plan; None where nothing does.
     """
 
     conv: str
@@ -75,7 +73,6 @@ class Description:
     problem: AttentionProblem | None = None
     plan: LaunchPlan | None = None
     graph: str | None = None
-    absorbed: AbsorbedPass | None = None
 
     @property
     def fused(self) -> bool:
@@ -85,8 +82,7 @@ class Description:
     def __str__(self) -> str:
         if self.reasons:
             return "\n".join([f"{self.conv}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)])
-        plan = self.plan if self.absorbed is None else self.absorbed
-        return f"{self.conv}: fused kernels\n  problem: {self.problem}\n  graph: {self.graph}\n  plan: {plan}"
+        return f"{self.conv}: fused kernels\n  problem: {self.problem}\n  graph: {self.graph}\n  plan: {self.plan}"
 
 
 def describe_plan(conv: torch.nn.Module, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Description:
@@ -124,7 +120,4 @@ def describe_plan(conv: torch.nn.Module, x: Any, edge_index: Any, *args: Any, **
     graph, _, _ = conv._edges(call, getattr(conv, "fill_value", None), getattr(conv, "edge_dim", None))
     assert isinstance(graph, Graph)
     size = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
-    absorbed = None
-    if isinstance(conv, TransformerConv) and not (args or kwargs or problem.edge):
-        absorbed = conv._absorbed(graph, x, problem)
-    return Description(str(conv), (), problem, plan(problem, graph), size, absorbed)
+    return Description(str(conv), (), problem, plan(problem, graph), size)

@@ -21,7 +21,7 @@ from torch_geometric.utils.sparse import set_sparse_value
 from pyg_dfgnn.dispatch.attention import AttentionProblem, fused_device_types, unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.ops.eager import PLAIN, is_eager
+from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.settings import current
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -397,21 +397,6 @@ class FusedConv(MessagePassing):
 
     def _report(self, reasons: list[str]) -> None:
         report(type(self).__name__, reasons)
-
-    def _graph_at_once(self, x: Any, edge_index: Any, self_loops: bool = False) -> Graph | None:
-        """The graph of a call with x [N, F] and edge_index alone, if it is known and the gate would let them pass.
-
-        None: the gate has to decide. What :func:`~pyg_dfgnn.nn.projection.attend` looks at is left to that.
-        """
-        if torch.compiler.is_compiling() or type(edge_index) is not Tensor or type(x) not in PLAIN:
-            return None
-        if edge_index.layout is not torch.strided:
-            return None
-        shape = x.shape
-        if len(shape) != 2 or not self._is_untouched(0) or torch._C._is_tracing():
-            return None
-        graph = Graph.known(edge_index, shape[0], shape[0], self_loops, self.flow != "source_to_target")
-        return graph if graph is not None and graph.device == x.device else None
 
     def _is_untouched(self, node_dim: int) -> bool:
         """Whether the module gives the gate no reason, found in few steps; an eager call has none but these."""

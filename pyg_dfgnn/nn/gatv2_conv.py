@@ -64,12 +64,6 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.GATv2Conv.forward`."""
-        graph = None
-        if edge_attr is None and not return_attention_weights:
-            graph = self._graph_at_once(x, edge_index, self.add_self_loops)
-            attended = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
-            if attended is not None:
-                return self._finish(attended, None, attended.dtype, self._residual(x), edge_index)  # type: ignore[arg-type]
         call = self._call(x, edge_index, edge_attr, return_attention_weights)
         if call.reasons:
             self._report(call.reasons)
@@ -77,7 +71,7 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
 
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
-        if graph is None and x_r is x_l and edge_attr is None and not call.weights:
+        if x_r is x_l and edge_attr is None and not call.weights:
             attended = self._attend(edges, x_l)
             if attended is not None:
                 return self._finish(attended, None, attended.dtype, self._residual(x_r), adjacency)

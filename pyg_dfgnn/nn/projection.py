@@ -163,11 +163,6 @@ def attend(
     return projected_attention(graph, score, x, weights, biases, heads, dtype=dtype, out_dtype=out_dtype, **options)
 
 
-def is_joint(x: Tensor, *layers: torch.nn.Module) -> bool:
-    """Whether :func:`attend` looks at these layers of x at all."""
-    return _parameters_of(x, layers) is not None
-
-
 def _apart(rows: Tensor, heads: int) -> Tensor:
     """The channels [..., H * C] as [..., H, C]."""
     return rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads)

@@ -8,13 +8,10 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
-from pyg_dfgnn.dispatch.attention import AttentionProblem
-from pyg_dfgnn.dispatch.attention_absorbed import AbsorbedPass
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.fused import Call, FusedConv, adjacency_features, methods_of, weights_dtype
-from pyg_dfgnn.nn.projection import attend, is_joint, project
+from pyg_dfgnn.nn.projection import attend, project
 from pyg_dfgnn.ops.attention import dot_attention
-from pyg_dfgnn.ops.attention_projected import absorbed_pass
 
 
 class TransformerConv(FusedConv, conv.TransformerConv):
@@ -68,12 +65,6 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """PyG's forward; see `torch_geometric.nn.TransformerConv.forward`."""
-        graph = None
-        if edge_attr is None and return_attention_weights is None and self._modules.get("lin_edge") is None:
-            graph = self._graph_at_once(x, edge_index)
-            found = None if graph is None else self._attend(graph, x)  # type: ignore[arg-type]
-            if found is not None:
-                return self._add_skip(x, *found)  # type: ignore[arg-type]
         call = self._call(x, edge_index, edge_attr, return_attention_weights)
         if call.reasons:
             self._report(call.reasons)
@@ -82,7 +73,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         shared = x_src is x_dst
-        if graph is None and shared and edge_attr is None and not call.weights:
+        if shared and edge_attr is None and not call.weights:
             found = self._attend(edges, x_src)
             if found is not None:
                 return self._add_skip(x_dst, *found)
@@ -119,13 +110,6 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         layers, scale = self._layers(), self.out_channels**-0.5
         found = attend(edges, "dot", x, self.heads, *layers, scale=scale, **self._options())
         return found if found is None or self.concat else (found[0].mean(dim=1),)
-
-    def _absorbed(self, graph: Graph, x: object, problem: AttentionProblem) -> AbsorbedPass | None:
-        """The kernels that take a call without edge features together with its linear layers, if any do."""
-        layers = self._layers()
-        if not isinstance(x, Tensor) or not is_joint(x, *layers):
-            return None
-        return absorbed_pass(problem, graph, x.size(1), len(layers))
 
     def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
         """The attention with what the skip connection makes of the targets x, unless that is given."""

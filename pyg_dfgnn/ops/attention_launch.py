@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -63,19 +61,6 @@ def aligned(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-_address_of, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-
-
-def all_aligned(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
-    """Tensors of one device, each as :func:`aligned` has it, and as kernels take them while the former live."""
-    # Maps of methods cost the host less than a loop.
-    found: Sequence[Any] = [*map(_address_of, tensors)]
-    if reduce(or_, found) % 16 or not all(map(_is_contiguous, tensors)):
-        tensors = [*map(aligned, tensors)]
-        found = [*map(_address_of, tensors)]
-    return tensors, found if tensors[0].is_cuda else tensors
 
 
 def _ready(inputs: Inputs) -> tuple[Sequence[Any], tuple[Any, ...]]:

@@ -7,14 +7,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch import attention_absorbed
 from pyg_dfgnn.dispatch.attention import AttentionProblem, unsupported_reasons
-from pyg_dfgnn.dispatch.attention_absorbed import AbsorbedPass
 from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import products
-from pyg_dfgnn.ops.attention_absorbed import AbsorbedKernels, absorbed_attention
 from pyg_dfgnn.ops.attention_arguments import (
     Edges,
     check_tensor,
@@ -27,7 +24,6 @@ from pyg_dfgnn.ops.attention_arguments import (
 from pyg_dfgnn.ops.attention_autograd import is_rounded, unedited
 from pyg_dfgnn.ops.attention_launch import Kernels, aligned, launch_backward, launch_forward
 from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
-from pyg_dfgnn.settings import current
 
 PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
 """Which projections of the nodes are target, key and value, by score."""
@@ -194,8 +190,7 @@ def projected_attention(
 
     With :math:`Y_l = X W_l^T + b_l`: for "dot" the first three are query, key and value of :func:`dot_attention`, for
     "gatv2" the first two are source and target rows of :func:`gatv2_attention`. One product makes them side by side,
-    and kernels read them and write their gradients there, so that a small graph takes few launches. Attention of one
-    head may gather x itself, see :mod:`pyg_dfgnn.dispatch.attention_absorbed`.
+    and kernels read them and write their gradients there, so that a small graph takes few launches.
 
     Args:
         graph: The edges, among N nodes.
@@ -222,7 +217,7 @@ def projected_attention(
         ValueError: A range, or the shape or device of ``parameter``, does not fit.
     """
     vectors = () if parameter is None else (parameter,)
-    if x.shape[0] > (attention_absorbed.MAX_ROWS if score == "dot" and heads == 1 else products.MAX_ROWS):
+    if x.shape[0] > products.MAX_ROWS:
         return None
     numbers = scale, negative_slope, dropout_p
     trained = needs_grad((x, *vectors, *weights, *biases))
@@ -245,9 +240,6 @@ def projected_attention(
     count = len(weights)
     if kernels.projections != count:
         return None
-    if isinstance(kernels, AbsorbedKernels):
-        out = absorbed_attention(kernels, x, weights, biases, float(scale), concat, trained)
-        return None if out is None else (out,)
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
     vector = None if parameter is None else aligned(in_float32(parameter))
     numbers = float(scale), float(negative_slope), float(dropout_p)
@@ -260,14 +252,6 @@ def projected_attention(
     return attended[0], *_others(score, rows, count)
 
 
-def absorbed_pass(problem: AttentionProblem, graph: Graph, features: int, layers: int) -> AbsorbedPass | None:
-    """The kernels that take the attention together with so many linear layers of these features; None where none do.
-
-    The setting `schedule` has to leave the choice to the rule.
-    """
-    return attention_absorbed.plan(problem, graph, features, layers) if current().schedule == "auto" else None
-
-
 def _projected_kernels(
     graph: Graph,
     score: str,
@@ -278,7 +262,7 @@ def _projected_kernels(
     numbers: tuple[float, float, float],
     trained: bool,
     dtype: torch.dtype,
-) -> tuple[Kernels | AbsorbedKernels, bool] | None:
+) -> tuple[Kernels, bool] | None:
     """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
     graph.on_this_stream()
     scale, slope, p = numbers
@@ -293,9 +277,4 @@ def _projected_kernels(
     if parameter is not None:
         vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
         check_tensor("att", vector, graph.device, H=heads, C=channels)
-    absorbed = absorbed_pass(problem, graph, x.shape[1], len(weights))
-    if absorbed is not None:
-        return AbsorbedKernels(problem, graph, current(), absorbed), True
-    if x.shape[0] > products.MAX_ROWS:
-        return None
     return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)

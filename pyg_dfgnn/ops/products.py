@@ -471,65 +471,6 @@ def _run_narrow(
     return grad_x, of_layer[: len(parameters)]
 
 
-class PairedGradients(NamedTuple):
-    r"""The gradients of square linear layers, each of an input of its own, on compute capability 9.0.
-
-    .. math::
-        \partial W_l = G_l^T X_l, \quad \partial b_l = \sum_{i \,\text{filled}} G_{li}
-
-    Attributes:
-        shared: Leaves the sums of each share of the rows.
-        added: Adds them up; None of one share.
-        numbers: Of the gradients: of weights [L, F, F], then of biases [L, F].
-        partial: Numbers that all shares leave; 0 where there is one, which leaves the gradients.
-        layers: Their number L.
-    """
-
-    shared: _Plan
-    added: _Plan | None
-    numbers: int
-    partial: int
-    layers: int
-
-    def launch(
-        self,
-        inputs: Sequence[Any],
-        grads: Sequence[Any],
-        filled: Any,
-        partial: Any,
-        found: Any,
-        device: torch.device,
-    ) -> None:
-        """Write the gradients to `found`.
-
-        Args:
-            inputs: Of each layer [N, F] in float32, contiguous and aligned to 16 bytes, as all arrays; addresses do.
-            grads: Of each result [N, F].
-            filled: Which rows the gradients of biases take: bit i % 32 of word i / 32, int32.
-            partial: Room for what shares leave.
-            found: Room for the gradients.
-            device: Where.
-        """
-        rest = _NONES[self.layers :]
-        self.shared.launch((*inputs, *rest, *grads, *rest, filled, found if self.added is None else partial), device)
-        if self.added is not None:
-            self.added.launch((partial, found), device)
-
-
-@lru_cache(maxsize=256)
-def paired_gradients(rows: int, width: int, split: bool, layers: int, device: torch.device) -> PairedGradients:
-    """Of so many rows and layers of this width; `split` as in :class:`~pyg_dfgnn.dispatch.products.WeightSums`."""
-    sums = WeightSums(split, layers, width, width, apart=True, masked=True)
-    shares = shares_of(backward_tile(rows), layers, rows, width, width, device, sums)
-    kernel, grid = _hopper_kernel("weights", sums, False), (shares.weight_blocks, 1, 1)
-    plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    numbers = layers * width * (width + 1)
-    if shares.splits == 1:
-        return PairedGradients(plan, None, numbers, 0, layers)
-    added = _sums(shares.splits, numbers, shares.splits, torch.float32)
-    return PairedGradients(plan, added, numbers, shares.splits * numbers, layers)
-
-
 @cache
 def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool, split: bool) -> Kernel:
     return kernel_of(Spec(f"products/{name}.cu", tile.constants(layers, side_by_side, split)), f"products_{name}")

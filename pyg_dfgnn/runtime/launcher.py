@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,31 +113,6 @@ def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:
         else:
             return tuple(arguments)
     return tuple(raw)
-
-
-class Parts:
-    """Arrays of float32 that lie in one buffer, each from a multiple of 128 bytes of it on.
-
-    One allocation costs the host less than one for each, and their addresses need no look at a tensor.
-
-    Args:
-        sizes: Elements of each.
-
-    Attributes:
-        size: Elements of the buffer.
-    """
-
-    def __init__(self, *sizes: int) -> None:
-        *starts, self.size = accumulate((-(-size // 32) * 32 for size in sizes), initial=0)
-        self._places = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        self._offsets = [4 * start for start in starts]
-
-    def of(self, buffer: Tensor) -> Sequence[Any]:
-        """The arrays as :func:`addresses` has them; nothing is read or written."""
-        if buffer.is_cuda:
-            first = buffer.data_ptr()
-            return [first + offset for offset in self._offsets]
-        return [buffer[start:end] for start, end in self._places]
 
 
 def launch(

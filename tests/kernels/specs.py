@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from pyg_dfgnn.dispatch import attention_absorbed, attention_resident
+from pyg_dfgnn.dispatch import attention_resident
 from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
 from pyg_dfgnn.dispatch.attention_rows import (
     node_constants,
@@ -16,7 +16,6 @@ from pyg_dfgnn.dispatch.attention_rows import (
 )
 from pyg_dfgnn.dispatch.products import (
     MAX_LAYERS,
-    WeightSums,
     backward_strips,
     backward_tile,
     forward_strips,
@@ -24,7 +23,6 @@ from pyg_dfgnn.dispatch.products import (
     weight_sums,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_absorbed import STEMS
 from pyg_dfgnn.ops.products import _narrow_kernel, _sums_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from tests.kernels.covering import Row, covering
@@ -222,26 +220,9 @@ def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
     return found
 
 
-def absorbed_specs() -> list[Spec]:
-    """Attention that absorbs its linear layers: kernels over tiles, over sources, and of the parameters."""
-    found = []
-    hub = torch.stack([torch.arange(1, 400), torch.zeros(399, dtype=torch.int64)])
-    for channels in attention_absorbed.WIDTHS:
-        problem = AttentionProblem("dot", 1, channels, torch.float32, torch.device("cpu"), False, False, True)
-        for edge_index in (hub, hub.flip(0), torch.tensor([[0], [1]])):
-            sources = attention_absorbed.sources_pass(problem, Graph.of(edge_index, 20000))
-            found.append(Spec("attention/backward_sources.cu", tuple(sources.constants.items())))
-        for split in (False, True):
-            constants = tuple(attention_absorbed.tile_constants(channels, split).items())
-            found += [Spec(f"attention/absorbed_{stem}.cu", constants, HOPPER) for stem in STEMS]
-            sums = WeightSums(split, 2, channels, channels, apart=True, masked=True)
-            found.append(Spec("products/weights.cu", sums.constants(False), HOPPER))
-    return found
-
-
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    return rows + paper_specs() + tiles_specs() + products_specs() + absorbed_specs()
+    return rows + paper_specs() + tiles_specs() + products_specs()
 
 
 def label(spec: Spec) -> str:

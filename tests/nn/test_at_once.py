@@ -434,15 +434,6 @@ def test_other_inputs(name, change, x, edge_index):
 
 
 @BOTH
-def test_nodes_elsewhere(name, x, edge_index):
-    conv, _ = build(name)
-    first_call(conv, x, edge_index)
-    loops = name == "GATv2Conv"
-    assert conv._graph_at_once(x, edge_index, loops) is not None
-    assert conv._graph_at_once(x.to("meta"), edge_index, loops) is None
-
-
-@BOTH
 def test_weights_are_asked_for(name, x, edge_index):
     conv, oracle = build(name)
     first_call(conv, x, edge_index)

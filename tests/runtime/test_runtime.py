@@ -13,7 +13,7 @@ import torch
 from pyg_dfgnn.paths import kernels_dir
 from pyg_dfgnn.runtime import bridge, compiler, launcher
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, entry_points
-from pyg_dfgnn.runtime.launcher import Kernel, Parts, addresses, launch, override
+from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
 from pyg_dfgnn.runtime.source import assemble
 from tests.emu.loader import compiler as host_compiler
 from tests.kernels.emulated import emulated_device
@@ -221,18 +221,6 @@ def test_addresses_leave_cpu_tensors_and_numbers():
     with override(lambda *launched: None):
         given = addresses((x, 7, 0.5, None))
     assert given[0] is x and given[1:] == (7, 0.5, None)
-
-
-def test_parts_of_a_buffer_overlap_nowhere():
-    parts = Parts(5, 64, 0, 33)
-    assert parts.size == 32 + 64 + 0 + 64
-    buffer = torch.zeros(parts.size)
-    found = parts.of(buffer)
-    assert [each.numel() for each in found] == [5, 64, 0, 33]
-    for place, each in enumerate(found):
-        assert (each.data_ptr() - buffer.data_ptr()) % 128 == 0 or not each.numel()
-        each.fill_(place + 1)
-    assert [bool((each == place + 1).all()) for place, each in enumerate(found)] == [True] * 4
 
 
 def test_importing_needs_no_cupy():
