@@ -12,7 +12,7 @@ from pyg_dfgnn.errors import check_choice
 RULES = ("auto", "autotune", "paper")
 SCHEDULES = (
     *RULES,
-    *("rows", "resident", "tiles", "smmf", "pmf"),
+    *("row_split", "smem", "block_mma", "smmf", "pmf"),
     # Forward passes of smmf with some or all of its optimisations off.
     "feature_parallel",
     *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),
@@ -33,7 +33,8 @@ class Settings:
         deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
             `torch.are_deterministic_algorithms_enabled()`.
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
-            `"rows"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`, `"silent"`
+            `"row_split"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`,
+            `"silent"`
             says nothing. Tensors on a CPU are a reason for `"error"` alone, and only where there is a GPU.
     """
 
@@ -85,7 +86,7 @@ class settings:
 
     Example:
         >>> settings(fallback="error")
-        >>> with settings(schedule="rows"):
+        >>> with settings(schedule="row_split"):
         ...     out = model(x, edge_index)
     """
 

@@ -85,8 +85,8 @@ def test_bool():
 
 
 def test_unsupported_keeps_its_reasons():
-    error = UnsupportedError(["'x' is on the CPU", "double backward"], "schedule 'rows'")
+    error = UnsupportedError(["'x' is on the CPU", "double backward"], "schedule 'row_split'")
     assert error.reasons == ["'x' is on the CPU", "double backward"]
-    assert str(error) == "schedule 'rows' cannot run here: 'x' is on the CPU; double backward"
+    assert str(error) == "schedule 'row_split' cannot run here: 'x' is on the CPU; double backward"
     again = pickle.loads(pickle.dumps(error))
     assert again.reasons == error.reasons and str(again) == str(error)

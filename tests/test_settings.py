@@ -23,10 +23,10 @@ def test_call_changes_what_it_names():
 def test_with_restores_also_after_an_error():
     settings(deterministic=False)
     with pytest.raises(RuntimeError):
-        with settings(schedule="rows") as inside:
-            assert current() is inside and current() == Settings("rows", False, "log")
+        with settings(schedule="row_split") as inside:
+            assert current() is inside and current() == Settings("row_split", False, "log")
             with settings(fallback="silent"):
-                assert current() == Settings("rows", False, "silent")
+                assert current() == Settings("row_split", False, "silent")
             assert current() is inside
             raise RuntimeError
     assert current() == Settings(deterministic=False)
@@ -57,14 +57,14 @@ def test_blocks_of_several_threads_leave_no_change():
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(work, ("rows", "tiles", "pmf")))
+            list(pool.map(work, ("row_split", "block_mma", "pmf")))
     finally:
         sys.setswitchinterval(before)
     assert current() == Settings()
 
 
 def test_a_block_may_end_in_another_thread():
-    block = settings(schedule="rows")
+    block = settings(schedule="row_split")
     thread = threading.Thread(target=block.__enter__)
     thread.start()
     thread.join()
@@ -74,31 +74,31 @@ def test_a_block_may_end_in_another_thread():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_settings_that_are_made_before_their_blocks(first):
-    made = [settings(schedule="rows"), settings(schedule="pmf", fallback="error")]
+    made = [settings(schedule="row_split"), settings(schedule="pmf", fallback="error")]
     with made[first], made[1 - first]:
-        assert current() == Settings("rows" if first else "pmf", None, "error")
+        assert current() == Settings("row_split" if first else "pmf", None, "error")
     assert current() == Settings()
 
 
 def test_a_block_inside_itself():
-    kept = settings(schedule="rows")
+    kept = settings(schedule="row_split")
     with kept:
         with settings(fallback="silent"), kept:
-            assert current() == Settings("rows", None, "silent")
-        assert current() == Settings("rows")
+            assert current() == Settings("row_split", None, "silent")
+        assert current() == Settings("row_split")
     assert current() == Settings()
 
 
 def test_calls_stay_when_a_block_made_before_them_is_entered():
-    block = settings(schedule="rows")
+    block = settings(schedule="row_split")
     settings(schedule="pmf")
     settings(fallback="silent")
     with block:
-        assert current() == Settings("rows", None, "silent")
+        assert current() == Settings("row_split", None, "silent")
     assert current() == Settings("pmf", None, "silent")
     module = sys.modules["pyg_dfgnn.settings"]
     for _ in range(100):
-        settings(schedule="tiles")
+        settings(schedule="block_mma")
     assert len(module._calls) <= 1
 
 
@@ -114,7 +114,7 @@ def test_wrong_value(wrong):
 
 def test_unknown_name():
     with pytest.raises(ValueError, match="'settings' needs one of 'schedule', 'deterministic', 'fallback'"):
-        settings(schedul="rows")
+        settings(schedul="row_split")
 
 
 def test_compiled_code_follows_a_call():

@@ -5,7 +5,7 @@
 #include "include/philox.cuh"
 #include "attention/rows.cuh"
 #include "attention/score.cuh"
-#include "attention/resident.cuh"
+#include "attention/smem.cuh"
 #include "attention/gather.cuh"
 
 #define SUMS_VALUE 1

@@ -19,7 +19,7 @@
 #include "include/philox.cuh"
 #include "attention/rows.cuh"
 #include "attention/score.cuh"
-#include "attention/resident.cuh"
+#include "attention/smem.cuh"
 #include "attention/gather.cuh"
 
 // Sums of weights and of weighted values: part 0 over all edges, with TANGENT part 1 over those with z > 0.

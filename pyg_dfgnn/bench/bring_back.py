@@ -145,6 +145,7 @@ def _check_page(path: Path) -> str:
     text = f"""\
 `python -m pyg_dfgnn.bench.check`, sources {sources}. Errors are relative Frobenius norms; each case ran twice and had
 to be equal to the last bit. The CSV beside this file has one row per case. A schedule that was asked for and cannot run
-a case counts as not run, with the reason in the CSV; `rows` runs all. The row of a hub is judged on its own too ("worst
+a case counts as not run, with the reason in the CSV; `row_split` runs all. The row of a hub is judged on its own too
+("worst
 hub row"), against the scale of a row of its kind."""
     return f"# Outputs and gradients against float64 on {path.stem}\n\n{text}\n\n{check.summarise(rows)}\n"

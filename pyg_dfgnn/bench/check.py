@@ -42,10 +42,10 @@ from pyg_dfgnn.bench.prepare import (
     unbounded_reasons,
 )
 from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown, source_digest
-from pyg_dfgnn.dispatch.attention import unsupported_reasons
+from pyg_dfgnn.dispatch.core import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_arguments import draw_seed
+from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import SCHEDULES

@@ -3,9 +3,10 @@
 python -m pyg_dfgnn.bench experiment=choice                                  measures every pass by every schedule
 python -m pyg_dfgnn.bench.costs                                              compares, judges what auto takes today
 python -m pyg_dfgnn.bench.costs results/bench/<gpu>/choice.csv               with the times of another GPU
-python -m pyg_dfgnn.bench.costs --fit rows.STEP rows.ROW.forward gpu.cache_bytes_per_s
+python -m pyg_dfgnn.bench.costs --fit row_split.STEP row_split.ROW.forward gpu.cache_bytes_per_s
 
-A constant is named by the candidate's module (``rows``, ``tiles``, ``paper``: pyg_dfgnn.dispatch.attention_...), its
+A constant is named by the candidate's module (``row_split``, ``block_mma``, ``paper``:
+pyg_dfgnn.dispatch.attention), its
 name there and, in a table, the key; or by ``gpu`` and a field of `Gpu`. Better values are printed, to be written there
 by hand. The graphs are made again by their recipes; without a GPU the device of reference is planned for.
 """
@@ -31,7 +32,7 @@ from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown
 from pyg_dfgnn.bench.tables import Choice, latest, tangent_cost
 from pyg_dfgnn.bench.targets import CHOICE_LOSS
 from pyg_dfgnn.dispatch import gpu
-from pyg_dfgnn.dispatch.attention import (
+from pyg_dfgnn.dispatch.core import (
     BACKWARD,
     BY_NAME,
     CANDIDATES,
@@ -191,7 +192,7 @@ class Constant:
         self._key = rest
         if stem != "gpu":
             attribute, _, key = rest.partition(".")
-            module = import_module(f"pyg_dfgnn.dispatch.attention_{stem}")
+            module = import_module(f"pyg_dfgnn.dispatch.attention.{stem}")
             self._table, self._key = (getattr(module, attribute), key) if key else (vars(module), attribute)
         try:
             self.value = float(self.get())

@@ -171,7 +171,7 @@ def _check(work: Path) -> Iterator[Task]:
             shards[f"-{largest}"] = [largest], 0.3, 120
         for suffix, (graphs, share, memory_gb) in shards.items():
             name = f"check-{score}{'-edge' * (edge == 'yes')}-{dropout}{suffix}"
-            words = ["--schedules", "rows", "resident", "tiles", "--scores", score, "--edges", edge]
+            words = ["--schedules", "row_split", "smem", "block_mma", "--scores", score, "--edges", edge]
             words += ["--dropouts", dropout, "--workers", "4", "--graphs", *graphs]
             command = _module("bench.check", "--out", work / name, *words)
             yield Task(name, command, 100, "check", share=share, memory_gb=memory_gb)

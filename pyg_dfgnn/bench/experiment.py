@@ -17,7 +17,7 @@ from pyg_dfgnn.bench.graphs import Recipe, recipe_of
 from pyg_dfgnn.bench.prepare import DTYPES
 from pyg_dfgnn.bench.results import Rows, default_folder
 from pyg_dfgnn.bench.timing import Pace
-from pyg_dfgnn.dispatch.attention_problem import WALKS
+from pyg_dfgnn.dispatch.attention.problem import WALKS
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.settings import SCHEDULES
 

@@ -28,7 +28,7 @@ from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph
 from pyg_dfgnn.bench.prepare import Prepared
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, markdown, now
 from pyg_dfgnn.bench.timing import Timer
-from pyg_dfgnn.dispatch.attention import fused_device_types
+from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.runtime import launcher
 
 FIELDS = "graph layer heads channels what kernels us us_per_kernel gpu torch cuda pyg cupy commit digest time".split()

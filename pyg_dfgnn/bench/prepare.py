@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.cases.attention import AttentionCase, Inputs, fused, make_grad_out, make_inputs
 from pyg_dfgnn.bench.graphs import BenchGraph
-from pyg_dfgnn.dispatch.attention import AttentionProblem, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.core import AttentionProblem, plan, unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.runtime import launcher

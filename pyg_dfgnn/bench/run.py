@@ -35,8 +35,8 @@ from pyg_dfgnn.bench.prepare import (
 from pyg_dfgnn.bench.results import Rows, Table, environment, file_stem, now
 from pyg_dfgnn.bench.timing import Call, Timer, Timing
 from pyg_dfgnn.bench.traffic import compulsory_bytes, gathered_bytes
-from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan, unsupported_reasons
-from pyg_dfgnn.dispatch.attention_problem import WALKS
+from pyg_dfgnn.dispatch.attention.problem import WALKS
+from pyg_dfgnn.dispatch.core import AttentionProblem, LaunchPlan, plan, unsupported_reasons
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph

@@ -23,8 +23,8 @@ from pyg_dfgnn.bench.targets import (
     best_peer,
     verdict,
 )
-from pyg_dfgnn.dispatch.attention import BACKWARD, BY_NAME
-from pyg_dfgnn.dispatch.attention_rows import has_tangent
+from pyg_dfgnn.dispatch.attention.row_split import has_tangent
+from pyg_dfgnn.dispatch.core import BACKWARD, BY_NAME
 
 NAMES = ("graph", "score", "heads", "channels", "dtype", "implementation", "schedule", "direction", "state")
 SHOWN = {
@@ -298,8 +298,10 @@ class Choice:
     `own_ms` is what the passes took when `auto` itself ran; the loss compares the times of the schedules it takes, so
     that the same kernels timed twice are no loss, unless `differs`: what another forward pass left makes other kernels
     of them. A backward pair is any pass over targets with any pass over sources,
-    except that schedules which hand over from one to the other go with themselves. Where `rows` reads over targets what
-    a forward pass by `rows` leaves, and another schedule went forward, `tangent_ms` counts: what `rows` takes longer.
+    except that schedules which hand over from one to the other go with themselves. Where `row_split` reads over
+    targets what
+    a forward pass by `row_split` leaves, and another schedule went forward, `tangent_ms` counts: what `row_split`
+    takes longer.
     """
 
     def __init__(
@@ -315,7 +317,7 @@ class Choice:
         schedules = list(dict.fromkeys(schedule for schedule, _ in times))
         self.totals = {
             team: sum(times[schedule, walk] for schedule, walk in zip(team, walks, strict=True))
-            + (tangent_ms if walks == BACKWARD and team[0] == "rows" else 0.0)
+            + (tangent_ms if walks == BACKWARD and team[0] == "row_split" else 0.0)
             for team in product(schedules, repeat=len(walks))
             if all((schedule, walk) in times for schedule, walk in zip(team, walks, strict=True))
             and (len(set(team)) == 1 or not any(BY_NAME[schedule].hands_over for schedule in team))
@@ -333,10 +335,11 @@ class Choice:
 
 
 def tangent_cost(score: str, times: Mapping[tuple[str, str], float], forward: str) -> float:
-    """What `rows` takes longer than the schedule that went forward, where its pass over targets reads a tangent."""
+    """What `row_split` takes longer than the schedule that went forward, where its pass over targets reads a
+    tangent."""
     if not has_tangent(score, False):
         return 0.0
-    needed, taken = (times.get((schedule, "forward")) for schedule in ("rows", forward))
+    needed, taken = (times.get((schedule, "forward")) for schedule in ("row_split", forward))
     return 0.0 if needed is None or taken is None else max(0.0, needed - taken)
 
 
@@ -357,7 +360,7 @@ def choices(rows: Rows) -> dict[tuple[str, str, str, str, str], Choice]:
                 taken = tuple(auto[f"{walk}_schedule"] for walk in walks)
                 own_ms = sum(milliseconds(own[walk]) for walk in walks) if own.keys() >= set(walks) else None
                 # Asked for by name, rows also runs forward and leaves a tangent for its pass over targets.
-                differs = walks == BACKWARD and "rows" in taken and auto["forward_schedule"] != "rows"
+                differs = walks == BACKWARD and "row_split" in taken and auto["forward_schedule"] != "row_split"
                 differs = differs and has_tangent(auto["score"], False)
                 tangent_ms = tangent_cost(auto["score"], times, auto["forward_schedule"])
                 chosen = Choice(walks, times, taken, own_ms, differs, tangent_ms)

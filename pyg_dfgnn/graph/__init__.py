@@ -2,9 +2,9 @@
 
 from pyg_dfgnn.graph.adjacency import Adjacency, Chunks, ColumnBlocks
 from pyg_dfgnn.graph.batch import BatchFacts, SortEdges
-from pyg_dfgnn.graph.frame import Frame
+from pyg_dfgnn.graph.device_dataset import ResidentGraphs
 from pyg_dfgnn.graph.graph import EdgeSet, Graph
-from pyg_dfgnn.graph.resident import ResidentGraphs
+from pyg_dfgnn.graph.static import Frame
 
 __all__ = [
     "Adjacency",

@@ -12,8 +12,8 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import Adjacency, Side, expand, from_degree, longest, pull
+from pyg_dfgnn.graph.block_sparse import Segments
 from pyg_dfgnn.graph.graph import Graph, batch_edge_index, build, check_edges, check_ids, refuse_ids
-from pyg_dfgnn.graph.tiles import Segments
 
 IN_DEGREE, OUT_DEGREE, BY_SOURCE, FACTS = "csr_in_degree", "csr_out_degree", "csr_by_source", "csr_facts"
 _NUM_FACTS = 7

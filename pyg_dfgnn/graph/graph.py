@@ -26,9 +26,9 @@ from pyg_dfgnn.graph.adjacency import (
     replace_self_loops,
     transpose,
 )
+from pyg_dfgnn.graph.block_sparse import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.node_ranges import NodeRanges, pack_segments
-from pyg_dfgnn.graph.tiles import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
 
 if TYPE_CHECKING:
     from pyg_dfgnn.graph.batch import BatchFacts
@@ -335,7 +335,7 @@ class Graph:
             return find_segments(self)
 
     def tiles(self, rows_are: str, rows: int, compact: bool) -> Tiles:
-        """Dense blocks of one side, made on first use (see :mod:`pyg_dfgnn.graph.tiles`).
+        """Dense blocks of one side, made on first use (see :mod:`pyg_dfgnn.graph.block_sparse`).
 
         Args:
             rows_are: `"targets"` or `"sources"`.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.adjacency import Adjacency, push
-from pyg_dfgnn.graph.tiles import Segments
+from pyg_dfgnn.graph.block_sparse import Segments
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ import torch
 from torch_geometric.nn import MessagePassing, dense
 from torch_geometric.nn import conv as upstream
 
-from pyg_dfgnn.dispatch.attention import AttentionProblem, LaunchPlan, plan
-from pyg_dfgnn.dispatch.attention_problem import tf32_allowed
+from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
+from pyg_dfgnn.dispatch.core import AttentionProblem, LaunchPlan, plan
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.agnn_conv import AGNNConv
-from pyg_dfgnn.nn.fused import FusedConv
-from pyg_dfgnn.nn.gat_conv import GATConv
-from pyg_dfgnn.nn.gatv2_conv import GATv2Conv
-from pyg_dfgnn.nn.projection import Linear
-from pyg_dfgnn.nn.transformer_conv import TransformerConv
+from pyg_dfgnn.nn.conv.agnn_conv import AGNNConv
+from pyg_dfgnn.nn.conv.gat_conv import GATConv
+from pyg_dfgnn.nn.conv.gatv2_conv import GATv2Conv
+from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
+from pyg_dfgnn.nn.dense.linear import Linear
+from pyg_dfgnn.nn.gate import FusedConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -15,7 +15,7 @@ from torch_geometric.nn import norm as graph_norms
 
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Frame, Graph
-from pyg_dfgnn.nn.fused import FusedConv
+from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.training.metrics import IGNORED
 
 # Room beyond the mean batch: this many standard deviations and this share of it, and twice as much per level.

@@ -9,7 +9,7 @@ from pyg_dfgnn.bench.check_graphs import check_graph
 from pyg_dfgnn.bench.oracle import compare, float64_reference
 from pyg_dfgnn.bench.prepare import Prepared, collect_specs, rounded_problem
 from pyg_dfgnn.bench.results import Table
-from pyg_dfgnn.dispatch import attention as dispatch
+from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.settings import Settings, current
 from tests.kernels.emulated import emulated_device
@@ -210,7 +210,7 @@ def test_schedules_and_tf32_are_checked_by_name(tmp_path, capsys):
             "dot",
             "--schedules",
             "auto",
-            "rows",
+            "row_split",
             "--dtypes",
             "float32",
             "tf32",
@@ -218,7 +218,7 @@ def test_schedules_and_tf32_are_checked_by_name(tmp_path, capsys):
         assert run(tmp_path, *extra) == 0
     assert launched
     printed = capsys.readouterr().out
-    assert all(f"| {schedule} | tf32 | 4 | 0.002 |" in printed for schedule in ("auto", "rows"))
+    assert all(f"| {schedule} | tf32 | 4 | 0.002 |" in printed for schedule in ("auto", "row_split"))
 
 
 def test_a_schedule_that_cannot_run_is_listed(monkeypatch):
@@ -227,6 +227,6 @@ def test_a_schedule_that_cannot_run_is_listed(monkeypatch):
         raise UnsupportedError(["rows are too long"], current().schedule)
 
     graph = Prepared.of(check_graph("self_loops", "cpu", small=True))
-    rows = list(check.check_point(AttentionCase("dot", 3, 16), graph, [("rows", "float32")], unsupported))
+    rows = list(check.check_point(AttentionCase("dot", 3, 16), graph, [("row_split", "float32")], unsupported))
     assert [row["status"] for row in rows] == ["not run: rows are too long"]
     assert current() == Settings()

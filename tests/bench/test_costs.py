@@ -11,8 +11,9 @@ from pyg_dfgnn.bench.costs import Constant, Sample
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.results import default_folder, file_stem
 from pyg_dfgnn.bench.run import FIELDS
-from pyg_dfgnn.dispatch import attention_rows, gpu
-from pyg_dfgnn.dispatch.attention import BY_NAME, CANDIDATES, WALKS
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention import row_split
+from pyg_dfgnn.dispatch.core import BY_NAME, CANDIDATES, WALKS
 
 CPU = torch.device("cpu")
 CASES = [("e", "dot", "1", "128", "float32"), ("b", "add", "8", "16", "bfloat16"), ("b", "gatv2", "1", "64", "float32")]
@@ -21,9 +22,9 @@ CASES = [("e", "dot", "1", "128", "float32"), ("b", "add", "8", "16", "bfloat16"
 @pytest.fixture(autouse=True)
 def constants_come_back(monkeypatch):
     monkeypatch.setitem(gpu.known, CPU, gpu.H200)
-    monkeypatch.setattr(attention_rows, "ROW", dict(attention_rows.ROW))
+    monkeypatch.setattr(row_split, "ROW", dict(row_split.ROW))
     for name in ("STEP", "STEP_S", "LOAD"):
-        monkeypatch.setattr(attention_rows, name, getattr(attention_rows, name))
+        monkeypatch.setattr(row_split, name, getattr(row_split, name))
 
 
 @pytest.fixture
@@ -54,8 +55,8 @@ def path(tmp_path):
     exact = []
     for row in rows(1.0):
         case = tuple(row[name] for name in ("graph", "score", "heads", "channels", "dtype"))
-        estimate = by_key.get((case, "rows", row["direction"]), 1.0)
-        row["median_ms"] = 1e3 * estimate * (1.0 if row["schedule"] == "rows" else 10.0)
+        estimate = by_key.get((case, "row_split", row["direction"]), 1.0)
+        row["median_ms"] = 1e3 * estimate * (1.0 if row["schedule"] == "row_split" else 10.0)
         exact.append(row)
     return write(None, exact)
 
@@ -63,27 +64,29 @@ def path(tmp_path):
 def test_reads_the_passes_that_candidates_can_run(path):
     samples = costs.read(path, CPU, small=True)
     assert {sample.schedule for sample in samples} <= set(CANDIDATES) and {s.walk for s in samples} == set(WALKS)
-    assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"rows", "resident"}
-    assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "rows")
-    left = {s.problem.tangent for s in samples if s.walk == "targets" and s.schedule == "rows" and s.case[1] == "add"}
+    assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"row_split", "smem"}
+    assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "row_split")
+    left = {
+        s.problem.tangent for s in samples if s.walk == "targets" and s.schedule == "row_split" and s.case[1] == "add"
+    }
     assert left == {True}
 
 
 def test_the_fit_finds_constants_again(path):
-    samples = [s for s in costs.read(path, CPU, small=True) if s.schedule == "rows"]
-    constants = [Constant(name, CPU) for name in ("rows.STEP_S", "rows.ROW.forward", "gpu.launch_s")]
-    assert [c.value for c in constants] == [attention_rows.STEP_S, attention_rows.ROW["forward"], gpu.H200.launch_s]
-    true = attention_rows.STEP_S
+    samples = [s for s in costs.read(path, CPU, small=True) if s.schedule == "row_split"]
+    constants = [Constant(name, CPU) for name in ("row_split.STEP_S", "row_split.ROW.forward", "gpu.launch_s")]
+    assert [c.value for c in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
+    true = row_split.STEP_S
     for constant, factor in zip(constants, (3.0, 0.3, 2.0), strict=True):
         constant.set(constant.value * factor)
     before = costs.spread(samples)
     after = costs.fit(samples, constants, steps=300)
     assert after == pytest.approx(costs.spread(samples)) and after < 0.1 < before
-    assert attention_rows.STEP_S == pytest.approx(true, rel=0.3)
+    assert row_split.STEP_S == pytest.approx(true, rel=0.3)
     assert gpu.H200.launch_s != gpu.known[CPU].launch_s
 
 
-@pytest.mark.parametrize("name", ["rows.NONE", "rows.ROW.none", "gpu.none", "gpu.name", "rows.WORDS.x"])
+@pytest.mark.parametrize("name", ["row_split.NONE", "row_split.ROW.none", "gpu.none", "gpu.name", "row_split.WORDS.x"])
 def test_what_is_no_constant(name):
     with pytest.raises((ValueError, AttributeError)):
         Constant(name, CPU)
@@ -97,15 +100,16 @@ def test_losses_of_choices(path, monkeypatch):
     )
     # Where auto takes rows it loses nothing, elsewhere a factor of ten or more.
     for loss, case, choice in found:
-        assert (loss == 0.0) == (set(choice.taken) == {"rows"}), case
-        assert set(choice.best) == {"rows"}
+        assert (loss == 0.0) == (set(choice.taken) == {"row_split"}), case
+        assert set(choice.best) == {"row_split"}
     assert f"{len(found)} choices" in costs.loss_table(samples)
 
 
 def test_command(path, capsys):
-    assert costs.main([str(path), "--device", "cpu", "--small", "--fit", "rows.STEP", "--steps", "5"]) == 0
+    assert costs.main([str(path), "--device", "cpu", "--small", "--fit", "row_split.STEP", "--steps", "5"]) == 0
     shown = capsys.readouterr().out
-    assert "| rows | forward | 3 |" in shown and "rows.STEP: " in shown and shown.count("lose more than 5 %") == 2
+    assert "| row_split | forward | 3 |" in shown and "row_split.STEP: " in shown
+    assert shown.count("lose more than 5 %") == 2
 
 
 def test_the_csv_is_that_of_the_device(path, capsys, monkeypatch):
@@ -117,7 +121,7 @@ def test_the_csv_is_that_of_the_device(path, capsys, monkeypatch):
     folder.mkdir(parents=True)
     path.rename(folder / "choice.csv")
     assert costs.main(["--device", "cpu", "--small", "--graphs", "e"]) == 0
-    assert "| rows | forward | 1 |" in capsys.readouterr().out
+    assert "| row_split | forward | 1 |" in capsys.readouterr().out
 
 
 def test_what_cannot_be_made_is_skipped(path, capsys, monkeypatch):
@@ -132,7 +136,7 @@ def test_what_cannot_be_made_is_skipped(path, capsys, monkeypatch):
 
 
 def test_an_error_is_a_logarithm():
-    sample = Sample((), None, None, "forward", "rows", None, 2.0)
+    sample = Sample((), None, None, "forward", "row_split", None, 2.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sample, "estimate", property(lambda self: 4.0))
         assert sample.error == pytest.approx(math.log(2)) and costs.spread([sample]) == pytest.approx(math.log(2))

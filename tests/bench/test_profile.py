@@ -12,7 +12,7 @@ import torch
 from pyg_dfgnn.bench import profile
 from pyg_dfgnn.bench.cases.attention import AttentionCase
 
-CASES = ["e:dot:1x128:tf32", "a:add:8x16:bfloat16:tiles"]
+CASES = ["e:dot:1x128:tf32", "a:add:8x16:bfloat16:block_mma"]
 FACTS = [
     {"kernels": 2, "worst": "out", "error": "1.00e-07", "bound": 5e-6},
     {"kernels": 1, "worst": "grad_value", "error": "2.00e-03", "bound": 1e-2},
@@ -20,7 +20,7 @@ FACTS = [
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 COLUMNS = {
     "ID": ["", "0", "1", "2"],
-    "Kernel Name": ["", "attention_forward", "attention_backward_targets", "attention_tiles_forward"],
+    "Kernel Name": ["", "attention_forward", "attention_backward_targets", "attention_block_mma_forward"],
     "gpu__time_duration.sum": ["nsecond", "58,016", "72000", "64000.0"],
     "launch__registers_per_thread": ["register/thread", "72", "80", "168"],
     "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ["%", "41.5", "20", "10"],
@@ -41,12 +41,12 @@ def output(facts=FACTS, rows=4):
 
 
 def test_cases_are_read():
-    assert profile.Profiled.of(CASES[1]) == profile.Profiled("a", AttentionCase("add", 8, 16), "bfloat16", "tiles")
+    assert profile.Profiled.of(CASES[1]) == profile.Profiled("a", AttentionCase("add", 8, 16), "bfloat16", "block_mma")
     assert profile.Profiled.of(CASES[0]).schedule == "auto"
     alone = profile.Profiled.of("e:add:8x16:float32:forward")
     assert (alone.schedule, alone.forward_only) == ("auto", True)
-    alone = profile.Profiled.of("e:add:8x16:float32:rows:forward")
-    assert (alone.schedule, alone.forward_only) == ("rows", True)
+    alone = profile.Profiled.of("e:add:8x16:float32:row_split:forward")
+    assert (alone.schedule, alone.forward_only) == ("row_split", True)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_cases_are_read():
         ("a:dots:1x128:float32", "'score' needs"),
         ("a:dot:1x128:float64", "'dtype' needs"),
         ("a:dot:1x128:float32:fast", "'schedule' needs"),
-        ("a:dot:1x128:float32:forward:rows", "needs the form"),
+        ("a:dot:1x128:float32:forward:row_split", "needs the form"),
         ("nowhere:dot:1x128:float32", "nowhere"),
     ],
 )
@@ -74,7 +74,7 @@ def test_rows_are_per_kernel():
     assert [row["pipes"] for row in rows] == ["fma 41.5, xu 5", "xu 60.2, fma 20", "xu 70, fma 10"]
     assert rows[1]["stalls"] == "barrier 3, long_scoreboard 1"
     assert rows[2]["worst"] == "grad_value" and rows[0]["dram_percent"] == ""
-    assert "| attention_tiles_forward | 64.0 |" in profile.table(rows)
+    assert "| attention_block_mma_forward | 64.0 |" in profile.table(rows)
 
 
 def test_missing_kernels_are_an_error():

@@ -82,15 +82,15 @@ def test_the_results_page_lists_every_experiment():
 
 
 def test_fused_runs_under_each_schedule_and_baselines_once():
-    experiment = Experiment.of(composed("experiment=fig9", "schedules=[auto,rows]", "dtypes=[float32,bfloat16]"))
+    experiment = Experiment.of(composed("experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]"))
     jobs = [(job.implementation, job.schedule, job.dtype) for job in experiment.jobs("pattern_like")]
     assert jobs[:4] == [
         ("fused", "auto", "float32"),
-        ("fused", "rows", "float32"),
+        ("fused", "row_split", "float32"),
         ("unfused", "", "float32"),
         ("pyg", "", "float32"),
     ]
-    assert jobs[4:6] == [("fused", "auto", "bfloat16"), ("fused", "rows", "bfloat16")]
+    assert jobs[4:6] == [("fused", "auto", "bfloat16"), ("fused", "row_split", "bfloat16")]
     assert len(jobs) == 3 * 6
 
 
@@ -281,7 +281,7 @@ def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch):
 
 
 def test_schedules_that_run_are_recorded_for_each_walk(tmp_path):
-    extra = ["graphs=[b]", "scores=[dot]", "dtypes=[float32]", "implementations=[fused]", "schedules=[rows]"]
+    extra = ["graphs=[b]", "scores=[dot]", "dtypes=[float32]", "implementations=[fused]", "schedules=[row_split]"]
     with emulated_device():
         assert bench(tmp_path, *extra, "directions=[fwd,fwd+bwd,forward,targets,sources]", "states=[warm]") == 0
     rows = [row for row in read(tmp_path) if row["score"] == "dot"]
@@ -289,7 +289,7 @@ def test_schedules_that_run_are_recorded_for_each_walk(tmp_path):
         "fwd", "fwd+bwd", "forward", "targets", "sources",
     }  # fmt: skip
     for row in rows:
-        assert [row[f"{walk}_schedule"] for walk in run.WALKS] == ["rows"] * 3
+        assert [row[f"{walk}_schedule"] for walk in run.WALKS] == ["row_split"] * 3
         assert row["plan"].startswith("forward: ") and float(row["gathered_mb"]) > 0
 
 
@@ -338,8 +338,8 @@ def timed_row(**columns):
     names = {name: "" for name in run.FIELDS}
     base = dict(graph="a", score="dot", layer="GT", heads="1", channels="128", dtype="float32", gpu="some GPU")
     base.update(implementation="fused", schedule="auto", direction="fwd", state="warm", status="ok", iqr_ms="0.01")
-    base.update(utilisation="0.5", gather_roof="0.4", forward_schedule="rows", targets_schedule="rows")
-    return {**names, **base, "sources_schedule": "rows", **columns}
+    base.update(utilisation="0.5", gather_roof="0.4", forward_schedule="row_split", targets_schedule="row_split")
+    return {**names, **base, "sources_schedule": "row_split", **columns}
 
 
 def test_tables_take_the_last_row_and_judge_targets():
@@ -421,11 +421,11 @@ def test_the_faster_fusion_is_compared_with_the_paper():
 
 def choice_rows():
     times = {
-        "rows": (1.0, 2.0, 3.0),
+        "row_split": (1.0, 2.0, 3.0),
         "pmf": (0.9, 4.0, 1.0),
         "smmf": (2.0, 1.0, 1.5),
     }
-    auto = dict(forward_schedule="rows", targets_schedule="rows", sources_schedule="rows")
+    auto = dict(forward_schedule="row_split", targets_schedule="row_split", sources_schedule="row_split")
     return [
         timed_row(schedule=schedule, direction=walk, median_ms=str(ms), **(auto if schedule == "auto" else {}))
         for schedule, each in {"auto": (9, 9, 9), **times}.items()
@@ -438,11 +438,13 @@ def test_choices_are_judged_by_the_times_of_their_passes():
     forward, backward = (found["a", "GT", "H=1 d=128", "float32", way] for way in ("forward", "backward"))
     assert forward.best == ("pmf",) and forward.loss == pytest.approx(1 / 0.9 - 1)
     # smmf and pmf hand over from one pass to the next: 1.0 + 1.0 of both together is no pair.
-    assert backward.totals == {("rows", "rows"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
-    assert backward.taken == ("rows", "rows") and backward.loss == pytest.approx(1.0) and backward.own_ms == 18
+    assert backward.totals == {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
+    assert (
+        backward.taken == ("row_split", "row_split") and backward.loss == pytest.approx(1.0) and backward.own_ms == 18
+    )
     table = tables.choice_table(choice_rows())
     assert table.startswith("2 choices, 2 lose more than 5 %, 0 not measured")
-    assert "| backward | rows | smmf | 100.0 % | 18 | rows 5, pmf 5, smmf 2.5 |" in table
+    assert "| backward | row_split | smmf | 100.0 % | 18 | row_split 5, pmf 5, smmf 2.5 |" in table
 
 
 def test_passes_that_another_forward_pass_changes_are_judged_by_their_own_time():
@@ -456,10 +458,10 @@ def test_passes_that_another_forward_pass_changes_are_judged_by_their_own_time()
 
 
 def test_a_pass_that_needs_a_slower_forward_counts_it():
-    """`rows` over targets reads what a forward by `rows` leaves, here 0.1 ms slower than that by `pmf`."""
+    """`row_split` over targets reads what a forward by `row_split` leaves, here 0.1 ms slower than that by `pmf`."""
     rows = [{**row, "score": "add", "layer": "GAT", "forward_schedule": "pmf"} for row in choice_rows()]
     totals = tables.choices(rows)["a", "GAT", "H=1 d=128", "float32", "backward"].totals
-    assert totals == {("rows", "rows"): pytest.approx(5.1), ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
+    assert totals == {("row_split", "row_split"): pytest.approx(5.1), ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
 
 
 def test_figures_and_page_follow_from_files_alone(tmp_path):
@@ -518,7 +520,7 @@ def test_passes_are_marked_apart():
     from pyg_dfgnn.runtime.compiler import Spec
 
     def call():
-        for path in ("norm", "pmf_forward", "pmf_forward", "backward_nodes", "tiles_backward_sources"):
+        for path in ("norm", "pmf_forward", "pmf_forward", "backward_nodes", "block_mma_backward_sources"):
             launcher.launch(launcher.Kernel(Spec(f"attention/{path}.cu", ()), path), (1, 1, 1), (1, 1, 1), (), CPU)
 
     launched = []
@@ -570,7 +572,7 @@ def test_overhead_counts_and_repeats_launches(score):
     from pyg_dfgnn.bench.prepare import Prepared
     from pyg_dfgnn.runtime import launcher
 
-    settings(schedule="rows")
+    settings(schedule="row_split")
     graph = Prepared.of(benchmark_graph("b", "cpu", small=True))
     launched = []
     with overhead.fused_anywhere(CPU), launcher.override(lambda spec, entry, *rest: launched.append(entry)):

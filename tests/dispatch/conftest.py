@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import autotune, gpu
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch import gpu, store
 
 DEVICE = torch.device("cuda", 0)
 
@@ -22,6 +22,6 @@ def fake_gpu(monkeypatch):
 def no_timings(monkeypatch, tmp_path):
     """Timings of this test alone, in a folder of its own."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    autotune.forget()
+    store.forget()
     yield tmp_path
-    autotune.forget()
+    store.forget()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention import fused_device_types
+from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.emu import Kernel

@@ -2,10 +2,10 @@
 
 import torch
 
-from pyg_dfgnn.dispatch.attention_paper import ABLATIONS, PaperPass, pmf, smmf
-from pyg_dfgnn.dispatch.attention_problem import AttentionProblem
+from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, PaperPass, pmf, smmf
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention_paper import source_stem
+from pyg_dfgnn.ops.attention.paper import source_stem
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.kernels.covering import Row, covering
 

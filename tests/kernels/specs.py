@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-from pyg_dfgnn.dispatch import attention_resident
-from pyg_dfgnn.dispatch.attention import SCORES, AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import (
+from pyg_dfgnn.dispatch.attention import smem
+from pyg_dfgnn.dispatch.attention.row_split import (
     node_constants,
     ordered,
     pass_constants,
@@ -14,7 +13,8 @@ from pyg_dfgnn.dispatch.attention_rows import (
     swept_constants,
     with_whole_heads,
 )
-from pyg_dfgnn.dispatch.products import (
+from pyg_dfgnn.dispatch.core import SCORES, AttentionProblem
+from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
     backward_strips,
     backward_tile,
@@ -23,11 +23,11 @@ from pyg_dfgnn.dispatch.products import (
     weight_sums,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.products import _narrow_kernel, _sums_kernel
+from pyg_dfgnn.ops.gemm import _narrow_kernel, _sums_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
+from tests.kernels.block_mma_specs import tiles_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
-from tests.kernels.tiles_specs import tiles_specs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
@@ -80,16 +80,16 @@ def block_specs() -> list[Spec]:
         "score": SCORES,
         "dtype": DTYPES,
         "shape": ((1, 128), (8, 16), (2, 20)),
-        "mode": ("joined", "ordered", "resident"),
+        "mode": ("joined", "ordered", "smem"),
         "wide": (False, True),
     }
     specs = []
     for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
         for stem, walk in WALKS.items():
             constants = in_mode(row["mode"], problem(row), walk, row["wide"])
-            if row["mode"] == "resident":
-                constants = attention_resident.constants_of(problem(row), walk)
-            if row["mode"] == "resident" and stem == "weights":
+            if row["mode"] == "smem":
+                constants = smem.constants_of(problem(row), walk)
+            if row["mode"] == "smem" and stem == "weights":
                 continue
             specs.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
     for row in covering({**axes, "mode": ["swept"], "edge": [False], "dropout": [False]}):
@@ -163,7 +163,7 @@ def narrow_specs() -> list[Spec]:
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
     found += [("forward", joined), ("weights", joined)]
     found += [("forward", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
-    found.append(("forward", attention_resident.constants_of(gatv2, "forward")))
+    found.append(("forward", smem.constants_of(gatv2, "forward")))
     return [Spec(f"attention/{stem}.cu", tuple(constants.items())) for stem, constants in found]
 
 
@@ -193,7 +193,7 @@ def products_specs() -> list[Spec]:
     return (
         [_sums_kernel(dtype).spec for dtype in DTYPES]
         + [
-            Spec(f"products/{name}.cu", tile.constants(*shape))
+            Spec(f"gemm/{name}.cu", tile.constants(*shape))
             for name, each in tiles.items()
             for tile in sorted(each, key=str)
             for shape in shapes
@@ -210,9 +210,12 @@ def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
     for features, channels in ((128, 128), (68, 100), *wide):
         for rows in (1 << 14, 1 << 20):
             sizes = layers, rows, features, channels, split, torch.device("cpu")
-            plans = {"rows": (forward_strips(*sizes), backward_strips(*sizes)), "weights": (weight_sums(*sizes),)}
+            plans = {
+                "forward_strips": (forward_strips(*sizes), backward_strips(*sizes)),
+                "weight_grad": (weight_sums(*sizes),),
+            }
             found += [
-                Spec(f"products/{name}.cu", plan.constants(beside), HOPPER)
+                Spec(f"gemm/{name}.cu", plan.constants(beside), HOPPER)
                 for name, each in plans.items()
                 for plan in each
                 if plan is not None
@@ -228,7 +231,7 @@ def all_specs() -> list[Spec]:
 def label(spec: Spec) -> str:
     """Short name of a module: what was asked for, not every constant that follows from it."""
     c = dict(spec.constants)
-    if spec.path.startswith("products/"):
+    if spec.path.startswith("gemm/"):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import attention_resident, attention_rows
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch.attention import row_split, smem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops import attention_launch
-from pyg_dfgnn.ops.attention_operators import Operands
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention import launch
+from pyg_dfgnn.ops.attention.operators import Operands
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
@@ -73,18 +73,18 @@ def run(row: Row) -> set[str]:
 @pytest.fixture
 def joined(monkeypatch, default_settings):
     """Chunks of two edges and more; nothing is left to a merge kernel."""
-    settings(schedule="rows")
-    monkeypatch.setattr(attention_rows, "_JOINED_EDGES", 2)
+    settings(schedule="row_split")
+    monkeypatch.setattr(row_split, "_JOINED_EDGES", 2)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch, default_settings):
     """Ranges of a few nodes for two warps, so that the rows of a block take several rounds."""
-    settings(schedule="resident", fallback="error")
-    constants = attention_resident.constants_of
-    monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
-    monkeypatch.setattr(attention_resident, "_ranges", lambda problem, walk, graph: graph.node_ranges(14))
-    monkeypatch.setattr(attention_rows, "has_tangent", lambda *a: False)
+    settings(schedule="smem", fallback="error")
+    constants = smem.constants_of
+    monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
+    monkeypatch.setattr(smem, "_ranges", lambda problem, walk, graph: graph.node_ranges(14))
+    monkeypatch.setattr(row_split, "has_tangent", lambda *a: False)
 
 
 JOINED = cases(("heavy", "square"), ((1, 128), (3, 7), (8, 16)))
@@ -100,13 +100,13 @@ def test_joined_chunks(joined, row):
 @pytest.mark.parametrize("row", JOINED, ids=map(label, JOINED))
 def test_joined_chunks_in_order(joined, row, monkeypatch):
     """As of many rows: the longest first."""
-    monkeypatch.setattr(attention_rows, "_FEW_BLOCKS", 0)
+    monkeypatch.setattr(row_split, "_FEW_BLOCKS", 0)
     graph = build_graph(*GRAPHS[row["graph"]]())
     planned = dispatch.AttentionProblem(
         row["score"], *row["shape"], row["dtype"], graph.device, row["edge"], row["dropout"] > 0, True
     )
     for walk in ("forward", "sources"):
-        constants = attention_rows.plan_pass(planned, walk, graph).constants
+        constants = row_split.plan_pass(planned, walk, graph).constants
         assert constants["JOINED"] and constants["ORDERED"] == (constants["WARP_ROWS"] > 1)
     assert not [name for name in run(row) if name.endswith("_merge")]
 
@@ -117,7 +117,7 @@ def test_joined_chunks_of_half_of_the_heads(joined, order):
     torch.manual_seed(0)
     graph = build_graph(*hub_graph())
     planned = dispatch.AttentionProblem("dot", 8, 16, torch.float32, graph.device, False, False, True)
-    constants = attention_rows.plan_pass(planned, "forward", graph).constants
+    constants = row_split.plan_pass(planned, "forward", graph).constants
     assert constants["JOINED"] and (constants["HEAD_SLOTS"], constants["WARP_ROWS"]) == (4, 2)
     launched = check(Problem("dot", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
     assert not [name for name in launched if name.endswith("_merge")]
@@ -138,14 +138,14 @@ def test_resident_rows_of_narrow_heads(small_blocks, name, order):
     torch.manual_seed(0)
     graph = build_graph(*{"batch": batch_graph, "isolated": isolated_graph}[name]())
     planned = dispatch.AttentionProblem("gatv2", 8, 16, torch.float32, graph.device, False, False, True)
-    assert attention_resident.constants_of(planned, "forward")["LANE_VECS"] == 2
+    assert smem.constants_of(planned, "forward")["LANE_VECS"] == 2
     check(Problem("gatv2", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
 
 
 @pytest.mark.parametrize("in_shared", [0, 1], ids=["cache", "shared"])
 def test_resident_rows_of_either_memory(small_blocks, in_shared, monkeypatch):
-    constants = attention_resident.constants_of
-    monkeypatch.setattr(attention_resident, "constants_of", lambda *a: {**constants(*a), "IN_SHARED": in_shared})
+    constants = smem.constants_of
+    monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "IN_SHARED": in_shared})
     graph = build_graph(*batch_graph())
     check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
 
@@ -162,7 +162,7 @@ NORMS = [
     (1, 128, torch.bfloat16),
     (3, 20, torch.float16),
 ]
-# Several groups of heads, and several heads of a lane, which `resident` does not take.
+# Several groups of heads, and several heads of a lane, which `smem` does not take.
 GROUPED_NORMS = [(20, 64, torch.float32)]
 
 
@@ -198,7 +198,7 @@ def test_forward_finds_the_norms(request, monkeypatch, schedule, name, heads, ch
     found = []
 
     def room_for_norms(x):
-        found.append(attention_launch.room_for_norms(x))
+        found.append(launch.room_for_norms(x))
         return found[-1]
 
     monkeypatch.setattr(ops, "room_for_norms", room_for_norms)
@@ -212,7 +212,7 @@ def test_forward_finds_the_norms(request, monkeypatch, schedule, name, heads, ch
         assert len(found) == 2
         with torch.no_grad():
             results = [*call(**problem.inputs, return_weights=True), call(**problem.inputs)]
-    # Those of `resident` lie where its rows read them; `rows` keeps them for backward and the weights alone.
+    # Those of `smem` lie where its rows read them; `row_split` keeps them for backward and the weights alone.
     assert "attention_inverse_norm" not in launched and len(found) == (4 if schedule == "small_blocks" else 3)
     assert [key for key in first if not torch.equal(first[key], again[key])] == []
     assert all(map(torch.equal, results, (out, weights, out)))
@@ -229,7 +229,7 @@ def _wide(inputs):
     return {name: tensor.detach().double() for name, tensor in inputs.items()}
 
 
-# The launches of norms: `resident` finds those of the sources, `rows` those of targets that are the sources.
+# The launches of norms: `smem` finds those of the sources, `row_split` those of targets that are the sources.
 NORM_LAUNCHES = {"small_blocks": 1, "joined": 2}
 
 
@@ -252,7 +252,7 @@ def test_targets_that_are_no_sources_have_norms_of_their_own(request, schedule, 
         launched.clear()
         with torch.no_grad():
             alone = call(**problem.inputs)
-    # Nothing but backward reads those that `rows` finds.
+    # Nothing but backward reads those that `row_split` finds.
     assert launched == ["attention_inverse_norm"] * (schedule == "small_blocks") + ["attention_forward"]
     exact = problem.run(
         lambda **inputs: reference.cosine_attention(graph.edge_index, graph.num_dst, **inputs)[0], dtype=torch.float64
@@ -285,7 +285,7 @@ def test_the_registered_operator_changes_no_argument(request, schedule):
     x, beta = torch.randn(graph.num_src, 2, 10), torch.ones(1)
     with emulated_device():
         expected = ops.cosine_attention(graph, x, beta=beta)
-        norms = attention_launch.inverse_norm(x)
+        norms = launch.inverse_norm(x)
         # Not the bits that the forward pass finds.
         given = norms.nextafter(torch.zeros(()))
         kept = given.clone()
@@ -300,19 +300,19 @@ ORDERED = cases(("heavy", "square"), ((1, 128), (8, 16)), ("dot", "add"))
 @pytest.mark.parametrize("row", ORDERED, ids=map(label, ORDERED))
 def test_ordered_rows(default_settings, monkeypatch, row):
     """Rows by descending length, with chunks that are merged, swept where a warp has one row."""
-    settings(schedule="rows")
-    monkeypatch.setattr(attention_rows, "_JOINED_BYTES", 0)
-    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: 2)
-    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 3)
-    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 2)
+    settings(schedule="row_split")
+    monkeypatch.setattr(row_split, "_JOINED_BYTES", 0)
+    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: 2)
+    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 3)
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 2)
     assert "attention_forward_merge" in run(row)
 
 
-@pytest.mark.parametrize("schedule", ["rows", "resident"])
+@pytest.mark.parametrize("schedule", ["row_split", "smem"])
 @pytest.mark.parametrize("score", ["cosine", "gatv2"])
 def test_thread_order_changes_no_bit(score, schedule, default_settings):
     settings(schedule=schedule, fallback="error")
-    graph = build_graph(*(batch_graph if schedule == "resident" else heavy_graph)())
+    graph = build_graph(*(batch_graph if schedule == "smem" else heavy_graph)())
     problem = Problem(score, graph, 2, 8, torch.float32, edge=False)
     call = getattr(ops, f"{score}_attention")
     results = []
@@ -326,17 +326,17 @@ def test_thread_order_changes_no_bit(score, schedule, default_settings):
 def test_nodes_without_edges():
     """A range whose rows are all empty, next to one that has edges."""
     graph = Graph.of(torch.tensor([[0, 1, 40], [1, 0, 40]]), 60)
-    with settings(schedule="resident", fallback="error"):
+    with settings(schedule="smem", fallback="error"):
         check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
 
 
 @pytest.mark.parametrize("score", ["dot", "add", "gatv2"])
 def test_a_hub_of_many_chunks_adds_up(score, monkeypatch, default_settings):
     """Sums over 8,000 edges merged from as many chunks: what rounding costs must not grow with their number."""
-    settings(schedule="rows")
-    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: 1)
-    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 1)
-    monkeypatch.setattr(attention_rows, "_joined", lambda *chosen: None)
+    settings(schedule="row_split")
+    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: 1)
+    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 1)
+    monkeypatch.setattr(row_split, "_joined", lambda *chosen: None)
     nodes = 8000
     torch.manual_seed(1)
     graph = build_graph([(0, i) for i in range(nodes)] + [(i, 0) for i in range(1, nodes)], nodes, nodes)

@@ -35,7 +35,7 @@ def test_compiles_without_warnings_and_spills(spec, arch):
     assert compiled.cubin
     assert not compiled.warnings
     assert compiled.usage
-    limit = TILES_SPILL_LIMIT_BYTES if "/tiles_" in spec.path else SPILL_LIMIT_BYTES
+    limit = TILES_SPILL_LIMIT_BYTES if "/block_mma_" in spec.path else SPILL_LIMIT_BYTES
     if spec.options:
         # What waits for its registers is not in flight: no word of those kernels may be in memory.
         limit = 0

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import attention_rows
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops.attention_arguments import draw_seed
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
@@ -162,9 +162,9 @@ def check(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch, default_settings):
     """Rows of more than a few edges count as heavy in the schedule under test."""
-    settings(schedule="rows")
-    monkeypatch.setattr(attention_rows, "_max_edges", lambda *sizes: CHUNK)
-    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", CHUNK)
+    settings(schedule="row_split")
+    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: CHUNK)
+    monkeypatch.setattr(row_split, "_ORDERED_EDGES", CHUNK)
     torch.manual_seed(0)
 
 
@@ -276,7 +276,7 @@ def test_an_infinite_value(score, train, name):
 @pytest.mark.parametrize("tangent", [False, True], ids=["edges", "nodes"])
 def test_slopes(tangent, negative_slope, monkeypatch):
     """The gradient of the target scalars, with the derivative that the forward pass leaves and without."""
-    monkeypatch.setattr(attention_rows, "has_tangent", lambda *arguments: tangent)
+    monkeypatch.setattr(row_split, "has_tangent", lambda *arguments: tangent)
     graph = build_graph(*heavy_graph())
     problem = Problem("add", graph, 3, 8, torch.float32, edge=False)
     call, exact = (module.add_attention for module in (ops, reference))
@@ -385,7 +385,7 @@ def test_dropout_of_everything():
 @pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
 def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
     """Each pass takes three launches, and rows are heavy in some of the column blocks only."""
-    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     problem = Problem(score, graph, 3, 40, dtype, edge=score != "cosine")
@@ -399,7 +399,7 @@ def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 def test_sweeps_that_leave_the_tangent(dtype, monkeypatch):
-    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     launched = check(Problem("add", graph, 3, 40, dtype, edge=False), graph, 0.3)
@@ -423,7 +423,7 @@ def test_packed_rows_of_whole_heads(name, dtype, order):
     graph = build_graph(edges, num_src, num_dst)
     problem = dispatch.AttentionProblem("add", 8, 16, dtype, graph.device, False, False, True)
     lanes = [
-        attention_rows.plan_pass(problem, walk, graph).constants["HEAD_LANES"]
+        row_split.plan_pass(problem, walk, graph).constants["HEAD_LANES"]
         for walk in ("forward", "tangent", "sources", "weights")
     ]
     assert lanes == [1, 2, 1, 1]
@@ -435,14 +435,14 @@ def test_packed_rows_of_whole_heads(name, dtype, order):
 @pytest.mark.parametrize("square", [False, True], ids=["bipartite", "square"])
 def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
     """A lane per head on four edges of a row: hubs, rows without edges, and some without any in a block of columns."""
-    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
     edges, num_src, num_dst = heavy_graph()
     num_src, num_dst = (24, 24) if square else (num_src, num_dst)
     edges = edges + [(j, i) for i in range(num_dst - 2) for j in range(i % 3, 20, 2)] * 2
     graph = build_graph(edges, num_src, num_dst)
     problem = dispatch.AttentionProblem("cosine", 8, 16, dtype, graph.device, False, False, True)
     for walk in ("targets", "sources"):
-        found = attention_rows.plan_pass(problem, walk, graph)
+        found = row_split.plan_pass(problem, walk, graph)
         assert found.blocks == 3 and (found.constants["HEAD_LANES"], found.constants["EDGE_SLOTS"]) == (1, 4)
     launched = check(Problem("cosine", graph, 8, 16, dtype, edge=False), graph, 0.0, order)
     for name in ("attention_backward_targets", "attention_backward_sources"):
@@ -454,11 +454,11 @@ def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
 )
 def test_sweeps_of_rows_that_share_a_warp(score, dtype, monkeypatch):
     """Some rows have no edge in a block of columns while those beside them have."""
-    monkeypatch.setattr(attention_rows, "_blocks", lambda *arguments: 3)
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
     num_src = num_dst = 12
     edges = [(j, i) for i in range(num_dst) for j in range(num_src) if i % 4 or j // 4 != i // 4] * 2
     graph = build_graph([*edges, *[(0, 1)] * 40], num_src, num_dst)
-    packed = attention_rows.swept_constants(
+    packed = row_split.swept_constants(
         dispatch.AttentionProblem(score, 1, 128, dtype, torch.device("cpu"), False, False, True), "forward"
     )
     assert packed["WARP_ROWS"] > 1

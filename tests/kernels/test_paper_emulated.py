@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import attention_paper, gpu
-from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention import paper
+from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops import attention_launch
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
@@ -107,7 +108,7 @@ def test_more_than_48_kib_of_shared_memory(schedule):
 @pytest.mark.parametrize(("score", "dtype"), list(zip(SCORES, NAMES, strict=True)), ids=str)
 def test_rows_shared_by_the_warps_of_a_block(score, dtype, order, monkeypatch):
     """Some warps of a row have no edges, some rows have none at all."""
-    monkeypatch.setattr(attention_paper, "_SHARED_ROW_EDGES", 0)
+    monkeypatch.setattr(paper, "_SHARED_ROW_EDGES", 0)
     graph = build_graph(*heavy_graph())
     check_schedule("pmf", Problem(score, graph, 3, 40, dtype, edge=score != "cosine"), graph, 0.3, order)
 
@@ -160,7 +161,7 @@ def test_zero_rows_under_the_norm(schedule):
     problem = Problem("cosine", graph, 2, 6, torch.float32, edge=False)
     problem.inputs["x_src"][3] = 0.0
     results = []
-    for name in (schedule, "rows"):
+    for name in (schedule, "row_split"):
         with settings(schedule=name), emulated_device():
             results.append(problem.run(lambda **inputs: ops.cosine_attention(graph, **inputs)))
     keep = torch.arange(9) != 3  # The gradient at the zero vector itself is 1e12 times a difference of sums.
@@ -181,17 +182,17 @@ def test_dropout_of_everything(schedule):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_another_schedule_may_take_the_sources(schedule, score, monkeypatch):
-    """The records of the pass over targets are those of `rows`."""
+    """The records of the pass over targets are those of `row_split`."""
     graph = build_graph(*heavy_graph())
     problem = Problem(score, graph, 3, 8, torch.float32, edge=False)
-    choose = attention_launch.choose
+    choose = launch.choose
 
     def mixed(problem, graph, walks, current, **options):
         chosen = choose(problem, graph, walks, current, **options)
-        rows = choose(problem, graph, walks, replace(current, schedule="rows"), **options)
+        rows = choose(problem, graph, walks, replace(current, schedule="row_split"), **options)
         return tuple(b if a.walk == "sources" else a for a, b in zip(chosen, rows, strict=True))
 
-    monkeypatch.setattr(attention_launch, "choose", mixed)
+    monkeypatch.setattr(launch, "choose", mixed)
     launched = check(problem, graph, 0.3)
     assert f"attention_{schedule}_targets" in launched and "attention_backward_sources" in launched
 

@@ -2,17 +2,17 @@
 
 import pytest
 
-from pyg_dfgnn.nn import fused
+from pyg_dfgnn.nn import gate
 
 
 @pytest.fixture
 def fused_on_cpu(monkeypatch):
     """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
-    monkeypatch.setattr(fused, "fused_device_types", {"cpu", "cuda"})
-    monkeypatch.setattr(fused, "unsupported_reasons", lambda problem: [])
+    monkeypatch.setattr(gate, "fused_device_types", {"cpu", "cuda"})
+    monkeypatch.setattr(gate, "unsupported_reasons", lambda problem: [])
 
 
 @pytest.fixture
 def forget_logged(monkeypatch):
     """Reasons are logged once per process; start without a memory."""
-    monkeypatch.setattr(fused, "logged", set())
+    monkeypatch.setattr(gate, "logged", set())

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.dispatch import attention_rows
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops import attention_launch
+from pyg_dfgnn.dispatch.attention import row_split
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention import launch
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close, assert_close
 from tests.zoo import hub, random
@@ -26,7 +26,7 @@ def rooms(monkeypatch):
     found = []
 
     def room_for_norms(x):
-        found.append(attention_launch.room_for_norms(x))
+        found.append(launch.room_for_norms(x))
         return found[-1]
 
     monkeypatch.setattr(ops, "room_for_norms", room_for_norms)
@@ -53,12 +53,12 @@ def trained(conv, x, edge_index, call=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
-@pytest.mark.parametrize("schedule", ["rows", "auto"])
+@pytest.mark.parametrize("schedule", ["row_split", "auto"])
 @pytest.mark.parametrize("graph", GRAPHS, ids=str)
 def test_outputs_and_gradients(graph, schedule, given, dtype, rooms, monkeypatch):
     """In the second call as in the first, whether forward finds the norms or a kernel gives them before."""
     if given:
-        monkeypatch.setattr(attention_rows, "_NORM_NUMBERS", 0)
+        monkeypatch.setattr(row_split, "_NORM_NUMBERS", 0)
     conv, oracle = build()
     conv = conv.to(dtype)
     # The graph of a tensor is kept with its kernels.
@@ -78,7 +78,7 @@ def test_outputs_and_gradients(graph, schedule, given, dtype, rooms, monkeypatch
     assert {each.name() for each, _ in node.next_functions if each} <= {"torch::autograd::AccumulateGrad"} | (
         {"ToCopyBackward0"} if dtype is torch.bfloat16 else set()
     )
-    if schedule == "rows":
+    if schedule == "row_split":
         assert launched.count("attention_inverse_norm") == (2 if given else 0)
         assert (kept, len(rooms)) == ((0, 0) if given else (2, 2))
 
@@ -88,7 +88,7 @@ def test_outputs_and_gradients(graph, schedule, given, dtype, rooms, monkeypatch
 def test_norms_are_kept_for_backward_alone(beta, leaf, rooms):
     conv, _ = build(requires_grad=beta == "parameter")
     x, edge_index = torch.randn(30, FEATURES, requires_grad=leaf), GRAPHS[0].edge_index.clone()
-    with pyg_dfgnn.settings(schedule="rows"), emulated_device():
+    with pyg_dfgnn.settings(schedule="row_split"), emulated_device():
         outs = [conv(x, edge_index) for _ in range(3)]
         tracked = leaf or beta == "parameter"
         assert [out.requires_grad for out in outs] == [tracked] * 3
@@ -104,7 +104,7 @@ def test_features_that_lie_apart_or_askew():
     graph = GRAPHS[0]
     wide = torch.randn(graph.num_src, 2 * FEATURES + 1)
     given = [wide[:, 1 : FEATURES + 1], wide[:, : 2 * FEATURES : 2], wide.t().contiguous().t()[:, :FEATURES]]
-    with pyg_dfgnn.settings(schedule="rows"), emulated_device():
+    with pyg_dfgnn.settings(schedule="row_split"), emulated_device():
         for x in given:
             expected, _ = trained(conv, x.contiguous(), graph.edge_index)
             found, _ = trained(conv, x, graph.edge_index)
@@ -117,12 +117,12 @@ def test_other_settings_take_other_kernels():
     conv, _ = build()
     graph = GRAPHS[0]
     x = torch.randn(graph.num_src, FEATURES)
-    for schedule in ("rows", "pmf", "rows"):
+    for schedule in ("row_split", "pmf", "row_split"):
         with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched, torch.no_grad():
             for _ in range(2):
                 launched.clear()
                 conv(x, graph.edge_index)
-            assert ("attention_forward" in launched) is (schedule == "rows")
+            assert ("attention_forward" in launched) is (schedule == "row_split")
 
 
 @pytest.mark.parametrize("change", ["data", "parameter"])
@@ -154,7 +154,7 @@ def test_a_parametrised_beta():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("schedule", ["rows", "auto"])
+@pytest.mark.parametrize("schedule", ["row_split", "auto"])
 @pytest.mark.parametrize("graph", GRAPHS, ids=str)
 def test_checkpoint_of_a_first_call(graph, schedule, dtype):
     """What repeats it saves the same tensors."""

@@ -17,7 +17,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.fused import HOOKS, METHODS, FusedConv
+from pyg_dfgnn.nn.gate import HOOKS, METHODS, FusedConv
 from tests.kernels.emulated import emulated_device
 
 NODES, FEATURES = 12, 8
@@ -29,7 +29,7 @@ LAYER = {"GATv2Conv": "lin_l", "TransformerConv": "lin_key"}
 @pytest.fixture(autouse=True)
 def rows():
     """Small graphs would take another schedule, whose projections are made apart."""
-    with pyg_dfgnn.settings(schedule="rows"):
+    with pyg_dfgnn.settings(schedule="row_split"):
         yield
 
 
@@ -224,7 +224,7 @@ IN_PLACE = {
     "address of a bias": ("bias", unaligned),
     "dtype": ("weight", torch.Tensor.double),
     "dtype of a bias": ("bias", torch.Tensor.double),
-    "rows": ("weight", lambda data: data[:4]),
+    "row_split": ("weight", lambda data: data[:4]),
     "columns": ("weight", lambda data: data[:, :4].contiguous()),
     "bias of one": ("bias", lambda data: data[:1]),
 }
@@ -336,7 +336,7 @@ def test_an_input_that_comes_back_elsewhere(unpack, x, edge_index):
 
     with emulated_device() as launched:
         found = trained(conv, x, edge_index, call=call)
-    assert ("products_backward" in launched) is (unpack == "clone")
+    assert ("gemm_backward" in launched) is (unpack == "clone")
     assert_same(found, trained(oracle, x, edge_index))
 
 

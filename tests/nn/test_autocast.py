@@ -8,8 +8,8 @@ from torch_geometric.nn.dense.linear import Linear
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.nn.projection import project
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.nn.dense.linear import project
+from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import TOLERANCES, assert_all_close, relative_error
 from tests.zoo import random
@@ -53,7 +53,7 @@ def is_shared(found):
 @pytest.mark.parametrize("rows, most", [(9, 9), (9, 8), (5000, 5000), (0, 9)])
 def test_values_and_gradients(cast, bias, count, rows, most, monkeypatch):
     """Of few rows, of many, of more than lie side by side, of none."""
-    monkeypatch.setattr(products, "MAX_ROWS", most)
+    monkeypatch.setattr(gemm, "MAX_ROWS", most)
     layers, x = layers_of(count, bias), torch.randn(rows, 5, requires_grad=True)
     leaves, grads = leaves_of(x, layers), [torch.randn(rows, 2, 3).to(cast) for _ in layers]
     with autocast(cast):
@@ -79,7 +79,7 @@ def test_values_and_gradients(cast, bias, count, rows, most, monkeypatch):
 @pytest.mark.parametrize("of_layers", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("most", [9, 8])
 def test_what_is_in_16_bits_already(of_x, of_layers, most, monkeypatch):
-    monkeypatch.setattr(products, "MAX_ROWS", most)
+    monkeypatch.setattr(gemm, "MAX_ROWS", most)
     layers, x = layers_of(2, dtype=of_layers), torch.randn(9, 5).to(of_x).requires_grad_()
     leaves = leaves_of(x, layers)
     results = []
@@ -135,7 +135,7 @@ def test_regions():
 @pytest.mark.parametrize("inside", [True, False])
 def test_backward_in_a_region(inside, most, monkeypatch):
     """Also where forward was in none."""
-    monkeypatch.setattr(products, "MAX_ROWS", most)
+    monkeypatch.setattr(gemm, "MAX_ROWS", most)
     x, layers = torch.randn(9, 5, requires_grad=True), layers_of(2)
     leaves = leaves_of(x, layers)
     with autocast(enabled=inside):
@@ -221,9 +221,9 @@ def test_compiled_layers_are_called(change, cast):
 # Convs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["rows", None])
+@pytest.fixture(params=["row_split", None])
 def schedule(request):
-    """Under `rows` projections lie side by side; small graphs take another, which reads one after the other."""
+    """Under `row_split` projections lie side by side; small graphs take another, which reads one after the other."""
     with pyg_dfgnn.settings(**({"schedule": request.param} if request.param else {})):
         yield request.param
 
@@ -279,8 +279,8 @@ def test_convs(key, cast, schedule):
     assert launched
     names = names_of(found["out"])
     if key != "gat":
-        assert ("_ProjectedAttentionBackward" in names) == (schedule == "rows")
-        assert ("_ProjectionBackward" in names) == (schedule != "rows")
+        assert ("_ProjectedAttentionBackward" in names) == (schedule == "row_split")
+        assert ("_ProjectionBackward" in names) == (schedule != "row_split")
     theirs = trained(other, x, graph.edge_index, cast)
     other.zero_grad()
     compare(found, trained(other.double(), x.double(), graph.edge_index), theirs, cast)
@@ -311,7 +311,7 @@ def test_attention_of_features_in_16_bits_is_not_rounded(key, of_x):
     name, options = {"transformer": ("TransformerConv", {"root_weight": False}), "gatv2": ("GATv2Conv", {})}[key]
     conv = getattr(ours, name)(FEATURES, 16, bias=False, **options)
     graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES).to(of_x).requires_grad_()
-    with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="rows"):
+    with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="row_split"):
         out = conv(x, graph.edge_index)
     assert "_ProjectedAttentionBackward" in names_of(out)
     # On a CPU autocast has PyG's attention of these in 16 bits throughout.
@@ -327,7 +327,7 @@ def test_widths_by_turns(key):
         conv = getattr(ours, name)(FEATURES, channels, **options)
         other = getattr(pyg, name)(FEATURES, channels, **options)
         other.load_state_dict(conv.state_dict())
-        with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="rows"), torch.no_grad():
+        with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="row_split"), torch.no_grad():
             found = conv(x, graph.edge_index)
         assert relative_error(found, other(x, graph.edge_index)) < TOLERANCES[torch.bfloat16][0]
 
@@ -356,7 +356,7 @@ def test_the_attention_in_float32_is_not_rounded_and_may_be_edited(concat):
     grads = []
     for edit in (lambda out: out.mul_(2), lambda out: out.mul(2)):
         leaf = x.clone().requires_grad_()
-        with emulated_device(), autocast(torch.bfloat16), pyg_dfgnn.settings(schedule="rows"):
+        with emulated_device(), autocast(torch.bfloat16), pyg_dfgnn.settings(schedule="row_split"):
             out = conv(leaf, graph.edge_index)
             assert "_ProjectedAttentionBackward" in names_of(out) and out.dtype is torch.float32
             assert not torch.equal(out.bfloat16().float(), out)

@@ -6,8 +6,8 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.nn.projection import project
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.nn.dense.linear import project
+from pyg_dfgnn.ops import gemm
 from tests.nn.test_autocast import HALVES, apart, compare, leaves_of
 from tests.tolerances import TOLERANCES, assert_all_close, relative_error
 
@@ -71,7 +71,7 @@ def kernels_of(step):
 @pytest.mark.parametrize("cast", HALVES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("rows", [0, 200, 5000, products.MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 200, 5000, gemm.MAX_ROWS + 1])
 def test_layers(rows, count, bias, cast):
     """Of none, of few rows, of so many that a kernel sums for biases, of more than lie side by side."""
     layers = [pyg.dense.linear.Linear(32, 48, bias=bias).cuda() for _ in range(count)]
@@ -94,7 +94,7 @@ def test_layers(rows, count, bias, cast):
 
 
 @pytest.mark.parametrize("cast", HALVES)
-@pytest.mark.parametrize("schedule", ["auto", "rows"])
+@pytest.mark.parametrize("schedule", ["auto", "row_split"])
 @pytest.mark.parametrize("nodes", [200, 5000])
 @pytest.mark.parametrize("key", CONVS)
 def test_convs(key, nodes, schedule, cast):
@@ -159,7 +159,7 @@ def test_capture_and_replay(key):
         assert relative_error(got, want) < TOLERANCES[torch.bfloat16][0]
 
 
-@pytest.mark.parametrize("schedule", ["auto", "rows"])
+@pytest.mark.parametrize("schedule", ["auto", "row_split"])
 def test_few_kernels(schedule):
     """Forward: x, the parameters side by side and their cast, the product, the attention, its cast. Backward: 12 and
     what products of torch's set up and sum apart."""

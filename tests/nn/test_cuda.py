@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.ops import gemm
 
 pytestmark = pytest.mark.cuda
 
@@ -78,7 +78,7 @@ def test_outputs_and_gradients(key, graph):
 @pytest.mark.parametrize("name, options", [("TransformerConv", {}), ("GATv2Conv", {"add_self_loops": False})])
 @pytest.mark.parametrize("edges", [0, 900, 40000])
 def test_projections_side_by_side(name, options, heads, channels, edges):
-    """Few rows under the schedule `rows`: kernels read and write where the projections lie."""
+    """Few rows under the schedule `row_split`: kernels read and write where the projections lie."""
     edge_index = torch.randint(300, (2, edges), device="cuda")
     # A row in chunks that a launch of their own merges, and rows without edges.
     edge_index[1, : edges // 2] = 3
@@ -89,7 +89,7 @@ def test_projections_side_by_side(name, options, heads, channels, edges):
     results = []
     for module, given in ((conv, x), (oracle, x.double())):
         given.requires_grad_()
-        with pyg_dfgnn.settings(schedule="rows"):
+        with pyg_dfgnn.settings(schedule="row_split"):
             out = module(given, edge_index)
             torch.manual_seed(1)
             factor = torch.randn(out.shape, device="cuda").to(out.dtype)
@@ -145,8 +145,8 @@ def test_half_modules(key, dtype, graph):
 @pytest.mark.parametrize("key", ["gat_mean", "gatv2_shared", "transformer", "agnn"])
 def test_compile(key, graph, monkeypatch):
     # An eager TransformerConv has its linear layers in one product, which rounds otherwise than one after the other.
-    monkeypatch.setattr(products, "MAX_ROWS", 0)
-    monkeypatch.setattr(products, "_taken", lambda *_: None)
+    monkeypatch.setattr(gemm, "MAX_ROWS", 0)
+    monkeypatch.setattr(gemm, "_taken", lambda *_: None)
     x, edge_index = graph
     conv, _ = build(key)
     rest = arguments(key, edge_index)

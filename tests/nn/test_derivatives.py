@@ -69,7 +69,7 @@ def penalty_of_parameters(conv, x, edge_index):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("schedule", ["auto", "rows"])
+@pytest.mark.parametrize("schedule", ["auto", "row_split"])
 @pytest.mark.parametrize(
     "penalty, frozen",
     [
@@ -100,7 +100,7 @@ def test_what_features_were_cast_from_may_be_gone(name, device):
     conv, _ = pair(name, device)
     x, edge_index = nodes_and_edges(device)
     x.requires_grad_()
-    with pyg_dfgnn.settings(schedule="rows"), torch.autocast(device, dtype=torch.bfloat16):
+    with pyg_dfgnn.settings(schedule="row_split"), torch.autocast(device, dtype=torch.bfloat16):
         loss = conv(2 * x, edge_index).float().sum()
     assert torch.autograd.grad(loss, x, retain_graph=True)[0].dtype is torch.float32
     with pytest.raises(RuntimeError, match="no second derivative"):

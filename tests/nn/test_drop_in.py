@@ -17,7 +17,7 @@ from torch_geometric.nn import HeteroConv, to_hetero
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.nn.fused import NO_DEVICE
+from pyg_dfgnn.nn.gate import NO_DEVICE
 
 NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv"]
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7], [1, 0, 2, 1, 3, 2, 4, 3, 5, 4, 6, 5, 7, 6]])

@@ -13,7 +13,7 @@ from torch_geometric.nn import GCNConv as PyGConv
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.nn import Linear
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.ops import gemm
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compile
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Products of any size go to the kernels."""
-    monkeypatch.setattr(products, "_MAX_PRODUCTS", 0)
-    monkeypatch.setattr(products, "_pays", lambda rows, features, channels, device: not (features | channels) % 4)
+    monkeypatch.setattr(gemm, "_MAX_PRODUCTS", 0)
+    monkeypatch.setattr(gemm, "_pays", lambda rows, features, channels, device: not (features | channels) % 4)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_values_and_gradients(rows, bias, launched):
     leaves = [x, *layer.parameters()]
     out = layer(x)
     found = torch.autograd.grad(out, leaves, grad)
-    assert launched == ["products_forward", "products_backward"]
+    assert launched == ["gemm_forward", "gemm_backward"]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = F.linear(*exact)
     grads = torch.autograd.grad(want, exact, grad.double())
@@ -118,11 +118,11 @@ def test_small_products_are_torchs():
     with emulated_device() as launched:
         Linear(8, 12)(torch.randn(9, 8))
         assert launched == []
-        x = torch.randn(products.MAX_ROWS, 128)
-        assert products.pays(x, 132) and not products.pays(x, 128)
+        x = torch.randn(gemm.MAX_ROWS, 128)
+        assert gemm.pays(x, 132) and not gemm.pays(x, 128)
         # Of shapes that no warpgroup takes, and with few channels and few rows, nothing was timed.
-        assert not products.pays(x, 1024) and not products.pays(torch.randn(5000, 128), 3)
-        assert products.pays(torch.randn(9000, 128), 3) and not products.pays(torch.randn(9000, 126), 3)
+        assert not gemm.pays(x, 1024) and not gemm.pays(torch.randn(5000, 128), 3)
+        assert gemm.pays(torch.randn(9000, 128), 3) and not gemm.pays(torch.randn(9000, 126), 3)
 
 
 @pytest.mark.parametrize("tf32", [True], indirect=True)
@@ -187,13 +187,13 @@ def test_a_device_without_kernels(monkeypatch):
     device = torch.device("cuda", 0)
     for has_cupy, capability in ((False, (9, 0)), (True, (7, 5)), (True, (9, 0))):
         attention.runs_on.cache_clear()
-        products._pays.cache_clear()
+        gemm._pays.cache_clear()
         monkeypatch.setattr(attention, "_HAS_CUPY", has_cupy)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setitem(gpu.known, device, gpu.H200)
-        assert products._pays(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
+        assert gemm._pays(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
     attention.runs_on.cache_clear()
-    products._pays.cache_clear()
+    gemm._pays.cache_clear()
 
 
 def test_trace(launched):
@@ -213,7 +213,7 @@ def test_lazy_hooks_and_copies(launched):
         assert type(other) is Linear
         other.load_state_dict(layer.state_dict())
         assert torch.equal(other(x), layer(x))
-    assert set(launched) <= {"products_forward"} and len(launched) >= 4
+    assert set(launched) <= {"gemm_forward"} and len(launched) >= 4
 
 
 def test_accelerate(launched):
@@ -228,7 +228,7 @@ def test_accelerate(launched):
         assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin)] == [Linear] * 3
         assert type(model["torch"]) is torch.nn.Linear and type(model["conv"]) is PyGConv
         torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges)), expected)
-    assert launched == ["products_forward"] * 3
+    assert launched == ["gemm_forward"] * 3
 
 
 def test_inside_a_drop_in(launched):

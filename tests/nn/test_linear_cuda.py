@@ -27,7 +27,7 @@ def kernels_of(call):
         return launch(kernel, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pyg_dfgnn.ops.products.launch", record)
+        patch.setattr("pyg_dfgnn.ops.gemm.launch", record)
         result = call()
     return names, result
 
@@ -40,9 +40,9 @@ def test_values_and_gradients(rows, features, channels):
     layer, x = draw(rows, features, channels)
     leaves, grad = [x, *layer.parameters()], torch.randn(rows, channels, device="cuda")
     names, out = kernels_of(lambda: layer(x))
-    assert len(names) == 1 and names[0].startswith("products_")
+    assert len(names) == 1 and names[0].startswith("gemm_")
     names, found = kernels_of(lambda: torch.autograd.grad(out, leaves, grad))
-    assert names and all(name.startswith("products_") for name in names)
+    assert names and all(name.startswith("gemm_") for name in names)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = F.linear(*exact)
     grads = torch.autograd.grad(want, exact, grad.double())

@@ -8,10 +8,10 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.dispatch.attention import AttentionProblem
-from pyg_dfgnn.dispatch.attention_rows import plan_pass
+from pyg_dfgnn.dispatch.attention.row_split import plan_pass
+from pyg_dfgnn.dispatch.core import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close
 from tests.zoo import hub, random
@@ -32,7 +32,7 @@ FEATURES = 6
 @pytest.fixture(autouse=True)
 def rows():
     """Small graphs would take another schedule, which reads one projection after the other."""
-    with pyg_dfgnn.settings(schedule="rows"):
+    with pyg_dfgnn.settings(schedule="row_split"):
         yield
 
 
@@ -155,10 +155,10 @@ def test_what_lies_apart(key, monkeypatch):
 
     assert "_ProjectedAttentionBackward" in nodes()
     with monkeypatch.context() as patched:
-        patched.setattr(products, "MAX_ROWS", 29)
+        patched.setattr(gemm, "MAX_ROWS", 29)
         assert "_ProjectedAttentionBackward" not in nodes()
     if key != "gatv2":
-        # The paper's schedules have no kernel of GATv2: `rows` would take their place.
+        # The paper's schedules have no kernel of GATv2: `row_split` would take their place.
         with pyg_dfgnn.settings(schedule="smmf"):
             assert "_ProjectedAttentionBackward" not in nodes()
     handle = (conv.lin_key if key != "gatv2" else conv.lin_r).register_forward_hook(lambda *_: None)
@@ -277,7 +277,7 @@ def test_a_wrong_probability_is_refused():
 @pytest.mark.parametrize("bipartite", [False, True])
 def test_layers_of_many_rows(name, options, bipartite, monkeypatch):
     """They go to the kernel of products, which takes features and channels in multiples of four."""
-    monkeypatch.setattr(products, "MAX_ROWS", 9)
+    monkeypatch.setattr(gemm, "MAX_ROWS", 9)
     conv = getattr(ours, name)((8, 8) if bipartite else 8, 4, heads=2, add_self_loops=False, **options)
     oracle = getattr(pyg, name)((8, 8) if bipartite else 8, 4, heads=2, add_self_loops=False, **options)
     oracle.load_state_dict(conv.state_dict())
@@ -292,5 +292,5 @@ def test_layers_of_many_rows(name, options, bipartite, monkeypatch):
         taken.append({name for name in launched if name.startswith("products")})
         grads = {n: p.grad for n, p in each.named_parameters()}
         results.append({"out": out.detach(), **{f"x{i}": leaf.grad for i, leaf in enumerate(leaves)}, **grads})
-    assert taken == [{"products_forward", "products_backward"}, set()]
+    assert taken == [{"gemm_forward", "gemm_backward"}, set()]
     compare(*results)

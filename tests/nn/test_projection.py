@@ -7,9 +7,9 @@ import torch
 import torch.nn.utils.prune
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_dfgnn.nn import projection
-from pyg_dfgnn.nn.projection import project
-from pyg_dfgnn.ops import products as products_of_layers
+from pyg_dfgnn.nn.dense import linear as projection
+from pyg_dfgnn.nn.dense.linear import project
+from pyg_dfgnn.ops import gemm as products_of_layers
 from tests.kernels.emulated import emulated_device
 
 
@@ -184,7 +184,7 @@ def test_by_kernel(count):
     with emulated_device() as launched:
         found = project(x, 3, *layers)
         grads = torch.autograd.grad([each.square().sum() for each in found[:2]], leaves, allow_unused=True)
-    assert launched == ["products_forward", "products_backward"]
+    assert launched == ["gemm_forward", "gemm_backward"]
     expected = apart(x, 3, layers)
     want = torch.autograd.grad([each.square().sum() for each in expected[:2]], leaves, allow_unused=True)
     torch.testing.assert_close(list(found), expected)

@@ -23,7 +23,7 @@ def no_compile_cache():
 @pytest.fixture(autouse=True)
 def general_schedule(default_settings):
     """Tests that count launches or compare bits mean this schedule; those of other schedules ask for theirs."""
-    settings(schedule="rows")
+    settings(schedule="row_split")
 
 
 @pytest.fixture

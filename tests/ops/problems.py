@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.ops import attention as ops
+from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from tests.zoo import Case, random

@@ -9,12 +9,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import attention_rows, gpu
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops import attention_arguments
-from pyg_dfgnn.ops.attention_arguments import draw_seed
+from pyg_dfgnn.ops.attention import arguments
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
@@ -204,8 +205,8 @@ def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
 def small_cache(monkeypatch):
     """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
     monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=4096))
-    monkeypatch.setattr(attention_rows, "_MIN_BLOCK_EDGES", 1)
-    monkeypatch.setattr(attention_rows, "_ORDERED_EDGES", 4)
+    monkeypatch.setattr(row_split, "_MIN_BLOCK_EDGES", 1)
+    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 4)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
@@ -380,7 +381,7 @@ def test_the_graph_is_built_once(score, fused, monkeypatch):
 
 def test_a_graph_remembers_a_bounded_number_of_calls(fused, monkeypatch):
     """A scale that changes in each step must not fill the memory."""
-    monkeypatch.setattr(attention_arguments, "MAX_PLANS", 5)
+    monkeypatch.setattr(arguments, "MAX_PLANS", 5)
     problem = problem_of("dot")
     for step in range(10):
         problem.call(scale=1.0 + step)
@@ -404,7 +405,7 @@ def test_settings_and_devices_are_asked_again(fused):
     problem = problem_of("dot")
     problem.call()
     launched = len(fused)
-    with settings(schedule="rows"):
+    with settings(schedule="row_split"):
         problem.call()
     assert len(fused) == launched + 1
     dispatch.fused_device_types.discard("cpu")
@@ -420,7 +421,7 @@ def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
     with settings(schedule="pmf"):
         problem.call()
     assert fused[-1] == "attention_pmf_forward"
-    with settings(schedule="rows"), pytest.raises(TypeError, match="not callable"):
+    with settings(schedule="row_split"), pytest.raises(TypeError, match="not callable"):
         problem.call()
 
 
@@ -499,7 +500,7 @@ def test_an_editable_output(score, dtype, concat, intercepted, path):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("schedule", ["resident", "tiles", "smmf", "pmf"])
+@pytest.mark.parametrize("schedule", ["smem", "block_mma", "smmf", "pmf"])
 def test_an_editable_output_of_other_schedules(schedule, fused):
     case = Case("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
     problem = problem_of("dot", case, channels=16)

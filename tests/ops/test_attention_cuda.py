@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from pyg_dfgnn.dispatch import attention_rows as dispatch_rows
+from pyg_dfgnn.dispatch.attention import row_split as dispatch_rows
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import dot_attention
-from pyg_dfgnn.ops.attention_arguments import draw_seed
+from pyg_dfgnn.ops.attention import row_split
+from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
 from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, pairs
@@ -113,13 +114,12 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
     problem = problem_of(score, random(60, 12, 1000, seed=6), full)
     launches = []
     launch = launcher.launch
-    from pyg_dfgnn.ops import attention_rows
 
     def counted(kernel, *arguments):
         launches.append(kernel.entry)
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(attention_rows, "launch", counted)
+    monkeypatch.setattr(row_split, "launch", counted)
     torch.manual_seed(3)
     actual = problem.run()
     torch.manual_seed(3)

@@ -1,15 +1,16 @@
-"""The schedules `smmf` and `pmf` on a GPU: against float64 and against `rows`, on super nodes, for all ablations."""
+"""The schedules `smmf` and `pmf` on a GPU: against float64 and against `row_split`, on super nodes, for all
+ablations."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch.attention_paper import ABLATIONS
+from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention as ops
-from pyg_dfgnn.ops.attention_arguments import draw_seed
+from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import DENSE
@@ -40,7 +41,7 @@ def compiled_kernels(compile_once):
     """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
     specs = {}
     with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
-        for schedule, score, setup, case in product((*SCHEDULES, "rows"), SCORES, SETUPS, [*CASES, DENSE]):
+        for schedule, score, setup, case in product((*SCHEDULES, "row_split"), SCORES, SETUPS, [*CASES, DENSE]):
             with settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
     compile_once(specs)
@@ -58,8 +59,8 @@ def score(request):
 
 
 def assert_like_rows(problem, actual):
-    """Every result as `rows` has it, up to the rounding of both."""
-    with settings(schedule="rows"):
+    """Every result as `row_split` has it, up to the rounding of both."""
+    with settings(schedule="row_split"):
         torch.manual_seed(3)
         expected = problem.run()
     bound = 2 * TOLERANCES[problem.dtype][0]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyg_dfgnn.dispatch import gpu
-from pyg_dfgnn.ops import attention_terms as ops
-from pyg_dfgnn.ops.attention_terms import attention_terms
+from pyg_dfgnn.ops.attention import terms as ops
+from pyg_dfgnn.ops.attention.terms import attention_terms
 from tests.ops.problems import Recorder
 from tests.tolerances import assert_all_close
 

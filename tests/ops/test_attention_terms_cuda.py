@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pyg_dfgnn.ops import attention_terms as ops
-from pyg_dfgnn.ops.attention_terms import attention_terms
+from pyg_dfgnn.ops.attention import terms as ops
+from pyg_dfgnn.ops.attention.terms import attention_terms
 from tests.ops.test_attention_terms import SETUPS, check, draw, run
 
 pytestmark = pytest.mark.cuda

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyg_dfgnn.dispatch import products as rule
-from pyg_dfgnn.ops import products
+from pyg_dfgnn.dispatch import gemm as rule
+from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 from tests.tolerances import assert_all_close
 
@@ -13,9 +13,9 @@ from tests.tolerances import assert_all_close
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     monkeypatch.setattr(rule, "_FEW_ROWS", 0)
-    products._narrow.cache_clear()
+    gemm._narrow.cache_clear()
     yield
-    products._narrow.cache_clear()
+    gemm._narrow.cache_clear()
 
 
 SHAPES = [(1, 4, 1), (3, 128, 3), (37, 132, 8), (200, 500, 4), (1500, 64, 2), (1027, 8, 7)]
@@ -30,11 +30,11 @@ def test_results_and_gradients(shape, bias):
     layer = (weight, torch.randn(channels)) if bias else (weight,)
     grad = torch.randn(rows, channels)
     with emulated_device("random") as launched:
-        (out,) = products.apart(x, (weight,), layer[1:])
-        grad_x, found = products.gradients(x, 1, (weight,), layer, (grad,), (True, True, bias))
-        alone, nothing = products.gradients(x, 1, (weight,), layer, (grad,), (True, False, False))
-        none, again = products.gradients(x, 1, (weight,), layer, (grad,), (False, True, bias))
-    assert set(launched) <= {"products_narrow_forward", "products_narrow_backward", "products_sums"}
+        (out,) = gemm.apart(x, (weight,), layer[1:])
+        grad_x, found = gemm.gradients(x, 1, (weight,), layer, (grad,), (True, True, bias))
+        alone, nothing = gemm.gradients(x, 1, (weight,), layer, (grad,), (True, False, False))
+        none, again = gemm.gradients(x, 1, (weight,), layer, (grad,), (False, True, bias))
+    assert set(launched) <= {"gemm_narrow_forward", "gemm_narrow_backward", "gemm_sums"}
     assert none is None and torch.equal(alone, grad_x) and nothing == [None] * len(layer)
     assert all(map(torch.equal, found, again))
     exact = [each.double().requires_grad_() for each in (x, *layer)]
@@ -53,7 +53,7 @@ def test_what_is_narrow():
 def test_tensors_that_lie_elsewhere():
     """Strided and misaligned inputs are torch's."""
     with emulated_device() as launched:
-        assert products.apart(torch.randn(8, 40).t(), (torch.randn(3, 8),), ()) is None
+        assert gemm.apart(torch.randn(8, 40).t(), (torch.randn(3, 8),), ()) is None
         memory = torch.randn(9 * 8 + 1)
-        assert products.apart(memory[1:].view(9, 8), (torch.randn(3, 8),), ()) is None
+        assert gemm.apart(memory[1:].view(9, 8), (torch.randn(3, 8),), ()) is None
     assert launched == []

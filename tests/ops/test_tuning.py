@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import autotune
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention_launch as launch
 from pyg_dfgnn.ops import tuning
+from pyg_dfgnn.ops.attention import launch as launch
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
 from tests.emu.loader import compiler
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compile
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    autotune.forget()
+    store.forget()
     with emulated_device() as launched:
         yield launched
-    autotune.forget()
+    store.forget()
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_timed_once(timer):
         assert timer.count == count > 0
         # Another graph of the same kind, and another process.
         problem_of("dot", DENSE).run()
-        autotune.forget()
+        store.forget()
         problem_of("dot", DENSE).run()
         assert timer.count == count
         problem_of("dot", SPARSE).run()
@@ -109,7 +109,7 @@ def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
     problem = problem_of("dot", DENSE)
     with settings(schedule="autotune"):
         problem.run()
-    assert "schedule 'rows' is left out of a choice by autotune: too much" in caplog.text
+    assert "schedule 'row_split' is left out of a choice by autotune: too much" in caplog.text
 
 
 def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, caplog):

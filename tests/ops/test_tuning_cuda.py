@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import attention as dispatch
-from pyg_dfgnn.dispatch import autotune
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention_launch as launch
-from pyg_dfgnn.ops.attention import dot_attention
+from pyg_dfgnn.ops.attention import launch as launch
+from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.settings import Settings, current, settings
 from tests.ops.problems import SCORES, pairs, problem_of
 from tests.tolerances import assert_all_close
@@ -22,10 +22,10 @@ CASE = random(400, 300, 9000, seed=5)
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
     """Timings of this test alone; compiled kernels stay where they are."""
-    monkeypatch.setattr(autotune, "folder", lambda: tmp_path)
-    autotune.forget()
+    monkeypatch.setattr(store, "folder", lambda: tmp_path)
+    store.forget()
     yield tmp_path
-    autotune.forget()
+    store.forget()
 
 
 def asked_of(score, heads=2, channels=4):
@@ -53,8 +53,8 @@ def test_times_grow_with_the_graph():
         case = random(20_000, 20_000, num_edges, seed=6)
         graph = Graph.of(case.edge_index.to(DEVICE), case.num_src, case.num_dst)
         asked = asked_of("dot", 1, 128)
-        found = dispatch.options(asked, graph, dispatch.FORWARD, current(), ("rows",))
-        seconds.append(launch.measure(asked, graph, dispatch.FORWARD, found)["forward"]["rows"])
+        found = dispatch.options(asked, graph, dispatch.FORWARD, current(), ("row_split",))
+        seconds.append(launch.measure(asked, graph, dispatch.FORWARD, found)["forward"]["row_split"])
     assert 1e-6 < seconds[0] < 1e-3 and seconds[1] > 3 * seconds[0]
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch import attention_rows
-from pyg_dfgnn.dispatch.attention import BACKWARD, FORWARD, WALKS, AttentionProblem, options
+from pyg_dfgnn.dispatch.attention import row_split
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, WALKS, AttentionProblem, options
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops import attention_paper as paper_launches
-from pyg_dfgnn.ops import attention_rows as rows_launches
-from pyg_dfgnn.ops import attention_tiles as tiles_launches
-from pyg_dfgnn.ops.attention_launch import walk_of
+from pyg_dfgnn.ops.attention import block_mma as tiles_launches
+from pyg_dfgnn.ops.attention import paper as paper_launches
+from pyg_dfgnn.ops.attention import row_split as rows_launches
+from pyg_dfgnn.ops.attention.launch import walk_of
 from pyg_dfgnn.settings import Settings
 from tests.zoo import hub, sbm
 
@@ -36,18 +36,18 @@ def pointed_to(monkeypatch):
 
 def planned(schedule, walk, graph):
     if schedule == "swept":
-        return attention_rows.RowsPass(attention_rows.swept_constants(PROBLEM, walk), 64, 3)
+        return row_split.RowsPass(row_split.swept_constants(PROBLEM, walk), 64, 3)
     walks = FORWARD if walk == "forward" else BACKWARD
     (offers,) = (o for o, w in zip(options(PROBLEM, graph, walks, Settings()), walks, strict=True) if w == walk)
     return offers[schedule].chosen
 
 
 @pytest.mark.parametrize("walk", WALKS)
-@pytest.mark.parametrize("schedule", ["rows", "swept", "resident", "tiles", "smmf", "pmf"])
+@pytest.mark.parametrize("schedule", ["row_split", "swept", "smem", "block_mma", "smmf", "pmf"])
 def test_what_has_an_address_stays(schedule, walk, pointed_to):
     """Two threads may make the same arrays of a graph at once, of which the graph keeps one."""
-    case = hub(300) if schedule == "rows" else sbm()
-    edge_index = case.edge_index.unique(dim=1) if schedule == "tiles" else case.edge_index.clone()
+    case = hub(300) if schedule == "row_split" else sbm()
+    edge_index = case.edge_index.unique(dim=1) if schedule == "block_mma" else case.edge_index.clone()
     graph = Graph.of(edge_index, case.num_src, case.num_dst)
     made = walk_of(walk, planned(schedule, walk, graph), graph)
     assert pointed_to

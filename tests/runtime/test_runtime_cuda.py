@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch.attention_rows import node_constants
+from pyg_dfgnn.dispatch.attention.row_split import node_constants
 from pyg_dfgnn.runtime import bridge, compiler
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile, resources
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch
@@ -64,7 +64,7 @@ def test_precompile_in_workers(tmp_path):
     code = (
         "import pathlib, os, sys\n"
         "import torch\n"
-        "from pyg_dfgnn.dispatch.attention_rows import node_constants\n"
+        "from pyg_dfgnn.dispatch.attention.row_split import node_constants\n"
         "from pyg_dfgnn.runtime.compiler import Spec, module, precompile\n"
         "specs = [Spec('attention/norm.cu', tuple(node_constants(3, c, torch.float32).items())) for c in (8, 24, 40)]\n"
         "told = []\n"

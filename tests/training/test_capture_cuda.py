@@ -14,7 +14,7 @@ from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.buckets import Room
 from pyg_dfgnn.training.loaders import Batches, ResidentLoader, graph_batches
 from pyg_dfgnn.training.step import CapturedStep, Step
-from tests.graph.test_resident import assert_same
+from tests.graph.test_device_dataset import assert_same
 from tests.training.test_step import SCHEDULES, graph, train
 
 pytestmark = pytest.mark.cuda
@@ -69,7 +69,7 @@ def test_whole_graph(name, dropout, schedule):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("gt", "auto"), ("gt", "rows"), ("gt", "tiles"), ("gat", "auto"), ("agnn", "auto")]
+    ("name", "schedule"), [("gt", "auto"), ("gt", "row_split"), ("gt", "block_mma"), ("gat", "auto"), ("agnn", "auto")]
 )
 def test_padded_batches(name, schedule):
     resident = ResidentGraphs(graphs(), CUDA)

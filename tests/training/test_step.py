@@ -296,8 +296,8 @@ def test_padded_batches_on_the_kernels():
     resident = ResidentGraphs([SortEdges()(graph(6 + i, i)) for i in range(6)])
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     wide = Room.of([graph(6 + i, i) for i in range(6)], 2)
-    with settings(schedule="tiles", fallback="error"), emulated_device() as launched:
+    with settings(schedule="block_mma", fallback="error"), emulated_device() as launched:
         eager, captured = pair(make, padded=wide)
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
-    assert captured.recorder.replays == 2 and "attention_tiles_forward" in launched
+    assert captured.recorder.replays == 2 and "attention_block_mma_forward" in launched

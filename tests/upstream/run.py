@@ -58,12 +58,12 @@ def count_calls(reference: bool) -> dict[str, int]:
     """Count the calls of the drop-ins; with `reference`, open the gate so that the fused branch runs on the CPU."""
     import torch
 
-    from pyg_dfgnn.nn import fused
+    from pyg_dfgnn.nn import gate as gate_module
 
     if reference:
-        fused.fused_device_types = {"cpu", "cuda"}
-        fused.unsupported_reasons = lambda problem: []
-    gate, calls = fused.FusedConv._gate, {"calls": 0, "fused": 0}
+        gate_module.fused_device_types = {"cpu", "cuda"}
+        gate_module.unsupported_reasons = lambda problem: []
+    gate, calls = gate_module.FusedConv._gate, {"calls": 0, "fused": 0}
 
     def counting(self, *args, **kwargs):
         call = gate(self, *args, **kwargs)
@@ -72,7 +72,7 @@ def count_calls(reference: bool) -> dict[str, int]:
             calls["fused"] += not call.reasons
         return call
 
-    fused.FusedConv._gate = counting
+    gate_module.FusedConv._gate = counting
     return calls
 
 

@@ -1,0 +1,1 @@
+"""Dispatch of the attention family: one file per schedule."""

@@ -1,0 +1,281 @@
+"""The schedule `block_mma`: dense blocks of the adjacency on tensor cores, for batches of small or locally dense
+graphs.
+
+A thread block owns a window of rows and passes over the columns that these rows meet, whose features it copies to
+shared memory once for all of them. Scores of missing edges are computed and masked, so it pays where blocks are filled.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, Tiles
+
+hands_over = False
+deterministic = True
+
+MAX_CHANNELS = 128
+"""Channels per head whose sums fit in the registers of a warp."""
+MIN_FILL = 0.02
+"""Share of the possible edges of the blocks below which they are not built."""
+MAX_SEGMENT = 2048
+"""Longest segment whose nodes are taken as columns whole."""
+_MAX_UNFOLDED = 192
+_MAX_FACTORED = 512
+"""Columns of a window whose factors of the add score are kept in shared memory."""
+
+
+@dataclass(frozen=True)
+class TilesPass:
+    """One pass over the dense blocks of a side.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        compact: Whether the columns of a window are those that occur, or all nodes of its segment.
+        shared_bytes: Dynamic shared memory of a block.
+        fill: Edges over the area of the blocks.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    compact: bool
+    shared_bytes: int
+    fill: float
+    schedule: ClassVar[str] = "block_mma"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a window."""
+        return TILE_ROWS * self.constants["WARPS"]
+
+    def __str__(self) -> str:
+        c = self.constants
+        columns = "columns that occur" if self.compact else "nodes of the segment"
+        product = "" if c["STORAGE"] else ", three tf32 products each" if c["SPLIT"] else ", tf32 products"
+        return (
+            f"windows of {self.rows} rows over the {columns}, {c['STEP']} at a time, {self.fill:.1%} of the bits set, "
+            f"{self.shared_bytes} bytes of shared memory{product}"
+        )
+
+
+def _splits(problem: AttentionProblem) -> bool:
+    """Whether a product takes three: float32 that must not be rounded."""
+    return problem.dtype == torch.float32 and not problem.tf32
+
+
+@cache
+def _window_warps(histogram: tuple[tuple[int, int], ...], choices: tuple[int, ...]) -> int:
+    """Warps of a block: those that idle least when segments are cut in windows of their rows."""
+
+    def taken(warps: int) -> int:
+        return sum(count * -(-units // warps) * warps * units for units, count in histogram)
+
+    return min(choices, key=taken)
+
+
+def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
+    """Warps of a window, and whether its columns are listed one by one."""
+    # Split products and several heads fill the registers: small blocks fit more evenly. From timings of 2, 3, 4, 5, 8
+    # on an H200.
+    choices = (2,) if _splits(problem) or block_heads(problem, "forward") > 1 else (4, 5)
+    # A row with more edges lies in a longer segment: then the edges need no scan.
+    segments = graph.node_segments if graph.csr.max_degree <= MAX_SEGMENT else None
+    if segments is None or segments.longest > MAX_SEGMENT:
+        return choices[0], True
+    return _window_warps(segments.histogram, choices), False
+
+
+def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> Tiles:
+    """The dense blocks that a pass works on, kept with the graph."""
+    return graph.tiles("sources" if walk == "sources" else "targets", rows, compact)
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """Every reason why the schedule cannot run a pass."""
+    reasons = []
+    if problem.score == "gatv2":
+        reasons.append("the gatv2 score is no matrix product")
+    if problem.edge:
+        reasons.append("blocks of bits have no place for edge features")
+    if problem.dropout:
+        reasons.append("blocks of bits have no edge ids to draw the dropout mask by")
+    if problem.channels > MAX_CHANNELS:
+        reasons.append(f"{problem.channels} channels per head, blocks take up to {MAX_CHANNELS}")
+    if problem.channels * problem.dtype.itemsize % 16:
+        reasons.append(f"{problem.channels} channels of {problem.dtype} are no multiple of 16 bytes")
+    if graph.num_edges == 0:
+        reasons.append("the graph has no edges")
+    if reasons:
+        return reasons
+    warps, compact = _window(problem, graph)
+    if compact and graph.is_fixed:
+        return ["columns cannot be listed: other edges will take the place of these"]
+    if compact and _splits(problem):
+        # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.
+        return ["listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"]
+    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    if fill < MIN_FILL:
+        return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
+    if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
+        return ["some edge occurs twice, which a bit cannot tell"]
+    needed = shared_bytes(problem, walk, graph, _constants(problem, walk, graph, warps, compact))
+    limit = gpu_of(problem.device).shared_bytes
+    if needed > limit:
+        return [f"a block needs {needed} bytes of shared memory, the device has {limit}"]
+    return []
+
+
+def _step(problem: AttentionProblem, walk: str) -> int:
+    """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
+    several = block_heads(problem, walk) > 1
+    if walk == "forward" and several and not _splits(problem):
+        return 16
+    if problem.dtype.itemsize == 2:
+        crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and several))
+        return 16 if crowded else 32
+    if problem.score == "dot":
+        return 32 if problem.tf32 and (walk == "forward" or (walk == "targets" and _is_sixteen(problem))) else 16
+    crowded = walk == "targets" and several and (_splits(problem) or problem.score == "cosine")
+    return 16 if walk == "sources" or crowded else 32
+
+
+def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
+    segments = None if compact else graph.node_segments
+    longest = math.inf if segments is None else segments.longest
+    factored = {"FACTORED": int(problem.score == "add" and longest <= _MAX_FACTORED)} if walk == "forward" else {}
+    return {
+        **problem.constants,
+        "SPLIT": int(_splits(problem)),
+        "HEADS": problem.heads,
+        "BLOCK_HEADS": block_heads(problem, walk),
+        "CHANNELS": problem.channels,
+        "WARPS": warps,
+        "STEP": _step(problem, walk),
+        "LISTED": int(compact),
+        # What tensor cores cut off stays within the bounds of float32 for some ten steps.
+        "FOLD": int(_splits(problem) and segments is not None and longest > _MAX_UNFOLDED),
+        **factored,
+        "MIN_BLOCKS": max(1, _resident_warps(problem, walk, compact) // warps),
+    }
+
+
+def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
+    """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
+    add, several = problem.score == "add", block_heads(problem, walk) > 1
+    half, split = problem.dtype.itemsize == 2, _splits(problem)
+    if walk == "forward" and problem.score == "dot" and _is_sixteen(problem):
+        return 14
+    if walk == "forward":
+        return 16 if (half and (add or several)) or (add and several and not split) else 12
+    if walk == "targets":
+        more = 4 if several and (half or split) else 0
+        return more + (12 if add and several else 16 if add else 8)
+    if several:
+        return 12 if split else 8
+    return 12 if add and not (compact or split) else 8
+
+
+# Passes in which two heads of 16 with TF32 products were faster than four, on an H200.
+_IN_PAIRS = {"targets": ("dot", "cosine"), "sources": ("dot",)}
+
+
+def _is_sixteen(problem: AttentionProblem) -> bool:
+    """Whether products are TF32 and heads come in fours of 16 channels, for which more was timed than for others."""
+    rounded = problem.dtype == torch.float32 and problem.tf32
+    return rounded and problem.channels == 16 and problem.heads % 4 == 0
+
+
+def block_heads(problem: AttentionProblem, walk: str) -> int:
+    """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
+    room = 32 if problem.score != "dot" and _splits(problem) else 64
+    if _is_sixteen(problem) and problem.score in _IN_PAIRS.get(walk, ()):
+        room = 32
+    most = max(1, min(4, room // problem.channels))
+    return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
+
+
+def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: Mapping[str, int]) -> int:
+    """Dynamic shared memory of the kernel of a pass: its own rows, two steps of what it gathers, and factors."""
+    itemsize, step, heads = problem.dtype.itemsize, constants["STEP"], constants["BLOCK_HEADS"]
+    product = 32 // itemsize
+    padded = -(-problem.channels // product) * product
+    own_row = heads * padded * itemsize
+    row = (-(-((heads - 1) * problem.channels + padded) // 16) * 16 + 8) * itemsize
+    dot, add = problem.score == "dot", problem.score == "add"
+    own = {"forward": 0 if add else 1, "targets": 1 if add else 2, "sources": 2 if dot else 1}[walk]
+    gathered = {"forward": 2 if dot else 1, "targets": 2 if dot else 1, "sources": 1 if add else 2}[walk]
+    scalars = heads * (4 + (16 if walk == "sources" else 0))
+    factors = 0
+    if constants.get("FACTORED"):
+        assert graph.node_segments is not None
+        columns = -(-graph.node_segments.longest // step) * step
+        factors = -(-8 * constants["WARPS"] // 16) * 16 + 8 * heads * columns
+    return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars) + factors
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
+    """The pass of one walk."""
+    warps, compact = _window(problem, graph)
+    constants = _constants(problem, walk, graph, warps, compact)
+    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    return TilesPass(constants, compact, shared_bytes(problem, walk, graph, constants), fill)
+
+
+# Constants of the cost model, fitted to 108 passes on an H200 (two batches of 1,024 graphs; rms of the logarithm 0.13);
+# the number of forward to 54 passes since then.
+SHARE = {"split": 0.72, "tf32": 0.64, "half": 0.61}
+"""Share of the tensor cores' rate that products of each kind reach."""
+NUMBER = {"forward": 4.8, "targets": 3.4, "sources": 5.7}
+"""Warp instructions per number of the blocks beside the products: mask, exponential, dS, operands."""
+MEMORY = 1.28
+"""Time of the bytes of the node tensors over that of a plain copy."""
+WAVE_S = 5.2e-6
+"""Until a thread block has what its first step needs, and after its last."""
+LISTED = 1.3
+"""Time of the products over columns that are listed over that of columns that follow each other."""
+STEP_S = 0.5e-6
+"""A step of a window without its products."""
+CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
+"""Each product of a step of 16 columns and 128 channels, in the time of a step without."""
+_DOT_PRODUCTS = {"forward": 2, "targets": 3, "sources": 4}
+_PRODUCTS = {"dot": _DOT_PRODUCTS, "cosine": _DOT_PRODUCTS, "add": {"forward": 1, "targets": 1, "sources": 2}}
+"""Matrix products of a pass, each of the area of the blocks times the channels."""
+_NODE_TENSORS = {
+    "dot": {"forward": 4, "targets": 5, "sources": 6},
+    "cosine": {"forward": 2, "targets": 4, "sources": 5},
+    "add": {"forward": 2, "targets": 3, "sources": 3},
+}
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass.
+
+    A thread block takes node tensors, products and what surrounds them in turn, and few blocks share a multiprocessor:
+    these add up. The window with most columns takes its steps in turn too.
+    """
+    c = chosen.constants
+    tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
+    area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
+    kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
+    products = _PRODUCTS[problem.score][walk]
+    flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
+    nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
+    waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
+    rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
+    overlapped = {"products": flops / rate * (LISTED if chosen.compact else 1.0)}
+    added = {
+        "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
+        "memory": MEMORY * nodes / gpu.memory_bytes_per_s,
+        "waves": max(1.0, waves) * WAVE_S,
+    }
+    width = c["BLOCK_HEADS"] * problem.channels * c["STEP"] / (MAX_CHANNELS * 16)
+    step = STEP_S * (1.0 + products * width * CHAIN[kind])
+    chain = WAVE_S + -(-tiles.max_columns // c["STEP"]) * step
+    waiting = max(0.0, chain - overlapped["products"] - sum(added.values()))
+    return Cost(overlapped, {**added, "longest window": waiting, "launch": gpu.launch_s})

@@ -1,0 +1,61 @@
+"""What decides the kernels of one attention call, apart from the graph."""
+
+from dataclasses import dataclass
+
+import torch
+
+SCORES = ("dot", "cosine", "add", "gatv2")
+WALKS = ("forward", "targets", "sources")
+"""The three passes: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
+STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What decides the kernels of one attention call.
+
+    Attributes:
+        score: One of ``SCORES``.
+        heads: Number of heads H.
+        channels: Features per head C.
+        dtype: Common dtype of the feature tensors.
+        device: Where they live.
+        edge: Whether the score takes edge features.
+        dropout: Whether attention weights are dropped.
+        needs_grad: Whether a backward pass may follow.
+        tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
+        tangent: Whether the forward pass has left the derivative of the output in the target scalars, which spares the
+            pass over targets of `row_split` its gathers.
+    """
+
+    score: str
+    heads: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    edge: bool
+    dropout: bool
+    needs_grad: bool
+    tf32: bool = False
+    tangent: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the features of one node, [H, C]."""
+        return self.heads * self.channels * self.dtype.itemsize
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What every attention kernel is specialised by."""
+        return {
+            "SCORE": SCORES.index(self.score),
+            "STORAGE": STORAGE[self.dtype],
+            "EDGE": int(self.edge),
+            "DROPOUT": int(self.dropout),
+        }
+
+
+@torch.compiler.assume_constant_result
+def tf32_allowed(dtype: torch.dtype) -> bool:
+    """Whether torch lets matrix products of a dtype run in TF32: `torch.set_float32_matmul_precision` and its kin."""
+    return dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

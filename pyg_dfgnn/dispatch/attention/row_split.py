@@ -1,0 +1,639 @@
+"""The general schedule, `row_split`: a warp, or part of one, walks the edges of a row with all heads side by side.
+
+Online softmax, light rows packed, heavy rows split in chunks that are merged in order, dense graphs swept by blocks of
+columns that fit the last-level cache.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+
+from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Adjacency, Graph
+
+hands_over = False
+deterministic = True
+WARPS = 4
+"""Warps of a block."""
+
+
+@dataclass(frozen=True)
+class RowsPass:
+    """One walk over a compressed side of the graph, a warp or part of one per row.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        max_edges: Rows with more edges are split in chunks of at most this many.
+        blocks: Number of launches, each over the edges of one block of columns.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    max_edges: int
+    blocks: int
+    schedule: ClassVar[str] = "row_split"
+
+    def __str__(self) -> str:
+        sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
+        joined = " joined in a block" if self.constants["JOINED"] else ""
+        return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
+
+
+def layout(c: Mapping[str, int]) -> str:
+    """The constants of a walk over rows in words."""
+    return (
+        f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
+        f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
+    )
+
+
+def items_per_block(constants: Mapping[str, int]) -> int:
+    """Work items of a thread block."""
+    return constants["WARPS"] * constants["WARP_ROWS"]
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+# Registers decide how many elements of a row a lane may hold.
+_LANE_ELEMENTS = 16
+
+
+@cache
+def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1) -> MappingProxyType[str, int]:
+    """Map a feature row [H, C] to the lanes of a warp.
+
+    A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
+    side while lanes are left, then a lane walks through several heads while its registers allow; the rest are groups of
+    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
+    """
+    vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
+    vecs = channels // vec
+    head_lanes = min(32, max(1, _power_of_two(vecs) // loads))
+    lane_vecs = -(-vecs // head_lanes)
+    head_slots = min(_power_of_two(heads), 32 // head_lanes)
+    lane_heads = 1
+    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
+        lane_heads *= 2
+    spare = 32 // (head_lanes * head_slots)
+    return MappingProxyType(
+        {
+            "HEADS": heads,
+            "CHANNELS": channels,
+            "VEC": vec,
+            "HEAD_LANES": head_lanes,
+            "LANE_VECS": lane_vecs,
+            "HEAD_SLOTS": head_slots,
+            "LANE_HEADS": lane_heads,
+            "EDGE_SLOTS": spare if wide else 1,
+            "WARP_ROWS": 1 if wide else spare,
+            "WARPS": WARPS,
+        }
+    )
+
+
+# Loads of a lane per row, from timings of 1, 2 and 4 on an H200: more share the work of a step among more edges until
+# registers run out. By bytes of an element; what is not listed takes 1.
+_LOADS = {
+    4: {
+        "forward": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
+        "targets": {"dot": 2, "cosine": 4, "add": 2, "gatv2": 2},
+        "sources": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
+    },
+    2: {"targets": {"dot": 2, "cosine": 2, "add": 2}, "sources": {"cosine": 2, "add": 2}},
+}
+# The same where lanes to spare go to further rows.
+_PACKED_LOADS = {2: {"forward": {"dot": 2}, "sources": {"dot": 2}}}
+_MIN_ROW_LANES = 8
+
+
+def _base_walk(walk: str) -> str:
+    """The forward pass for "tangent", which takes its layout, so that both add in the same order (but see
+    `_WHOLE_HEADS`)."""
+    return "forward" if walk == "tangent" else walk
+
+
+def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
+    """The layout of a pass: the loads of a lane that were fastest."""
+    walk, itemsize = _base_walk(walk), problem.dtype.itemsize
+    loads = _LOADS[itemsize].get(walk, {}).get(problem.score, 1)
+    if not wide:
+        loads = _PACKED_LOADS.get(itemsize, {}).get(walk, {}).get(problem.score, loads)
+    return fitting_lanes(problem, loads, wide)
+
+
+def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingProxyType[str, int]:
+    """The layout with at most so many loads of a lane per row: fewer where the row would keep few lanes busy."""
+    while True:
+        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads)
+        if loads == 1 or (lanes["HEAD_LANES"] > 1 and lanes["HEAD_LANES"] * lanes["HEAD_SLOTS"] >= _MIN_ROW_LANES):
+            return lanes
+        loads //= 2
+
+
+def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
+    """Edges a slot keeps in flight, from timings on an H200: more hides latency until registers run out."""
+    walk, score, wide_storage = _base_walk(walk), problem.score, problem.dtype.itemsize == 4
+    if elements <= 4:
+        return 4 if walk == "forward" or (walk == "targets" and score in ("dot", "add")) else 2
+    if elements == 8:
+        return 2 if wide_storage or walk == "targets" or (walk == "sources" and score != "dot") else 4
+    if elements == 16 and (score == "add" or (walk == "targets" and score != "gatv2") or walk == "forward"):
+        return 2
+    return 2 if elements == 16 and walk == "sources" and score == "cosine" else 1
+
+
+# Blocks per multiprocessor that the compiler makes room for, by bytes of a feature and features of a lane: 8 leaves 64
+# registers, 6 leaves 80, 5 leaves 96. What is not listed takes 1.
+_NARROW = {
+    "forward": {"dot": 7, "cosine": 7, "add": 8, "gatv2": 7},
+    "tangent": {"add": 8},
+    "targets": {"dot": 7, "cosine": 7, "add": 8},
+    "sources": {"dot": 7, "cosine": 7, "add": 8},
+}
+_MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
+    (4, 4): _NARROW,
+    (2, 4): _NARROW,
+    (4, 8): {
+        "forward": {"cosine": 6, "add": 6},
+        "tangent": {"add": 6},
+        "targets": {"dot": 5, "cosine": 6, "add": 6},
+        "sources": {"dot": 5, "cosine": 5, "add": 6},
+    },
+    (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
+    (2, 16): {"sources": {"add": 4, "cosine": 3}},
+}
+# The same where lanes to spare go to further rows.
+_PACKED_MIN_BLOCKS = {(2, 16): {"sources": {"dot": 5}}}
+# The same for two edges side by side of heads that two lanes share.
+_MIN_BLOCKS_OF_PAIRS = {(2, 8): {"forward": {"cosine": 5}}}
+
+
+def _elements(c: Mapping[str, int]) -> int:
+    """Features that a lane holds of a row."""
+    return c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
+
+
+def _min_blocks(walk: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
+    """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
+    if problem.edge or problem.dropout:
+        return 1
+    elements, score = _elements(lanes), problem.score
+    key = (problem.dtype.itemsize, elements)
+    found = _MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, 1)
+    if packed:
+        found = _PACKED_MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, found)
+    if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
+        found = _MIN_BLOCKS_OF_PAIRS.get(key, {}).get(walk, {}).get(score, found)
+    # Each head has a record of its own.
+    return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
+
+
+def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
+    """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
+    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, constants, packed=False)}
+
+
+def has_tangent(score: str, edge: bool) -> bool:
+    """Whether the forward pass of a score, with edge features or not, can leave the tangent.
+
+    That is the derivative of the output in the target scalars, [N_dst, H, C] in float32 kept until the backward pass,
+    whose part over targets is then a dot product per node. It gives no gradient of edge scalars.
+    """
+    return score == "add" and not edge
+
+
+def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
+    """Constants of the kernel of one pass.
+
+    Args:
+        problem: What is computed.
+        walk: "forward", "tangent", "targets" or "sources".
+        wide: Whether lanes to spare go to edges of the same row rather than to further rows.
+    """
+    tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "tangent": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
+    lanes = _lanes(problem, walk, wide)
+    return {
+        **problem.constants,
+        **tangent,
+        **lanes,
+        "UNROLL": _unroll(walk, problem, _elements(lanes)),
+        "MIN_BLOCKS": _min_blocks(walk, problem, lanes, lanes["WARP_ROWS"] > 1),
+        "ORDERED": 0,
+        "JOINED": 0,
+        "RESIDENT": 0,
+        "IN_SHARED": 0,
+        "NORMS": 0,
+    }
+
+
+# Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in
+# sweeps, where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the
+# tangent it lost, 64.7 to 52.0 us: the forward pass that leaves it adds in another order.
+_WHOLE_HEADS = {
+    "swept": {"targets": ("cosine",), "sources": ("cosine",)},
+    "packed": {"forward": ("add",), "sources": ("add",)},
+}
+
+
+def fits_whole_heads(problem: AttentionProblem) -> bool:
+    """Whether a head is two loads in 16 bits and there are heads for enough lanes; others take other registers."""
+    has_two_loads = problem.dtype.itemsize == 2 and problem.row_bytes == 32 * problem.heads
+    return has_two_loads and problem.heads >= _MIN_ROW_LANES and not problem.edge and not problem.dropout
+
+
+def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, int], kind: str) -> dict[str, int]:
+    """The constants with a lane for each head, where that is faster.
+
+    Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges.
+
+    Args:
+        problem: What is computed.
+        walk: "forward", "tangent", "targets" or "sources".
+        constants: With two lanes for each head.
+        kind: "swept" or "packed".
+    """
+    if not fits_whole_heads(problem) or problem.score not in _WHOLE_HEADS[kind].get(walk, ()):
+        return constants
+    wide = constants["WARP_ROWS"] == 1
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
+    return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": 1}
+
+
+# Feature rows gathered per edge in each pass.
+_GATHERS = {
+    "forward": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
+    "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
+    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+}
+
+
+def gathers(problem: AttentionProblem, walk: str) -> int:
+    """Feature rows gathered per edge in a pass."""
+    return _GATHERS[_base_walk(walk)][problem.score]
+
+
+# What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
+_CACHE_SHARE = {
+    4: {"forward": 0.8, "targets": 0.8, "sources": 0.6},
+    2: {"forward": 0.8, "targets": 0.5, "sources": 0.5},
+}
+_MIN_BLOCK_EDGES = 32
+
+
+def _blocks(
+    problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int, heads: int, share: float | None = None
+) -> int:
+    """Number of column blocks: as few as make the gathered rows of one sweep fit in a share of the cache.
+
+    Groups of ``heads`` heads run one after the other, so only one group's share of the rows counts.
+    Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
+    """
+    itemsize = problem.dtype.itemsize
+    share = _CACHE_SHARE[itemsize][_base_walk(walk)] if share is None else share
+    gathered = num_columns * heads * problem.channels * itemsize * gathers(problem, walk)
+    blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
+    return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """How a swept pass differs from others.
+
+    Attributes:
+        loads: Loads of a lane.
+        packed: Whether lanes to spare go to further rows: rows of like length walk like columns at a time, so that some
+            of what they gather is in the L1 cache, and more of them are in flight.
+        unroll: Edges a slot keeps in flight.
+        min_blocks: Blocks per multiprocessor.
+        share: What one sweep should gather, as a share of the cache.
+        pieces: Longest piece of a row over that of other swept passes.
+    """
+
+    loads: int
+    packed: bool
+    unroll: int
+    min_blocks: int
+    share: float
+    pieces: float
+
+
+# From timings on an H200, by bytes of an element; what is not listed has the layout of the wide rows above.
+_SWEPT = {
+    4: {
+        "forward": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0), "cosine": _Sweep(2, True, 2, 7, 1.1, 2.0)},
+        "targets": {"cosine": _Sweep(4, True, 2, 4, 0.8, 1.0)},
+        "sources": {"cosine": _Sweep(2, False, 2, 5, 0.33, 0.5)},
+    },
+    2: {
+        "forward": {"dot": _Sweep(2, True, 2, 5, 0.8, 2.0)},
+        "targets": {"dot": _Sweep(2, True, 2, 4, 0.5, 1.0)},
+        "sources": {"dot": _Sweep(2, True, 2, 3, 0.7, 1.0)},
+    },
+}
+
+
+def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], _Sweep | None]:
+    """The constants of a swept pass, and how else it differs, if it does."""
+    found = _SWEPT[problem.dtype.itemsize][_base_walk(walk)].get(problem.score)
+    if found is not None:
+        lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
+        # Others take other registers.
+        if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == found.loads and not problem.edge and not problem.dropout:
+            constants = {**pass_constants(problem, walk, wide=not found.packed), **lanes, "UNROLL": found.unroll}
+            # Each head has a record of its own.
+            blocks = found.min_blocks - int(walk == "sources" and problem.heads > 1)
+            return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
+    constants = with_whole_heads(problem, walk, pass_constants(problem, walk, wide=True), "swept")
+    return {**constants, "ORDERED": 1}, None
+
+
+def swept_constants(problem: AttentionProblem, walk: str) -> dict[str, int]:
+    """Constants of the kernel of one pass in sweeps over blocks of columns."""
+    return _swept(problem, walk)[0]
+
+
+def _max_edges(num_edges: int, max_degree: int) -> int:
+    """Longest piece of a row that one group of lanes walks.
+
+    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
+    longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges. Not
+    longer than it is good for the sums, which a piece adds up one after the other.
+    """
+    length = 128 if max_degree <= 128 else min(_SUMMED_EDGES, 1.5 * math.sqrt(max_degree))
+    return max(32, min(1024, _power_of_two(max(_balanced(num_edges), round(length)))))
+
+
+def _balanced(num_edges: int) -> int:
+    """Edges of a chunk that spread a graph over some 16,000 warps."""
+    return _power_of_two(max(1, num_edges // 16384))
+
+
+def side_of(walk: str, graph: Graph) -> tuple[Adjacency, int]:
+    """The rows that a pass walks and the number of columns it gathers from."""
+    return (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """None: this schedule runs whatever has fused kernels."""
+    return []
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+    """The pass of one walk, or of two more.
+
+    "weights", which writes the weights of all edges, gathers once and is never swept; "tangent" is a forward pass that
+    leaves the tangent, see :func:`has_tangent`.
+    """
+    if walk == "weights":
+        return replace(_plan_pass(problem, "forward", graph), blocks=1)
+    return _finding_norms(_plan_pass(problem, walk, graph), problem, walk, graph)
+
+
+def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+    """The pass, which finds the norms of the cosine score itself where that takes less than a kernel before it.
+
+    So it does on a small graph, from every row that it reads, and writes down those of its targets: these have to be
+    the sources too, and none of them may be left to a merge.
+    """
+    if walk != "forward" or problem.score != "cosine" or graph.num_src != graph.num_dst or found.blocks > 1:
+        return found
+    in_order = found.constants["JOINED"] and found.constants["ORDERED"] and problem.dtype.itemsize == 4
+    most = _NORM_NUMBERS_IN_ORDER if in_order else _NORM_NUMBERS
+    is_small = graph.num_edges * problem.heads * problem.channels <= most
+    if is_small and (found.constants["JOINED"] or graph.csr.max_degree <= found.max_edges):
+        # More registers than were timed.
+        return replace(found, constants={**found.constants, "NORMS": 1, "MIN_BLOCKS": 1})
+    return found
+
+
+def _plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+    """The pass of a walk other than "weights", which reads norms."""
+    rows, num_columns = side_of(walk, graph)
+    if graph.is_fixed:
+        # A list of long rows, or of blocks of columns, would not fit the edges to come.
+        return RowsPass(pass_constants(problem, walk, wide=True), rows.max_degree, 1)
+    constants = pass_constants(problem, walk, wide=True)
+    # Too few edges in the average row to keep its slots busy for two steps: packing rows beats sharing their edges.
+    if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
+        constants = pass_constants(problem, walk, wide=False)
+    heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
+    blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
+    if blocks > 1:
+        constants, sweep = _swept(problem, walk)
+        if sweep is None:
+            return RowsPass(constants, _ORDERED_EDGES, blocks)
+        # More sweeps only where rows are long enough for them.
+        counted = _blocks(problem, walk, rows, num_columns, heads, sweep.share)
+        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_walk(walk)]
+        longest = max(1, int(sweep.pieces * _ORDERED_EDGES))
+        return RowsPass(constants, longest, max(counted, blocks) if smaller else counted)
+    max_edges = _max_edges(rows.num_edges, rows.max_degree)
+    # A list of chunks asks the device for its length, which a batch that came without a sync should not.
+    joined = None if graph.facts is not None else _joined(problem, constants, walk, rows, max_edges)
+    if joined is not None:
+        return joined
+    if rows.max_degree > max_edges:
+        longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
+        return RowsPass(ordered(problem, walk, constants), min(2 * max_edges, longest), 1)
+    if constants["WARP_ROWS"] > 1:
+        constants = with_whole_heads(problem, walk, constants, "packed")
+    return RowsPass(constants, max_edges, 1)
+
+
+_SUMMED_EDGES = 256
+"""Edges of a piece whose sums lose little: the relative error of a chain of n equal float32 terms grows with n."""
+_ORDERED_EDGES = 1024
+"""Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
+_NORM_NUMBERS = 1 << 21
+"""Gathered numbers up to which to find norms from them takes no longer than a launch before. Calls back to back on an
+H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
+products still were summed over lanes one after the other."""
+_NORM_NUMBERS_IN_ORDER = 1 << 24
+"""The same for packed rows in order, which took 12 to 21 % less with 11 million (PubMed, float32)."""
+_JOINED_WARPS = 8
+_JOINED_EDGES = 8
+"""Edges that a chunk should have at least to be worth its part in joining."""
+_JOINED_BYTES = 48 << 10
+"""Shared memory for the states of a block's chunks."""
+_FEW_BLOCKS = 264
+"""Thread blocks that a device runs at once even if each takes many registers."""
+
+
+def _joined(
+    problem: AttentionProblem, constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges: int
+) -> RowsPass | None:
+    """The pass with the chunks of a row joined in its thread block, which spares the merge launch.
+
+    None where one block cannot walk the longest row in chunks of `max_edges` or hold the states of its chunks, and
+    where no row is too long.
+    """
+    constants = {**constants, "WARPS": _JOINED_WARPS, "MIN_BLOCKS": 1, "JOINED": 1}
+    items = items_per_block(constants)
+    is_small = rows.num_rows <= items * _FEW_BLOCKS
+    # At most two sums of a row's width and three numbers per head.
+    if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
+        return None
+    length = _joined_edges(rows, items)
+    if length > max_edges or length >= rows.max_degree:
+        return None
+    if constants["WARP_ROWS"] > 1 and not is_small:
+        return _in_order(problem, constants, walk, rows, max_edges)
+    # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
+    if _elements(constants) == 8 and (walk == "targets" or (walk == "forward" and is_small)):
+        constants["UNROLL"] = max(4, constants["UNROLL"])
+    if is_small and walk == "forward" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout:
+        constants.update(_of_few_rows(problem, constants, length))
+        length = _joined_edges(rows, items_per_block(constants))
+    return RowsPass(constants, length, 1)
+
+
+# Passes over packed rows in order in which a lane takes four loads in float32, one edge at a time.
+_FOUR_LOADS = {"forward": ("cosine",), "targets": ("dot",), "sources": ("cosine",)}
+
+
+def _in_order(
+    problem: AttentionProblem, constants: dict[str, int], walk: str, rows: Adjacency, max_edges: int
+) -> RowsPass:
+    """The pass over packed rows with chunks joined in a block and the longest rows first, which few rows do not need.
+
+    The rows of a warp are as long as each other then. Forward and backward on PubMed take 0.57 to 0.83 of the time of
+    rows as they come, on an H200 (`results/tuning/rows_in_order.csv`), with blocks of half the warps, as far as these
+    can walk the longest row. The layouts are those of `results/tuning/rows_pubmed_in_order.csv`, 1 head of 128.
+    """
+    fewer = ordered(problem, walk, {**constants, "WARPS": WARPS})
+    elements, plain = _elements(fewer), not problem.edge and not problem.dropout
+    if plain and problem.dtype.itemsize == 4 and problem.score in _FOUR_LOADS.get(walk, ()):
+        lanes = fitting_lanes(problem, 4, wide=False)
+        if lanes["LANE_VECS"] == 4:
+            fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
+    elif plain and problem.dtype.itemsize == 2 and (walk, problem.score, elements) == ("sources", "dot", 16):
+        fewer["MIN_BLOCKS"] = 4
+    length = _joined_edges(rows, items_per_block(fewer))
+    if length <= max_edges:
+        return RowsPass(fewer, length, 1)
+    return RowsPass({**constants, "ORDERED": 1}, _joined_edges(rows, items_per_block(constants)), 1)
+
+
+def _joined_edges(rows: Adjacency, items: int) -> int:
+    """Edges of a chunk where a thread block walks so many."""
+    return max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
+
+
+def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length: int) -> Mapping[str, int]:
+    """What differs in the forward pass over few rows, which waits for its longest one with a device half empty.
+
+    From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16 (`results/tuning/replay.csv`), so for
+    rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); else twice the warps with
+    half as many edges each, but where the pass that leaves the tangent would add in another order then (add): training
+    and inference give the same bits.
+    """
+    narrow = problem.score in ("dot", "add") and (problem.heads, problem.channels) == (8, 16)
+    if narrow and constants["WARP_ROWS"] == 2:
+        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
+        return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
+    loads = constants["LANE_HEADS"] * constants["LANE_VECS"]
+    if problem.score != "add" and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
+        return {"WARPS": 2 * constants["WARPS"], "UNROLL": 2}
+    return {}
+
+
+# Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.
+_WORK = {
+    "forward": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 4},
+    "targets": {"dot": 3, "cosine": 3, "add": 2, "gatv2": 6},
+    "sources": {"dot": 4, "cosine": 4, "add": 2, "gatv2": 6},
+}
+_SUMS = {
+    "forward": {"dot": 1, "cosine": 1, "add": 0, "gatv2": 1},
+    "targets": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
+}
+
+STEP, LOAD, CONVERT, MULTIPLY_ADD, SHUFFLE = 15.8, 6.7, 2.2, 2.05, 1.1
+"""Warp instructions of a step over an edge: for itself, and for what it does how often."""
+ROW = {"forward": 390.0, "targets": 630.0, "sources": 630.0}
+"""Warp instructions around the steps of a row, for each load of a lane."""
+STEP_S = 0.43e-6
+"""Time from one step of a row to the next, which depends on it."""
+
+
+def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
+    """Warp instructions of a pass with the constants ``c``."""
+    read, heads = gathers(problem, walk), c["LANE_HEADS"]
+    elements = heads * c["LANE_VECS"] * c["VEC"]
+    converted = elements * read if problem.dtype.itemsize == 2 else 0
+    # Norms of what is read.
+    own = int(bool(c["NORMS"]) and not c["RESIDENT"])
+    step = (
+        STEP
+        + LOAD * read * heads * c["LANE_VECS"]
+        + CONVERT * converted
+        + MULTIPLY_ADD * elements * (_WORK[walk][problem.score] + own)
+        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (_SUMS[walk][problem.score] + own)
+    )
+    groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
+    steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])
+    return groups * (steps * step + sweeps * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[walk])
+
+
+def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
+    """Whether what is gathered of the nodes of a segment, such as a graph of a batch, fits on a multiprocessor."""
+    longest = graph.max_segment
+    if longest is None:
+        segments = graph.node_segments
+        longest = None if segments is None else segments.longest
+    return longest is not None and longest * node_bytes <= gpu.shared_bytes
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass.
+
+    Each tensor of the nodes travels once, each gathered row comes from the last-level cache, each step is issued, and
+    the longest row takes its steps in turn. Gathers among the few nodes of a small segment stay within a multiprocessor
+    and count as instructions alone. With the tangent at hand the pass over targets reads nodes only.
+    """
+    rows, num_columns = side_of(walk, graph)
+    if walk == "targets" and problem.tangent:
+        read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
+        return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
+    tensors = gathers(problem, walk)
+    moved = (rows.num_rows * (tensors + 1) + num_columns * tensors) * problem.row_bytes + 4 * rows.num_edges
+    # The state of all rows, written and read between sweeps.
+    carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
+    node_bytes = tensors * problem.row_bytes
+    gathered = 0 if stays_near(graph, node_bytes, gpu) else rows.num_edges * node_bytes
+    c = chosen.constants
+    chain = -(-min(rows.max_degree, chosen.max_edges) // (c["UNROLL"] * c["EDGE_SLOTS"]))
+    return Cost(
+        {
+            "memory": (moved + carried) / gpu.memory_bytes_per_s,
+            "gathers": gathered / gpu.cache_bytes_per_s,
+            "instructions": issued(walk, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
+            "longest row": chain * STEP_S,
+        },
+        {"launches": chosen.blocks * gpu.launch_s},
+    )
+
+
+@cache
+def node_constants(
+    heads: int, channels: int, dtype: torch.dtype, float_loads: bool = False
+) -> MappingProxyType[str, int]:
+    """Constants of the kernels that read nodes and no edges.
+
+    Two loads per lane and eight warps per block took half the time of one load and four on an H200: a warp lives as
+    long as its loads. One took 6 to 12 % less where two would be a head in 16 bits and the same features are read in
+    float32 too (``float_loads``), 64 bytes by each lane.
+    """
+    is_head = dtype.itemsize == 2 and channels * dtype.itemsize == 32
+    loads = 1 if float_loads and is_head else 2
+    lanes = lane_constants(heads, channels, dtype.itemsize, wide=False, loads=loads)
+    return MappingProxyType({"STORAGE": STORAGE[dtype], **lanes, "WARPS": 8})

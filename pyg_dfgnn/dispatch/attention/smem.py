@@ -1,0 +1,259 @@
+"""The schedule `smem`: the kernels of `row_split` on batches of small graphs, which stay on one multiprocessor.
+
+A thread block owns a range of nodes that no edge leaves, copies what its rows gather to shared memory, and walks its
+rows as `row_split` does: a row of features travels once, however many edges read it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pyg_dfgnn.dispatch.attention import row_split as rows
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.node_ranges import NodeRanges
+
+hands_over = False
+deterministic = True
+
+MAX_DEGREE = 512
+"""Longest row that one group of lanes may walk alone."""
+_RESERVED = 1024
+"""Shared memory that the system takes of each block."""
+
+
+@dataclass(frozen=True)
+class ResidentPass:
+    """One walk over ranges of nodes, a thread block each.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        bound: What the ranges are packed for (see :class:`~pyg_dfgnn.graph.node_ranges.NodeRanges`).
+        most_nodes: Nodes of the longest range.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    bound: int
+    most_nodes: int
+    shared_bytes: int
+    schedule: ClassVar[str] = "smem"
+
+    @property
+    def max_edges(self) -> int:
+        """Longest row: none is split."""
+        return MAX_DEGREE
+
+    def __str__(self) -> str:
+        place = "through the L1 cache"
+        if self.constants["IN_SHARED"]:
+            place = f"in {self.shared_bytes} bytes of shared memory"
+        warps = self.constants["WARPS"]
+        return f"{rows.layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
+
+
+def node_bytes(problem: AttentionProblem, walk: str) -> int:
+    """Shared memory per node: the gathered rows of features, numbers and records per head, and where its row ends."""
+    scalars = 4 * problem.heads if problem.score in ("add", "cosine") else 0
+    records = 16 * problem.heads if walk == "sources" else 0
+    return rows.gathers(problem, walk) * problem.row_bytes + scalars + records + 4
+
+
+def shared_bytes(problem: AttentionProblem, walk: str, ranges: NodeRanges) -> int:
+    """Dynamic shared memory of a block with copies; each of up to six arrays starts at a multiple of 16 bytes."""
+    return ranges.most_nodes * node_bytes(problem, walk) + 4 * ranges.most_edges + 4 + 6 * 16
+
+
+def _static_bytes(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> int:
+    """Shared memory that the kernel takes whatever the ranges: sums of the gradient of the gatv2 vector."""
+    if problem.score != "gatv2" or walk != "targets":
+        return 0
+    return 4 * c["WARPS"] * c["HEAD_LANES"] * c["HEAD_SLOTS"] * c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
+
+
+def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | None:
+    """The ranges of the pass: as long as lets the planned number of blocks share a multiprocessor, if any do."""
+    capacity = gpu_of(problem.device).shared_bytes + _RESERVED
+    constants, per_node = constants_of(problem, walk), node_bytes(problem, walk)
+    for blocks in range(constants["MIN_BLOCKS"], 0, -1):
+        room = capacity // blocks - _RESERVED - _static_bytes(problem, walk, constants)
+        ranges = graph.node_ranges(room // per_node)
+        # What the edges take is known only now.
+        while ranges is not None and (excess := shared_bytes(problem, walk, ranges) - room) > 0:
+            ranges = graph.node_ranges(ranges.most_nodes - -(-excess // per_node))
+        if ranges is not None:
+            return ranges
+    return None
+
+
+def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    """Every reason why the schedule cannot run a pass."""
+    reasons = []
+    if problem.row_bytes % 4:
+        reasons.append(f"rows of {problem.row_bytes} bytes are no multiple of 4")
+    lanes = constants_of(problem, walk)
+    heads = lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
+    if problem.heads > heads:
+        reasons.append(f"a warp takes {heads} heads at once, not {problem.heads}")
+    if graph.num_edges == 0:
+        reasons.append("the graph has no edges")
+    longest = max(graph.csr.max_degree, graph.csc.max_degree if walk == "sources" else 0)
+    if longest > MAX_DEGREE:
+        reasons.append(f"a row has {longest} edges, a warp takes up to {MAX_DEGREE}")
+    if reasons:
+        return reasons
+    segments = graph.node_segments
+    if segments is None:
+        return ["sources and targets are not the same nodes"]
+    if _ranges(problem, walk, graph) is None:
+        needed = segments.longest * node_bytes(problem, walk)
+        limit = gpu_of(problem.device).shared_bytes
+        return [f"{segments.longest} nodes with edges between them need {needed} bytes and more, a block has {limit}"]
+    return []
+
+
+# Loads of a lane per row, UNROLL, warps of a block and blocks per multiprocessor, from timings on an H200 and, where
+# there are none (see _is_timed), from the registers that the kernels need: 24 warps leave 80 registers, 18 leave 96.
+_LAYOUTS = {
+    (4, "forward"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 6, 4), "add": (4, 2, 6, 3), "gatv2": (2, 2, 12, 2)},
+    (4, "targets"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 9, 2), "add": (2, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+    (4, "sources"): {"dot": (2, 1, 12, 2), "cosine": (4, 2, 6, 2), "add": (4, 1, 6, 4), "gatv2": (2, 1, 12, 2)},
+    (2, "forward"): {"dot": (2, 2, 6, 4), "cosine": (2, 2, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 2, 12, 2)},
+    (2, "targets"): {"dot": (2, 2, 6, 3), "cosine": (2, 1, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 1, 8, 2)},
+    (2, "sources"): {"dot": (2, 2, 6, 2), "cosine": (2, 2, 6, 2), "add": (1, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
+}
+# The same with several heads: two loads of a head would lie in the banks of those of the next head but one.
+_LAYOUTS_OF_HEADS = {
+    (4, "forward"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 8, 4), "add": (1, 4, 12, 2), "gatv2": (1, 2, 12, 2)},
+    (4, "targets"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (1, 4, 12, 2)},
+    (4, "sources"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (1, 2, 12, 2)},
+    (2, "forward"): {"dot": (1, 4, 12, 2), "cosine": (1, 2, 12, 2)},
+    (2, "targets"): {"cosine": (1, 1, 12, 2)},
+    (2, "sources"): {"dot": (1, 1, 12, 2), "cosine": (1, 1, 9, 2)},
+}
+# The same with heads of four loads that fill a warp, where that was timed: lanes with two loads exchange fewer sums.
+_LAYOUTS_OF_NARROW_HEADS = {(4, "forward"): {"gatv2": (2, 2, 12, 2)}}
+# By how many powers of two a maximum may grow before sums are scaled to it: that spares multiplications, but won only
+# for dot products of several heads in 16 bits.
+_LAZY = 8
+
+
+def _layout(problem: AttentionProblem, walk: str) -> tuple[int, int, int, int]:
+    key, score = (problem.dtype.itemsize, walk), problem.score
+    several = _LAYOUTS_OF_HEADS.get(key, {}) if problem.heads > 1 else {}
+    narrow = _LAYOUTS_OF_NARROW_HEADS.get(key, {}) if _is_narrow(problem) else {}
+    return narrow.get(score, several.get(score, _LAYOUTS[key][score]))
+
+
+def _is_narrow(problem: AttentionProblem) -> bool:
+    """Whether heads of four loads fill a warp, as 8 of 16 channels do in float32."""
+    return problem.heads == 8 and problem.row_bytes == 32 * 16 and not problem.edge and not problem.dropout
+
+
+def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
+    """What the kernel of a pass is specialised by."""
+    loads, unroll, warps, blocks = _layout(problem, walk)
+    lanes = rows.fitting_lanes(problem, loads, wide=False)
+    whole = problem.channels == lanes["HEAD_LANES"] * lanes["LANE_VECS"] * lanes["VEC"]
+    if lanes["LANE_HEADS"] * lanes["LANE_VECS"] > loads or not whole or problem.edge or problem.dropout:
+        # More registers than were timed.
+        warps, blocks = 8, 1
+    # As timed: 4 % faster through the L1 cache, all others are slower.
+    full = walk == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
+    near = full and problem.score in ("dot", "cosine")
+    norms = walk == "forward" and problem.score == "cosine"
+    lazy = walk == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and problem.score == "dot"
+    return {
+        **rows.pass_constants(problem, walk, wide=False),
+        **lanes,
+        "UNROLL": unroll,
+        "WARPS": warps,
+        "MIN_BLOCKS": blocks,
+        "RESIDENT": 1,
+        "IN_SHARED": int(not near),
+        "NORMS": int(norms),
+        **({"LAZY": _LAZY} if lazy else {}),
+    }
+
+
+def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> ResidentPass:
+    """The pass of one walk."""
+    ranges = _ranges(problem, walk, graph)
+    assert ranges is not None
+    constants = constants_of(problem, walk)
+    shared = 0
+    if constants["IN_SHARED"]:
+        shared = shared_bytes(problem, walk, ranges)
+    elif constants["NORMS"]:
+        shared = 4 * problem.heads * ranges.most_nodes
+    return ResidentPass(constants, ranges.bound, ranges.most_nodes, shared)
+
+
+# Node tensors that a pass reads or writes, for one [N, H, C].
+_NODE_TENSORS = {
+    "dot": {"forward": 4, "targets": 6, "sources": 6},
+    "cosine": {"forward": 2, "targets": 4, "sources": 4},
+    "add": {"forward": 2, "targets": 3, "sources": 3},
+    "gatv2": {"forward": 3, "targets": 5, "sources": 4},
+}
+SHARED_BYTES_PER_S = 25e12
+NEAR_BYTES_PER_S = 12e12
+"""Rates at which all multiprocessors read shared memory, and their L1 caches."""
+WORK = {
+    "forward": {"dot": 0.88, "cosine": 0.8, "add": 0.84, "gatv2": 0.95},
+    "targets": {"dot": 0.82, "cosine": 0.9, "add": 0.82, "gatv2": 1.05},
+    "sources": {"dot": 0.89, "cosine": 0.89, "add": 0.7, "gatv2": 0.97},
+}
+"""Time of the instructions over that of `row_split`, from 51 passes in float32 on batches of sparse and dense graphs
+on an
+H200: between what both need, so that `auto` leaves dense graphs to others. The forward pass of the cosine score, which
+finds the norms, from four passes since."""
+UNTIMED = 1.25
+"""The same over that of the dot score where layouts follow from registers, not from timings."""
+TWO_LOADS = {"sources": {"add": 1.68}}
+"""The same where `row_split` has heads of two loads in 16 bits, from timings of 8 heads of 16 on an H200."""
+
+
+# Passes in float32 that were faster than those of `row_split` with heads of four loads that fill a warp.
+_TIMED_NARROW = {"forward": ("add", "gatv2"), "sources": ("cosine",)}
+
+
+def _is_timed(problem: AttentionProblem, walk: str) -> bool:
+    """Whether the layouts come from timings of the score."""
+    if problem.score == "dot":
+        return True
+    if problem.heads > 1:
+        single = problem.dtype.itemsize == 4
+        return single and _is_narrow(problem) and problem.score in _TIMED_NARROW.get(walk, ())
+    return problem.score == "cosine" or problem.dtype.itemsize == 4
+
+
+def _untimed(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> float:
+    """What instructions take where `WORK` is from timings of other layouts."""
+    if _is_timed(problem, walk):
+        return 1.0
+    known = TWO_LOADS.get(walk, {}) if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1 else {}
+    return known.get(problem.score, UNTIMED)
+
+
+def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
+    """Estimated time of the pass: as `row_split`, but gathers come from shared memory.
+
+    Fewer blocks on a multiprocessor than the registers allow hide less of what each of them waits for.
+    """
+    side, _ = rows.side_of(walk, graph)
+    c = chosen.constants
+    fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
+    waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
+    gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
+    moved = _NODE_TENSORS[problem.score][walk] * side.num_rows * problem.row_bytes + 4 * side.num_edges
+    issued = rows.issued(walk, problem, side, c) * _untimed(problem, walk, c)
+    return Cost(
+        {
+            "memory": moved / gpu.memory_bytes_per_s,
+            "gathers": gathered / (SHARED_BYTES_PER_S if c["IN_SHARED"] else NEAR_BYTES_PER_S),
+            "instructions": WORK[walk][problem.score] * waiting * issued / gpu.instructions_per_s,
+        },
+        {"launch": gpu.launch_s},
+    )

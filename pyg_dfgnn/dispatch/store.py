@@ -1,0 +1,164 @@
+"""What timings of the candidates have told: remembered in the process, and on disk beside the compiled kernels."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.gpu import gpu_of
+from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.paths import kernels_dir
+
+Seconds = dict[str, dict[str, float]]
+"""Time of each walk by each schedule."""
+
+_logger = logging.getLogger("pyg_dfgnn")
+_remembered: dict[str, Seconds] = {}
+_DEGREES = "degrees"
+
+
+def folder() -> Path:
+    """Where timings are kept: the folder in which CuPy keeps compiled kernels."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+@cache
+def _sources() -> str:
+    """Digest of the text that decides what a timing is about: kernels, and host code that plans and launches."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for top in (kernels_dir(), package / "dispatch", package / "ops"):
+        for path in sorted(top.rglob("*")):
+            if path.suffix in (".cu", ".cuh", ".py"):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _octave(value: float) -> int:
+    """The power of two next to a value: graphs that differ by less share a timing."""
+    return round(math.log2(value)) if value > 0 else -1
+
+
+def _spread(side: Adjacency) -> list[float]:
+    """Mean octave of the degree histogram over rows and over edges, in halves: more would tell batches apart."""
+    octaves = torch.frexp(side.ptr.diff().float()).exponent.long()
+    rows = dict(enumerate(torch.bincount(octaves).tolist()))
+    edges = {octave: 2**octave * count for octave, count in rows.items() if octave}
+    return [round(2 * sum(o * n for o, n in each.items()) / max(1, sum(each.values()))) / 2 for each in (rows, edges)]
+
+
+def _degrees(graph: Graph, walks: Sequence[str]) -> list[list[float]] | None:
+    """Degrees of the sides that are walked, kept with the graph; one host sync each, None where none is allowed."""
+    kept = graph.plans.setdefault(_DEGREES, {})
+    names = ("csr", "csc") if "sources" in walks else ("csr",)
+    for name in names:
+        if name not in kept:
+            if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            kept[name] = _spread(getattr(graph, name))
+    return [kept[name] for name in names]
+
+
+def key_of(
+    problem: AttentionProblem, graph: Graph, walks: Sequence[str], found: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """What a timing is remembered by, as readable text; None while a new graph is captured.
+
+    Sizes, degrees and how the candidates' own estimates compare count by octaves, so that similar graphs, such as the
+    batches of one data set, share a timing; what a candidate reads from a graph beyond that shows in its estimate.
+
+    Args:
+        problem: What is computed.
+        graph: On which graph.
+        walks: Which passes.
+        found: The options of each.
+    """
+    degrees = _degrees(graph, walks)
+    if degrees is None:
+        return None
+    estimates = [
+        {
+            name: None if option.reasons else _octave(option.cost.seconds / offers["row_split"].cost.seconds)
+            for name, option in offers.items()
+        }
+        for offers in found
+    ]
+    facts = {
+        "gpu": gpu_of(problem.device).name,
+        "sources": _sources(),
+        "walks": list(walks),
+        "score": problem.score,
+        "heads": problem.heads,
+        "channels": problem.channels,
+        "dtype": str(problem.dtype),
+        "tf32": problem.tf32,
+        "tangent": problem.tangent,
+        "edge": problem.edge,
+        "dropout": problem.dropout,
+        "sizes": [_octave(size) for size in (graph.num_src, graph.num_dst, graph.num_edges)],
+        "degrees": degrees,
+        "estimates": estimates,
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _path(key: str) -> Path:
+    return folder() / f"pyg_dfgnn-autotune-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def recall(key: str | None) -> Seconds | None:
+    """The timing of a key, if one was ever taken; a file that cannot be read counts as none."""
+    if key is None:
+        return None
+    found = _remembered.get(key)
+    if found is None:
+        found = _read(key)
+        if found is not None:
+            _remembered[key] = found
+    return found
+
+
+def _read(key: str) -> Seconds | None:
+    try:
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        if kept["key"] != json.loads(key):
+            return None
+        return {
+            walk: {name: float(seconds) for name, seconds in times.items()} for walk, times in kept["seconds"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def remember(key: str, seconds: Seconds) -> None:
+    """Keep a timing. The file appears whole or not at all.
+
+    One that ran out of memory, for all candidates or some, or whose folder cannot be written, is kept for this process
+    only.
+    """
+    _remembered[key] = seconds
+    if any(not times or math.inf in times.values() for times in seconds.values()):
+        return
+    path = _path(key)
+    text = json.dumps({"key": json.loads(key), "seconds": seconds}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", encoding="utf-8", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        _logger.info("the timing of an autotune is kept for this process only: %s", error)
+
+
+def forget() -> None:
+    """Forget what this process has read or timed; files stay."""
+    _remembered.clear()

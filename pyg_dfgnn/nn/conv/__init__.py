@@ -1,0 +1,1 @@
+"""Drop-ins for `torch_geometric.nn.conv`."""

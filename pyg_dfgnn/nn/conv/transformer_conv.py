@@ -1,0 +1,123 @@
+"""Drop-in for PyG's TransformerConv on the fused dot-product attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn.dense.linear import attend, project
+from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of, weights_dtype
+from pyg_dfgnn.ops.attention.functional import dot_attention
+
+
+class TransformerConv(FusedConv, conv.TransformerConv):
+    """PyG's `TransformerConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    `x'_i = W_1 x_i + sum_j softmax_j(<W_3 x_i, W_4 x_j + W_6 e_ij> / sqrt(C)) (W_2 x_j + W_6 e_ij)`
+
+    Source: Shi et al., "Masked Label Prediction", 2021.
+    """
+
+    propagate_type = {"query": Tensor, "key": Tensor, "value": Tensor, "edge_attr": OptTensor}
+    _upstream_methods = methods_of(conv.TransformerConv)
+
+    def _call(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Adj,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Call:
+        """The gate's view of a forward call with these arguments."""
+        source, target = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        # A flag of any value asks for the weights, as in PyG.
+        weights = isinstance(return_attention_weights, bool)
+        reasons = []
+        if source is None or target is None:
+            reasons.append("x is missing on one side")
+        if weights and self.training and self.dropout > 0.0:
+            reasons.append("attention weights before dropout are asked for in training")
+        lin_edge = self.lin_edge
+        if (lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
+            reasons.append("edge_dim without edge features, or edge features without edge_dim")
+        return self._gate(
+            "dot",
+            (source, target) if self.flow == "source_to_target" else (target, source),
+            edge_index,
+            edge_attr,
+            heads=self.heads,
+            channels=self.out_channels,
+            lin_edge=lin_edge,
+            dropout=self.dropout,
+            weights=weights,
+            reasons=reasons,
+        )
+
+    def forward(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Adj,
+        edge_attr: OptTensor = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """PyG's forward; see `torch_geometric.nn.TransformerConv.forward`."""
+        call = self._call(x, edge_index, edge_attr, return_attention_weights)
+        if call.reasons:
+            self._report(call.reasons)
+            return super().forward(x, edge_index, edge_attr, return_attention_weights)
+
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
+        shared = x_src is x_dst
+        if shared and edge_attr is None and not call.weights:
+            found = self._attend(edges, x_src)
+            if found is not None:
+                return self._add_skip(x_dst, *found)
+        skip: Sequence[Tensor] = ()
+        if shared:
+            query, key, value, *skip = project(x_src, self.heads, *self._layers())
+            skip = [rows.flatten(1) for rows in skip]
+        else:
+            projected = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
+            query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
+        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
+        result = dot_attention(edges, query, key, value, edge=edge, return_weights=call.weights, **self._options())
+        attended, alpha = result if call.weights else (result, None)
+        dtype = weights_dtype(query, key)
+        out = self._add_skip(x_dst, self._settle(attended, dtype), *skip)
+        if alpha is None:
+            return out
+        if isinstance(adjacency, SparseTensor):
+            return out, adjacency.set_value(alpha.to(dtype), layout="coo")
+        return out, (adjacency, alpha.to(dtype))
+
+    def _layers(self) -> Sequence[torch.nn.Module]:
+        """The linear layers of one node set that give results of one shape."""
+        own = self._modules
+        # The skip connection has the shape of the others unless heads are averaged.
+        skips = (own["lin_skip"],) if self.root_weight and self.concat else ()
+        return own["lin_query"], own["lin_key"], own["lin_value"], *skips  # type: ignore[return-value]
+
+    def _options(self) -> dict[str, Any]:
+        return {"dropout_p": float(self.dropout) if self.training else 0.0, "concat": self.concat}
+
+    def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Sequence[Tensor] | None:
+        """The attention of one node set, and the skip connection where it is made beside; None if not at once."""
+        layers, scale = self._layers(), self.out_channels**-0.5
+        found = attend(edges, "dot", x, self.heads, *layers, scale=scale, **self._options())
+        return found if found is None or self.concat else (found[0].mean(dim=1),)
+
+    def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
+        """The attention with what the skip connection makes of the targets x, unless that is given."""
+        if not self.root_weight:
+            return out
+        if x_r is None:
+            x_r = self.lin_skip(x)
+        if self.lin_beta is None:
+            return out + x_r
+        beta = self.lin_beta(torch.cat([out, x_r, out - x_r], dim=-1)).sigmoid()
+        return beta * x_r + (1 - beta) * out

@@ -1,0 +1,1 @@
+"""Attention over edges: the functions, and the launches of each schedule."""

@@ -1,0 +1,400 @@
+"""The rules that choose attention kernels: what is refused and why, what is chosen, how a plan reads."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch import store
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, AttentionProblem, choose, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.gpu import Cost
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
+from tests.zoo import hub, random
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PROBLEM = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cuda", 0), False, False, True)
+
+
+def graph_of(case):
+    return Graph.of(case.edge_index.clone(), case.num_src, case.num_dst)
+
+
+# Reasons --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("score", "dtype"), list(product(dispatch.SCORES, DTYPES)))
+@pytest.mark.parametrize("size", [(1, 1), (3, 7), (64, 512), (65535, 1)], ids=str)
+def test_what_runs(score, dtype, size):
+    heads, channels = size
+    problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
+    assert unsupported_reasons(problem) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"score": "l2"}, "score 'l2' has no fused kernel (one of dot, cosine, add, gatv2)"),
+        ({"device": torch.device("cpu")}, "tensors are on cpu, the kernels run on CUDA devices"),
+        ({"dtype": torch.float64}, "torch.float64 has no fused kernel (float32, float16, bfloat16)"),
+        ({"channels": 0}, "0 channels per head, the kernels take 1 to 512"),
+        ({"channels": 513}, "513 channels per head, the kernels take 1 to 512"),
+        ({"heads": 0}, "0 heads, the kernels take 1 to 65535"),
+        ({"heads": 65536}, "65536 heads, the kernels take 1 to 65535"),
+        ({"score": "cosine", "edge": True}, "the cosine score takes no edge features"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_each_reason(changes, reason):
+    assert unsupported_reasons(replace(PROBLEM, **changes)) == [reason]
+
+
+def test_reasons_of_the_machine(monkeypatch):
+    monkeypatch.setattr(dispatch, "_HAS_CUPY", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert unsupported_reasons(PROBLEM) == [
+        "CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')",
+        "the kernels need compute capability 8.0 or newer",
+    ]
+
+
+def test_all_reasons_at_once():
+    problem = replace(PROBLEM, device=torch.device("cpu"), dtype=torch.int32, channels=600, heads=0, edge=True)
+    assert len(unsupported_reasons(replace(problem, score="cosine"))) == 5
+
+
+def test_neither_rules_nor_operators_import_cupy():
+    code = (
+        "import sys, torch, pyg_dfgnn.ops\n"
+        "from pyg_dfgnn.dispatch.core import AttentionProblem, plan, unsupported_reasons\n"
+        "from pyg_dfgnn.graph import Graph\n"
+        "problem = AttentionProblem('dot', 2, 4, torch.float32, torch.device('cpu'), False, False, True)\n"
+        "unsupported_reasons(problem), plan(problem, Graph.of(torch.tensor([[0, 1], [1, 0]]), 2))\n"
+        "sys.exit(any(name.split('.')[0].startswith('cupy') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", dispatch.SCORES)
+def test_plans_of_the_zoo(case, score):
+    """Each graph has a plan, an empty one too."""
+    found = plan(replace(PROBLEM, score=score), graph_of(case))
+    for choice, walk in zip((found.forward, found.targets, found.sources), dispatch.WALKS, strict=True):
+        assert choice.walk == walk and choice.chosen.schedule in dispatch.CANDIDATES
+
+
+def test_no_backward_pass_without_gradients():
+    found = plan(replace(PROBLEM, needs_grad=False), graph_of(hub(300)))
+    assert found.targets is None and found.sources is None
+    assert "backward" not in str(found)
+
+
+def test_a_plan_reads_as_text():
+    with settings(schedule="row_split"):
+        lines = str(plan(replace(PROBLEM, heads=2, channels=4), graph_of(random(50, 50, 100)))).splitlines()
+    assert lines[0] == "schedule row_split" and lines[1].strip() == "results: the same in every run"
+    walks = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
+    assert [line.split(":")[0] for line in walks] == ["forward", "backward over targets", "backward over sources"]
+    assert all("row_split (asked for), 1 lanes per head, 2 x 1 heads, 4 elements per load" in line for line in walks)
+    assert "16 rows per warp" in walks[0]
+    assert sum(line.strip().startswith("row_split: ") and " ms = max(" in line for line in lines) == 3
+
+
+def test_the_schedule_that_was_asked_for():
+    with settings(schedule="row_split"):
+        assert plan(PROBLEM, graph_of(hub(300))).forward.reason == "asked for"
+
+
+# Choices --------------------------------------------------------------------------------------------------------------
+
+GRAPH = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
+
+
+@dataclass(frozen=True)
+class FakePass:
+    schedule: str
+
+
+class Fake:
+    """A candidate that costs what it is told and has no pass for a walk without a cost."""
+
+    def __init__(self, name, forward=None, targets=None, sources=None, hands_over=False, deterministic=True):
+        self.name, self.hands_over, self.deterministic = name, hands_over, deterministic
+        self.seconds = dict(zip(dispatch.WALKS, (forward, targets, sources), strict=True))
+
+    def reasons_against(self, problem, walk, graph):
+        return [f"{self.name} has no {walk}", "and never had"] if self.seconds[walk] is None else []
+
+    def plan_pass(self, problem, walk, graph):
+        return FakePass(self.name)
+
+    def cost(self, problem, walk, graph, chosen, gpu):
+        return Cost({"work": self.seconds[walk]}, {"launch": 0.5})
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    """Puts candidates in place of the real ones."""
+
+    def put(*fakes):
+        found = {fake.name: fake for fake in fakes}
+        monkeypatch.setattr(dispatch, "CANDIDATES", found)
+        monkeypatch.setattr(dispatch, "BY_NAME", found)
+        dispatch._logged.clear()
+
+    return put
+
+
+def chosen(**changes):
+    """Schedules of the three passes."""
+    with settings(**changes):
+        both = choose(PROBLEM, GRAPH, FORWARD, current()) + choose(PROBLEM, GRAPH, BACKWARD, current())
+    return [choice.chosen.schedule for choice in both]
+
+
+def test_each_walk_takes_the_cheapest(candidates):
+    candidates(Fake("row_split", 2, 1, 3), Fake("block_mma", 1, 2, 1), Fake("smmf", 3, 3, 2))
+    assert chosen() == ["block_mma", "row_split", "block_mma"]
+    candidates(Fake("row_split", 2, 1, 3), Fake("block_mma", 1))
+    assert chosen() == ["block_mma", "row_split", "row_split"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "sources", "expected"),
+    [
+        # Together 4.9 against 5; forward for itself.
+        (0.9, 4, ["smmf", "smmf", "smmf"]),
+        (1.1, 4, ["smmf", "row_split", "block_mma"]),
+        # One of the two cannot run, so neither does.
+        (0.1, None, ["smmf", "row_split", "block_mma"]),
+        (None, 0.1, ["smmf", "row_split", "block_mma"]),
+    ],
+)
+def test_passes_that_hand_over_run_together(candidates, targets, sources, expected):
+    candidates(
+        Fake("row_split", 2, 2, 4), Fake("block_mma", 2, 3, 3), Fake("smmf", 1, targets, sources, hands_over=True)
+    )
+    assert chosen() == expected
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
+    candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, None, hands_over=hands_over))
+    expected = ["block_mma", "row_split" if hands_over else "block_mma", "row_split"]
+    assert chosen(schedule="block_mma", fallback="silent") == expected and not caplog.messages
+    for _ in range(3):
+        assert chosen(schedule="block_mma") == expected
+    assert caplog.messages[-1] == (
+        "schedule 'block_mma' (backward over sources) cannot run here, 'row_split' takes its place: "
+        "block_mma has no sources; and never had"
+    )
+    assert len(caplog.messages) == 2 if hands_over else 1
+    with pytest.raises(
+        UnsupportedError, match="schedule 'block_mma' .* cannot run here: block_mma has no sources; and never"
+    ):
+        chosen(schedule="block_mma", fallback="error")
+    with settings(schedule="block_mma", fallback="error"):
+        text = str(plan(PROBLEM, GRAPH))
+    assert "backward over sources: row_split (block_mma cannot run)" in text
+    assert "block_mma cannot run: block_mma has no sources; and never had" in text
+
+
+def test_a_reason_is_logged_once_whatever_its_numbers(candidates, caplog, monkeypatch):
+    tiles = Fake("block_mma")
+    candidates(Fake("row_split", 1, 1, 1), tiles)
+    shares = iter(("1.5 %", "12 %", "no"))
+    monkeypatch.setattr(tiles, "reasons_against", lambda *_: [f"{next(shares)} set"])
+    with settings(schedule="block_mma"):
+        for _ in range(3):
+            choose(PROBLEM, GRAPH, FORWARD, current())
+    assert len(caplog.messages) == 2 and "1.5 % set" in caplog.messages[0] and "no set" in caplog.messages[1]
+
+
+def test_a_plan_shows_all_candidates(candidates):
+    candidates(Fake("row_split", 1e-3, 1e-3, 1e-3), Fake("block_mma", 2e-3, None, 2e-3))
+    text = str(plan(replace(PROBLEM, needs_grad=False), GRAPH))
+    assert text.splitlines() == [
+        "schedule row_split",
+        "  results: the same in every run",
+        "  forward: row_split (the lowest estimate of 2 candidates), FakePass(schedule='row_split')",
+        "    rows: 501 ms = work 1 + launch 500",
+        "    tiles: 502 ms = work 2 + launch 500",
+    ]
+    found = plan(PROBLEM, GRAPH)
+    assert found == plan(PROBLEM, GRAPH) and "options" not in repr(found)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_only_deterministic_schedules_on_request(candidates, by_torch):
+    candidates(Fake("row_split", 2, 2, 2), Fake("block_mma", 1, 1, 1, deterministic=False))
+    assert chosen(deterministic=False) == chosen() == ["block_mma"] * 3
+    assert "may differ between runs" in str(plan(PROBLEM, GRAPH))
+    torch.use_deterministic_algorithms(by_torch)
+    try:
+        assert chosen(deterministic=None if by_torch else True) == ["row_split"] * 3
+        assert chosen(deterministic=False) == ["block_mma"] * 3
+        with settings(deterministic=None if by_torch else True):
+            text = str(plan(PROBLEM, GRAPH))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "the same in every run" in text and "block_mma cannot run: its results may differ between runs" in text
+
+
+def test_every_schedule_has_a_name_in_the_settings():
+    assert set(SCHEDULES) == {*RULES, *dispatch.BY_NAME} and set(dispatch.CANDIDATES) <= set(dispatch.BY_NAME)
+    for name, candidate in dispatch.BY_NAME.items():
+        assert type(candidate.hands_over) is bool and candidate.deterministic is True, name
+
+
+@pytest.mark.parametrize("name", dispatch.BY_NAME)
+def test_each_schedule_by_name(name):
+    """It runs, or says why not; the plan names what runs."""
+    graph = graph_of(random(64, 64, 512, seed=1))
+    with settings(schedule=name):
+        found = plan(replace(PROBLEM, channels=32), graph)
+    for choice in found.choices:
+        option = next(option for option in choice.options if option.schedule == name)
+        assert choice.chosen.schedule == ("row_split" if option.reasons else name)
+        assert f"{name}: " in str(choice) or f"{name} cannot run: " in str(choice)
+
+
+def test_the_rule_of_the_paper():
+    with settings(schedule="paper"):
+        found = plan(PROBLEM, graph_of(hub(300)))
+    assert found.schedule == "smmf" and "largest degree 30" in found.forward.reason
+
+
+def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
+    """Estimates may read facts of the graph that take a while."""
+
+    def fail(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(dispatch.row_split, "cost", fail)
+    gatv2 = replace(PROBLEM, score="gatv2")
+    bipartite = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, 4)
+    for walks in (FORWARD, BACKWARD):
+        assert choose(gatv2, bipartite, walks, Settings())[0].chosen.schedule == "row_split"
+        assert choose(PROBLEM, GRAPH, walks, Settings(schedule="row_split"))[0].chosen.schedule == "row_split"
+
+
+@pytest.mark.parametrize(("forward", "left"), [("row_split", True), ("block_mma", False)])
+def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, left):
+    """With an add score the forward pass of `row_split` leaves the tangent."""
+    candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2 if forward == "row_split" else 0.5, 2, 2))
+    seen = []
+    monkeypatch.setattr(
+        Fake, "plan_pass", lambda self, problem, *_: seen.append(problem.tangent) or FakePass(self.name)
+    )
+    for score, edge in (("add", False), ("add", True), ("dot", False)):
+        seen.clear()
+        choose(replace(PROBLEM, score=score, edge=edge), GRAPH, BACKWARD, current())
+        assert seen[-1] == (left and score == "add" and not edge)
+
+
+@pytest.fixture(scope="module")
+def resident_graphs():
+    """Small graphs without repeated edges."""
+    cases = [random(60 + i % 7, 60 + i % 7, 500, seed=i) for i in range(64)]
+    data = [Data(edge_index=case.edge_index.unique(dim=1), num_nodes=case.num_src) for case in cases]
+    return ResidentGraphs([SortEdges()(each) for each in data])
+
+
+@pytest.mark.parametrize("score", ["dot", "add"])
+def test_batches_of_a_kind_take_the_same_schedules(resident_graphs, score):
+    problem = replace(PROBLEM, score=score, channels=16)
+    ids = torch.arange(48)
+    first, second = (Graph.of_batch(resident_graphs.batch(each)) for each in (ids, ids.flip(0)))
+    for walks in (FORWARD, BACKWARD):
+        chosen, again = choose(problem, first, walks, Settings()), choose(problem, second, walks, Settings())
+        assert all(len(choice.options) == len(dispatch.CANDIDATES) for choice in chosen)
+        for one, other in zip(chosen, again, strict=True):
+            assert [option.schedule for option in other.options] == [other.chosen.schedule] == [one.chosen.schedule]
+            assert other.reason == "as for another batch of its kind"
+
+
+def test_batches_are_on_their_own(resident_graphs, monkeypatch):
+    """Of another size, where results must be the same in every run, where a plan is read, and where it cannot run."""
+    monkeypatch.setattr(dispatch.smem, "cost", lambda *arguments: Cost({"time": 0.0}))
+    batches = [Graph.of_batch(resident_graphs.batch(torch.arange(count))) for count in (48, 48, 20)]
+    (found,) = choose(PROBLEM, batches[0], FORWARD, Settings())
+    assert found.chosen.schedule == "smem"
+    for graph, rule in ((batches[2], Settings()), (batches[1], Settings(deterministic=True))):
+        (found,) = choose(PROBLEM, graph, FORWARD, rule)
+        assert len(found.options) == len(dispatch.CANDIDATES)
+    # A plan that is read lists all candidates and takes what runs, though its own estimate would be another by now.
+    monkeypatch.setattr(dispatch.smem, "cost", lambda *arguments: Cost({"time": 1.0}))
+    read = plan(PROBLEM, batches[1]).forward
+    assert len(read.options) == len(dispatch.CANDIDATES) and read.chosen.schedule == "smem"
+    assert choose(PROBLEM, batches[1], FORWARD, Settings())[0].chosen.schedule == "smem"
+    # Neither gradients to follow nor how a fallback is told decide what runs.
+    assert plan(replace(PROBLEM, needs_grad=False), batches[1], Settings(fallback="error")).schedule == "smem"
+    monkeypatch.setattr(dispatch.smem, "reasons_against", lambda *arguments: ["full"])
+    (found,) = choose(PROBLEM, batches[1], FORWARD, Settings())
+    assert found.chosen.schedule != "smem" and len(found.options) == len(dispatch.CANDIDATES)
+
+
+def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, monkeypatch):
+    """What was decided for batches of a kind is not decided again for the tangent."""
+    problem, graph = replace(PROBLEM, score="add"), Graph.of_batch(resident_graphs.batch(torch.arange(48)))
+    choose(problem, graph, FORWARD, Settings())
+    asked, real = [], dispatch.options
+
+    def options(problem, graph, walks, settings, names=None):
+        asked.append((walks, names))
+        return real(problem, graph, walks, settings, names)
+
+    monkeypatch.setattr(dispatch, "options", options)
+    dispatch.leaves_tangent(problem, graph, Settings())
+    assert (FORWARD, None) not in asked
+
+
+def test_a_graph_that_is_no_batch_needs_no_segments():
+    """Finding them reads all edges and waits for the device."""
+    graph = graph_of(random(64, 64, 512, seed=1))
+    for walks in (FORWARD, BACKWARD):
+        choose(replace(PROBLEM, score="add"), graph, walks, Settings(schedule="row_split"))
+    assert "node_segments" not in vars(graph)
+
+
+# Autotune -------------------------------------------------------------------------------------------------------------
+
+
+def measured(walks, **seconds):
+    """Remember that candidates took so long."""
+    with settings(schedule="autotune"):
+        found = dispatch.options(PROBLEM, GRAPH, walks, current())
+    store.remember(store.key_of(PROBLEM, GRAPH, walks, found), {walk: dict(seconds) for walk in walks})
+
+
+def test_what_was_timed_decides(candidates):
+    candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, 2), Fake("smmf", 3, 3, 3))
+    with settings(schedule="autotune"):
+        (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
+    assert choice.chosen.schedule == "row_split" and not choice.final and "not timed yet" in choice.reason
+    measured(FORWARD, row_split=3e-3, block_mma=2e-3, smmf=1e-3)
+    measured(BACKWARD, row_split=3e-3, block_mma=1e-3, smmf=2e-3)
+    assert chosen(schedule="autotune") == ["smmf", "block_mma", "block_mma"] and chosen() == ["row_split"] * 3
+    store.forget()
+    with settings(schedule="autotune"):
+        (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
+        assert "block_mma: 2 ms measured, 2.5e+03 ms = work" in str(plan(PROBLEM, GRAPH))
+    assert choice.chosen.schedule == "smmf" and choice.final and "not timed" not in choice.reason
+
+
+def test_what_ran_out_of_memory_is_not_taken(candidates):
+    candidates(Fake("row_split", 2, 2, 2), Fake("block_mma", 1, 1, 1))
+    measured(FORWARD, row_split=5e-3, block_mma=float("inf"))
+    assert chosen(schedule="autotune")[0] == "row_split"
+    store.forget()
+    with settings(schedule="autotune"):
+        assert not choose(PROBLEM, GRAPH, FORWARD, current())[0].final

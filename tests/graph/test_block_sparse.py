@@ -1,0 +1,259 @@
+"""Dense blocks of a graph: segments that no edge leaves, windows, listed columns and bits against the dense matrix."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import block_sparse as tiles_module
+from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, Segments, area_of, find_segments, make_tiles, sample_fill
+from tests.zoo import Case, random, sbm, zoo
+
+ROWS = (32, 64, 80)
+
+
+def batch(sizes, density, name):
+    """Random graphs of these sizes side by side, loops included, no edge twice."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    parts, first = [], 0
+    for size in sizes:
+        parts.append((torch.rand(size, size, generator=generator) < density).nonzero().t() + first)
+        first += size
+    return Case(name, torch.cat(parts, dim=1), first, first)
+
+
+def without_duplicates(case):
+    return Case(case.name, case.edge_index.unique(dim=1), case.num_src, case.num_dst)
+
+
+CASES = [
+    *map(without_duplicates, zoo()),
+    without_duplicates(random(150, 90, 1500, seed=5, name="bipartite-windows")),
+    batch([20, 1, 70, 130, 33], 0.3, "batch"),
+    batch([100], 0.05, "one-graph"),
+    batch([3, 40, 3], 0.0, "batch-of-isolated"),
+]
+
+
+def graph_of(case):
+    return Graph.of(case.edge_index.clone(), case.num_src, case.num_dst)
+
+
+@pytest.fixture(params=CASES, ids=str)
+def graph(request):
+    return graph_of(request.param)
+
+
+def brute_segments(graph):
+    """Node offsets where no edge has one end before and one end after."""
+    ends = [(min(edge), max(edge)) for edge in graph.edge_index.t().tolist()]
+    return [b for b in range(graph.num_dst + 1) if not any(low < b <= high for low, high in ends)]
+
+
+def dense_of(side, num_columns):
+    dense = torch.zeros(side.num_rows, num_columns, dtype=torch.int32)
+    for row, column in zip(side.row.tolist(), side.index.tolist(), strict=True):
+        dense[row, column] += 1
+    return dense
+
+
+def decode(tiles, num_rows, num_columns, rows):
+    """The dense matrix that the tiles stand for, read bit by bit; checks windows and padding on the way."""
+    dense = torch.zeros(num_rows, num_columns, dtype=torch.int32)
+    seen = torch.zeros(num_rows, dtype=torch.int32)
+    assert tiles.windows.shape == (tiles.num_windows, 8) and tiles.bits.shape == (tiles.num_blocks, rows)
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tiles.tensors())
+    next_block = 0
+    for first, last, block, count, first_column, *zeros in tiles.windows.tolist():
+        assert last - first <= rows and zeros == [0, 0, 0]
+        seen[first:last] += 1
+        assert block == next_block
+        next_block += -(-count // BLOCK)
+        for column in range(next_block * BLOCK - block * BLOCK):
+            k, bit = block + column // BLOCK, column % BLOCK
+            if tiles.columns is None:
+                node = first_column + column
+            else:
+                node = int(tiles.columns[k, bit])
+                # Past the end the last column again: its rows are read, and must exist.
+                assert 0 <= node < num_columns
+                assert column < count or node == int(tiles.columns[block + (count - 1) // BLOCK, (count - 1) % BLOCK])
+            for row in (tiles.bits[k] >> bit & 1).nonzero().view(-1).tolist():
+                assert first + row < last and column < count
+                dense[first + row, node] += 1
+    assert next_block == tiles.num_blocks and bool((seen == 1).all())
+    return dense
+
+
+# Segments -------------------------------------------------------------------------------------------------------------
+
+
+def test_segments_against_every_boundary(graph):
+    segments = find_segments(graph)
+    if graph.num_src != graph.num_dst or graph.num_src == 0:
+        assert segments is None
+        return
+    ptr = brute_segments(graph)
+    sizes = [last - first for first, last in zip(ptr, ptr[1:], strict=False)]
+    assert segments.ptr.dtype == torch.int32 and segments.ptr.tolist() == ptr
+    assert (segments.num_segments, segments.longest) == (len(sizes), max(sizes))
+    units = [-(-size // TILE_ROWS) for size in sizes]
+    assert segments.histogram == tuple((unit, units.count(unit)) for unit in sorted(set(units)))
+    assert area_of(segments) == sum((TILE_ROWS * unit) ** 2 for unit in units)
+
+
+@pytest.mark.parametrize("flip", [False, True], ids=["forth", "back"])
+def test_an_edge_in_either_direction_joins(flip):
+    edge_index = torch.tensor([[0, 3], [2, 4]])
+    graph = Graph.of(edge_index.flip(0) if flip else edge_index, 6)
+    assert find_segments(graph).ptr.tolist() == [0, 3, 5, 6]
+
+
+def test_a_loop_joins_nothing():
+    graph = Graph.of(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 2]]), 4)
+    assert find_segments(graph).ptr.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_segments_of_a_batch_are_its_connected_graphs():
+    case = sbm(num_graphs=5, nodes=40)
+    assert find_segments(graph_of(case)).ptr.tolist() == list(range(0, 201, 40))
+
+
+def test_sources_that_are_not_the_targets_have_no_segments():
+    assert find_segments(Graph.of(torch.tensor([[0], [0]]), 3, 2)) is None
+    assert find_segments(Graph.of(torch.zeros(2, 0, dtype=torch.long), 0)) is None
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_tiles_decode_to_the_graph(graph, rows):
+    """Both sides, with the columns that occur and, where there are segments, with all nodes of those."""
+    found = find_segments(graph)
+    for segments in (None, found) if found else (None,):
+        for side, num_columns in ((graph.csr, graph.num_src), (graph.csc, graph.num_dst)):
+            tiles = make_tiles(side, num_columns, rows, segments)
+            assert not tiles.has_duplicates
+            assert (tiles.columns is None) == (segments is not None)
+            assert torch.equal(decode(tiles, side.num_rows, num_columns, rows), dense_of(side, num_columns))
+
+
+def test_segments_can_be_coarser_than_needed():
+    """The columns of a window are whatever range it is given, as long as no edge leaves it."""
+    graph = graph_of(batch([20, 1, 70, 130, 33], 0.3, "batch"))
+    ptr = torch.tensor([0, 91, 254], dtype=torch.int32)
+    tiles = make_tiles(graph.csc, 254, 64, Segments(ptr, 2, 163, ((6, 1), (11, 1))))
+    assert torch.equal(decode(tiles, 254, 254, 64), dense_of(graph.csc, 254))
+
+
+def test_windows_share_a_segment_evenly():
+    """130 rows in windows of up to 80 are 80 and 50, those of up to 64 are three of 48, 48 and 34."""
+    graph = graph_of(batch([130], 0.3, "one"))
+    spans = {
+        rows: [last - first for first, last, *_ in graph.tiles("targets", rows, False).windows.tolist()]
+        for rows in (64, 80)
+    }
+    assert spans == {64: [48, 48, 34], 80: [80, 50]}
+
+
+def test_listed_columns_are_those_that_occur():
+    """In ascending order and once each, however many rows meet them."""
+    edge_index = torch.tensor([[7, 3, 9, 3, 40, 2], [0, 0, 1, 31, 32, 39]])
+    tiles = make_tiles(Graph.of(edge_index, 41, 40).csr, 41, 32, None)
+    assert tiles.windows[:, :4].tolist() == [[0, 32, 0, 3], [32, 40, 1, 2]]
+    assert tiles.columns.tolist() == [[3, 7, *[9] * 30], [2, *[40] * 31]]
+    assert tiles.bits[0, [0, 1, 31]].tolist() == [0b011, 0b100, 0b001] and tiles.bits[1, [0, 7]].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["segments", "listed"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("copies", [1, 2, 3, 31])
+def test_duplicates_are_seen(rows, compact, copies):
+    """In the last bit too, from which a carry leaves the word."""
+    dense = torch.ones(33, 33, dtype=torch.bool).nonzero().t()
+    for edge in ([0, 0], [31, 5], [32, 32]):
+        more = torch.tensor(edge)[:, None].expand(2, copies)
+        graph = Graph.of(torch.cat([dense, more], dim=1), 33)
+        assert graph.tiles("targets", rows, compact).has_duplicates
+        assert graph.tiles("sources", rows, compact).has_duplicates
+    assert not Graph.of(dense, 33).tiles("targets", rows, compact).has_duplicates
+
+
+def test_the_zoo_with_its_duplicates(case):
+    graph = graph_of(case)
+    expected = case.edge_index.unique(dim=1).size(1) < case.edge_index.size(1)
+    for rows_are in ("targets", "sources"):
+        assert graph.tiles(rows_are, 64, True).has_duplicates == expected
+
+
+# Fill -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_fill_of_every_window(graph, rows):
+    """With as many samples as windows it is the share of the bits that are set."""
+    fill = sample_fill(graph.csr, rows)
+    # Windows that the tiles cut in equal shares, the sample cuts at multiples of `rows`.
+    area = 0
+    for first in range(0, graph.num_dst, rows):
+        begin, end = graph.csr.ptr[[first, min(first + rows, graph.num_dst)]].tolist()
+        area += -(-graph.csr.index[begin:end].unique().numel() // BLOCK) * BLOCK * rows
+    assert fill == pytest.approx(graph.num_edges / max(1, area))
+
+
+def test_sampled_fill_is_near_the_exact_one():
+    graph = graph_of(without_duplicates(random(6000, 6000, 60_000, seed=7)))
+    exact, sampled = (sample_fill(graph.csr, 32, samples) for samples in (1000, 40))
+    assert sampled != exact and sampled == pytest.approx(exact, rel=0.05)
+    tiles = graph.tiles("targets", 32, True)
+    assert exact == pytest.approx(graph.num_edges / (tiles.num_blocks * BLOCK * 32), rel=0.01)
+
+
+def test_fill_of_a_graph():
+    graph = graph_of(batch([20, 1, 70, 130, 33], 0.3, "batch"))
+    area = 32**2 + 16**2 + 80**2 + 144**2 + 48**2
+    assert graph.tile_fill(64, compact=False) == graph.tile_fill(32, compact=False) == graph.num_edges / area
+    assert graph.tile_fill(64, compact=True) == sample_fill(graph.csr, 64)
+    # Without segments there are only listed columns.
+    wide = graph_of(CASES[10])
+    assert wide.node_segments is None
+    assert wide.tile_fill(64, compact=False) == wide.tile_fill(64, compact=True) == sample_fill(wide.csr, 64)
+
+
+# Keeping --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_graph_keeps(monkeypatch):
+    graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
+    keys = [(rows_are, rows, compact) for rows_are in ("targets", "sources") for rows in ROWS for compact in (0, 1)]
+    made = {key: graph.tiles(*key) for key in keys}
+    assert len({id(tiles) for tiles in made.values()}) == len(keys)
+    segments, fills = graph.node_segments, [graph.tile_fill(rows, True) for rows in ROWS]
+
+    def refuse(*values):
+        raise AssertionError("host sync for what is known")
+
+    monkeypatch.setattr(tiles_module, "pull", refuse)
+    assert all(graph.tiles(*key) is tiles for key, tiles in made.items())
+    assert graph.node_segments is segments
+    assert [graph.tile_fill(rows, True) for rows in ROWS] == fills
+    with pytest.raises(AssertionError, match="host sync"):
+        graph.tiles("targets", 48, True)
+
+
+def test_streams_know_the_arrays():
+    """What is recorded on another stream includes the tiles, and a graph on a CPU records nothing."""
+    graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
+    tiles = [graph.tiles("targets", 64, False), graph.tiles("sources", 64, True)]
+    kept = graph._tensors()
+    assert all(any(tensor is other for other in kept) for each in tiles for tensor in each.tensors())
+    assert graph._streams is None and graph.on_this_stream() is graph
+
+
+def test_made_in_inference_mode_serves_training():
+    graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
+    with torch.inference_mode():
+        tiles = graph.tiles("targets", 64, False), graph.tiles("sources", 64, True)
+        graph.tile_fill(64, True)
+    assert not any(tensor.is_inference() for each in tiles for tensor in each.tensors())
+    assert not graph.node_segments.ptr.is_inference()

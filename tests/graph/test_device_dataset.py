@@ -1,0 +1,169 @@
+"""Batches that cost the device a few kernels: of trusted graphs, and gathered from graphs that stay on the device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch_geometric.data import Batch, Data
+
+from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges, adjacency
+from pyg_dfgnn.graph import batch as batch_module
+from pyg_dfgnn.graph import block_sparse as tiles_module
+from pyg_dfgnn.graph import graph as graph_module
+from pyg_dfgnn.graph import node_ranges as ranges_module
+from tests.graph.brute import check_graph
+from tests.graph.test_batch import members
+
+PICKS = ([0, 1, 2], [5, 3, 3, 0, 9], list(range(15)), [4])
+
+
+def simple(member):
+    """Without repeated edges."""
+    edge_index, place = member.edge_index.unique(dim=1, return_inverse=True)
+    edge_attr = torch.zeros(edge_index.size(1), 1).index_copy_(0, place, member.edge_attr)
+    return Data(x=member.x, edge_index=edge_index, edge_attr=edge_attr, y=member.y, num_nodes=member.num_nodes)
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    def start():
+        def refuse(*values):
+            raise AssertionError("the device was asked")
+
+        for module in (adjacency, batch_module, graph_module, tiles_module):
+            monkeypatch.setattr(module, "pull", refuse)
+        monkeypatch.setattr(torch.Tensor, "cpu", refuse)
+
+    yield start
+    monkeypatch.undo()
+
+
+def assert_same(ours, theirs):
+    for a, b in ((ours.csr, theirs.csr), (ours.csc, theirs.csc)):
+        assert all(torch.equal(x, y) for x, y in zip(a.side, b.side)) and a.max_degree == b.max_degree
+    assert torch.equal(ours.segments, theirs.segments) and ours.max_segment == theirs.max_segment
+
+
+def test_facts_are_those_of_the_batch():
+    data = [SortEdges()(member) for member in members()]
+    batch = Batch.from_data_list(data)
+    facts, graph = BatchFacts.of(batch), Graph.of_batch(batch)
+    assert torch.equal(facts.nodes, batch.ptr.diff()) and facts.num_edges == graph.num_edges
+    assert (facts.max_in_degree, facts.max_out_degree) == (graph.csr.max_degree, graph.csc.max_degree)
+    assert facts.is_simple == (batch.edge_index.unique(dim=1).size(1) == graph.num_edges)
+    assert BatchFacts.of(Batch.from_data_list([SortEdges()(simple(member)) for member in members()])).is_simple
+
+
+def test_trusted_batch_equals_the_checked_one(no_sync):
+    data = [SortEdges()(member) for member in members()]
+    checked = Graph.of_batch(Batch.from_data_list(data))
+    most = checked.csr.block_edges(8)
+    batch = Batch.from_data_list(data)
+    no_sync()
+    graph = Graph.of_batch(batch, facts=BatchFacts.of(batch))
+    assert_same(graph, checked)
+    assert Graph.of(batch.edge_index, batch.num_nodes) is graph
+    assert graph.node_segments.longest == graph.max_segment
+    assert graph.csr.num_edges >= graph.csr.block_edges(8) >= most
+
+
+@pytest.mark.parametrize("made_by", ["trusted", "resident"])
+def test_self_loops_without_a_sync(made_by, no_sync):
+    data = [SortEdges()(member) for member in members()]
+    plain = Batch.from_data_list(data)
+    want = Graph.of_batch(plain, self_loops=True)
+    assert want.num_edges < plain.num_edges + plain.num_nodes and want.csc.max_degree > 0
+    batch = Batch.from_data_list(data) if made_by == "trusted" else ResidentGraphs(data).batch(torch.arange(len(data)))
+    no_sync()
+    if made_by == "trusted":
+        Graph.of_batch(batch, facts=BatchFacts.of(batch))
+    graph = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
+    assert_same(graph, want)
+    assert graph.node_segments.longest == want.max_segment and graph.num_edges == want.num_edges
+
+
+def test_facts_need_sorted_edges():
+    with pytest.raises(ValueError, match="'batch' needs graphs that went through SortEdges"):
+        BatchFacts.of(Batch.from_data_list(members()))
+
+
+@pytest.mark.parametrize("ids", PICKS, ids=str)
+@pytest.mark.parametrize("is_sorted", [True, False], ids=["sorted", "plain"])
+def test_resident_batch_equals_pygs(ids, is_sorted, no_sync):
+    data = [SortEdges()(member) if is_sorted else member for member in members()]
+    picked = [data[i] for i in ids]
+    want = Batch.from_data_list(picked)
+    resident = ResidentGraphs(data)
+    assert len(resident) == len(data)
+    checked = Graph.of_batch(want)
+    no_sync()
+    batch = resident.batch(torch.tensor(ids))
+    graph = Graph.of_batch(batch) if is_sorted else None
+    assert batch.num_graphs == want.num_graphs and batch.num_nodes == want.num_nodes
+    for name in ("x", "y", "edge_index", "edge_attr", "batch", "ptr"):
+        assert torch.equal(batch[name], want[name]) and batch[name].dtype == want[name].dtype, name
+    if is_sorted:
+        assert_same(graph, checked)
+
+
+def test_resident_batch_is_a_whole_graph():
+    resident = ResidentGraphs([SortEdges()(member) for member in members()])
+    batch = resident.batch(torch.tensor([7, 2, 11, 3]))
+    check_graph(Graph.of_batch(batch), batch.edge_index, batch.num_nodes, batch.num_nodes)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 80])
+@pytest.mark.parametrize("rows_are", ["targets", "sources"])
+def test_dense_blocks_without_a_sync(rows, rows_are, no_sync):
+    data = [SortEdges()(simple(member)) for member in members()]
+    ids = torch.tensor([7, 2, 11, 3, 14, 3])
+    plain = Batch.from_data_list([data[i] for i in ids])
+    facts = BatchFacts.of(plain)
+    trusted, resident = Graph.of_batch(plain, facts=facts), ResidentGraphs(data)
+    graph = Graph.of_batch(resident.batch(ids))
+    side = graph.csr if rows_are == "targets" else graph.csc
+    counted = tiles_module.Segments.of_sizes(graph.segments, facts.nodes, facts.edges, is_simple=True)
+    want = tiles_module.make_tiles(side, graph.num_src, rows, replace(counted, sizes=None, is_simple=None))
+    no_sync()
+    for each in (graph, trusted):
+        found = each.tiles(rows_are, rows, compact=False)
+        assert torch.equal(found.windows, want.windows) and torch.equal(found.bits, want.bits)
+        assert (found.num_windows, found.num_blocks) == (want.num_windows, want.num_blocks)
+        assert found.max_columns == want.max_columns and not found.has_duplicates and not want.has_duplicates
+
+
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_ranges_without_a_sync(self_loops, no_sync):
+    data = [SortEdges()(member) for member in members()]
+    ids = torch.tensor([7, 2, 11, 3, 14, 3])
+    plain = Batch.from_data_list([data[i] for i in ids])
+    trusted = Graph.of_batch(plain, self_loops=self_loops, facts=BatchFacts.of(plain))
+    graph = Graph.of_batch(ResidentGraphs(data).batch(ids), self_loops=self_loops)
+    unknown, longest = replace(graph.node_segments, edges=None), graph.node_segments.longest
+    bounds = (longest, longest + 3, 4 * longest)
+    asked = [ranges_module.pack_segments(graph.csr, unknown, most) for most in bounds]
+    no_sync()
+    for most, want in zip(bounds, asked, strict=True):
+        for each in (graph, trusted):
+            found = each.node_ranges(most)
+            assert torch.equal(found.ptr, want.ptr) and found.num_ranges == want.num_ranges
+            assert (found.most_nodes, found.most_edges) == (want.most_nodes, want.most_edges)
+
+
+def test_repeated_edges_are_told():
+    data = [SortEdges()(member) for member in members()]
+    resident = ResidentGraphs(data)
+    batch = resident.batch(torch.arange(len(data)))
+    assert batch.edge_index.unique(dim=1).size(1) < batch.num_edges
+    assert Graph.of_batch(batch).tiles("targets", 32, compact=False).has_duplicates
+
+
+def test_what_cannot_be_gathered():
+    data = [Data(x=torch.zeros(3, 1), edge_index=torch.zeros(2, 1, dtype=torch.long), name="a") for _ in range(2)]
+    with pytest.raises(ValueError, match=r"'graphs' needs tensors along nodes, edges or graphs \(got 'name'\)"):
+        ResidentGraphs(data)
+    many = [Data(edge_index=torch.zeros(2, 0, dtype=torch.long), num_nodes=1 << 30) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"'num_nodes' needs a value in \[0, 2147483647\] \(got 2147483648\)"):
+        ResidentGraphs(many)
+    with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
+        ResidentGraphs([])

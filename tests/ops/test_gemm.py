@@ -1,0 +1,470 @@
+"""Products of linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pyg_dfgnn.dispatch import gemm as rule
+from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.ops import gemm
+from tests.kernels.emulated import emulated_device
+from tests.tolerances import assert_all_close, assert_close, relative_error
+
+# Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
+SIZES = [
+    (200, 32, 64, 3, True),
+    (70, 36, 20, 2, True),
+    (130, 128, 132, 1, False),
+    (1, 4, 4, 4, True),
+    (150, 100, 8, 2, False),
+    (64, 64, 64, 4, True),
+]
+ALL = (True, True, True)
+FORWARD_TILES = sorted(
+    {rule.forward_tile(rows, channels) for rows in (1, 1 << 14, 1 << 20) for channels in (8, 256)}, key=str
+)
+BACKWARD_TILES = [rule.backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)]
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """What a test has patched must not stay."""
+    yield
+    gemm._forward.cache_clear()
+    gemm._backward.cache_clear()
+
+
+def draw(rows, features, channels, layers, biased, device="cpu"):
+    """Input, weights, biases, and gradients of the results."""
+    torch.manual_seed(rows)
+    x = torch.randn(rows, features, device=device)
+    weights = [torch.randn(channels, features, device=device) for _ in range(layers)]
+    biases = [torch.randn(channels, device=device) for _ in range(layers if biased else 0)]
+    return x, weights, biases, [torch.randn(rows, channels, device=device) for _ in range(layers)]
+
+
+def run(x, weights, biases, grads, beside, needed=ALL):
+    """Results, gradient of x and those of the parameters."""
+    if beside:
+        rows, kept = gemm.beside(x, weights, biases)
+        found = rows.chunk(len(weights), 1)
+        grads = [torch.cat(grads, 1)] if len(weights) > 1 else grads
+    else:
+        found, kept = gemm.apart(x, weights, biases), weights
+    return found, *gemm.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
+
+
+PRECISIONS = pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"], indirect=True)
+
+
+def check(tensors, found, grad_x, of_parameters, tf32=False):
+    x, weights, biases, grads = (
+        [each.double() for each in part] if isinstance(part, list) else part.double() for part in tensors
+    )
+    biases = biases or [None] * len(weights)
+    pairs = {"grad x": (grad_x, sum(grad @ weight for grad, weight in zip(grads, weights, strict=True)))}
+    for layer, (weight, bias, grad) in enumerate(zip(weights, biases, grads, strict=True)):
+        pairs[f"y {layer}"] = found[layer], F.linear(x, weight, bias)
+        pairs[f"grad weight {layer}"] = of_parameters[layer], grad.t() @ x
+        if bias is not None:
+            # Never rounded.
+            assert_close(f"grad bias {layer}", of_parameters[len(weights) + layer], grad.sum(0))
+    assert_all_close(pairs, "tf32" if tf32 else None)
+    if tf32:
+        errors = [relative_error(*pair) for pair in pairs.values()]
+        assert max(errors) > 1e-5, f"nothing was rounded: {errors}"
+
+
+@pytest.fixture
+def in_shares(monkeypatch):
+    """Rows are divided however few they are, as in a capture."""
+    monkeypatch.setattr(gemm, "SHARE_ROWS", 0)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_against_float64(sizes, beside, tf32, fused, in_shares):
+    tensors = draw(*sizes)
+    found = run(*tensors, beside)
+    check(tensors, *found, tf32)
+    assert fused[:2] == ["gemm_forward", "gemm_backward"] and set(fused[2:]) <= {"gemm_sums"}
+    assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
+
+
+@pytest.mark.parametrize("rows", [330, gemm.SHARE_ROWS, gemm.SHARE_ROWS + 1])
+def test_few_rows_are_one_share(rows, fused):
+    """Two launches for forward and backward, where the host is the limit."""
+    tensors = draw(rows, 8, 12, 2, True)
+    check(tensors, *run(*tensors, False))
+    one = rows <= gemm.SHARE_ROWS
+    assert fused == ["gemm_forward", "gemm_backward", *([] if one else ["gemm_sums"])]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["tiles", "warpgroups"])
+@pytest.mark.parametrize("tf32", [False, True], ids=["float32 then tf32", "tf32 then float32"], indirect=True)
+def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
+    """Each pass rounds as it is allowed to when it runs."""
+    if many:
+        few_multiprocessors(monkeypatch, 4)
+    x, weights, biases, grads = draw(200, 64, 32, 2, True)
+    found, kept = gemm.beside(x, weights, biases)
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
+    grad_x, of_parameters = gemm.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
+    x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
+    results = {f"y {i}": (found[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
+    gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
+    gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
+    for rounded, pairs in ((tf32, results), (not tf32, gradients)):
+        assert_all_close(pairs, "tf32" if rounded else None)
+        errors = [relative_error(*pair) for pair in pairs.values()]
+        assert not rounded or min(errors) > 1e-5, f"not rounded: {errors}"
+    kernels = (
+        ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+        if many
+        else ["gemm_forward", "gemm_backward"]
+    )
+    assert fused[: len(kernels)] == kernels
+
+
+@pytest.mark.parametrize("tile", FORWARD_TILES, ids=str)
+def test_forward_tiles(tile, fused, monkeypatch):
+    monkeypatch.setattr(gemm, "forward_tile", lambda *_: tile)
+    gemm._forward.cache_clear()
+    x, weights, biases, _ = draw(150, 68, 140, 2, True)
+    found = gemm.apart(x, weights, biases)
+    pairs = zip(found, weights, biases, strict=True)
+    assert_all_close({str(i): (y, F.linear(x.double(), w.double(), b.double())) for i, (y, w, b) in enumerate(pairs)})
+
+
+@pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
+def test_backward_tiles(tile, fused, in_shares, monkeypatch):
+    """Also with many shares."""
+    monkeypatch.setattr(gemm, "backward_tile", lambda *_: tile)
+    gemm._backward.cache_clear()
+    tensors = draw(330, 68, 140, 2, True)
+    check(tensors, *run(*tensors, False))
+    assert fused == ["gemm_forward", "gemm_backward", "gemm_sums"]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_gradients_that_are_not_needed(beside, fused):
+    tensors = draw(90, 32, 16, 3, True)
+    _, full_x, full = run(*tensors, beside)
+    _, grad_x, none = run(*tensors, beside, (True, False, False))
+    assert torch.equal(grad_x, full_x) and none == [None] * 6
+    for needed in ((False, True, True), (False, True, False), (False, False, True)):
+        _, missing, of_parameters = run(*tensors, beside, needed)
+        assert missing is None and all(map(torch.equal, of_parameters, full))
+
+
+def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
+    """Warpgroups take few rows and every size that fits, several strips each; `capability` is the device's."""
+    monkeypatch.setattr(gemm, "SHARE_ROWS", 0)
+    monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
+    monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
+    monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
+    found = replace(gpu.H200, multiprocessors=count, capability=capability)
+    monkeypatch.setitem(gpu.known, torch.device("cpu"), found)
+    gemm._forward.cache_clear()
+    gemm._backward.cache_clear()
+
+
+# Strips and sections whole and not, warpgroups with as many strips and with one less, or none; one to four layers.
+WARPGROUP_SIZES = [
+    (450, 128, 128, 3, True),
+    (330, 68, 84, 2, True),
+    (70, 36, 20, 4, False),
+    (1, 4, 4, 1, True),
+    (193, 100, 128, 4, True),
+]
+# More than 128 features, or channels, or both: groups of columns and sections, whole and not.
+WIDE_SIZES = [(200, 500, 128, 1, False), (150, 132, 232, 2, True), (70, 512, 384, 1, True), (90, 80, 160, 3, False)]
+
+
+@PRECISIONS
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("sizes", WARPGROUP_SIZES, ids=str)
+def test_warpgroups(sizes, beside, tf32, fused, monkeypatch):
+    """By one launch each."""
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(*sizes)
+    check(tensors, *run(*tensors, beside), tf32)
+    expected = ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+    assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"gemm_sums"}
+
+
+@pytest.mark.parametrize("sizes", WIDE_SIZES, ids=str)
+def test_wide_warpgroups(sizes, fused, monkeypatch):
+    """By one launch each; two of them for one block where several are less than a share."""
+    few_multiprocessors(monkeypatch, 4)
+    beside = sizes[3] > 1
+    tensors = draw(*sizes)
+    check(tensors, *run(*tensors, beside))
+    expected = ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+    assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"gemm_sums"}
+
+
+@pytest.mark.parametrize("tf32", [True], indirect=True)
+def test_wide_warpgroups_are_for_float32(tf32, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(90, 132, 80, 1, True)
+    check(tensors, *run(*tensors, True), tf32)
+    assert fused[:2] == ["gemm_forward", "gemm_backward"]
+
+
+def spread(count, decades, device="cpu"):
+    """Factors from 10^-decades to 1, in any order."""
+    return 10.0 ** (-decades * torch.randperm(count, device=device) / (count - 1))
+
+
+# What x, the gradients and the weights are multiplied by.
+MAGNITUDES = {
+    "rows": lambda d, n, f, k: (spread(n, 8, d)[:, None], 1 / spread(n, 8, d)[:, None], 1.0),
+    "features": lambda d, n, f, k: (spread(f, 8, d), 1.0, 1 / spread(f, 8, d)),
+    "channels": lambda d, n, f, k: (1.0, spread(k, 8, d), 1 / spread(k, 8, d)[:, None]),
+    "tiny": lambda d, n, f, k: (1e-5, 1e-25, 1.0),
+    "huge": lambda d, n, f, k: (1e30, 1e-10, 1e6),
+}
+
+
+def check_magnitudes(key, rows, device):
+    """Each error against what is added up, of which float32 loses 6e-8 in each product and sum."""
+    x, (weight,), _, (grad,) = draw(rows, 128, 100, 1, False, device)
+    factors = MAGNITUDES[key](device, rows, 128, 100)
+    x, grad, weight = (tensor * factor for tensor, factor in zip((x, grad, weight), factors, strict=True))
+    (y,), grad_x, (grad_weight,) = run(x, [weight], [], [grad], False)
+    for name, found, a, b in (
+        ("y", y, x, weight.t()),
+        ("x", grad_x, grad, weight),
+        ("weight", grad_weight, grad.t(), x),
+    ):
+        a, b = a.double(), b.double()
+        error = ((found.double() - a @ b).abs() / (a.abs() @ b.abs())).max()
+        assert error < 1e-6, f"{name} {error}"
+
+
+@pytest.mark.parametrize("key", MAGNITUDES)
+def test_warpgroups_with_numbers_of_any_magnitude(key, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    check_magnitudes(key, 200, "cpu")
+    assert fused[:3] == ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+
+
+@pytest.mark.parametrize("order", ["reverse", "random"])
+def test_warpgroups_in_any_order(order, monkeypatch):
+    """Bit for bit the same."""
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(450, 68, 84, 2, True)
+    with emulated_device():
+        first = run(*tensors, True)
+    with emulated_device(order):
+        second = run(*tensors, True)
+    check(tensors, *second)
+    assert all(map(torch.equal, (*first[0], first[1], *first[2]), (*second[0], second[1], *second[2])))
+
+
+def test_warpgroups_keep_numbers_that_are_not_finite_in_their_row(fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    x, weights, biases, grads = draw(200, 32, 16, 2, True)
+    x[3, 5], x[140, 1], weights[1][7, 2], grads[0][9, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
+    found, grad_x, of_parameters = run(x, weights, biases, grads, False)
+    touched = torch.zeros(200, 16, dtype=torch.bool)
+    touched[[3, 140]] = True
+    assert torch.equal(~found[0].isfinite(), touched)
+    touched[:, 7] = True
+    assert torch.equal(~found[1].isfinite(), touched)
+    # Column 2 meets the infinite weight in every row.
+    rows = torch.zeros(200, 32, dtype=torch.bool)
+    rows[9] = rows[:, 2] = True
+    assert torch.equal(~grad_x.isfinite(), rows)
+    columns = torch.zeros(16, 32, dtype=torch.bool)
+    columns[:, [5, 1]] = True
+    assert torch.equal(~of_parameters[1].isfinite(), columns)
+    columns[3] = True
+    assert torch.equal(~of_parameters[0].isfinite(), columns)
+    assert torch.equal(of_parameters[2].isnan(), columns.all(1)) and of_parameters[3].isfinite().all()
+    assert "gemm_forward_strips" in fused and "gemm_weight_grad" in fused
+
+
+def test_warpgroups_leave_out_what_is_not_needed(fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4)
+    tensors = draw(90, 68, 84, 3, True)
+    _, full_x, full = run(*tensors, True)
+    fused.clear()
+    _, grad_x, none = run(*tensors, True, (True, False, False))
+    assert torch.equal(grad_x, full_x) and none == [None] * 6
+    _, missing, of_parameters = run(*tensors, True, (False, True, True))
+    assert missing is None and all(map(torch.equal, of_parameters, full))
+    assert fused[:4] == ["gemm_forward_strips", "gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4, capability)
+    run(*draw(90, 68, 84, 2, True), True)
+    assert fused[:2] == ["gemm_forward", "gemm_backward"]
+
+
+@pytest.mark.parametrize("features", rule._WARPGROUP_WIDTHS)
+@pytest.mark.parametrize("layers", range(1, rule.MAX_LAYERS + 1))
+@pytest.mark.parametrize("split", [True, False])
+def test_what_warpgroups_hold_fits(split, layers, features):
+    cpu = torch.device("cpu")
+    for rows in (1 << 14, 1 << 20):
+        for channels in (68, 100, 128, 132, 256, 500, 512):
+            sizes = layers, rows, features, channels, split, cpu
+            forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
+            if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
+                assert forward is backward is rule.weight_sums(*sizes) is None
+                continue
+            assert forward is not None
+            assert backward is not None or layers * channels > 128 * rule.MAX_LAYERS - 64 * layers
+            for strips in (forward, backward):
+                if strips is not None:
+                    assert strips.ring and strips.shared_bytes < gpu.H200.shared_bytes
+                    assert strips.fits or not split
+                    assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
+    assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
+    for channels in (60, 516):
+        assert rule.forward_strips(layers, 1 << 20, features, channels, split, cpu) is None
+
+
+def unaligned(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+REFUSED = {
+    "features": lambda x, w, b: (x[:, :30].contiguous(), [each[:, :30].contiguous() for each in w], b),
+    "channels": lambda x, w, b: (x, [each[:15].contiguous() for each in w], [each[:15].contiguous() for each in b]),
+    "float64": lambda x, w, b: (x.double(), [each.double() for each in w], [each.double() for each in b]),
+    "strides": lambda x, w, b: (x.t().contiguous().t(), w, b),
+    "address": lambda x, w, b: (unaligned(x), w, b),
+    "address of a weight": lambda x, w, b: (x, [w[0], unaligned(w[1])], b),
+    "no rows": lambda x, w, b: (x[:0], w, b),
+    "no features": lambda x, w, b: (x[:, :0], [each[:, :0] for each in w], b),
+    "no channels": lambda x, w, b: (x, [each[:0] for each in w], [each[:0] for each in b]),
+    "too many layers": lambda x, w, b: (x, w * 3, b * 3),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_torch_takes(key, fused):
+    x, weights, biases, _ = draw(50, 32, 16, 2, True)
+    x, weights, biases = REFUSED[key](x, weights, biases)
+    assert gemm.apart(x, weights, biases) is None
+    rows, kept = gemm.beside(x, weights, biases)
+    grads = torch.randn_like(rows)
+    grad_x, of_parameters = gemm.gradients(x, len(weights), kept, [*weights, *biases], (grads,), ALL)
+    assert fused == []
+    leaves = [each.clone().requires_grad_() for each in (x, *weights, *biases)]
+    count = len(weights)
+    want = torch.cat([F.linear(leaves[0], leaves[1 + i], leaves[1 + count + i]) for i in range(count)], 1)
+    torch.testing.assert_close(rows, want)
+    torch.testing.assert_close([grad_x, *of_parameters], list(torch.autograd.grad(want, leaves, grads)))
+
+
+def test_what_does_not_fit_is_refused(fused):
+    x, weights, biases, _ = draw(50, 32, 16, 2, True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        gemm.beside(x[:, :28].contiguous(), weights, biases)
+    assert fused == []
+
+
+def test_gradients_in_other_memory(fused):
+    """They are copied first, such as the one number that stands for all in the gradient of a sum."""
+    x, weights, biases, grads = draw(50, 32, 16, 2, True)
+    grads = [grads[0].t().contiguous().t(), torch.ones(()).expand(50, 16)]
+    found = gemm.apart(x, weights, biases)
+    check((x, weights, biases, grads), found, *gemm.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
+    assert fused == ["gemm_forward", "gemm_backward"]
+
+
+def test_errors_are_those_of_float32(fused):
+    """Cutting the first part of a number instead of rounding it gives 3e-7."""
+    x, weights, biases, grads = draw(200, 128, 64, 2, False)
+    found, grad_x, of_weights = run(x, weights, biases, grads, False)
+    for y, weight, grad, of_weight in zip(found, weights, grads, of_weights, strict=True):
+        assert relative_error(y, x.double() @ weight.double().t()) < 2.2e-7
+        assert relative_error(of_weight, grad.double().t() @ x.double()) < 2.2e-7
+    want = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
+    assert relative_error(grad_x, want) < 2.2e-7
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row(fused):
+    x, weights, biases, _ = draw(70, 32, 16, 2, True)
+    x[3, 5], x[40, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
+    first, second = gemm.apart(x, weights, biases)
+    touched = torch.zeros(70, 16, dtype=torch.bool)
+    touched[[3, 40]] = True
+    assert torch.equal(~first.isfinite(), touched)
+    touched[:, 7] = True
+    assert torch.equal(~second.isfinite(), touched)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64, 65, 2708, 19717, 120_000, 490_000, 10_000_000])
+@pytest.mark.parametrize("layers, features, channels", [(1, 4, 4), (3, 128, 128), (4, 1024, 512)])
+def test_shares_cover_every_row_once(rows, layers, features, channels):
+    tile = rule.backward_tile(rows)
+    shares = rule.shares_of(tile, layers, rows, features, channels, torch.device("cpu"))
+    assert shares.rows % rule.DEPTH == 0
+    partial = 4 * shares.splits * layers * channels * (features + 1)
+    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule.SHARE_ROWS or 2 * partial > rule._PARTIAL_BYTES)
+    assert shares.rows * (shares.splits - 1) < rows <= shares.rows * shares.splits
+    assert shares.weight_blocks % shares.splits == 0
+
+
+def test_weights_edited_after_the_forward_pass_are_noticed(fused):
+    from torch_geometric.nn.dense.linear import Linear
+
+    from pyg_dfgnn.nn.dense.linear import project
+
+    layers, x = [Linear(8, 8) for _ in range(2)], torch.randn(9, 8, requires_grad=True)
+    out = project(x, 2, *layers)
+    with torch.no_grad():
+        layers[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out[0].sum().backward()
+
+
+# Of whole and unfilled groups of columns, and rows of one share, of several, of less than a block reads at a time.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(700, 384), (129, 8), (40, 520), (1, 64), (300, 72)], ids=str)
+def test_sums_over_rows(shape, dtype, fused, monkeypatch):
+    monkeypatch.setattr(gemm, "_SUMMED_ROWS", 0)
+    few_multiprocessors(monkeypatch, 4)
+    rows = torch.randn(shape).to(dtype)
+    found = gemm._column_sums(rows, torch.float32)
+    assert_close("sums", found, rows.double().sum(0), torch.float32)
+    assert fused == ["gemm_sums"] * (1 if shape[0] < 256 else 2)
+    assert gemm._column_sums(rows, dtype).dtype is dtype
+    rows[-1, 3] = float("nan")
+    touched = torch.arange(shape[1]) == 3
+    assert torch.equal(gemm._column_sums(rows, torch.float32).isnan(), touched)
+
+
+@pytest.mark.parametrize("key", ["strides", "address", "width", "float64", "few rows"])
+def test_sums_that_torch_takes(key, fused, monkeypatch):
+    if key != "few rows":
+        monkeypatch.setattr(gemm, "_SUMMED_ROWS", 0)
+    rows = torch.randn(90, 32).bfloat16()
+    of = {
+        "strides": lambda: rows.t().contiguous().t(),
+        "address": lambda: unaligned(rows),
+        "width": lambda: rows[:, :20].contiguous(),
+        "float64": rows.double,
+        "few rows": lambda: rows,
+    }
+    given = of[key]()
+    assert_close("sums", gemm._column_sums(given, torch.float32), given.double().sum(0), torch.float32)
+    assert fused == []
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 4097, 19_717, 10_000_000])
+@pytest.mark.parametrize("groups", [1, 3, 8, 1000])
+def test_shares_of_sums_cover_every_row_once(rows, groups):
+    shares, share = rule.sum_shares(rows, groups, torch.device("cpu"))
+    assert share * (shares - 1) < rows <= share * shares
+    assert shares == 1 or (share >= 128 and shares * groups <= 4 * gpu.H200.multiprocessors)
