@@ -226,7 +226,7 @@ def test_a_plan_shows_all_candidates(candidates):
         "schedule row_split",
         "  results: the same in every run",
         "  forward: row_split (the lowest estimate of 2 candidates), FakePass(schedule='row_split')",
-        "    rows: 501 ms = work 1 + launch 500",
+        "    row_split: 501 ms = work 1 + launch 500",
         "    tiles: 502 ms = work 2 + launch 500",
     ]
     found = plan(PROBLEM, GRAPH)
