@@ -84,3 +84,11 @@ def test_upward_arrow_is_seen(line, room, package):
 def test_import_needs_no_cupy():
     code = "import sys, pyg_dfgnn, pyg_dfgnn.graph, pyg_dfgnn.ops, pyg_dfgnn.nn; sys.exit('cupy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True)
+
+
+def test_only_the_configs_of_the_bench_name_it():
+    """A config imports what it names, as code does."""
+    configs = PACKAGE.parent / "configs"
+    own = {configs / "table2.yaml", *(configs / "bench").rglob("*.yaml")}
+    others = set(configs.rglob("*.yaml")) - own
+    assert others and not [path for path in others if "pyg_dfgnn.bench" in path.read_text()]

@@ -32,7 +32,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pyg_dfgnn.bench import table2_report
+from pyg_dfgnn.bench import table2_report, unfused_nn
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
     FROM_FLOAT64,
@@ -140,7 +140,10 @@ class Options:
         return [self._cell(dataset, name) for part in (first, last) for dataset in self.datasets for name in part]
 
     def _cell(self, dataset: str, backend: str) -> Cell:
-        cfg = compose("train", [f"data={dataset}", f"backend={backend}", "paths.run=unused"])
+        # The unfused baseline is the bench's own: PyG's backend with other convs.
+        unfused = ["backend=pyg", f"backend.convs={unfused_nn.__name__}"]
+        chosen = unfused if backend == "unfused" else [f"backend={backend}"]
+        cfg = compose("train", [f"data={dataset}", *chosen, "paths.run=unused"])
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
         task, trainer = config["data"]["task"], config["trainer"]
         if trainer["loader"] is not None:

@@ -258,8 +258,11 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
         (["model.heads=5"], ValueError, r"'hidden_channels' needs a multiple of heads=5 \(got 32\)"),
         (["model.norm=none"], ValueError, r"'norm' needs one of 'batch', 'layer' \(got 'none'\)"),
         (["backend=auto", "backend.settings.fallback=no"], ValueError, r"'fallback' needs one of 'log', 'error'"),
-        (["backend=unfused", "model=gat"], UnsupportedError, r"attention dropout \(set model.dropout=0\)"),
-        (["backend=unfused", "model.attention_dropout=0.1"], UnsupportedError, r"\(set model.attention_dropout=0\)"),
+        (
+            ["backend.convs=pyg_dfgnn.bench.unfused_nn", "model=gat"],
+            UnsupportedError,
+            r"attention dropout \(set model.dropout=0\)",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
