@@ -1,7 +1,8 @@
 """Checks outputs and every gradient of the fused ops against float64 over a grid of problems and graphs.
 
-``python -m pyg_dfgnn.bench.check`` runs what is not yet in ``results/check/<gpu>.csv`` for this state of the sources,
-then prints one table with the worst error per dtype. Exit code: 0 all within bounds, 1 a breach, 2 stopped early.
+``python -m pyg_dfgnn.bench.check`` runs the cases that ``outputs/check/<gpu>-cases.csv`` lacks for the present sources,
+then prints the worst error per schedule, score and dtype. Where all cases of a score have run on a GPU, these errors
+replace the ones in ``results/check/<gpu>.csv``. Exit code: 0 all within bounds, 1 a breach, 2 stopped early.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,6 +60,10 @@ FIELDS = (
     "schedule graph score edge heads channels dropout dtype status worst worst_error bound out_error grad_error "
     "hub_error digest"
 ).split()
+WORST_FIELDS = "schedule score dtype tensors cases not_run failed worst_error bound worst_case digest".split()
+"""Columns of the published results: `tensors` is a group of tensors, `worst_case` the case with its largest error."""
+GROUPS = {"output": "out_error", "gradients": "grad_error", "row of a hub": "hub_error"}
+"""Group of tensors -> column of its error in the rows per case."""
 KEY = ("schedule", "graph", "score", "edge", "heads", "channels", "dropout", "dtype", "digest")
 SEED = 20_240
 MEMORY_PER_EDGE_FEATURE = 32
@@ -223,35 +229,55 @@ def _row_key(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in KEY)
 
 
-def summarise(rows: Sequence[dict[str, str]]) -> str:
-    """One Markdown table: by schedule and dtype the worst output, gradient and hub-row error, and what went wrong."""
-    lines = []
-    for schedule, dtype in product(dict.fromkeys(row["schedule"] for row in rows), DTYPES):
-        mine = [row for row in rows if (row["schedule"], row["dtype"]) == (schedule, dtype)]
-        measured = [row for row in mine if row["worst_error"]]
-        if not mine:
-            continue
-        cells: list[Any] = [schedule, dtype, len(mine), BOUNDS[dtype]]
-        for column in ("out_error", "grad_error", "hub_error"):
-            found = [row for row in measured if row[column]]
-            if not found:
-                cells.append("-")
-                continue
-            worst = max(found, key=lambda row: float("inf") if row[column] == "nan" else float(row[column]))
-            cells.append(f"{worst[column]} ({describe(worst)})")
-        for start in ("breach", "not deterministic", "refused", "error", "not run"):
-            cells.append(sum(row["status"].startswith(start) for row in mine))
-        lines.append(cells)
-    header = ["schedule", "dtype", "cases", "bound", "worst output", "worst gradient", "worst hub row"]
-    return markdown([*header, "breaches", "not deterministic", "refused", "errors", "not run"], lines)
+def worst_errors(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """The worst error per schedule, score, dtype, sources and group of tensors, with how many cases went which way."""
+    cases_of: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        cases_of.setdefault(tuple(row[name] for name in ("schedule", "score", "dtype", "digest")), []).append(row)
+    worst = []
+    for (schedule, score, dtype, digest), cases in cases_of.items():
+        for tensors, column in GROUPS.items():
+            errors = {position: abs(float(case[column])) for position, case in enumerate(cases) if case[column]}
+            largest = max(errors, key=lambda position: (math.isnan(errors[position]), errors[position]), default=None)
+            not_run = sum(case["status"].startswith("not run") for case in cases)
+            worst.append(
+                {
+                    "schedule": schedule,
+                    "score": score,
+                    "dtype": dtype,
+                    "tensors": tensors,
+                    "cases": len(errors),
+                    "not_run": not_run,
+                    "failed": len(cases) - not_run - sum(case["status"] == "ok" for case in cases),
+                    "worst_error": "" if largest is None else cases[largest][column],
+                    "bound": BOUNDS[dtype],
+                    "worst_case": "" if largest is None else describe(cases[largest]),
+                    "digest": digest,
+                }
+            )
+    return worst
+
+
+def publish(rows: Sequence[dict[str, str]], table: Table) -> None:
+    """Put the worst errors of each score whose cases have all run in place of earlier ones."""
+    sizes = {score: len(HEADS) * len(CHANNELS) * len(DROPOUTS) * (1 if score == "cosine" else 2) for score in SCORES}
+    counts = Counter((row["schedule"], row["score"], row["dtype"]) for row in rows)
+    complete = {key for key, count in counts.items() if count == sizes[key[1]] * len(CHECK_GRAPHS)}
+
+    def of_complete(row: dict[str, Any]) -> bool:
+        return (row["schedule"], row["score"], row["dtype"]) in complete
+
+    if complete:
+        earlier = [row for row in table.rows() if not of_complete(row)]
+        table.keep([*earlier, *filter(of_complete, worst_errors(rows))])
 
 
 def describe(row: dict[str, str]) -> str:
-    """A readable id of a result row."""
+    """The case and the graph of a row, for a reader."""
     case = AttentionCase(
         row["score"], int(row["heads"]), int(row["channels"]), EDGES[row["edge"]], float(row["dropout"])
     )
-    return f"{case} on {row['graph']}, {row['schedule']}"
+    return f"{case} on {row['graph']}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -273,7 +299,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
     )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
-    parser.add_argument("--out", type=Path, help="folder (default: results/check; outputs/check if small or on a CPU)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/check"), help="folder of the rows per case")
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--small", action="store_true", help="miniature generated graphs")
     parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
@@ -302,8 +328,8 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
     started = time.perf_counter()
-    folder = options.out or default_folder("check", device, options.small)
-    path = folder / f"{file_stem(device, options.small)}.csv"
+    stem = file_stem(device, options.small)
+    path = options.out / f"{stem}-cases.csv"
     if options.restart:
         path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
@@ -315,10 +341,14 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
         finished = True
     rows = [row for row in table.rows() if row["digest"] == source_digest()]
     print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
-    print(summarise(rows))
-    bad = [row for row in rows if row["status"] not in ("ok",) and not row["status"].startswith("not run")]
+    print(markdown(WORST_FIELDS, ([row[name] for name in WORST_FIELDS] for row in worst_errors(rows))))
+    folder = default_folder("check", device, options.small)
+    if folder.parent.name == "results":
+        publish(rows, Table(folder / f"{stem}.csv", WORST_FIELDS))
+    bad = [row for row in rows if row["status"] != "ok" and not row["status"].startswith("not run")]
     for row in bad[:20]:
-        print(f"{row['status'][:120]}: {describe(row)} {row['dtype']}, {row['worst']} {row['worst_error']}")
+        what = f"{row['schedule']}, {row['dtype']}, {row['worst']} {row['worst_error']}"
+        print(f"{row['status'][:120]}: {describe(row)}, {what}")
     if bad:
         return 1
     return 0 if finished else 2

@@ -45,7 +45,7 @@ from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile
 FIELDS = (
     "experiment graph nodes edges max_degree score layer heads channels dtype implementation schedule direction state "
     "status median_ms iqr_ms n forward_schedule targets_schedule sources_schedule compulsory_mb gathered_mb "
-    "utilisation gather_roof host_us peak_mb error worst bound first_call_s plan clocks gpu torch cuda pyg cupy commit "
+    "utilisation gather_roof host_us peak_mb error worst bound gpu torch cuda pyg cupy commit "
     "digest time"
 ).split()
 
@@ -130,8 +130,8 @@ class Measurement:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
     def _plan_columns(self, problem: AttentionProblem) -> Row:
-        if reasons := unsupported_reasons(problem):
-            return {**{f"{walk}_schedule": "reference" for walk in WALKS}, "plan": "reference: " + "; ".join(reasons)}
+        if unsupported_reasons(problem):
+            return {f"{walk}_schedule": "reference" for walk in WALKS}
         return plan_columns(plan(problem, compressed(self.graph)))
 
     def _measure(self, directions: Sequence[str], training: bool) -> Iterator[Row]:
@@ -144,10 +144,10 @@ class Measurement:
                 out = forward()
                 result.update(forward_backward(out, self.leaves, self.grad_out) if training else {"out": out})
 
-            first_call_s = self.timer.wall_ms(once) / 1e3
+            once()
             gate = self._gate(result, training)
             result.clear()
-            base = {**self.base, **gate, "first_call_s": f"{first_call_s:.3f}", "clocks": self.timer.clocks()}
+            base = {**self.base, **gate}
             if gate["status"] != "ok":
                 yield from ({**base, "direction": direction} for direction in directions)
                 return
@@ -220,12 +220,8 @@ class Measurement:
 
 
 def plan_columns(chosen: LaunchPlan) -> Row:
-    """The schedule of each walk, and how it runs there."""
-    walks = {choice.walk: choice.chosen for choice in chosen.choices}
-    return {
-        **{f"{walk}_schedule": each.schedule for walk, each in walks.items()},
-        "plan": "; ".join(f"{walk}: {each}" for walk, each in walks.items()),
-    }
+    """The schedule of each pass."""
+    return {f"{choice.walk}_schedule": choice.chosen.schedule for choice in chosen.choices}
 
 
 def timing_columns(timing: Timing) -> Row:

@@ -55,13 +55,12 @@ FIELDS = [
     *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
-LOSS_FIELDS = "model setting dataset backend step loss gpu torch digest".split()
 MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph", "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
 Row = dict[str, Any]
-Message = tuple[Row, list[Row]] | None
-"""The row of a cell and its losses; None: a sign of life."""
+Message = Row | None
+"""The row of a cell; None: a sign of life."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class Worker:
             try:
                 source = self._source(cell)
             except (FileNotFoundError, ImportError) as error:
-                yield {**base, "status": f"not run: {error}"}, []
+                yield {**base, "status": f"not run: {error}"}
                 continue
             yield None
             yield self._measure(cell, source, {**base, **source_columns(source)})
@@ -203,28 +202,25 @@ class Worker:
             self._sources[key] = Source.of(task, self.options.batch_size, cell.backend.sort_edges, pinned=on_gpu)
         return self._sources[key]
 
-    def _measure(self, cell: Cell, source: Source, base: Row) -> tuple[Row, list[Row]]:
+    def _measure(self, cell: Cell, source: Source, base: Row) -> Row:
         options, path = self.options, self.folder / f"{cell.dataset}.pt"
         reference = Reference(**torch.load(path, weights_only=True)) if path.exists() else None
-        losses: list[float] = []
         try:
             measured = measure(
                 cell.backend, options.model, options.optimizer, source, options.pace, options.device, reference
             )
-            row, losses = {**base, "status": "ok", **measured_columns(measured, reference)}, measured.reference.losses
             if reference is None:
                 torch.save(vars(measured.reference), path)
+            return {**base, "status": "ok", **measured_columns(measured, reference)}
         except Disagreement as error:
-            row, losses = {**base, "status": f"WRONG: {error}", **error.columns}, error.losses
+            return {**base, "status": f"WRONG: {error}", **error.columns}
         except torch.OutOfMemoryError:
-            row = {**base, "status": "not run: out of memory"}
+            return {**base, "status": "not run: out of memory"}
         except UnsupportedError as error:
-            row = {**base, "status": "not run: " + "; ".join(error.reasons)}
+            return {**base, "status": "not run: " + "; ".join(error.reasons)}
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
-            row = {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
-        named = {name: row[name] for name in LOSS_FIELDS if name in row}
-        return row, [{**named, "step": step, "loss": f"{loss:.9g}"} for step, loss in enumerate(losses)]
+            return {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
 
 
 def source_columns(source: Source) -> Row:
@@ -268,18 +264,13 @@ def run(options: Options) -> int:
     """
     tf32 = "-tf32" if options.tf32 else ""
     stem = options.folder / f"{options.model_name}{tf32}-{file_stem(options.device)}"
-    table, curves = Table(stem.with_suffix(".csv"), FIELDS), Table(Path(f"{stem}-losses.csv"), LOSS_FIELDS)
+    table = Table(stem.with_suffix(".csv"), FIELDS)
     if options.restart:
         table.path.unlink(missing_ok=True)
-        curves.path.unlink(missing_ok=True)
-    finished = options.summary or _fill(options, table, curves)
-    rows, losses = (
-        table2_report.latest([row for row in each.rows() if row["setting"] == options.setting], *keys)
-        for each, keys in ((table, ()), (curves, ("step",)))
-    )
+    finished = options.summary or _fill(options, table)
+    rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
     if rows:
-        for path in table2_report.write(stem, rows, losses):
-            print(path)
+        print(table2_report.write(stem, rows))
         print(table2_report.times_table(rows))
     if any(row["status"].startswith("WRONG") for row in rows):
         return 1
@@ -308,15 +299,14 @@ def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], now_: Mapp
     return [cell for cell in cells if not is_done(cell) or (cell.dataset in wanted and cell is first[cell.dataset])]
 
 
-def _fill(options: Options, table: Table, curves: Table) -> bool:
+def _fill(options: Options, table: Table) -> bool:
     """Whether all cells have been measured."""
     todo = missing(options.cells(), table.rows(), options.provenance())
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         while todo:
-            for row, losses in _rows(options, tuple(todo), Path(folder)):
+            for row in _rows(options, tuple(todo), Path(folder)):
                 table.append([row])
-                curves.append(losses)
                 cell = todo.pop(0)
                 took_s = time.perf_counter() - started
                 print(f"[{took_s:5.0f} s] {cell.dataset} {cell.backend.name}: {_summary(row)}", flush=True)
@@ -330,7 +320,7 @@ def _summary(row: Row) -> str:
     return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
 
 
-def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Row, list[Row]]]:
+def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[Row]:
     """Rows of the cells in their order; ends early where a fresh process has to go on."""
     if options.limit_s is None:
         yield from (message for message in Worker(options, folder).messages(cells) if message is not None)
@@ -356,11 +346,11 @@ def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[tup
                     reason = f"failed: process ended with {process.exitcode}"
             if message is None:
                 base = {**options.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "time": now()}
-                yield {**base, "status": reason}, []
+                yield {**base, "status": reason}
                 return
             yield message
             # What failed may have left the device unusable.
-            if message[0]["status"].startswith("failed"):
+            if message["status"].startswith("failed"):
                 return
     finally:
         receiver.close()

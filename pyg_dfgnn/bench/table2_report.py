@@ -18,9 +18,9 @@ BASELINE = "pyg"
 Row = Mapping[str, Any]
 
 
-def latest(rows: Sequence[Row], *keys: str) -> list[Row]:
-    """The last row of each cell (and of each of the `keys` in it); a resumed run appends."""
-    return list({tuple(row[key] for key in ("model", "dataset", "backend", *keys)): row for row in rows}.values())
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each cell; a resumed run appends."""
+    return list({(row["model"], row["dataset"], row["backend"]): row for row in rows}.values())
 
 
 def faster(rows: Sequence[Row], column: str) -> dict[tuple[str, str], float]:
@@ -75,62 +75,30 @@ def _loss(row: Row) -> str:
     return f"{row['loss_difference']}{from_float64}"
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The Markdown page: what was measured, the table, the data sets."""
-    first = rows[0]
-    products = "products may round to TF32" if str(first["tf32"]) == "True" else "without TF32"
-    about = f"""\
-Training steps of `{first["model"]}` on {first["gpu"]}, torch {first["torch"]}, PyG {first["pyg"]}: median milliseconds,
-float32, {products}.
-
-`sum` is what the paper adds up: preprocess, forward (with the loss) and backward of one step. `once`: one whole graph
-stays on the device, so its transfer and preprocess are no part of a step nor of its sum. A captured step pads batches
-to a bucket, in its forward phase. `step`: wall time of one step among many, with transfer and optimizer. `times faster`
-is against `{BASELINE}`; where one whole graph was timed in turns of some steps of the backend and some of `{BASELINE}`,
-of these, which need not take what the line of `{BASELINE}` says: the host's speed changes. `loss`: largest relative
-difference of the losses of the first steps from those of the reference; `gradient`: of the first gradient. A backend
-beyond the bound of {first["bound"]} has no time, unless it is so in its losses alone and these are within the bound of
-those of the reference in float64: then the distances from float64 are given, its own and the reference's."""
-    sets = {row["dataset"]: row for row in rows if row.get("task")}
-    described = [
-        [name, row["task"], row["graphs"], row["nodes"], row["edges"], row["synthetic"]] for name, row in sets.items()
-    ]
-    header = ["data", "task", "graphs per step", "nodes", "edges", "synthetic"]
-    return "\n\n".join([f"# {first['model']}", about, times_table(rows), markdown(header, described)]) + "\n"
-
-
-def figure(rows: Sequence[Row], losses: Sequence[Row]) -> Any:
-    """Above, the phases of a step stacked per backend; below, the losses of all backends: one column per data set."""
+def figure(rows: Sequence[Row]) -> Any:
+    """The phases of a step stacked per backend: one column per data set."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     backends = list(dict.fromkeys(row["backend"] for row in rows))
-    drawn = Figure(figsize=(2.6 * len(datasets) + 1, 5.2), layout="constrained")
+    drawn = Figure(figsize=(2.6 * len(datasets) + 1, 3.0), layout="constrained")
     FigureCanvasAgg(drawn)
-    axes = drawn.subplots(2, len(datasets), squeeze=False)
-    for dataset, (above, below) in zip(datasets, axes.T):
+    axes = drawn.subplots(1, len(datasets), squeeze=False)
+    for dataset, axis in zip(datasets, axes[0]):
         timed = {row["backend"]: row for row in rows if row["dataset"] == dataset and row["status"] == "ok"}
         bottom = dict.fromkeys(timed, 0.0)
         for index, phase in enumerate(PHASES):
             heights = {name: _in_step(row, phase) for name, row in timed.items()}
             places = [backends.index(name) for name in timed]
-            above.bar(places, heights.values(), bottom=list(bottom.values()), color=f"C{index}", label=phase)
+            axis.bar(places, heights.values(), bottom=list(bottom.values()), color=f"C{index}", label=phase)
             bottom = {name: bottom[name] + heights[name] for name in timed}
-        above.set_xticks(range(len(backends)), backends, rotation=60, fontsize="x-small")
-        above.set_yscale("log" if timed and max(bottom.values()) > 20 * min(bottom.values()) else "linear")
-        above.set_title(dataset, fontsize="small")
-        for name in backends:
-            curve = [row for row in losses if (row["dataset"], row["backend"]) == (dataset, name)]
-            if curve:
-                steps, values = zip(*sorted((int(row["step"]), float(row["loss"])) for row in curve))
-                below.plot(steps, values, label=name, linewidth=1, alpha=0.7)
-        below.set_xlabel("step", fontsize="small")
+        axis.set_xticks(range(len(backends)), backends, rotation=60, fontsize="x-small")
+        axis.set_yscale("log" if timed and max(bottom.values()) > 20 * min(bottom.values()) else "linear")
+        axis.set_title(dataset, fontsize="small")
     axes[0, 0].set_ylabel("ms per step")
-    axes[1, 0].set_ylabel("loss")
-    for first, *_ in axes:
-        if first.get_legend_handles_labels()[0]:
-            first.legend(fontsize="x-small")
+    if axes[0, 0].get_legend_handles_labels()[0]:
+        axes[0, 0].legend(fontsize="x-small")
     drawn.suptitle(f"{rows[0]['model']}, {rows[0]['gpu']}", fontsize="medium")
     return drawn
 
@@ -141,9 +109,8 @@ def _in_step(row: Row, phase: str) -> float:
     return 0.0 if once or not row[f"{phase}_ms"] else float(row[f"{phase}_ms"])
 
 
-def write(stem: Path, rows: Sequence[Row], losses: Sequence[Row]) -> list[Path]:
-    """Write `<stem>.md` and `<stem>.png`; returns both paths."""
-    page_path, figure_path = Path(f"{stem}.md"), Path(f"{stem}.png")
-    page_path.write_text(page(rows))
-    figure(rows, losses).savefig(figure_path, dpi=110)
-    return [page_path, figure_path]
+def write(stem: Path, rows: Sequence[Row]) -> Path:
+    """Draw `<stem>.png`; return its path."""
+    path = Path(f"{stem}.png")
+    figure(rows).savefig(path, dpi=110)
+    return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ Call = Callable[[], Any]
 WARM_UPS = 3
 HOST_REPETITIONS = 20
 FLUSH_BYTES = 256 << 20
-CLOCKS_PERIOD_S = 5.0
 # The device waits before every few short calls, so that the host enqueues ahead of it (but not further than the launch
 # queue is long) and the events measure the device alone; host time has its own column.
 SHORT_CALL_MS, HEAD_START_CALLS, HEAD_START_FACTOR = 5.0, 10, 1.5
@@ -85,7 +83,6 @@ class Timer:
         self.pace = pace
         self.on_gpu = device.type == "cuda"
         self._flush: torch.Tensor | None = None
-        self._clocks, self._clocks_read_s = "", float("-inf")
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -247,21 +244,3 @@ class Timer:
             gc.collect()
             self.synchronize()
             torch.cuda.empty_cache()
-
-    def clocks(self) -> str:
-        """SM and memory clock, power and temperature as the driver reports them every few seconds; '' without a GPU."""
-        if not self.on_gpu:
-            return ""
-        if time.perf_counter() - self._clocks_read_s > CLOCKS_PERIOD_S:
-            self._clocks, self._clocks_read_s = self._read_clocks(), time.perf_counter()
-        return self._clocks
-
-    def _read_clocks(self) -> str:
-        query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
-        try:
-            out = subprocess.run(
-                ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=True, timeout=20
-            )
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return out.stdout.strip().splitlines()[self.device.index or 0]

@@ -22,10 +22,10 @@ _SUM_ROWS = 1 << 7
 SHARE_ROWS = 1 << 12
 """The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
-"""Up to, and from how many rows on other tiles were the fastest on an H200 (`results/tuning/products.csv`)."""
+"""Up to, and from how many rows on other tiles were the fastest on an H200."""
 _WARPGROUP_ROWS = _FEW_ROWS
 """Above so many rows warpgroups take over: of 8,192 they were as fast as tiles or faster, of 19,717 and more at least
-1.15 times as fast (`results/tuning/products_warpgroups.csv`)."""
+1.15 times as fast."""
 _WARPGROUP_WIDTHS = range(64, 513, 4)
 """Features and channels that they take: below 64 half of their work or more would be on zeros."""
 _ROUNDED_WIDTHS = range(68, 129, 4)
@@ -271,9 +271,9 @@ def _by_warpgroups(rows: int, features: int, channels: int, split: bool, device:
     return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
 
 
-# Of one layer, three and four the layouts are those of `results/tuning/products_halves.csv` and `products_wide.csv`,
-# the fastest that do not spill or near them (80 features and channels, three layers, backward: 21 % slower than the
-# fastest). Sections of 48, and two layers, follow the same rule and were not timed.
+# For one, three and four layers the layouts are the fastest that do not spill, or near them, as timed on an H200 (80
+# features and channels, three layers, backward: 21 % slower than the fastest). Sections of 48, and two layers, follow
+# the same rule and were not timed.
 def forward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:

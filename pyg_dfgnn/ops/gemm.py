@@ -2,7 +2,7 @@
 
 The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are; of
 many rows the gradients of the input and of the parameters have one each. Tensor cores multiply, with up to 1.9 times
-the error of torch's products in float32 (`results/tuning/products.csv`, `results/tuning/products_warpgroups.csv`).
+the error of torch's products in float32.
 Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. For the results of many rows and
 the gradient of their input, a number over 5e8 times smaller than the largest of its row of x or of a gradient, or of
 those of its weight that it is added up with, is rounded to fewer bits than float32 has. Where torch may round factors
@@ -73,7 +73,7 @@ def pays(x: Tensor, channels: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pays(rows: int, features: int, channels: int, device: torch.device) -> bool:
-    """The same of its size and device: sizes that were timed (`results/tuning/products_wide.csv`, `narrow.csv`)."""
+    """The same of its size and device: sizes that were timed."""
     if device.type == "cuda" and not runs_on(device):
         return False
     if is_narrow(rows, features, channels):

@@ -148,7 +148,7 @@ def test_command_resumes_and_merges(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "check_point", raises)
     assert run(tmp_path, *graphs) == 0
     assert run(tmp_path, "--summary") == 0
-    assert "| auto | float32 | 70 | 5e-06 |" in capsys.readouterr().out
+    assert "| auto | dot | float32 | output | 20 | 0 | 0 |" in capsys.readouterr().out
 
 
 def test_miniatures_have_a_file_of_their_own(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_miniatures_have_a_file_of_their_own(tmp_path, monkeypatch):
     full = ["--device", "cpu", "--heads", "3", "--widths", "7", "--dtypes", "float32", "--out", str(tmp_path), *graphs]
     assert check.main(full) == 0
     small, whole = sorted(tmp_path.iterdir(), key=lambda path: -len(path.name))
-    assert small.stem == f"{whole.stem}-small" and len(whole.read_text().splitlines()) == 1 + 4
+    assert small.stem == whole.stem.replace("-cases", "-small-cases") and len(whole.read_text().splitlines()) == 1 + 4
     monkeypatch.chdir(tmp_path)
     assert check.main([*OPTIONS, *graphs]) == 0
     assert (tmp_path / "outputs" / "check" / small.name).read_text() == small.read_text()
@@ -175,7 +175,7 @@ def test_16_bits_without_kernels_are_not_judged(tmp_path, capsys):
 
 def test_command_fails_on_a_breach(tmp_path, capsys):
     assert run(tmp_path, "--graphs", "self_loops", "--scores", "dot", op=wrong_forward) == 1
-    assert "breach: dot-H3-C7 on self_loops, auto float32, " in capsys.readouterr().out
+    assert "breach: dot-H3-C7 on self_loops, auto, float32, " in capsys.readouterr().out
 
 
 def test_rows_of_other_sources_are_not_mixed_in(tmp_path, monkeypatch):
@@ -183,6 +183,37 @@ def test_rows_of_other_sources_are_not_mixed_in(tmp_path, monkeypatch):
     assert run(tmp_path, *graphs, op=raises) == 1
     monkeypatch.setattr(check, "source_digest", lambda: "changed")
     assert run(tmp_path, *graphs) == 0
+
+
+NO_ERRORS = {"out_error": "", "grad_error": "", "hub_error": ""}
+
+
+def case_rows(score, count, **changes):
+    row = {"schedule": "auto", "score": score, "edge": "no", "dropout": "0.0", "dtype": "float32", "status": "ok"}
+    row |= {"out_error": "1e-7", "grad_error": "1e-6", "hub_error": "", "digest": "now", "heads": "1", "channels": "8"}
+    return [{**row, "graph": f"g{index}", **changes} for index in range(count)]
+
+
+def test_the_worst_error_of_each_group_of_tensors_is_kept():
+    rows = case_rows("dot", 3)
+    rows[1].update(grad_error="3e-6", hub_error="2e-6")
+    rows += case_rows("dot", 1, status="breach", out_error="nan") + case_rows(
+        "dot", 1, status="not run: no", **NO_ERRORS
+    )
+    output, gradients, hub = check.worst_errors(rows)
+    assert (output["worst_error"], output["cases"], output["not_run"], output["failed"]) == ("nan", 4, 1, 1)
+    assert (gradients["worst_error"], gradients["worst_case"]) == ("3e-6", "dot-H1-C8 on g1")
+    assert (hub["tensors"], hub["worst_error"], hub["cases"]) == ("row of a hub", "2e-6", 1)
+
+
+def test_scores_are_published_once_all_of_their_cases_have_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "HEADS", (1,))
+    monkeypatch.setattr(check, "CHANNELS", (8,))
+    table = Table(tmp_path / "gpu.csv", check.WORST_FIELDS)
+    table.append(check.worst_errors(case_rows("dot", 1, digest="before") + case_rows("cosine", 1, digest="before")))
+    complete = 2 * len(check.DROPOUTS) * len(check.CHECK_GRAPHS)
+    check.publish(case_rows("dot", complete) + case_rows("cosine", 1), table)
+    assert {(row["score"], row["digest"]) for row in table.rows()} == {("dot", "now"), ("cosine", "before")}
 
 
 def test_unknown_choices_are_refused(tmp_path, capsys):
@@ -218,7 +249,7 @@ def test_schedules_and_tf32_are_checked_by_name(tmp_path, capsys):
         assert run(tmp_path, *extra) == 0
     assert launched
     printed = capsys.readouterr().out
-    assert all(f"| {schedule} | tf32 | 4 | 0.002 |" in printed for schedule in ("auto", "row_split"))
+    assert all(f"| {schedule} | dot | tf32 | output | 4 | 0 | 0 |" in printed for schedule in ("auto", "row_split"))
 
 
 def test_a_schedule_that_cannot_run_is_listed(monkeypatch):

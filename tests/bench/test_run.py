@@ -290,7 +290,7 @@ def test_schedules_that_run_are_recorded_for_each_walk(tmp_path):
     }  # fmt: skip
     for row in rows:
         assert [row[f"{walk}_schedule"] for walk in run.WALKS] == ["row_split"] * 3
-        assert row["plan"].startswith("forward: ") and float(row["gathered_mb"]) > 0
+        assert float(row["gathered_mb"]) > 0
 
 
 def test_a_schedule_that_cannot_run_is_listed(tmp_path, monkeypatch):

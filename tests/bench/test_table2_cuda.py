@@ -12,7 +12,7 @@ EXTRA = ["device=cuda", "backends=[pyg,unfused,auto,auto_graph]", "pace.steps=12
 @pytest.mark.parametrize("model", ["transformer_stack", "gat_stack", "agnn_stack"])
 @pytest.mark.parametrize("dataset", ["pattern", "reddit_like_small"])
 def test_backends_agree_and_are_timed(table, dataset, model):  # noqa: F811
-    code, rows, _ = table(f"model={model}", f"datasets=[{dataset}]", "model.hidden_channels=32", *EXTRA)
+    code, rows = table(f"model={model}", f"datasets=[{dataset}]", "model.hidden_channels=32", *EXTRA)
     assert {row["backend"]: row["status"] for row in rows} == dict.fromkeys(
         ("pyg", "unfused", "auto", "auto_graph"), "ok"
     )
@@ -27,5 +27,5 @@ def test_backends_agree_and_are_timed(table, dataset, model):  # noqa: F811
 
 
 def test_a_process_of_its_own(table):  # noqa: F811
-    code, rows, _ = table("limit_s=300", *EXTRA)
+    code, rows = table("limit_s=300", *EXTRA)
     assert code == 0 and [row["status"] for row in rows] == ["ok"] * 4

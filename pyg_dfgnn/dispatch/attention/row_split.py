@@ -505,8 +505,8 @@ def _in_order(
     """The pass over packed rows with chunks joined in a block and the longest rows first, which few rows do not need.
 
     The rows of a warp are as long as each other then. Forward and backward on PubMed take 0.57 to 0.83 of the time of
-    rows as they come, on an H200 (`results/tuning/rows_in_order.csv`), with blocks of half the warps, as far as these
-    can walk the longest row. The layouts are those of `results/tuning/rows_pubmed_in_order.csv`, 1 head of 128.
+    rows as they come, on an H200, with blocks of half the warps, as far as these
+    can walk the longest row. The layouts were chosen by times of 1 head of 128 there.
     """
     fewer = ordered(problem, walk, {**constants, "WARPS": WARPS})
     elements, plain = _elements(fewer), not problem.edge and not problem.dropout
@@ -530,7 +530,7 @@ def _joined_edges(rows: Adjacency, items: int) -> int:
 def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length: int) -> Mapping[str, int]:
     """What differs in the forward pass over few rows, which waits for its longest one with a device half empty.
 
-    From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16 (`results/tuning/replay.csv`), so for
+    From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16, so for
     rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); else twice the warps with
     half as many edges each, but where the pass that leaves the tangent would add in another order then (add): training
     and inference give the same bits.
