@@ -5,7 +5,7 @@ import torch
 from torch_geometric.utils import contains_self_loops, is_undirected
 
 from pyg_dfgnn.datasets import image_superpixels_like, like, log_normal_graph, photograph_superpixels_like
-from pyg_dfgnn.datasets.published import DATA, deviations, size_of
+from tools.published_sizes import DATA, deviations, size_of
 
 MAKERS = {
     "mnist_superpixels_like": (image_superpixels_like, "MNIST"),

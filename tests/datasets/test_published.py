@@ -1,7 +1,5 @@
 """Published counts against what the data configs load, and the table of both."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,11 +8,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch_geometric.data import Data
 
-from pyg_dfgnn.datasets import Task, __main__, published
-from pyg_dfgnn.datasets.__main__ import describe, load
-from pyg_dfgnn.datasets.published import DATA, TABLE_1, Entry, Size, deviations, size_of
+from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.paths import configs_dir
 from tests.datasets.real import SEARCH
+from tools import published_sizes
+from tools.published_sizes import DATA, TABLE_1, Entry, Size, describe, deviations, load, size_of
 
 CONFIGS = sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml"))
 SMALL = [name for name in CONFIGS if name.endswith("_small")]
@@ -86,33 +84,31 @@ def test_size_and_deviations():
 
 def test_describe_named_sets(here, monkeypatch):
     table = describe(["cluster"], ["task.num_train=2000", "task.num_val=1", "task.num_test=1"]).splitlines()
-    assert len(table) == 2 and table[0].split() == " ".join(__main__.HEADER).split()
+    assert len(table) == 2 and table[0].split() == " ".join(published_sizes.HEADER).split()
     assert (
         "12,000 / 2,002" in table[1] and "4,303 / 4," in table[1] and "fresh graphs by the published recipe" in table[1]
     )
     assert "OFF" not in table[1] and "(2 %)" in table[1]
     changed = replace(DATA["cluster"], tolerance=(0.0, 0.0, 0.0))
-    monkeypatch.setitem(published.DATA, "cluster", changed)
+    monkeypatch.setitem(published_sizes.DATA, "cluster", changed)
     assert "OFF nodes" in describe(["cluster"], ["task.num_train=200"])
 
 
 def test_describe_says_what_is_not_here(here, monkeypatch):
-    monkeypatch.setattr(__main__, "load", lambda name, overrides: pytest.fail(name))
-    monkeypatch.setattr(__main__, "TABLE_1", {name: entry for name, entry in TABLE_1.items() if entry.large})
-    assert describe().count("not loaded: large, name it: describe ") == 4
+    monkeypatch.setattr(published_sizes, "load", lambda name, overrides: pytest.fail(name))
+    monkeypatch.setattr(published_sizes, "TABLE_1", {name: entry for name, entry in TABLE_1.items() if entry.large})
+    assert describe().count("not loaded: large, name it: ") == 4
     monkeypatch.undo()
     monkeypatch.chdir(here)
     row = describe(["cora"], ["task.download=false", f"task.search=[{here}]", f"task.cache={here}"]).splitlines()[1]
     assert row.endswith("not loaded: the raw files of Cora were not found") and "2,708 / -" in row
 
 
-def test_command(here, monkeypatch, capsys):
-    command = [sys.executable, "-m", "pyg_dfgnn.datasets", "describe"]
-    root = configs_dir().parent
-    done = subprocess.run([*command, "reddit_like_small", "task.scale=0.01"], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0 and "2,330" in done.stdout and "0.01 of the nodes" in done.stdout
+def test_command(here, capsys):
+    published_sizes.main(["reddit_like_small", "task.scale=0.01"])
+    printed = capsys.readouterr().out
+    assert "2,330" in printed and "0.01 of the nodes" in printed
     for words, part in ((["nothing"], "'data' needs one of"), (["cora", "task.colour=1"], "task.colour")):
-        monkeypatch.setattr(sys, "argv", ["datasets", "describe", *words])
         with pytest.raises(SystemExit, match="2"):
-            __main__.main()
+            published_sizes.main(words)
         assert part in capsys.readouterr().err

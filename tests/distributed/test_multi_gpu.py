@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from pyg_dfgnn.training import multi_gpu
+from tools import multi_gpu
 
 
 def check(path):

@@ -1,11 +1,25 @@
-"""Sizes that data sets were published with, and how far what is loaded may stray."""
+"""Compare the data sets with their published sizes: `python tools/published_sizes.py [data configs] [task.key=value]`.
+
+The table shows counts as "published / loaded". Without the name of a config it shows the data sets of DF-GNN's Table 1.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pyg_dfgnn.datasets.task import Task
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.paths import configs_dir
+
+_COUNTS = ("graphs", "nodes", "edges", "mean_degree", "max_degree", "features", "classes")
+HEADER = ("data", "stands for", *(what.replace("_", " ") for what in _COUNTS), "off by (allowed)", "made up")
 
 
 class Size(NamedTuple):
@@ -51,7 +65,7 @@ class Entry:
 
 
 def size_of(task: Task) -> Size:
-    """The size of what was loaded; a graph that all splits share counts once."""
+    """Return the size of a loaded data set; a graph that all splits share counts once."""
     graphs = list({id(graph): graph for split in task.splits.values() for graph in split}.values())
     nodes, edges = (sum(getattr(graph, f"num_{what}") for graph in graphs) for what in ("nodes", "edges"))
     max_degree = max(int(graph.edge_index[1].bincount().max()) if graph.num_edges else 0 for graph in graphs)
@@ -59,13 +73,13 @@ def size_of(task: Task) -> Size:
 
 
 def deviations(size: Size, entry: Entry) -> dict[str, tuple[float, float]]:
-    """Relative deviation of nodes, edges and largest degree, each with what is allowed."""
-    found = {}
+    """Return the relative deviations of nodes, edges and largest degree, each with the allowed one."""
+    relative = {}
     for what, allowed in zip(("nodes", "edges", "max_degree"), entry.tolerance):
-        given, published = getattr(size, what), getattr(entry.size, what)
+        published = getattr(entry.size, what)
         if published is not None:
-            found[what] = given / published - 1, allowed
-    return found
+            relative[what] = getattr(size, what) / published - 1, allowed
+    return relative
 
 
 # The published means are rounded, so that even the published graphs stray a little.
@@ -111,3 +125,70 @@ DATA: dict[str, Entry] = {
     "photo": Entry("Amazon Photo", Size(1, 7_650, 238_162, 1_434, 745, 8)),
 }
 """Everything with a published size, by `data=` config."""
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Task:
+    """Load the task of a `data=` config, with overrides such as `task.scale=0.1`.
+
+    Raises:
+        ValueError: There is no such config.
+    """
+    check_choice("data", name, sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml")))
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        cfg = compose("train", [f"data={name}", *(f"data.{override}" for override in overrides)])
+    return instantiate(cfg.data.task, _partial_=True)()
+
+
+def describe(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
+    """Return a table of the named data sets, or of Table 1, whose large data sets are loaded only by name.
+
+    The last column says which data were made up, or why a data set was not loaded.
+    """
+    rows: list[tuple[str, ...]] = [HEADER]
+    for name in names or TABLE_1:
+        entry, loaded = DATA.get(name), None
+        if names or not TABLE_1[name].large:
+            try:
+                task = load(name, overrides)
+                loaded, remark = size_of(task), task.synthetic or "nothing"
+            except (FileNotFoundError, ModuleNotFoundError) as error:
+                remark = "not loaded: " + str(error).split(". ")[0]
+        else:
+            remark = f"not loaded: large, name it: {name}"
+        rows.append(_row(name, entry, loaded, remark))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _row(name: str, entry: Entry | None, loaded: Size | None, remark: str) -> tuple[str, ...]:
+    sides = entry.size if entry else None, loaded
+    cells = [" / ".join("-" if side is None else _count(side, what) for side in sides) for what in _COUNTS]
+    off = []
+    if entry and loaded:
+        for what, (deviation, allowed) in deviations(loaded, entry).items():
+            verdict = "" if abs(deviation) <= allowed else "OFF "
+            off.append(f"{verdict}{what.replace('_', ' ')} {100 * deviation:+.1f} % ({100 * allowed:g} %)")
+    return name, entry.name if entry else "-", *cells, ", ".join(off) or "-", remark
+
+
+def _count(size: Size, what: str) -> str:
+    value = getattr(size, what)
+    if value is None:
+        return "-"
+    return f"{value:,.1f}" if what == "mean_degree" or value != int(value) else f"{int(value):,}"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arguments", nargs="*", help="data configs, and task.key=value for all of them")
+    arguments = parser.parse_args(words).arguments
+    names = [argument for argument in arguments if "=" not in argument]
+    try:
+        print(describe(names, [argument for argument in arguments if "=" in argument]))
+    except (ValueError, HydraException) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

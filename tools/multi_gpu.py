@@ -1,4 +1,4 @@
-"""Check and time training on several GPUs: `torchrun --nproc_per_node=2 -m pyg_dfgnn.training.multi_gpu`.
+"""Check and time training on several GPUs: `torchrun --nproc_per_node=2 tools/multi_gpu.py`.
 
 Three things are compared with what process 0 does alone: the time of a training step on the same batch, forward and
 backward over a graph whose nodes are partitioned, and the losses of runs of `train.py` at the same global batch.
