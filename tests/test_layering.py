@@ -71,7 +71,6 @@ SCORE_COMPARED: set[str] = {
     "pyg_dfgnn/bench/baselines.py",
     "pyg_dfgnn/bench/cases/attention.py",
     "pyg_dfgnn/bench/check.py",
-    "pyg_dfgnn/bench/everything.py",
     "pyg_dfgnn/bench/experiment.py",
     "pyg_dfgnn/bench/oracle.py",
     "pyg_dfgnn/bench/overhead.py",
