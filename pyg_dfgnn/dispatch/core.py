@@ -103,7 +103,7 @@ BY_NAME: Mapping[str, Candidate] = MappingProxyType({**CANDIDATES, **paper.ABLAT
 """The candidates, and those that no rule chooses."""
 
 REFILLABLE = ("row_split", "block_mma")
-"""Schedules whose launches stay valid when other edges are put into the arrays of a graph (see `Graph.is_fixed`)."""
+"""Schedules whose launches stay valid when other edges are put into the arrays of a graph (see `Graph.is_static`)."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def options(
         offers = {}
         for name in names:
             candidate = BY_NAME[name]
-            if graph.is_fixed and name not in REFILLABLE:
+            if graph.is_static and name not in REFILLABLE:
                 offers[name] = Option(name, ("its launches depend on edges that others will replace",))
                 continue
             reasons = candidate.reasons_against(problem, walk, graph)

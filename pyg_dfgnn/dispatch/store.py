@@ -50,7 +50,7 @@ def _octave(value: float) -> int:
 
 def _spread(side: Adjacency) -> list[float]:
     """Mean octave of the degree histogram over rows and over edges, in halves: more would tell batches apart."""
-    octaves = torch.frexp(side.ptr.diff().float()).exponent.long()
+    octaves = torch.frexp(side.rowptr.diff().float()).exponent.long()
     rows = dict(enumerate(torch.bincount(octaves).tolist()))
     edges = {octave: 2**octave * count for octave, count in rows.items() if octave}
     return [round(2 * sum(o * n for o, n in each.items()) / max(1, sum(each.values()))) / 2 for each in (rows, edges)]

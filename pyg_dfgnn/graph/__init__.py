@@ -2,7 +2,7 @@
 
 from pyg_dfgnn.graph.adjacency import Adjacency, Chunks, ColumnBlocks
 from pyg_dfgnn.graph.batch import BatchFacts, SortEdges
-from pyg_dfgnn.graph.device_dataset import ResidentGraphs
+from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.static import Frame
 
@@ -14,6 +14,6 @@ __all__ = [
     "EdgeSet",
     "Frame",
     "Graph",
-    "ResidentGraphs",
+    "DeviceDataset",
     "SortEdges",
 ]

@@ -21,9 +21,9 @@ MAX_EDGES = INT32_MAX - 4096
 class Side(NamedTuple):
     """The three arrays of a compressed side before its facts are on the host (see :class:`Adjacency`)."""
 
-    ptr: Tensor
-    ends: Tensor
-    edge_id: Tensor
+    rowptr: Tensor
+    col: Tensor
+    perm: Tensor
 
 
 class Chunks:
@@ -31,7 +31,7 @@ class Chunks:
 
     Attributes:
         row: Row of each chunk, int32 [num_chunks].
-        begin: First edge of each chunk, a position in `Adjacency.index`, int32 [num_chunks].
+        begin: First edge of each chunk, a position in `Adjacency.col`, int32 [num_chunks].
         end: One past the last edge of each chunk, int32 [num_chunks].
         heavy_row: Heavy rows in the order of their chunks, int32 [num_heavy].
         heavy_ptr: Chunk range of each heavy row, int32 [num_heavy + 1].
@@ -62,18 +62,18 @@ class Adjacency:
     """One compressed side of a graph: CSR when the rows are targets, CSC when they are sources.
 
     Attributes:
-        ptr: Edge range of each row, int32 [num_rows + 1].
-        index: The other end of each edge, int32 [E].
-        edge_id: Position of each edge in `Graph.edge_index`, int32 [E].
+        rowptr: Edge range of each row, int32 [num_rows + 1].
+        col: Column of each edge, int32 [E].
+        perm: Position of each edge in `Graph.edge_index`, int32 [E].
         num_rows: Number of rows.
         num_edges: Number of edges E.
         max_degree: Edges of the longest row.
     """
 
     def __init__(self, side: Side, max_degree: int) -> None:
-        self.ptr, self.index, self.edge_id = side
-        self.num_rows = self.ptr.numel() - 1
-        self.num_edges = self.index.numel()
+        self.rowptr, self.col, self.perm = side
+        self.num_rows = self.rowptr.numel() - 1
+        self.num_edges = self.col.numel()
         self.max_degree = max_degree
         self._chunks: dict[tuple[int, int, bool], Chunks] = {}
         self._blocks: dict[tuple[int, int, bool], ColumnBlocks] = {}
@@ -84,13 +84,13 @@ class Adjacency:
     @property
     def side(self) -> Side:
         """The three arrays."""
-        return Side(self.ptr, self.index, self.edge_id)
+        return Side(self.rowptr, self.col, self.perm)
 
     @cached_property
     def row(self) -> Tensor:
         """Row of each edge, int32 [E]; made on first use."""
         with torch.inference_mode(False):
-            row = expand(self.ptr, self.num_edges)
+            row = expand(self.rowptr, self.num_edges)
             pull(row[-1:].sum())
         return row
 
@@ -98,7 +98,7 @@ class Adjacency:
     def row_order(self) -> Tensor:
         """The rows by descending length, int32 [num_rows]; made on first use."""
         with torch.inference_mode(False):
-            order = self.ptr.diff().argsort(descending=True, stable=True).to(torch.int32)
+            order = self.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32)
             pull(order[-1:].sum())
         return order
 
@@ -116,20 +116,20 @@ class Adjacency:
         if found is None:
             with torch.inference_mode(False):
                 if group:
-                    found = group_heavy_rows(self.ptr, max_edges, group)
+                    found = group_heavy_rows(self.rowptr, max_edges, group)
                 else:
                     order = self.row_order if ordered else None
-                    found = split_heavy_rows(self.ptr[:-1], self.ptr[1:], self.num_edges, max_edges, order)
+                    found = split_heavy_rows(self.rowptr[:-1], self.rowptr[1:], self.num_edges, max_edges, order)
             self._chunks[max_edges, group, ordered] = found
         return found
 
     def ascending(self, num_columns: int) -> tuple[Tensor, Tensor]:
-        """`index` and `edge_id` with the edges of each row in the order of their other end; made once."""
+        """`col` and `perm` with the edges of each row in the order of their other end; made once."""
         if self._ascending is None:
-            key = expand(self.ptr, self.num_edges).long().mul_(max(num_columns, 1)).add_(self.index)
+            key = expand(self.rowptr, self.num_edges).long().mul_(max(num_columns, 1)).add_(self.col)
             (ascends,) = pull((key[1:] >= key[:-1]).all())
             order = slice(None) if ascends else key.argsort(stable=True)
-            self._ascending = self.index[order], self.edge_id[order]
+            self._ascending = self.col[order], self.perm[order]
         return self._ascending
 
     def column_blocks(self, count: int, max_edges: int, num_columns: int, ordered: bool = False) -> ColumnBlocks:
@@ -145,7 +145,7 @@ class Adjacency:
         """Most edges of any block of `rows` consecutive rows; kept per `rows`."""
         found = self._block_edges.get(rows)
         if found is None:
-            (found,) = pull(longest(torch.cat([self.ptr[::rows], self.ptr[-1:]])))
+            (found,) = pull(longest(torch.cat([self.rowptr[::rows], self.rowptr[-1:]])))
             self._block_edges[rows] = found
         return found
 
@@ -153,16 +153,16 @@ class Adjacency:
         """Where each edge lies in `other`, the graph's other side: int32 [E]; made on first use."""
         if self._position is None:
             with torch.inference_mode(False), torch.no_grad():
-                place = torch.empty_like(other.edge_id)
-                place[other.edge_id.long()] = torch.arange(other.num_edges, dtype=place.dtype, device=place.device)
-                position = place[self.edge_id.long()]
+                place = torch.empty_like(other.perm)
+                place[other.perm.long()] = torch.arange(other.num_edges, dtype=place.dtype, device=place.device)
+                position = place[self.perm.long()]
                 pull(position[-1:].sum())
             self._position = position
         return self._position
 
     def tensors(self) -> list[Tensor]:
         """All arrays that exist so far, chunk lists included."""
-        found = [self.ptr, self.index, self.edge_id]
+        found = [self.rowptr, self.col, self.perm]
         found.extend(self.__dict__[name] for name in ("row", "row_order") if name in self.__dict__)
         if self._position is not None:
             found.append(self._position)
@@ -177,9 +177,9 @@ class ColumnBlocks:
     """The edges of each row of a side grouped by blocks of columns, for sweeps that reuse what lies in a cache.
 
     Attributes:
-        ptr: Edge range of each row and block, int32 [num_rows * count + 1]; block b of row r is entry `r * count + b`.
-        index: As `Adjacency.index`, in the order of `Adjacency.ascending`, whatever the count.
-        edge_id: As `Adjacency.edge_id`, in this order.
+        rowptr: Edge range of each row and block, int32 [num_rows * count + 1]; block b of row r is at `r * count + b`.
+        col: As `Adjacency.col`, in the order of `Adjacency.ascending`, whatever the count.
+        perm: As `Adjacency.perm`, in this order.
         count: Number of blocks.
         chunks: Per block the chunk list of the rows with more than `max_edges` edges in it, or None; rows ascend or
             are in the order of `Adjacency.row_order`.
@@ -187,25 +187,28 @@ class ColumnBlocks:
 
     def __init__(self, side: Adjacency, count: int, max_edges: int, num_columns: int, ordered: bool) -> None:
         self.count = count
-        self.index, self.edge_id = side.ascending(num_columns)
-        block = self.index.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
-        key = expand(side.ptr, side.num_edges).long().mul_(count).add_(block)
+        self.col, self.perm = side.ascending(num_columns)
+        block = self.col.long().mul_(count).div_(max(num_columns, 1), rounding_mode="floor")
+        key = expand(side.rowptr, side.num_edges).long().mul_(count).add_(block)
         del block
-        self.ptr = offsets(key, side.num_rows * count)
+        self.rowptr = offsets(key, side.num_rows * count)
         del key
-        longest_rows = self.ptr.diff().view(-1, count).amax(0).tolist() if side.num_rows else [0] * count
+        longest_rows = self.rowptr.diff().view(-1, count).amax(0).tolist() if side.num_rows else [0] * count
         self.chunks = [
             self._split(side, block, max_edges, ordered) if longest_row > max_edges else None
             for block, longest_row in enumerate(longest_rows)
         ]
 
     def _split(self, side: Adjacency, block: int, max_edges: int, ordered: bool) -> Chunks:
-        begin, end = self.ptr[block : -1 : self.count].contiguous(), self.ptr[block + 1 :: self.count].contiguous()
+        begin, end = (
+            self.rowptr[block : -1 : self.count].contiguous(),
+            self.rowptr[block + 1 :: self.count].contiguous(),
+        )
         return split_heavy_rows(begin, end, side.num_edges, max_edges, side.row_order if ordered else None)
 
     def tensors(self) -> list[Tensor]:
         """All arrays."""
-        return [self.ptr, self.index, self.edge_id, *(t for c in self.chunks if c is not None for t in c.tensors())]
+        return [self.rowptr, self.col, self.perm, *(t for c in self.chunks if c is not None for t in c.tensors())]
 
 
 def pull(*values: Tensor) -> list[int]:
@@ -275,21 +278,21 @@ def transpose(side: Side, num_rows: int, input_sorted: bool) -> Side:
     """The other side of a graph.
 
     Args:
-        side: One side, whose `ends` become the rows.
+        side: One side, whose `col` become the rows.
         num_rows: Number of rows of the result.
         input_sorted: Whether the input order of the edges is already ascending in the new rows: then nothing is sorted.
 
     Returns:
         The other side; inside a row the edges ascend in their other end unless `input_sorted`.
     """
-    row = expand(side.ptr, side.ends.numel())
+    row = expand(side.rowptr, side.col.numel())
     if input_sorted:
-        order = torch.empty_like(side.edge_id, dtype=torch.int64)
-        order[side.edge_id.long()] = torch.arange(order.numel(), device=order.device)
-        keys = side.ends[order]
+        order = torch.empty_like(side.perm, dtype=torch.int64)
+        order[side.perm.long()] = torch.arange(order.numel(), device=order.device)
+        keys = side.col[order]
     else:
-        keys, order = sort_rows(side.ends, num_rows)
-    return Side(offsets(keys, num_rows), row[order], side.edge_id[order])
+        keys, order = sort_rows(side.col, num_rows)
+    return Side(offsets(keys, num_rows), row[order], side.perm[order])
 
 
 def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor]:
@@ -306,15 +309,15 @@ def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor
         The side with room for `E + num_loops` edges, of which the first `num_kept + num_loops` are filled; which input
         edges stay, bool [E]; their number `num_kept`, a tensor [].
     """
-    ptr, ends, edge_id = side
-    device, num_edges, num_rows = ptr.device, ends.numel(), ptr.numel() - 1
-    row = expand(ptr, num_edges)
-    stays = row != ends
+    rowptr, col, perm = side
+    device, num_edges, num_rows = rowptr.device, col.numel(), rowptr.numel() - 1
+    row = expand(rowptr, num_edges)
+    stays = row != col
     kept = torch.empty_like(stays)
-    kept[edge_id.long()] = stays
+    kept[perm.long()] = stays
 
     before = from_degree(stays)
-    new_ptr = before[ptr.long()] + torch.arange(num_rows + 1, dtype=torch.int32, device=device).clamp(max=num_loops)
+    new_ptr = before[rowptr.long()] + torch.arange(num_rows + 1, dtype=torch.int32, device=device).clamp(max=num_loops)
     node = torch.arange(num_loops, dtype=torch.int32, device=device)
     # Dropped edges all go to one spare slot behind the end, so that no size has to be known here.
     spare = num_edges + num_loops
@@ -328,7 +331,7 @@ def replace_self_loops(side: Side, num_loops: int) -> tuple[Side, Tensor, Tensor
         out[slot] = torch.cat([edges, loops])
         return out
 
-    return Side(new_ptr, place(ends, node), place(new_id[edge_id.long()], num_kept + node)), kept, num_kept
+    return Side(new_ptr, place(col, node), place(new_id[perm.long()], num_kept + node)), kept, num_kept
 
 
 def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int, order: Tensor | None = None) -> Chunks:

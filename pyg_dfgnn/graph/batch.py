@@ -170,10 +170,10 @@ def assemble(csr: Side, csc: Side, segments: Tensor, facts: BatchFacts, **option
     found = facts.segments(segments)
     return Graph(
         BatchAdjacency(csr, facts.max_in_degree),
-        csr.ptr.numel() - 1,
+        csr.rowptr.numel() - 1,
         csc=BatchAdjacency(csc, facts.max_out_degree),
-        segments=segments,
-        max_segment=found.longest,
+        graph_ptr=segments,
+        max_graph_nodes=found.longest,
         node_segments=found,
         facts=facts,
         **options,
@@ -188,9 +188,9 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
     if BY_SOURCE not in batch:
         graph = build(forms.read_tensor(edge_index, False), num_nodes, num_nodes, anchor=edge_index)
         same_graph = (_owner(segments, source) == _owner(segments, target)).all()
-        inside, graph.max_segment = pull(same_graph, longest(segments))
+        inside, graph.max_graph_nodes = pull(same_graph, longest(segments))
         _refuse_crossing(inside)
-        graph.segments = segments
+        graph.graph_ptr = segments
         return graph
 
     in_degree, out_degree, by_source = _stored(batch, num_nodes, num_edges)
@@ -214,7 +214,7 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
         ]
     ).all()
     same_graph = (_owner(segments, source) == _owner(segments, target)).all()
-    *bounds, unchanged_, inside, max_in, max_out, max_segment = pull(
+    *bounds, unchanged_, inside, max_in, max_out, max_graph_nodes = pull(
         *check_ids(*edge_index), unchanged, same_graph, longest(ptr), longest(source_ptr), longest(segments)
     )
     refuse_ids(bounds, num_nodes, num_nodes, num_edges)
@@ -226,8 +226,8 @@ def build_batch(batch: Any, edge_index: Tensor) -> Graph:
         num_nodes,
         csc=Adjacency(csc, max_out),
         anchor=edge_index,
-        segments=segments,
-        max_segment=max_segment,
+        graph_ptr=segments,
+        max_graph_nodes=max_graph_nodes,
     )
 
 

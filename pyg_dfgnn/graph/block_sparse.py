@@ -62,7 +62,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class BlockSparse:
     """One side of a graph as dense blocks (see the module).
 
     Attributes:
@@ -95,12 +95,12 @@ def find_segments(graph: Graph) -> Segments | None:
     if graph.num_src != graph.num_dst or graph.num_src == 0:
         return None
     csr, nodes = graph.csr, graph.num_dst
-    row = expand(csr.ptr, csr.num_edges)
+    row = expand(csr.rowptr, csr.num_edges)
     # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
-    across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.ptr.device)
+    across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.rowptr.device)
     one = torch.ones_like(row)
-    across.index_add_(0, torch.minimum(row, csr.index), one)
-    across.index_add_(0, torch.maximum(row, csr.index), one, alpha=-1)
+    across.index_add_(0, torch.minimum(row, csr.col), one)
+    across.index_add_(0, torch.maximum(row, csr.col), one, alpha=-1)
     # The boundary before node b, b = 1 ... nodes.
     free = across.cumsum(0)[:nodes] == 0
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
@@ -124,14 +124,14 @@ def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
     """Edges over the area of windows that list the columns that occur, from some windows spread over the side."""
     windows = -(-side.num_rows // rows)
     step = max(1, windows // samples)
-    first = torch.arange(0, windows, step, device=side.ptr.device) * rows
-    begin = side.ptr[first].long()
-    length = side.ptr[(first + rows).clamp(max=side.num_rows)] - begin
+    first = torch.arange(0, windows, step, device=side.rowptr.device) * rows
+    begin = side.rowptr[first].long()
+    length = side.rowptr[(first + rows).clamp(max=side.num_rows)] - begin
     total, *_ = pull(length.sum())
     ptr = from_degree(length)
     owner = expand(ptr, total).long()
     edge = begin[owner] + torch.arange(total, device=ptr.device) - ptr[owner]
-    distinct = torch.unique(owner << 32 | side.index[edge])
+    distinct = torch.unique(owner << 32 | side.col[edge])
     counts = torch.zeros(first.numel(), dtype=torch.int64, device=ptr.device)
     counts.index_add_(0, distinct >> 32, torch.ones_like(distinct))
     (blocks,) = pull(_ceil_div(counts, BLOCK).sum())
@@ -160,14 +160,14 @@ def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, T
 
 def _place(side: Adjacency, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """The window of each edge, int64, and its row there."""
-    row = expand(side.ptr, side.num_edges)
+    row = expand(side.rowptr, side.num_edges)
     window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[row.long()]
     return window, row - first[window]
 
 
 def make_tiles(
     side: Adjacency, num_columns: int, rows: int, segments: Segments | None, bits: Tensor | None = None
-) -> Tiles:
+) -> BlockSparse:
     """The dense blocks of a side; no host sync where the host knows the sizes of the segments.
 
     Args:
@@ -175,16 +175,16 @@ def make_tiles(
         num_columns: Number of nodes at the other end.
         rows: Rows of a window.
         segments: The segments whose nodes are the columns; None lists the columns that occur.
-        bits: `Tiles.bits` of the segments where they are known, for a graph in which no edge occurs twice.
+        bits: `BlockSparse.bits` of the segments where they are known, for a graph in which no edge occurs twice.
     """
-    device = side.ptr.device
+    device = side.rowptr.device
     sizes = None if segments is None else segments.sizes
     if segments is None:
         everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
         first, last, _ = _windows(everything, rows, -(-side.num_rows // rows))
         num_windows = first.numel()
         window, row = _place(side, first, last)
-        distinct, position = torch.unique(window * num_columns + side.index, return_inverse=True)
+        distinct, position = torch.unique(window * num_columns + side.col, return_inverse=True)
         count = torch.zeros(num_windows, dtype=torch.int32, device=device)
         count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
         begin = from_degree(count)[:-1]
@@ -196,7 +196,7 @@ def make_tiles(
         count = segments.ptr[of + 1] - begin
         if bits is None:
             window, row = _place(side, first, last)
-            position = side.index - begin[window]
+            position = side.col - begin[window]
 
     first_block = from_degree(_ceil_div(count, BLOCK))
     if segments is not None and sizes is not None:
@@ -224,7 +224,7 @@ def make_tiles(
             duplicates = set_bits != side.num_edges
     zero = torch.zeros_like(first)
     windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
-    return Tiles(
+    return BlockSparse(
         windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, max_columns, duplicates
     )
 

@@ -28,7 +28,7 @@ class _Bits(NamedTuple):
     made: torch.cuda.Event | None
 
 
-class ResidentGraphs:
+class DeviceDataset:
     """Graphs concatenated on a device, from which batches are gathered.
 
     `batch` gives what PyG's `Batch.from_data_list` gives for the same graphs. If they went through

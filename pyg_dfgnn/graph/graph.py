@@ -26,7 +26,7 @@ from pyg_dfgnn.graph.adjacency import (
     replace_self_loops,
     transpose,
 )
-from pyg_dfgnn.graph.block_sparse import Segments, Tiles, area_of, find_segments, make_tiles, sample_fill
+from pyg_dfgnn.graph.block_sparse import BlockSparse, Segments, area_of, find_segments, make_tiles, sample_fill
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.node_ranges import NodeRanges, pack_segments
 
@@ -81,18 +81,18 @@ class Graph:
         num_edges: Number of edges E, self-loops included.
         device: Where the arrays live.
         self_loops: Whether self-loops were replaced.
-        csr: Rows are targets (the groups of the softmax), `index` holds sources.
-        segments: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
-        max_segment: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
+        csr: Rows are targets (the groups of the softmax), `col` holds sources.
+        graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
+        max_graph_nodes: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
         facts: What the host knows of a batch that it trusts; None elsewhere.
         bits: Gives the bits of dense blocks for a side and the rows of a window, where the maker of a batch keeps them
             ready; None elsewhere.
         plans: Launch plans, memoised by dispatch.
-        is_fixed: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
+        is_static: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
         pinned: Whether the cache must keep the graph for as long as its tensor lives (see :meth:`pin`).
     """
 
-    is_fixed = False
+    is_static = False
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class Graph:
         anchor: Tensor | None = None,
         kept_mask: Tensor | None = None,
         base: Graph | None = None,
-        segments: Tensor | None = None,
-        max_segment: int | None = None,
+        graph_ptr: Tensor | None = None,
+        max_graph_nodes: int | None = None,
         node_segments: Segments | None = None,
         facts: BatchFacts | None = None,
         bits: Callable[[str, int], Tensor] | None = None,
@@ -116,10 +116,10 @@ class Graph:
         self.num_src = num_src
         self.num_dst = csr.num_rows
         self.num_edges = csr.num_edges
-        self.device = csr.ptr.device
+        self.device = csr.rowptr.device
         self.self_loops = self_loops
-        self.segments = segments
-        self.max_segment = max_segment
+        self.graph_ptr = graph_ptr
+        self.max_graph_nodes = max_graph_nodes
         self.facts, self.bits = facts, bits
         if node_segments is not None:
             self.__dict__["node_segments"] = node_segments
@@ -135,7 +135,7 @@ class Graph:
         self._base = None if base is None else weakref.ref(base)
         self._own_edge_index: Tensor | None = None
         self._own_version: int | None = None
-        self._tiles: dict[tuple[str, int, bool], Tiles] = {}
+        self._tiles: dict[tuple[str, int, bool], BlockSparse] = {}
         self._ranges: dict[int, NodeRanges] = {}
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
@@ -249,7 +249,7 @@ class Graph:
         num_nodes = batch.num_nodes
         key = (id(edge_index), num_nodes, num_nodes, False, False)
         graph = _cache.get(key, edge_index, forms.version_of(edge_index))
-        if graph is None or graph.segments is None:
+        if graph is None or graph.graph_ptr is None:
             check_sizes(num_nodes, num_nodes)
             with torch.inference_mode(False), torch.no_grad():
                 graph = build_batch(batch, edge_index) if facts is None else trust_batch(batch, edge_index, facts)
@@ -269,7 +269,7 @@ class Graph:
 
     @property
     def csc(self) -> Adjacency:
-        """Rows are sources, `index` holds targets; built on first use."""
+        """Rows are sources, `col` holds targets; built on first use."""
         if self._csc is None:
             base = None if self._base is None else self._base()
             with torch.inference_mode(False), torch.no_grad():
@@ -278,7 +278,7 @@ class Graph:
                     side = trim(side, self.num_edges)
                 else:
                     side = transpose(self.csr.side, self.num_src, self._source_sorted)
-                max_degree = pull(longest(side.ptr))[0] if self.facts is None else self.facts.max_out_degree
+                max_degree = pull(longest(side.rowptr))[0] if self.facts is None else self.facts.max_out_degree
             self._csc = type(self.csr)(side, max_degree)
             self.reset_streams()
         return self._csc
@@ -300,9 +300,9 @@ class Graph:
                 return anchor
             with torch.inference_mode(False), torch.no_grad():
                 made = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
-                order = self.csr.edge_id.long()
-                made[0, order] = self.csr.index.long()
-                made[1, order] = expand(self.csr.ptr, self.num_edges).long()
+                order = self.csr.perm.long()
+                made[0, order] = self.csr.col.long()
+                made[1, order] = expand(self.csr.rowptr, self.num_edges).long()
                 pull(made[0, -1:].sum())
             self._own_edge_index, self._own_version = made, made._version
             _by_own_edge_index[id(made)] = self
@@ -334,7 +334,7 @@ class Graph:
         with torch.inference_mode(False), torch.no_grad():
             return find_segments(self)
 
-    def tiles(self, rows_are: str, rows: int, compact: bool) -> Tiles:
+    def tiles(self, rows_are: str, rows: int, compact: bool) -> BlockSparse:
         """Dense blocks of one side, made on first use (see :mod:`pyg_dfgnn.graph.block_sparse`).
 
         Args:
@@ -386,8 +386,8 @@ class Graph:
             "max_in_degree": self.csr.max_degree,
             "mean_out_degree": self.num_edges / max(self.num_src, 1),
             "max_out_degree": self.csc.max_degree,
-            "num_segments": None if self.segments is None else self.segments.numel() - 1,
-            "max_segment": self.max_segment,
+            "num_segments": None if self.graph_ptr is None else self.graph_ptr.numel() - 1,
+            "max_graph_nodes": self.max_graph_nodes,
         }
 
     def pin(self) -> Graph:
@@ -400,7 +400,7 @@ class Graph:
         return anchor if anchor is not None and anchor._version == self._version else None
 
     def _tensors(self) -> list[Tensor]:
-        maybe = (self.segments, self._kept_mask, self._own_edge_index, self.__dict__.get("kept"))
+        maybe = (self.graph_ptr, self._kept_mask, self._own_edge_index, self.__dict__.get("kept"))
         found = [tensor for tensor in maybe if tensor is not None]
         for tiles in list(self._tiles.values()):
             found.extend(tiles.tensors())
@@ -451,7 +451,7 @@ def check_sizes(num_src: int, num_dst: int) -> None:
 
 def trim(side: Side, num_edges: int) -> Side:
     """The first `num_edges` edges of a side with room for more."""
-    return Side(side.ptr, side.ends[:num_edges], side.edge_id[:num_edges])
+    return Side(side.rowptr, side.col[:num_edges], side.perm[:num_edges])
 
 
 def check_ids(source: Tensor, target: Tensor) -> list[Tensor]:
@@ -495,7 +495,7 @@ def build(
         side, kept_mask, num_kept = replace_self_loops(side, num_loops)
     source_sorted = (source[1:] >= source[:-1]).all()
     *bounds, ordered, sorted_by_source, kept, max_degree = pull(
-        *check_ids(source, target), in_order, source_sorted, num_kept, longest(side.ptr)
+        *check_ids(source, target), in_order, source_sorted, num_kept, longest(side.rowptr)
     )
     refuse_ids(bounds, num_src, num_dst, num_edges)
     if not ordered:
@@ -521,7 +521,7 @@ def add_loops(base: Graph) -> Graph:
         side, kept_mask, num_kept = replace_self_loops(base.csr.side, num_loops)
         facts = None if base.facts is None else base.facts.with_loops()
         if facts is None:
-            kept, max_degree = pull(num_kept, longest(side.ptr))
+            kept, max_degree = pull(num_kept, longest(side.rowptr))
         else:
             kept, max_degree = facts.num_edges - num_loops, facts.max_in_degree
     return Graph(
@@ -532,9 +532,9 @@ def add_loops(base: Graph) -> Graph:
         anchor=base._live_anchor(),
         kept_mask=kept_mask,
         base=base,
-        segments=base.segments,
-        max_segment=base.max_segment,
-        node_segments=None if facts is None or base.segments is None else facts.segments(base.segments),
+        graph_ptr=base.graph_ptr,
+        max_graph_nodes=base.max_graph_nodes,
+        node_segments=None if facts is None or base.graph_ptr is None else facts.segments(base.graph_ptr),
         facts=facts,
     )
 

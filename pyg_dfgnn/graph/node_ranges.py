@@ -42,11 +42,13 @@ def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
         segments: What to join.
         most: Nodes of a range.
     """
-    ptr, edge_ptr = segments.on_host or torch.stack([segments.ptr, side.ptr[segments.ptr.long()]]).cpu()
+    ptr, edge_ptr = segments.on_host or torch.stack([segments.ptr, side.rowptr[segments.ptr.long()]]).cpu()
     # On arrays as short as these, torch takes several times as long.
     nodes, edges = ptr.numpy(), edge_ptr.numpy()
     interval = nodes[:-1] // (most - segments.longest + 1)
     ends = np.concatenate([[0], np.flatnonzero(np.diff(interval)) + 1, [len(interval)]])
     range_ptr = nodes[ends]
     most_nodes, most_edges = (int(np.diff(offsets).max()) for offsets in (range_ptr, edges[ends]))
-    return NodeRanges(push(torch.from_numpy(range_ptr), side.ptr.device), len(ends) - 1, most_nodes, most_edges, most)
+    return NodeRanges(
+        push(torch.from_numpy(range_ptr), side.rowptr.device), len(ends) - 1, most_nodes, most_edges, most
+    )

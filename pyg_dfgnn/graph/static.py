@@ -10,7 +10,7 @@ from torch import Tensor
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph.adjacency import Adjacency, Side
 from pyg_dfgnn.graph.batch import BatchFacts
-from pyg_dfgnn.graph.block_sparse import Tiles, block_count
+from pyg_dfgnn.graph.block_sparse import BlockSparse, block_count
 from pyg_dfgnn.graph.graph import Graph, keep
 
 # Blocks of dense bits that a batch may have, over those of the batch that a frame was made for.
@@ -45,11 +45,11 @@ class Frame:
         self.longest = -(-_longest(facts) // _SEGMENT_UNIT) * _SEGMENT_UNIT
         self.is_simple = facts.is_simple
         self.batch = batch
-        self.plain = FramedGraph(self, batch)
-        self.looped: FramedGraph | None = None
+        self.plain = StaticGraph(self, batch)
+        self.looped: StaticGraph | None = None
 
     @property
-    def graphs(self) -> list[FramedGraph]:
+    def graphs(self) -> list[StaticGraph]:
         """The framed graph and, if it was asked for, its variant with self-loops."""
         return [self.plain] if self.looped is None else [self.plain, self.looped]
 
@@ -79,17 +79,17 @@ class Frame:
         for graph in self.graphs:
             keep((id(self.edge_index), *(self.num_nodes,) * 2, graph.self_loops, False), self.edge_index, graph)
 
-    def with_loops(self) -> FramedGraph:
+    def with_loops(self) -> StaticGraph:
         """The variant with self-loops on the nodes of the batch."""
         if self.looped is None:
-            self.looped = FramedGraph(self, _looped(self.batch))
+            self.looped = StaticGraph(self, _looped(self.batch))
         return self.looped
 
 
-class FramedGraph(Graph):
+class StaticGraph(Graph):
     """A graph of a frame, which plans and captures see; made by :class:`Frame`."""
 
-    is_fixed = True
+    is_static = True
 
     def __init__(self, frame: Frame, batch: Graph) -> None:
         loops, device, nodes = batch.self_loops, batch.device, frame.num_nodes
@@ -107,8 +107,8 @@ class FramedGraph(Graph):
             csc=side(),
             self_loops=loops,
             anchor=frame.edge_index,
-            segments=batch.segments,
-            max_segment=frame.longest,
+            graph_ptr=batch.graph_ptr,
+            max_graph_nodes=frame.longest,
             node_segments=replace(segments, longest=frame.longest, sizes=None),
         )
         self.frame = frame
@@ -119,10 +119,10 @@ class FramedGraph(Graph):
         """Copy a batch into the arrays."""
         self.batch = batch
         for mine, theirs in ((self.csr, batch.csr), (self.csc, batch.csc)):
-            mine.ptr[: theirs.num_rows + 1] = theirs.ptr
-            mine.ptr[theirs.num_rows + 1 :] = theirs.num_edges
-            mine.index[: theirs.num_edges] = theirs.index
-            mine.edge_id[: theirs.num_edges] = theirs.edge_id
+            mine.rowptr[: theirs.num_rows + 1] = theirs.rowptr
+            mine.rowptr[theirs.num_rows + 1 :] = theirs.num_edges
+            mine.col[: theirs.num_edges] = theirs.col
+            mine.perm[: theirs.num_edges] = theirs.perm
         for key, tiles in self._tiles.items():
             self._put_tiles(tiles, key)
 
@@ -136,7 +136,7 @@ class FramedGraph(Graph):
             int(block_count(facts.nodes, rows).sum()) <= tiles.num_blocks for (_, rows, _), tiles in self._tiles.items()
         )
 
-    def tiles(self, rows_are: str, rows: int, compact: bool) -> Tiles:
+    def tiles(self, rows_are: str, rows: int, compact: bool) -> BlockSparse:
         """Dense blocks of one side with room for other batches, made on first use.
 
         Raises:
@@ -152,13 +152,13 @@ class FramedGraph(Graph):
             num_blocks = int(_BLOCK_ROOM * self.batch.tiles(*key).num_blocks) + self.frame.num_graphs
             made = torch.zeros(num_windows, 8, dtype=torch.int32, device=self.device)
             bits = torch.zeros(num_blocks, rows, dtype=torch.int32, device=self.device)
-            found = Tiles(made, None, bits, num_windows, num_blocks, self.frame.longest, not self.frame.is_simple)
+            found = BlockSparse(made, None, bits, num_windows, num_blocks, self.frame.longest, not self.frame.is_simple)
             self._put_tiles(found, key)
             self._tiles[key] = found
             self.reset_streams()
         return found
 
-    def _put_tiles(self, room: Tiles, key: tuple[str, int, bool]) -> None:
+    def _put_tiles(self, room: BlockSparse, key: tuple[str, int, bool]) -> None:
         tiles, rows = self.batch.tiles(*key), key[1]
         room.windows[: tiles.num_windows] = tiles.windows
         room.bits[: tiles.num_blocks] = tiles.bits

@@ -16,7 +16,7 @@ from torch_geometric.loader import DataLoader, NeighborLoader
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
 from pyg_dfgnn.errors import check_integer
-from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
 
 # The share of a GPU's memory that graphs may take which are not asked to stay there.
@@ -94,7 +94,7 @@ class ResidentLoader:
         self.count, self.batch_size, self.order = len(graphs), batch_size, order
         self.costs = edges_of(graphs)
         # For a process that goes without in a short last batch.
-        self.graphs = ResidentGraphs(graphs if self.group.size == 1 else [*graphs, empty_graph(graphs[0])], device)
+        self.graphs = DeviceDataset(graphs if self.group.size == 1 else [*graphs, empty_graph(graphs[0])], device)
 
     def __len__(self) -> int:
         return -(-self.count // self.batch_size)

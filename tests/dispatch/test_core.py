@@ -14,7 +14,7 @@ from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, AttentionProblem, choose, plan, unsupported_reasons
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph import Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
 from tests.zoo import hub, random
 
@@ -306,7 +306,7 @@ def resident_graphs():
     """Small graphs without repeated edges."""
     cases = [random(60 + i % 7, 60 + i % 7, 500, seed=i) for i in range(64)]
     data = [Data(edge_index=case.edge_index.unique(dim=1), num_nodes=case.num_src) for case in cases]
-    return ResidentGraphs([SortEdges()(each) for each in data])
+    return DeviceDataset([SortEdges()(each) for each in data])
 
 
 @pytest.mark.parametrize("score", ["dot", "add"])

@@ -475,12 +475,12 @@ def test_few_rows_take_other_warps_and_lanes_in_the_forward_pass():
 class FakeGraph:
     """What the cost model reads of a square graph."""
 
-    is_fixed = False
+    is_static = False
     facts = None
 
-    def __init__(self, num_nodes, num_edges, max_degree, max_segment=None):
+    def __init__(self, num_nodes, num_edges, max_degree, max_graph_nodes=None):
         self.num_src = self.num_dst = num_nodes
-        self.num_edges, self.max_segment, self.node_segments = num_edges, max_segment, None
+        self.num_edges, self.max_graph_nodes, self.node_segments = num_edges, max_graph_nodes, None
         self.csr = self.csc = FakeSide(num_nodes, num_edges)
         self.csr.max_degree = max_degree
 
@@ -535,7 +535,7 @@ def test_what_stays_near():
     batch = torch.arange(64).view(-1, 8)
     edges = torch.cartesian_prod(torch.arange(8), torch.arange(8)).T.repeat(1, 8) + batch[:, 0].repeat_interleave(64)
     found = Graph.of(edges, 64)
-    assert found.max_segment is None
+    assert found.max_graph_nodes is None
     for graph in (found, FakeGraph(64, 512, 8, 8)):
         assert rows.stays_near(graph, gpu.H200.shared_bytes // 8, gpu.H200)
         assert not rows.stays_near(graph, gpu.H200.shared_bytes // 8 + 1, gpu.H200)

@@ -14,13 +14,13 @@ def with_loops(edge_index: Tensor, num_src: int, num_dst: int) -> Tensor:
 
 def check_side(side: Adjacency, rows: Tensor, ends: Tensor, num_rows: int) -> None:
     """Check one side against rows [E] and their other ends [E] in input order."""
-    assert side.ptr.dtype == side.index.dtype == side.edge_id.dtype == torch.int32
+    assert side.rowptr.dtype == side.col.dtype == side.perm.dtype == torch.int32
     assert all(tensor.is_contiguous() for tensor in side.tensors())
     assert (side.num_rows, side.num_edges) == (num_rows, rows.numel())
     members: list[list[int]] = [[] for _ in range(num_rows)]
     for edge, row in enumerate(rows.tolist()):
         members[row].append(edge)
-    ptr, index, edge_id, end = side.ptr.tolist(), side.index.tolist(), side.edge_id.tolist(), ends.tolist()
+    ptr, index, edge_id, end = side.rowptr.tolist(), side.col.tolist(), side.perm.tolist(), ends.tolist()
     assert ptr[0] == 0 and len(ptr) == num_rows + 1 and ptr[-1] == len(index) == len(edge_id)
     for row in range(num_rows):
         here = edge_id[ptr[row] : ptr[row + 1]]

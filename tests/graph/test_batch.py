@@ -62,8 +62,8 @@ def test_batch_without_a_sort(self_loops, no_sort):
     assert graph.csc.num_edges == graph.num_edges
     want = with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes) if self_loops else batch.edge_index
     check_graph(graph, want, batch.num_nodes, batch.num_nodes)
-    assert graph.segments.dtype == torch.int32 and torch.equal(graph.segments.long(), batch.ptr)
-    assert graph.max_segment == max(member.num_nodes for member in data)
+    assert graph.graph_ptr.dtype == torch.int32 and torch.equal(graph.graph_ptr.long(), batch.ptr)
+    assert graph.max_graph_nodes == max(member.num_nodes for member in data)
     assert graph.stats()["num_segments"] == len(data)
     # Convs only see batch.edge_index.
     assert Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops) is graph
@@ -96,16 +96,16 @@ def test_data_loader(workers):
         check_graph(graph, batch.edge_index, batch.num_nodes, batch.num_nodes)
         source, target = batch.edge_index - batch.ptr[batch.batch[batch.edge_index[0]]]
         assert torch.equal(batch.edge_attr.view(-1), (source * 100 + target).float())
-        count += graph.segments.numel() - 1
+        count += graph.graph_ptr.numel() - 1
     assert count == len(data)
 
 
 def test_batch_of_unsorted_graphs_has_segments():
     batch = Batch.from_data_list(members())
     plain = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
-    assert plain.segments is None
+    assert plain.graph_ptr is None
     graph = Graph.of_batch(batch, self_loops=True)
-    assert torch.equal(graph.segments.long(), batch.ptr)
+    assert torch.equal(graph.graph_ptr.long(), batch.ptr)
     check_graph(graph, with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes), *[batch.num_nodes] * 2)
 
 
@@ -113,7 +113,7 @@ def test_single_graph_is_a_batch_of_one():
     data = SortEdges()(members()[-1])
     graph = Graph.of_batch(data)
     check_graph(graph, data.edge_index, data.num_nodes, data.num_nodes)
-    assert graph.segments.tolist() == [0, data.num_nodes] and graph.max_segment == data.num_nodes
+    assert graph.graph_ptr.tolist() == [0, data.num_nodes] and graph.max_graph_nodes == data.num_nodes
 
 
 @pytest.mark.parametrize("change", ["permute", "replace", "fewer", "degree", "order", "twice"])

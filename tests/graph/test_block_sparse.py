@@ -51,7 +51,7 @@ def brute_segments(graph):
 
 def dense_of(side, num_columns):
     dense = torch.zeros(side.num_rows, num_columns, dtype=torch.int32)
-    for row, column in zip(side.row.tolist(), side.index.tolist(), strict=True):
+    for row, column in zip(side.row.tolist(), side.col.tolist(), strict=True):
         dense[row, column] += 1
     return dense
 
@@ -123,7 +123,7 @@ def test_sources_that_are_not_the_targets_have_no_segments():
     assert find_segments(Graph.of(torch.zeros(2, 0, dtype=torch.long), 0)) is None
 
 
-# Tiles ----------------------------------------------------------------------------------------------------------------
+# Blocks ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -196,8 +196,8 @@ def test_fill_of_every_window(graph, rows):
     # Windows that the tiles cut in equal shares, the sample cuts at multiples of `rows`.
     area = 0
     for first in range(0, graph.num_dst, rows):
-        begin, end = graph.csr.ptr[[first, min(first + rows, graph.num_dst)]].tolist()
-        area += -(-graph.csr.index[begin:end].unique().numel() // BLOCK) * BLOCK * rows
+        begin, end = graph.csr.rowptr[[first, min(first + rows, graph.num_dst)]].tolist()
+        area += -(-graph.csr.col[begin:end].unique().numel() // BLOCK) * BLOCK * rows
     assert fill == pytest.approx(graph.num_edges / max(1, area))
 
 

@@ -261,8 +261,8 @@ def test_built_in_inference_mode_serves_training(edge_index):
         graph = Graph.of(edge_index, 20, self_loops=True)
     assert Graph.of(edge_index, 20, self_loops=True) is graph
     x = torch.randn(20, requires_grad=True)
-    x[graph.csr.index.long()].mul(x[graph.edge_index[1]]).sum().backward()
-    assert not graph.csc.ptr.is_inference() and x.grad is not None
+    x[graph.csr.col.long()].mul(x[graph.edge_index[1]]).sum().backward()
+    assert not graph.csc.rowptr.is_inference() and x.grad is not None
 
 
 def test_threads():
@@ -279,7 +279,7 @@ def test_threads():
                 want = with_loops(edge_index, 30, 30) if step % 2 else edge_index
                 assert torch.equal(graph.edge_index, want) and graph.csc.num_edges == want.size(1)
                 own = random(9, 9, 20, seed=1000 * number + step).edge_index
-                assert torch.equal(Graph.of(own, 9).csr.index[Graph.of(own, 9).csr.edge_id.argsort()].long(), own[0])
+                assert torch.equal(Graph.of(own, 9).csr.col[Graph.of(own, 9).csr.perm.argsort()].long(), own[0])
                 if step % 20 == 19:
                     Graph.clear_cache()
         except BaseException as error:

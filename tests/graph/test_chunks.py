@@ -38,14 +38,14 @@ def test_groups_hold_whole_rows(degrees, edges, group):
 def test_rows_by_descending_length():
     case = hub(300)
     side = Graph.of(case.edge_index, case.num_src, case.num_dst).csr
-    degree = side.ptr.diff()
+    degree = side.rowptr.diff()
     assert torch.equal(degree[side.row_order], degree.sort(descending=True).values)
     ascending, ordered = side.chunks(4), side.chunks(4, ordered=True)
     assert rows_of(ascending, 4) == rows_of(ordered, 4)
     assert degree[ordered.heavy_row].tolist() == degree[ascending.heavy_row].sort(descending=True).values.tolist()
     swept = side.column_blocks(3, 2, case.num_src, ordered=True)
     for block, chunks in enumerate(swept.chunks):
-        expected = {row: swept.ptr[3 * row + block :][:2].tolist() for row in range(case.num_dst)}
+        expected = {row: swept.rowptr[3 * row + block :][:2].tolist() for row in range(case.num_dst)}
         expected = {row: list(range(*ends)) for row, ends in expected.items() if ends[1] - ends[0] > 2}
         assert (rows_of(chunks, 2) if chunks else {}) == expected
 
@@ -68,8 +68,8 @@ def test_ranges_hold_whole_segments(sizes, most):
     assert set(ptr) <= {0, *torch.tensor(sizes).cumsum(0).tolist()}
     lengths = [end - begin for begin, end in zip(ptr, ptr[1:], strict=False)]
     assert 0 < min(lengths) and max(lengths) == ranges.most_nodes <= most
-    edges = [int(graph.csr.ptr[end] - graph.csr.ptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
-    out_edges = [int(graph.csc.ptr[end] - graph.csc.ptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
+    edges = [int(graph.csr.rowptr[end] - graph.csr.rowptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
+    out_edges = [int(graph.csc.rowptr[end] - graph.csc.rowptr[begin]) for begin, end in zip(ptr, ptr[1:], strict=False)]
     assert max(edges) == ranges.most_edges and edges == out_edges
     assert graph.node_ranges(most) is ranges and graph.node_ranges(max(sizes) - 1) is None
 

@@ -17,15 +17,15 @@ def test_blocks_of_columns(is_sorted):
     side = Graph.of(edge_index, num_src, num_dst).csr
     found = {count: side.column_blocks(count, 4, num_src) for count in (2, 3, 5)}
     for count, blocks in found.items():
-        assert blocks.index is found[2].index and blocks.edge_id is found[2].edge_id
-        assert torch.equal(edge_index[0, blocks.edge_id.long()].int(), blocks.index)
-        assert torch.equal(blocks.ptr[::count], side.ptr)
-        row_of_edge = torch.repeat_interleave(torch.arange(num_dst), side.ptr.diff())
-        assert torch.equal(edge_index[1, blocks.edge_id.long()], row_of_edge)
-        block_of_edge = torch.repeat_interleave(torch.arange(num_dst * count), blocks.ptr.diff()) % count
-        assert torch.equal(blocks.index.long() * count // num_src, block_of_edge)
+        assert blocks.col is found[2].col and blocks.perm is found[2].perm
+        assert torch.equal(edge_index[0, blocks.perm.long()].int(), blocks.col)
+        assert torch.equal(blocks.rowptr[::count], side.rowptr)
+        row_of_edge = torch.repeat_interleave(torch.arange(num_dst), side.rowptr.diff())
+        assert torch.equal(edge_index[1, blocks.perm.long()], row_of_edge)
+        block_of_edge = torch.repeat_interleave(torch.arange(num_dst * count), blocks.rowptr.diff()) % count
+        assert torch.equal(blocks.col.long() * count // num_src, block_of_edge)
         for block, chunks in enumerate(blocks.chunks):
-            lengths = blocks.ptr.diff()[block::count]
+            lengths = blocks.rowptr.diff()[block::count]
             heavy = [] if chunks is None else chunks.heavy_row.tolist()
             assert heavy == (lengths > 4).nonzero().flatten().tolist()
-    assert (found[2].index.data_ptr() == side.index.data_ptr()) == is_sorted
+    assert (found[2].col.data_ptr() == side.col.data_ptr()) == is_sorted

@@ -5,7 +5,7 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import Graph, ResidentGraphs, SortEdges, adjacency
+from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, adjacency
 from tests.graph.brute import check_graph, with_loops
 from tests.zoo import hub, random, zoo
 
@@ -110,7 +110,7 @@ def test_batch():
     batch = Batch.from_data_list(data).to("cuda")
     graph = Graph.of_batch(batch, self_loops=True)
     check_graph(graph, with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes), *[batch.num_nodes] * 2)
-    assert torch.equal(graph.segments.long(), batch.ptr.cuda())
+    assert torch.equal(graph.graph_ptr.long(), batch.ptr.cuda())
 
 
 def test_another_stream_sees_a_finished_graph():
@@ -122,7 +122,7 @@ def test_another_stream_sees_a_finished_graph():
     csc = graph.csc
     with torch.cuda.stream(side):
         assert Graph.of(edge_index, 100_000, self_loops=True) is graph
-        total = csc.index.long().sum()
+        total = csc.col.long().sum()
         assert side.cuda_stream in graph._streams
     # The current stream does not wait for the other one.
     side.synchronize()
@@ -138,8 +138,8 @@ def sorted_graphs():
 def test_a_resident_batch_never_syncs(syncs_are_errors):
     torch.cuda.set_sync_debug_mode("default")
     data, ids = sorted_graphs(), torch.tensor([3, 7, 1, 12])
-    want = Graph.of_batch(ResidentGraphs(data).batch(ids))
-    resident = ResidentGraphs(data, "cuda")
+    want = Graph.of_batch(DeviceDataset(data).batch(ids))
+    resident = DeviceDataset(data, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     graph = Graph.of_batch(resident.batch(ids))
     ranges, tiles = graph.node_ranges(150), graph.tiles("sources", 32, compact=False)
@@ -152,8 +152,8 @@ def test_streams_share_the_bits_of_resident_graphs():
     """A stream that finds them waits for the one that makes them."""
     data, side = sorted_graphs(), torch.cuda.Stream()
     first, second = torch.tensor([0, 4, 9]), torch.tensor([9, 2, 5])
-    want = Graph.of_batch(ResidentGraphs(data).batch(second)).tiles("targets", 32, compact=False)
-    resident = ResidentGraphs(data, "cuda")
+    want = Graph.of_batch(DeviceDataset(data).batch(second)).tiles("targets", 32, compact=False)
+    resident = DeviceDataset(data, "cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         graph = Graph.of_batch(resident.batch(first))
@@ -169,7 +169,7 @@ def test_capture_pins_the_graph():
     x = torch.randn(50, device="cuda")
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        out = x[Graph.of(edge_index, 50, self_loops=True).csr.index]
+        out = x[Graph.of(edge_index, 50, self_loops=True).csr.col]
     assert graph.pinned
     captured.replay()
-    assert torch.equal(out, x[graph.csr.index])
+    assert torch.equal(out, x[graph.csr.col])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges, adjacency
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, adjacency
 from pyg_dfgnn.graph import batch as batch_module
 from pyg_dfgnn.graph import block_sparse as tiles_module
 from pyg_dfgnn.graph import graph as graph_module
@@ -41,7 +41,7 @@ def no_sync(monkeypatch):
 def assert_same(ours, theirs):
     for a, b in ((ours.csr, theirs.csr), (ours.csc, theirs.csc)):
         assert all(torch.equal(x, y) for x, y in zip(a.side, b.side)) and a.max_degree == b.max_degree
-    assert torch.equal(ours.segments, theirs.segments) and ours.max_segment == theirs.max_segment
+    assert torch.equal(ours.graph_ptr, theirs.graph_ptr) and ours.max_graph_nodes == theirs.max_graph_nodes
 
 
 def test_facts_are_those_of_the_batch():
@@ -63,7 +63,7 @@ def test_trusted_batch_equals_the_checked_one(no_sync):
     graph = Graph.of_batch(batch, facts=BatchFacts.of(batch))
     assert_same(graph, checked)
     assert Graph.of(batch.edge_index, batch.num_nodes) is graph
-    assert graph.node_segments.longest == graph.max_segment
+    assert graph.node_segments.longest == graph.max_graph_nodes
     assert graph.csr.num_edges >= graph.csr.block_edges(8) >= most
 
 
@@ -73,13 +73,13 @@ def test_self_loops_without_a_sync(made_by, no_sync):
     plain = Batch.from_data_list(data)
     want = Graph.of_batch(plain, self_loops=True)
     assert want.num_edges < plain.num_edges + plain.num_nodes and want.csc.max_degree > 0
-    batch = Batch.from_data_list(data) if made_by == "trusted" else ResidentGraphs(data).batch(torch.arange(len(data)))
+    batch = Batch.from_data_list(data) if made_by == "trusted" else DeviceDataset(data).batch(torch.arange(len(data)))
     no_sync()
     if made_by == "trusted":
         Graph.of_batch(batch, facts=BatchFacts.of(batch))
     graph = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
     assert_same(graph, want)
-    assert graph.node_segments.longest == want.max_segment and graph.num_edges == want.num_edges
+    assert graph.node_segments.longest == want.max_graph_nodes and graph.num_edges == want.num_edges
 
 
 def test_facts_need_sorted_edges():
@@ -93,7 +93,7 @@ def test_resident_batch_equals_pygs(ids, is_sorted, no_sync):
     data = [SortEdges()(member) if is_sorted else member for member in members()]
     picked = [data[i] for i in ids]
     want = Batch.from_data_list(picked)
-    resident = ResidentGraphs(data)
+    resident = DeviceDataset(data)
     assert len(resident) == len(data)
     checked = Graph.of_batch(want)
     no_sync()
@@ -107,7 +107,7 @@ def test_resident_batch_equals_pygs(ids, is_sorted, no_sync):
 
 
 def test_resident_batch_is_a_whole_graph():
-    resident = ResidentGraphs([SortEdges()(member) for member in members()])
+    resident = DeviceDataset([SortEdges()(member) for member in members()])
     batch = resident.batch(torch.tensor([7, 2, 11, 3]))
     check_graph(Graph.of_batch(batch), batch.edge_index, batch.num_nodes, batch.num_nodes)
 
@@ -119,10 +119,10 @@ def test_dense_blocks_without_a_sync(rows, rows_are, no_sync):
     ids = torch.tensor([7, 2, 11, 3, 14, 3])
     plain = Batch.from_data_list([data[i] for i in ids])
     facts = BatchFacts.of(plain)
-    trusted, resident = Graph.of_batch(plain, facts=facts), ResidentGraphs(data)
+    trusted, resident = Graph.of_batch(plain, facts=facts), DeviceDataset(data)
     graph = Graph.of_batch(resident.batch(ids))
     side = graph.csr if rows_are == "targets" else graph.csc
-    counted = tiles_module.Segments.of_sizes(graph.segments, facts.nodes, facts.edges, is_simple=True)
+    counted = tiles_module.Segments.of_sizes(graph.graph_ptr, facts.nodes, facts.edges, is_simple=True)
     want = tiles_module.make_tiles(side, graph.num_src, rows, replace(counted, sizes=None, is_simple=None))
     no_sync()
     for each in (graph, trusted):
@@ -138,7 +138,7 @@ def test_ranges_without_a_sync(self_loops, no_sync):
     ids = torch.tensor([7, 2, 11, 3, 14, 3])
     plain = Batch.from_data_list([data[i] for i in ids])
     trusted = Graph.of_batch(plain, self_loops=self_loops, facts=BatchFacts.of(plain))
-    graph = Graph.of_batch(ResidentGraphs(data).batch(ids), self_loops=self_loops)
+    graph = Graph.of_batch(DeviceDataset(data).batch(ids), self_loops=self_loops)
     unknown, longest = replace(graph.node_segments, edges=None), graph.node_segments.longest
     bounds = (longest, longest + 3, 4 * longest)
     asked = [ranges_module.pack_segments(graph.csr, unknown, most) for most in bounds]
@@ -152,7 +152,7 @@ def test_ranges_without_a_sync(self_loops, no_sync):
 
 def test_repeated_edges_are_told():
     data = [SortEdges()(member) for member in members()]
-    resident = ResidentGraphs(data)
+    resident = DeviceDataset(data)
     batch = resident.batch(torch.arange(len(data)))
     assert batch.edge_index.unique(dim=1).size(1) < batch.num_edges
     assert Graph.of_batch(batch).tiles("targets", 32, compact=False).has_duplicates
@@ -161,9 +161,9 @@ def test_repeated_edges_are_told():
 def test_what_cannot_be_gathered():
     data = [Data(x=torch.zeros(3, 1), edge_index=torch.zeros(2, 1, dtype=torch.long), name="a") for _ in range(2)]
     with pytest.raises(ValueError, match=r"'graphs' needs tensors along nodes, edges or graphs \(got 'name'\)"):
-        ResidentGraphs(data)
+        DeviceDataset(data)
     many = [Data(edge_index=torch.zeros(2, 0, dtype=torch.long), num_nodes=1 << 30) for _ in range(2)]
     with pytest.raises(ValueError, match=r"'num_nodes' needs a value in \[0, 2147483647\] \(got 2147483648\)"):
-        ResidentGraphs(many)
+        DeviceDataset(many)
     with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
-        ResidentGraphs([])
+        DeviceDataset([])

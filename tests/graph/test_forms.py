@@ -67,7 +67,7 @@ def test_ids_around_the_narrow_sort_key(num_nodes):
 def test_order_inside_a_row_is_the_input_order(case):
     csr = Graph.of(case.edge_index, case.num_src, case.num_dst).csr
     same_row = csr.row[1:] == csr.row[:-1]
-    assert (csr.edge_id.diff()[same_row] > 0).all()
+    assert (csr.perm.diff()[same_row] > 0).all()
 
 
 def test_one_sort_per_side(monkeypatch):
@@ -259,7 +259,7 @@ def test_loops_from_a_cached_base_equal_loops_from_scratch(case):
 def test_chunks(case, max_edges):
     graph = Graph.of(case.edge_index, case.num_src, case.num_dst)
     for side in (graph.csr, graph.csc):
-        degree = side.ptr.diff().tolist()
+        degree = side.rowptr.diff().tolist()
         heavy = [row for row, length in enumerate(degree) if length > max_edges]
         chunks = side.chunks(max_edges)
         if not heavy:
@@ -268,8 +268,8 @@ def test_chunks(case, max_edges):
         assert chunks is side.chunks(max_edges)
         want, heavy_ptr = [], [0]
         for row in heavy:
-            end = int(side.ptr[row + 1])
-            want += [(row, b, min(b + max_edges, end)) for b in range(int(side.ptr[row]), end, max_edges)]
+            end = int(side.rowptr[row + 1])
+            want += [(row, b, min(b + max_edges, end)) for b in range(int(side.rowptr[row]), end, max_edges)]
             heavy_ptr.append(len(want))
         assert list(zip(chunks.row.tolist(), chunks.begin.tolist(), chunks.end.tolist())) == want
         assert (chunks.heavy_row.tolist(), chunks.heavy_ptr.tolist()) == (heavy, heavy_ptr)

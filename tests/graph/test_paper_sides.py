@@ -29,8 +29,8 @@ def test_block_edges_are_kept(graph, monkeypatch):
 def test_positions_lead_to_the_same_edge(graph):
     position = graph.csc.position_in(graph.csr)
     assert position.dtype == torch.int32
-    assert torch.equal(graph.csr.edge_id[position.long()], graph.csc.edge_id)
-    assert torch.equal(graph.csr.row[position.long()], graph.csc.index)
-    assert torch.equal(graph.csr.index[position.long()], graph.csc.row)
+    assert torch.equal(graph.csr.perm[position.long()], graph.csc.perm)
+    assert torch.equal(graph.csr.row[position.long()], graph.csc.col)
+    assert torch.equal(graph.csr.col[position.long()], graph.csc.row)
     assert graph.csc.position_in(graph.csr) is position
     assert any(tensor is position for tensor in graph.csc.tensors())

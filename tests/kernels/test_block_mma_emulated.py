@@ -350,7 +350,7 @@ def test_a_non_finite_feature_stays_in_its_graph(score):
     actual, _ = run(problem, graph)
     others = torch.ones(graph.num_dst, dtype=torch.bool)
     others[18:88] = False
-    assert not bool(actual["out"][20 if score == "cosine" else graph.csc.index[graph.csc.ptr[20]]].isfinite().all())
+    assert not bool(actual["out"][20 if score == "cosine" else graph.csc.col[graph.csc.rowptr[20]]].isfinite().all())
     for name, tensor in actual.items():
         if name != "grad beta":
             assert torch.equal(tensor[others], clean[name][others]), name
@@ -564,7 +564,7 @@ def test_cosine_takes_the_bound_of_a_small_beta(kind, beta, bound):
     problem = problem_of("cosine", graph, dtype=KINDS[kind])
     problem.inputs["beta"].fill_(beta)
     _, maxima, _ = forward_pass(problem, graph, kind)
-    has_edges = graph.csr.ptr.diff() > 0
+    has_edges = graph.csr.rowptr.diff() > 0
     expected = abs(beta) / math.log(2)
     assert torch.allclose(maxima[has_edges], torch.tensor(expected), rtol=1e-6, atol=0.0) == bound
     assert not bool(maxima[~has_edges].any())
@@ -598,7 +598,7 @@ def test_add_takes_factors_of_close_scalars(kind, slope, spread, factored):
     scalars = problem.inputs["alpha_src"].mul_(spread)
     scalars -= scalars.max()
     _, maxima, _ = forward_pass(problem, graph, kind, slope)
-    logits, has_edges = add_logits(problem, slope), graph.csr.ptr.diff() > 0
+    logits, has_edges = add_logits(problem, slope), graph.csr.rowptr.diff() > 0
     source, target = (problem.inputs[name].detach().double() for name in ("alpha_src", "alpha_dst"))
     rows = largest(logits, graph)
     window = torch.nn.functional.leaky_relu(target + source.max(), slope) / math.log(2)
@@ -644,7 +644,7 @@ def test_weights_of_large_scalars_sum_to_one(number):
     with torch.no_grad(), emulated_device() as launched:
         _, weights = ops.add_attention(graph, **problem.inputs, return_weights=True)
     assert ENTRIES["forward"] in launched
-    total = torch.zeros(graph.num_dst, 2).index_add_(0, graph.edge_index[1], weights)[graph.csr.ptr.diff() > 0]
+    total = torch.zeros(graph.num_dst, 2).index_add_(0, graph.edge_index[1], weights)[graph.csr.rowptr.diff() > 0]
     torch.testing.assert_close(total, torch.ones_like(total), rtol=0.0, atol=5e-6)
 
 
@@ -656,7 +656,7 @@ def test_bound_of_the_longest_segment(longest):
     problem = problem_of("add", graph, channels=8)
     _, maxima, _ = forward_pass(problem, graph)
     is_largest = torch.isclose(maxima.double(), largest(add_logits(problem, 0.2), graph), rtol=1e-6, atol=1e-6)
-    assert bool(is_largest[graph.csr.ptr.diff() > 0].all()) == (longest > 512)
+    assert bool(is_largest[graph.csr.rowptr.diff() > 0].all()) == (longest > 512)
     check_tiles(problem, graph)
 
 
@@ -751,7 +751,7 @@ def test_weights_of_16_bits_sum_to_one_as_rounded(score, dtype, name):
     """Their sum is of what meets the values: values that are all 1 give 1, but for rounding in float32."""
     graph = build_graph(name)
     problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True)
-    exact = passes(problem, graph, "block_mma", value=1.0)["exact"][graph.csr.ptr.diff() > 0]
+    exact = passes(problem, graph, "block_mma", value=1.0)["exact"][graph.csr.rowptr.diff() > 0]
     assert exact.numel() > 0 and (exact - 1.0).abs().max() < TOLERANCES[torch.float32][0]
 
 

@@ -58,7 +58,7 @@ def test_same_launches_on_each_batch(frame_of, schedule, self_loops):
     batches = [batch_of(sizes, seed) for seed, sizes in enumerate(SIZES)]
     frame = frame_of(batches[0][1])
     graph = Graph.resolve(frame.edge_index, NODES, NODES, self_loops, False)
-    assert graph in frame.graphs and graph.is_fixed
+    assert graph in frame.graphs and graph.is_static
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(NODES, 2, 16, generator=generator) for _ in range(3)]
     recorded = []

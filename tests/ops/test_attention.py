@@ -195,7 +195,7 @@ def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
     expected = looped.expected()
     assert_all_close({"out": (out, expected["out"]), "weights": (weights, expected["weights"])}, torch.float32)
     sums = torch.zeros(8, 2).index_add_(0, graph.edge_index[1], weights)
-    torch.testing.assert_close(sums, (graph.csr.ptr.diff() > 0).float()[:, None].expand(8, 2))
+    torch.testing.assert_close(sums, (graph.csr.rowptr.diff() > 0).float()[:, None].expand(8, 2))
 
 
 # Column blocks --------------------------------------------------------------------------------------------------------

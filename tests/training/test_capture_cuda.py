@@ -8,7 +8,7 @@ from torch_geometric.data import Batch
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.graph import BatchFacts, Graph, ResidentGraphs, SortEdges
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.buckets import Room
@@ -72,7 +72,7 @@ def test_whole_graph(name, dropout, schedule):
     ("name", "schedule"), [("gt", "auto"), ("gt", "row_split"), ("gt", "block_mma"), ("gat", "auto"), ("agnn", "auto")]
 )
 def test_padded_batches(name, schedule):
-    resident = ResidentGraphs(graphs(), CUDA)
+    resident = DeviceDataset(graphs(), CUDA)
     parts = torch.randperm(40, generator=torch.Generator().manual_seed(3)).split(8)
     given = [resident.batch(part) for part in parts]
     with settings(schedule=schedule, fallback="log"):
@@ -85,7 +85,7 @@ def test_padded_batches(name, schedule):
 
 def test_dropout_on_padded_batches():
     """What is drawn depends on the shapes, so single launches run on the padded batches too."""
-    resident = ResidentGraphs(graphs(), CUDA)
+    resident = DeviceDataset(graphs(), CUDA)
     given = [resident.batch(part) for part in torch.arange(40).split(8)] * 4
     losses = []
     for warm_ups in (CapturedStep.WARM_UPS, 10**6):
@@ -111,7 +111,7 @@ def test_a_captured_step_does_not_wait():
 @pytest.mark.parametrize("made_by", ["resident", "trusted"])
 def test_a_batch_costs_no_sync(made_by):
     data = graphs()
-    resident = ResidentGraphs(data, CUDA)
+    resident = DeviceDataset(data, CUDA)
     checked = Graph.of_batch(Batch.from_data_list(data).to(CUDA))
     pinned = Batch.from_data_list(data).pin_memory()
     ids = torch.arange(len(data))
@@ -153,7 +153,7 @@ def test_prefetched_batches_are_whole():
                 # The device is busy with this batch while the next is made.
                 torch.cuda._sleep(2_000_000)
                 csr = Graph.of(batch.edge_index, batch.num_nodes).csr
-                seen.append((csr.index.long() * csr.edge_id).sum() + (batch.x.sum() * 1e4).long())
+                seen.append((csr.col.long() * csr.perm).sum() + (batch.x.sum() * 1e4).long())
         sums.append(torch.stack(seen))
     assert torch.equal(*sums)
 

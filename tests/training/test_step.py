@@ -8,7 +8,7 @@ import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import ResidentGraphs, SortEdges
+from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.buckets import Buckets, Counted, CountedBatchNorm, Room
@@ -293,7 +293,7 @@ def test_padded_batches_on_the_kernels():
     def make():
         return GraphTransformer(5, 3, pyg_dfgnn.nn, hidden_channels=16, heads=1, layers=1, pe_size=0)
 
-    resident = ResidentGraphs([SortEdges()(graph(6 + i, i)) for i in range(6)])
+    resident = DeviceDataset([SortEdges()(graph(6 + i, i)) for i in range(6)])
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     wide = Room.of([graph(6 + i, i) for i in range(6)], 2)
     with settings(schedule="block_mma", fallback="error"), emulated_device() as launched:

@@ -16,7 +16,7 @@ import torch
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, Tiles
+from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, BlockSparse
 
 hands_over = False
 deterministic = True
@@ -91,7 +91,7 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     return _window_warps(segments.histogram, choices), False
 
 
-def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> Tiles:
+def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> BlockSparse:
     """The dense blocks that a pass works on, kept with the graph."""
     return graph.tiles("sources" if walk == "sources" else "targets", rows, compact)
 
@@ -114,7 +114,7 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     if reasons:
         return reasons
     warps, compact = _window(problem, graph)
-    if compact and graph.is_fixed:
+    if compact and graph.is_static:
         return ["columns cannot be listed: other edges will take the place of these"]
     if compact and _splits(problem):
         # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.

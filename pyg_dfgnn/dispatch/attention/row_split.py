@@ -417,7 +417,7 @@ def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph:
 def _plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     """The pass of a walk other than "weights", which reads norms."""
     rows, num_columns = side_of(walk, graph)
-    if graph.is_fixed:
+    if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return RowsPass(pass_constants(problem, walk, wide=True), rows.max_degree, 1)
     constants = pass_constants(problem, walk, wide=True)
@@ -586,7 +586,7 @@ def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str
 
 def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
     """Whether what is gathered of the nodes of a segment, such as a graph of a batch, fits on a multiprocessor."""
-    longest = graph.max_segment
+    longest = graph.max_graph_nodes
     if longest is None:
         segments = graph.node_segments
         longest = None if segments is None else segments.longest

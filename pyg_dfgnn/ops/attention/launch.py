@@ -385,7 +385,7 @@ def run_backward(
     target, key, value, target_scalars, source_scalars, parameter, edge, _ = tensors
     grad_target = torch.empty_like(target_scalars if score == "add" else target)
     # A fixed graph has room for more edges than there are.
-    room = torch.zeros_like if graph.is_fixed else torch.empty_like
+    room = torch.zeros_like if graph.is_static else torch.empty_like
     grad_edge = room(edge) if edge_grad and edge is not None else None
     grad_value = torch.empty_like(value)
     grad_key = torch.empty_like(key) if score == "dot" else None
@@ -553,7 +553,7 @@ def tune(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings
 
 def run_weights(kernels: Kernels, graph: Graph, inputs: Inputs, softmax: Tensor) -> Tensor:
     """Weights after dropout [E, H] in the order of ``graph.edge_index``."""
-    make = softmax.new_zeros if graph.is_fixed else softmax.new_empty
+    make = softmax.new_zeros if graph.is_static else softmax.new_empty
     weights = make((graph.num_edges, kernels.problem.heads))
     # Named so that copies live until the launch.
     _tensors, ready = _ready(inputs)

@@ -47,9 +47,9 @@ class PaperWalk:
         # Kept for their addresses: two threads may make an array of the graph at once, of which it keeps one.
         self.arrays: tuple[Tensor, ...]
         if walk == "sources":
-            self.arrays = (side.ptr, side.index, side.position_in(graph.csr))
+            self.arrays = (side.rowptr, side.col, side.position_in(graph.csr))
         else:
-            self.arrays = (side.ptr, side.row, side.index, side.edge_id)
+            self.arrays = (side.rowptr, side.row, side.col, side.perm)
             if not chosen.one_kernel:
                 self.score_kernel = kernel_of(spec, f"attention_{stem}_scores")
                 self.score_edges = addresses((*self.arrays[1:], self.num_edges, chosen.warp_edges))

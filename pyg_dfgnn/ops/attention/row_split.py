@@ -60,12 +60,12 @@ class RowsWalk:
         self.chunks: Sequence[Chunks | None]
         if chosen.blocks == 1:
             self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if joined else 0, ordered)]
-            arrays = (side.ptr, side.index, side.edge_id)
+            arrays = (side.rowptr, side.col, side.perm)
         else:
             _, num_columns = side_of(walk, graph)
             swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns, ordered)
             self.chunks = swept.chunks
-            arrays = (swept.ptr, swept.index, swept.edge_id)
+            arrays = (swept.rowptr, swept.col, swept.perm)
         self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
         self.shared_bytes = 4 * self.items_per_block * self.state_elements if joined and self.max_chunks else 0
         order = side.row_order if ordered else None

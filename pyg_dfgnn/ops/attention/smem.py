@@ -17,6 +17,6 @@ class ResidentWalk(RowsWalk):
         self.chunks = [None]
         self.max_chunks = 0
         self.shared_bytes = self.chosen.shared_bytes
-        self.sweeps = [self._arguments((side.ptr, side.index, side.edge_id), node_ptr=ranges.ptr)]
+        self.sweeps = [self._arguments((side.rowptr, side.col, side.perm), node_ptr=ranges.ptr)]
         self.grid = (ranges.num_ranges, self.head_groups, 1)
         self.parameter_blocks = self.grid[0]
