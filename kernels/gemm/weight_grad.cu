@@ -28,22 +28,18 @@ static_assert(FEATURES % 4 == 0 && CHANNELS % 4 == 0, "whole float4");
 struct Raw {
     float4 x[4];
     float2 g[8];
-#if MASKED
-    u32 counts;
-#endif
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_weight_grad(i64 num_rows, i64 share, const float* x0, const float* x1, const float* x2, const float* x3,
-                 const float* g0, const float* g1, const float* g2, const float* g3, const u32* filled, float* partial) {
+gemm_weight_grad(i64 num_rows, i64 share, const float* x, const float* g0, const float* g1, const float* g2,
+                 const float* g3, float* partial) {
     extern __shared__ __align__(128) u32 stages[];
-    const Layers<const float> inputs = {x0, x1, x2, x3}, grads = {g0, g1, g2, g3};
+    const Layers<const float> grads = {g0, g1, g2, g3};
     const int group = (int)blockIdx.x % GROUPS, part = (int)blockIdx.x / GROUPS;
     const int layer = group / (CHANNEL_GROUPS * FEATURE_GROUPS);
     const int first_feature = group % FEATURE_GROUPS * COLUMNS;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
     constexpr int STRIDE = BESIDE ? LAYERS * CHANNELS : CHANNELS;
-    const float* const x = APART ? inputs[layer] : x0;
     const float* const grad = BESIDE ? g0 + layer * CHANNELS : grads[layer];
     const i64 begin = part * share, limit = num_rows - begin < share ? num_rows : begin + share;
     // Channels `channel` and the next are the rows lane / 4 and lane / 4 + 8 of the warp's 16.
@@ -69,9 +65,6 @@ gemm_weight_grad(i64 num_rows, i64 share, const float* x0, const float* x1, cons
             raw.g[j] = make_float2(0.0f, 0.0f);
             if (has_channels && row + 4 * j < limit) raw.g[j] = *reinterpret_cast<const float2*>(from + 4 * j * STRIDE);
         }
-#if MASKED
-        raw.counts = section < limit ? __ldg(filled + section / SECTION) >> pos : 0;
-#endif
     };
     // Column 2 h + e of the lane's four is at slot 8 h + e; half of the lanes write e in the other order, so that 8 lanes
     // write to all banks.
@@ -115,10 +108,7 @@ gemm_weight_grad(i64 num_rows, i64 share, const float* x0, const float* x1, cons
         Factors<SECTION / 8> left;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-#if MASKED
-            if (raw.counts >> 4 * j & 1)
-#endif
-                column_sums.x += raw.g[j].x, column_sums.y += raw.g[j].y;
+            column_sums.x += raw.g[j].x, column_sums.y += raw.g[j].y;
             set(left, j / 2, j % 2 * 2, raw.g[j].x);
             set(left, j / 2, j % 2 * 2 + 1, raw.g[j].y);
         }

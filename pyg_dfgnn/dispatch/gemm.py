@@ -36,12 +36,6 @@ _MAX_HELD = 1 << 15
 """The most numbers that a thread block holds: in its registers at first."""
 _SCALES_BYTES = 1 << 12
 """Shared memory that is left for scales and biases."""
-MAX_NARROW, _NARROW_LOADS = 8, 16
-"""The most channels of a narrow layer, and loads of 16 bytes that a lane holds of its weights."""
-NARROW_WARPS, NARROW_ROWS = 8, 4
-"""Warps of a block of its kernels, and rows that a warp takes at a time."""
-_NARROW_BLOCKS = 2
-"""Such blocks per multiprocessor, backward."""
 _PARTIAL_BYTES = 128 << 20
 """The most memory for sums over shares of the rows, unless one share takes more."""
 
@@ -187,16 +181,12 @@ class WeightSums:
         layers: Of the gradients.
         features: Of the input.
         channels: Of each layer.
-        apart: Whether each layer has an input of its own.
-        masked: Whether rows whose softmax is empty are left out of the gradients of biases.
     """
 
     split: bool
     layers: int
     features: int
     channels: int
-    apart: bool = False
-    masked: bool = False
 
     block = (256, 1, 1)
     """Threads of a block."""
@@ -213,11 +203,7 @@ class WeightSums:
 
     def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
         """Those of `kernels/gemm/weight_grad.cu`."""
-        return (
-            *_sizes(self.layers, self.features, self.channels, side_by_side, self.split),
-            ("APART", int(self.apart)),
-            ("MASKED", int(self.masked)),
-        )
+        return _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
 
 
 def _sizes(layers: int, features: int, channels: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
@@ -349,19 +335,6 @@ def shares_of(
     share = -(-rows // splits // DEPTH) * DEPTH
     splits = -(-rows // share)
     return Shares(x_blocks, tiles * splits, share, splits)
-
-
-def is_narrow(rows: int, features: int, channels: int) -> bool:
-    """Whether a layer has so few channels that reading its input is what takes time, and enough rows for a kernel."""
-    if not 0 < channels <= MAX_NARROW or features % 4 or rows <= _FEW_ROWS:
-        return False
-    return 0 < -(-features // 128) * channels <= _NARROW_LOADS
-
-
-def narrow_share(rows: int, device: torch.device) -> int:
-    """The rows that a thread block takes for the gradients of a narrow layer."""
-    share = -(-rows // (_NARROW_BLOCKS * gpu_of(device).multiprocessors))
-    return min(SHARE_ROWS, -(-share // NARROW_ROWS) * NARROW_ROWS)
 
 
 def sum_shares(rows: int, groups: int, device: torch.device) -> tuple[int, int]:

@@ -23,9 +23,6 @@ from pyg_dfgnn.dispatch.attention.problem import STORAGE, tf32_allowed
 from pyg_dfgnn.dispatch.core import fused_device_types, runs_on
 from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
-    MAX_NARROW,
-    NARROW_ROWS,
-    NARROW_WARPS,
     SHARE_ROWS,
     SUM_THREADS,
     Shares,
@@ -36,8 +33,6 @@ from pyg_dfgnn.dispatch.gemm import (
     backward_tile,
     forward_strips,
     forward_tile,
-    is_narrow,
-    narrow_share,
     shares_of,
     sum_groups,
     sum_shares,
@@ -60,9 +55,9 @@ def is_large(x: Tensor, channels: int) -> bool:
 
 
 def pays(x: Tensor, channels: int) -> bool:
-    """Whether a kernel should take it: large or narrow, in float32 that nothing may round, on a device that has one."""
+    """Whether a kernel should take it: large, in float32 that nothing may round, on a device that has a kernel."""
     # First what most calls end at, which this should not delay.
-    if x.numel() * channels <= _MAX_PRODUCTS and channels > MAX_NARROW or x.dim() != 2 or x.dtype is not torch.float32:
+    if x.numel() * channels <= _MAX_PRODUCTS or x.dim() != 2 or x.dtype is not torch.float32:
         return False
     if not (x.is_cuda or x.device.type in fused_device_types) or x.layout is not torch.strided:
         return False
@@ -73,12 +68,8 @@ def pays(x: Tensor, channels: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pays(rows: int, features: int, channels: int, device: torch.device) -> bool:
-    """The same of its size and device: sizes that were timed."""
+    """Whether its size was timed to be faster than torch's product, and the device has kernels."""
     if device.type == "cuda" and not runs_on(device):
-        return False
-    if is_narrow(rows, features, channels):
-        return True
-    if rows * features * channels <= _MAX_PRODUCTS:
         return False
     sizes = 1, rows, features, channels, True, device
     return forward_strips(*sizes) is not None and backward_strips(*sizes) is not None
@@ -95,12 +86,6 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
     Returns:
         L tensors [N, K]; None where no kernel takes them.
     """
-    if _narrow_taken(x, weights, biases):
-        channels, features = weights[0].shape
-        result = x.new_empty((x.size(0), channels))
-        plan, *_ = _narrow(x.size(0), features, channels, x.device)
-        plan.launch((x, weights[0], biases[0] if biases else None, result), x.device)
-        return [result]
     taken = _taken(x, weights, biases)
     if taken is None:
         return None
@@ -167,8 +152,6 @@ def gradients(
     if len(weights) == layers:
         # Sums hand out gradients that have one number for all elements.
         grads = [grad.contiguous() for grad in grads]
-        if _narrow_taken(x, weights, grads):
-            return _run_narrow(x, weights[0], parameters, grads[0], needed)
         taken = _taken(x, weights, grads)
         if taken is not None:
             return _run_backward(x, weights, taken, parameters, grads, needed)
@@ -410,7 +393,7 @@ def _run_backward(
         if weights_plan is None:
             blocks = shares.weight_blocks
         else:
-            weights_plan.launch((input_at, *_NONES[1:], *grads_at, None, partial), device)
+            weights_plan.launch((input_at, *grads_at, partial), device)
     # What is left to tiles, if anything.
     given = (*sizes, x_blocks, shares.rows, input_at, *weights_at, *grads_at)
     arguments = (*given, *addresses((grad_x, partial)))
@@ -422,55 +405,6 @@ def _run_backward(
     if len(parameters) == layers:
         return grad_x, of_weights
     return grad_x, (*of_weights, *found.as_strided((layers, channels), (channels, 1), size).unbind())
-
-
-def _narrow_taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether the kernels of narrow layers take them: one layer, all tensors in float32 on one device, x in order."""
-    if len(weights) > 1 or x.dtype is not torch.float32 or not (x.is_cuda or x.device.type in fused_device_types):
-        return False
-    rows, features = x.shape
-    channels, width = weights[0].shape
-    if width != features or not is_narrow(rows, features, channels):
-        return False
-    tensors = (x, *weights, *others)
-    if not all(map(_is_contiguous, tensors)) or set(map(_place_of, tensors)) != {x.get_device()}:
-        return False
-    return not (x.data_ptr() | weights[0].data_ptr()) % 16
-
-
-def _narrow_kernel(name: str, features: int, channels: int) -> Kernel:
-    constants = (("STORAGE", 0), ("FEATURES", features), ("CHANNELS", channels))
-    return kernel_of(Spec("gemm/narrow.cu", constants), f"gemm_narrow_{name}")
-
-
-@lru_cache(maxsize=256)
-def _narrow(rows: int, features: int, channels: int, device: torch.device) -> tuple[_Plan, _Plan, int, _Plan]:
-    """Forward, backward, the numbers that this leaves of each share of the rows, and their sums."""
-    block, share = (32 * NARROW_WARPS, 1, 1), narrow_share(rows, device)
-    shares, numbers = -(-rows // share), -(-channels * (features + 1) // 4) * 4
-    kernels = [_narrow_kernel(name, features, channels) for name in ("forward", "backward")]
-    blocks = -(-rows // (NARROW_WARPS * NARROW_ROWS))
-    forward = _Plan(kernels[0], (blocks, 1, 1), block, 0, (rows,))
-    backward = _Plan(kernels[1], (shares, 1, 1), block, 0, (rows, share))
-    return forward, backward, numbers, _sums(shares, numbers, shares, torch.float32)
-
-
-def _run_narrow(
-    x: Tensor, weight: Tensor, parameters: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The gradients of a narrow layer, as :func:`gradients` has them."""
-    (rows, features), channels = x.shape, weight.shape[0]
-    _, plan, numbers, sums = _narrow(rows, features, channels, x.device)
-    grad_x = torch.empty_like(x) if needed[0] else None
-    shares = plan.grid[0]
-    partial = x.new_empty((shares, numbers)) if needed[1] or needed[2] else None
-    plan.launch((x, weight, grad, grad_x, partial), x.device)
-    if partial is None:
-        return grad_x, [None] * len(parameters)
-    found = (partial if shares == 1 else _sum_rows(sums, partial, (1, numbers))).view(-1)
-    size = channels * features
-    of_layer = (found[:size].view(channels, features), found[size : size + channels])
-    return grad_x, of_layer[: len(parameters)]
 
 
 @cache

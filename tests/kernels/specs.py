@@ -23,7 +23,7 @@ from pyg_dfgnn.dispatch.gemm import (
     weight_sums,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.gemm import _narrow_kernel, _sums_kernel
+from pyg_dfgnn.ops.gemm import _sums_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from tests.kernels.block_mma_specs import tiles_specs
 from tests.kernels.covering import Row, covering
@@ -199,7 +199,6 @@ def products_specs() -> list[Spec]:
             for shape in shapes
         ]
         + [spec for shape in shapes for spec in warpgroup_specs(*shape)]
-        + [_narrow_kernel("forward", *sizes).spec for sizes in ((128, 1), (128, 3), (500, 4), (256, 8))]
     )
 
 

@@ -120,9 +120,8 @@ def test_small_products_are_torchs():
         assert launched == []
         x = torch.randn(gemm.MAX_ROWS, 128)
         assert gemm.pays(x, 132) and not gemm.pays(x, 128)
-        # Of shapes that no warpgroup takes, and with few channels and few rows, nothing was timed.
-        assert not gemm.pays(x, 1024) and not gemm.pays(torch.randn(5000, 128), 3)
-        assert gemm.pays(torch.randn(9000, 128), 3) and not gemm.pays(torch.randn(9000, 126), 3)
+        # Torch takes widths that no warpgroup takes.
+        assert not gemm.pays(x, 1024)
 
 
 @pytest.mark.parametrize("tf32", [True], indirect=True)
@@ -182,17 +181,17 @@ def test_symbolic_trace(launched):
 
 def test_a_device_without_kernels(monkeypatch):
     """No CuPy, or an old GPU: the layer leaves the product to torch."""
-    from pyg_dfgnn.dispatch import attention
+    from pyg_dfgnn.dispatch import core
 
     device = torch.device("cuda", 0)
     for has_cupy, capability in ((False, (9, 0)), (True, (7, 5)), (True, (9, 0))):
-        attention.runs_on.cache_clear()
+        core.runs_on.cache_clear()
         gemm._pays.cache_clear()
-        monkeypatch.setattr(attention, "_HAS_CUPY", has_cupy)
+        monkeypatch.setattr(core, "_HAS_CUPY", has_cupy)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setitem(gpu.known, device, gpu.H200)
         assert gemm._pays(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
-    attention.runs_on.cache_clear()
+    core.runs_on.cache_clear()
     gemm._pays.cache_clear()
 
 

@@ -53,7 +53,7 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
 
 
 class Linear(dense.Linear):
-    """PyG's `Linear` with a kernel for large products in float32, and for few channels of many rows: same arguments,
+    """PyG's `Linear` with a kernel for large products in float32: same arguments,
     parameters, results and gradients.
 
     `Y = X W^T + b`; under autocast, where TF32 is allowed, and for other products PyG's code runs, which no setting
