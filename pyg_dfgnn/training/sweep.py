@@ -1,12 +1,7 @@
-"""Collect the runs of sweeps: rows per run, means over seeds beside published numbers, curves.
+"""Sum up sweeps: `python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00.123456`.
 
-python -m pyg_dfgnn.training.sweep multirun/2026-01-31_12-00-00.123456
-python -m pyg_dfgnn.training.sweep multirun/a multirun/b --csv runs.csv --markdown table.md --png curves.png
-python -m pyg_dfgnn.training.sweep multirun/c --add results/accuracy
-python -m pyg_dfgnn.training.sweep --add results/accuracy
-
-The last two go on from `runs.csv` and `curves.csv` of a folder and write them, `table.md` and `curves.png` there anew:
-results of several machines come together, and table and figure need no run folders.
+The command writes one row per run (`sweep.csv`), means over the seeds of each setting (`sweep.md`) and the validation
+curves of the settings (`sweep.png`) into the first of the given folders.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import argparse
 import csv
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +18,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 KEY = ("task", "model", "metric", "experiment", "convs", "device", "changes")
-"""What runs agree in that differ by their seed alone, or by a split that the seed decides."""
-PUBLISHED_KEY = ("experiment", "task", "model", "metric")
-"""What a run agrees in with a published result; what it was told beside its experiment, its changes, is shown."""
-PUBLISHED_FIELDS = (*PUBLISHED_KEY, "mean", "std", "source")
-CURVE_FIELDS = ("run", "epoch", "val_accuracy")
+"""What makes a setting: its runs differ only in their seed, or in a split that the seed decides."""
 CURVE_POINTS = 100
-"""The most epochs of a run that its curve has."""
-_NUMBERS: dict[str, Callable[[str], Any]] = {"seed": int, "test_accuracy": float, "epochs": int, "train_time_s": float}
-_ROW_FIELDS = ("run", "overrides", "task", "model", "metric", "convs", "device", *_NUMBERS)
-_FILES = {
-    "csv": ("sweep.csv", "runs.csv"),
-    "curves": ("sweep-curves.csv", "curves.csv"),
-    "markdown": ("sweep.md", "table.md"),
-    "png": ("sweep.png", "curves.png"),
-}
-"""By option: the file in the first run folder, and in a folder that runs are added to."""
+"""Largest number of epochs in the curve of a run."""
 _COLUMNS = 4
 
 Row = dict[str, Any]
@@ -48,7 +30,7 @@ Curves = dict[str, dict[int, float]]
 
 
 def collect(*folders: str | Path) -> list[Row]:
-    """The metrics of each finished run below the folders, with its own folder and overrides, in run order.
+    """Return the metrics, folder and overrides of each finished run below the folders, in the order of the runs.
 
     Raises:
         FileNotFoundError: A folder has no finished run.
@@ -65,77 +47,37 @@ def collect(*folders: str | Path) -> list[Row]:
 
 
 def read_curves(rows: Iterable[Row]) -> Curves:
-    """The curves of runs, from their folders: of every epoch, or of each 2nd, 4th, 8th... up to `CURVE_POINTS`."""
+    """Read the curves of runs from their folders, at every epoch or at each 2nd, 4th, 8th... up to `CURVE_POINTS`."""
     curves: Curves = {}
     for row in rows:
         with open(Path(row["run"]) / "metrics.csv", newline="") as stream:
             history = list(csv.DictReader(stream))
         step = 1
-        # Powers of two, so that runs of other lengths still share epochs.
+        # With powers of two, runs of different lengths share epochs.
         while len(history) > step * CURVE_POINTS:
             step *= 2
         curves[row["run"]] = {int(epoch["epoch"]): round(float(epoch["val_accuracy"]), 4) for epoch in history[::step]}
     return curves
 
 
-def add(folder: str | Path, rows: list[Row], curves: Curves) -> tuple[list[Row], Curves]:
-    """Earlier results, in which new runs take the place of those of the same setting and seed.
-
-    Args:
-        folder: Of `runs.csv` and `curves.csv`; either may be missing.
-        rows: Of the new runs.
-        curves: Of the new runs.
-
-    Raises:
-        FileNotFoundError: There are neither new runs nor earlier ones.
-        ValueError: A file lacks a column, or a new run is named as an earlier one of another setting or seed.
-    """
-    runs_file, curves_file = Path(folder) / "runs.csv", Path(folder) / "curves.csv"
-    earlier: list[Row] = _records("runs.csv", runs_file, _ROW_FIELDS, more=True) if runs_file.exists() else []
-    if not rows and not earlier:
-        raise FileNotFoundError(f"'add' needs a folder with runs.csv where no runs are given (got {folder})")
-    for row in earlier:
-        row.update({name: kind(row[name]) for name, kind in _NUMBERS.items()})
-    new = {(_setting(row), row["seed"]) for row in rows}
-    earlier = [row for row in earlier if (_setting(row), row["seed"]) not in new]
-    # A curve is found by the name of its run.
-    twice = sorted({row["run"] for row in rows} & {row["run"] for row in earlier})
-    if twice:
-        raise ValueError(f"'folders' need other names than earlier runs of other settings or seeds (got {twice})")
-    names, kept = {row["run"] for row in earlier}, Curves()
-    for point in _records("curves.csv", curves_file, CURVE_FIELDS) if curves_file.exists() else []:
-        if point["run"] in names:
-            kept.setdefault(point["run"], {})[int(point["epoch"])] = float(point["val_accuracy"])
-    return [*earlier, *rows], {**kept, **curves}
-
-
-def _records(name: str, path: str | Path, fields: Sequence[str], more: bool = False) -> list[dict[str, Any]]:
-    """The rows of a CSV with these columns, or with `more` of them."""
-    with open(path, newline="") as stream:
-        reader = csv.DictReader(stream)
-        given = tuple(reader.fieldnames or ())
-        if not (set(fields) <= set(given) if more else given == tuple(fields)):
-            raise ValueError(f"'{name}' needs the columns {', '.join(fields)} (got {reader.fieldnames})")
-        return list(reader)
-
-
-def _setting(row: Row) -> tuple[str, ...]:
+def setting(row: Row) -> tuple[str, ...]:
+    """Return the values of `KEY` of a run; its changes are the overrides beside seed and experiment."""
     words = [word for word in row["overrides"].split() if not word.startswith("seed=")]
     experiment = next((word for word in words if word.startswith("experiment=")), None)
     changes = " ".join(word for word in words if word != experiment) or "-"
-    found = {**row, "experiment": experiment.partition("=")[2] if experiment else "-", "changes": changes}
-    return tuple(str(found[name]) for name in KEY)
+    values = {**row, "experiment": experiment.partition("=")[2] if experiment else "-", "changes": changes}
+    return tuple(str(values[name]) for name in KEY)
 
 
 def by_seed(rows: Iterable[Row]) -> Groups:
-    """The runs of each setting, which differ by their seed.
+    """Group runs by their setting.
 
     Raises:
-        ValueError: Two runs of a setting have the same seed, so they are not what a mean is taken over.
+        ValueError: Two runs of a setting have the same seed, so that their mean is not one over seeds.
     """
     groups: Groups = {}
     for row in rows:
-        groups.setdefault(_setting(row), []).append(row)
+        groups.setdefault(setting(row), []).append(row)
     for key, runs in groups.items():
         seeds = [row["seed"] for row in runs]
         if len(set(seeds)) < len(seeds):
@@ -144,60 +86,50 @@ def by_seed(rows: Iterable[Row]) -> Groups:
 
 
 def summary(values: Sequence[float]) -> str:
-    """Mean and sample standard deviation in percent."""
+    """Format mean and sample standard deviation in percent."""
     spread = f" +- {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{100 * statistics.mean(values):.2f}{spread}"
 
 
-def read_published(path: str | Path) -> dict[tuple[str, ...], Mapping[str, str]]:
-    """Published results by `PUBLISHED_KEY`, from a CSV with the columns `PUBLISHED_FIELDS`, in percent.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
-    rows = _records("published", path, PUBLISHED_FIELDS)
-    return {tuple(row[name] for name in PUBLISHED_KEY): row for row in rows}
-
-
-def markdown(groups: Groups, published: Mapping[tuple[str, ...], Mapping[str, str]]) -> str:
-    """One line per setting: test metric over seeds, best epoch, time, and the published result with its source."""
-    lines = [
-        f"| {' | '.join(KEY)} | seeds | test, % | epochs | s per run | published, % | source | made up |",
-        "|---" * (len(KEY) + 7) + "|",
+def table(groups: Groups) -> list[dict[str, str]]:
+    """Return one row per setting: its key, and test metric, last epoch and time over the seeds."""
+    return [
+        {
+            **dict(zip(KEY, key)),
+            "seeds": str(len(runs)),
+            "test, %": summary([run["test_accuracy"] for run in runs]),
+            "epochs": f"{statistics.mean(run['epochs'] for run in runs):.0f}",
+            "s per run": f"{statistics.mean(run['train_time_s'] for run in runs):.0f}",
+            "made up": runs[0].get("synthetic") or "-",
+        }
+        for key, runs in sorted(groups.items())
     ]
-    for key, runs in sorted(groups.items()):
-        known = published.get(tuple(dict(zip(KEY, key))[name] for name in PUBLISHED_KEY))
-        cells = [
-            *key,
-            len(runs),
-            summary([run["test_accuracy"] for run in runs]),
-            f"{statistics.mean(run['epochs'] for run in runs):.0f}",
-            f"{statistics.mean(run['train_time_s'] for run in runs):.0f}",
-            f"{known['mean']} +- {known['std']}" if known else "-",
-            known["source"] if known else "-",
-            runs[0].get("synthetic") or "-",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Format rows with the same columns as a table."""
+    header = [" | ".join(rows[0]), "|".join(["---"] * len(rows[0]))]
+    lines = [f"| {header[0]} |", f"|{header[1]}|", *(f"| {' | '.join(row.values())} |" for row in rows)]
     return "\n".join(lines) + "\n"
 
 
 def figure(groups: Groups, curves: Curves) -> Figure:
-    """Validation metric over the epochs, mean and range over the seeds: one panel per task, model and experiment.
+    """Draw the validation metric over the epochs, mean and range over the seeds.
 
-    Runs without a curve are left out; at least one has one.
+    Each task, model and experiment has a panel. Runs without a curve are left out; at least one run has a curve.
     """
-    found = {key: [curves[run["run"]] for run in runs if run["run"] in curves] for key, runs in sorted(groups.items())}
-    panels = list(dict.fromkeys(key[:4] for key in found if found[key]))
+    drawn = {key: [curves[run["run"]] for run in runs if run["run"] in curves] for key, runs in sorted(groups.items())}
+    panels = list(dict.fromkeys(key[:4] for key in drawn if drawn[key]))
     shape = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
-    drawn = Figure(figsize=(4.2 * shape[1], 3.6 * shape[0]), layout="constrained")
-    places = drawn.subplots(*shape, squeeze=False).flatten()
+    image = Figure(figsize=(4.2 * shape[1], 3.6 * shape[0]), layout="constrained")
+    places = image.subplots(*shape, squeeze=False).flatten()
     for axes, panel in zip(places, panels):
-        shown = {key: over_seeds for key, over_seeds in found.items() if over_seeds and key[:4] == panel}
+        shown = {key: over_seeds for key, over_seeds in drawn.items() if over_seeds and key[:4] == panel}
         # What all curves of a panel share needs no label.
         words = [[*key[4:6], *key[6].split()] for key in shown]
         shared = set.intersection(*map(set, words))
         for label, over_seeds in zip(words, shown.values()):
-            # Runs that stopped early end the mean where the shortest does.
+            # If runs stop early, the mean ends with the shortest run.
             epochs = sorted(set.intersection(*map(set, over_seeds)))
             steps = [[curve[epoch] for curve in over_seeds] for epoch in epochs]
             name = "\n".join(word for word in label if word not in shared) or label[0]
@@ -210,50 +142,32 @@ def figure(groups: Groups, curves: Curves) -> Figure:
         axes.legend(fontsize="x-small")
     for axes in places[len(panels) :]:
         axes.remove()
-    return drawn
+    return image
 
 
-def main() -> None:
-    """Print mean and standard deviation of the test metric per setting, and write rows, curves, table and figure."""
-    parser = argparse.ArgumentParser(description="Collect the runs of sweeps.")
-    parser.add_argument("folders", nargs="*", help="run folders of the sweeps")
-    parser.add_argument("--add", help="folder with runs.csv and curves.csv that the runs are added to, in place")
-    parser.add_argument("--csv", help="file for one row per run, else sweep.csv in the first folder")
-    parser.add_argument("--curves", help="file for the curves of the runs, else sweep-curves.csv there")
-    parser.add_argument("--markdown", help="file for one line per setting, over its seeds, else sweep.md there")
-    parser.add_argument("--png", help="file for curves of the settings, else sweep.png there")
-    parser.add_argument("--published", help=f"CSV with the columns {', '.join(PUBLISHED_FIELDS)}")
-    arguments = parser.parse_args()
-    if not arguments.folders and not arguments.add:
-        parser.error("folders or --add are required")
-    there = Path(arguments.add or arguments.folders[0])
-    csv_file, curves_file, markdown_file, png_file = (
-        Path(getattr(arguments, option) or there / names[bool(arguments.add)]) for option, names in _FILES.items()
-    )
-    rows = collect(*arguments.folders)
-    curves = read_curves(rows)
-    if arguments.add:
-        rows, curves = add(arguments.add, rows, curves)
-    groups = by_seed(rows)
-    table = markdown(groups, read_published(arguments.published) if arguments.published else {})
-    _write(csv_file, dict.fromkeys(name for row in rows for name in row), rows)
-    points = ((run, *point) for run, curve in curves.items() for point in curve.items())
-    _write(curves_file, CURVE_FIELDS, (dict(zip(CURVE_FIELDS, point)) for point in points))
-    markdown_file.write_text(table)
-    # Earlier results may have no curves.
-    if curves:
-        figure(groups, curves).savefig(png_file, dpi=110)
-    for (task, model, metric, _, convs, *_), runs in groups.items():
-        values = [run["test_accuracy"] for run in runs]
-        print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
-    print(", ".join(map(str, (csv_file, curves_file, markdown_file, *([png_file] if curves else [])))))
-
-
-def _write(path: Path, fields: Iterable[str], rows: Iterable[Row]) -> None:
+def write_rows(path: Path, fields: Iterable[str], rows: Iterable[Row]) -> None:
+    """Write rows as CSV with these columns."""
     with open(path, "w", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(fields), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print mean and standard deviation of the test metric per setting, and write rows, table and figure."""
+    parser = argparse.ArgumentParser(description="Sum up the runs of sweeps.")
+    parser.add_argument("folders", nargs="+", help="run folders of the sweeps; the files go to the first one")
+    folders = [Path(folder) for folder in parser.parse_args(words).folders]
+    rows = collect(*folders)
+    groups = by_seed(rows)
+    files = [folders[0] / f"sweep.{suffix}" for suffix in ("csv", "md", "png")]
+    write_rows(files[0], dict.fromkeys(name for row in rows for name in row), rows)
+    files[1].write_text(markdown(table(groups)))
+    figure(groups, read_curves(rows)).savefig(files[2], dpi=110)
+    for (task, model, metric, _, convs, *_), runs in groups.items():
+        values = [run["test_accuracy"] for run in runs]
+        print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
+    print(", ".join(map(str, files)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Runs small enough for a test, composed as train.py composes them."""
 
+import json
+
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
@@ -39,3 +42,27 @@ def run(configure, tmp_path):
         return train(configure(folder, *overrides)), tmp_path / folder
 
     return go
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a sweep: two settings with two seeds each, as runs leave them."""
+    for job, (convs, seed, accuracy) in enumerate(
+        [
+            ("torch_geometric.nn", 0, 0.83),
+            ("torch_geometric.nn", 1, 0.81),
+            ("pyg_dfgnn.nn", 0, 0.84),
+            ("pyg_dfgnn.nn", 1, 0.84),
+        ]
+    ):
+        run = tmp_path / "sweep" / str(job)
+        (run / ".hydra").mkdir(parents=True)
+        overrides = ["experiment=gat_cora", f"seed={seed}"]
+        OmegaConf.save(OmegaConf.create(overrides), run / ".hydra" / "overrides.yaml")
+        values = {"task": "Cora", "model": "GAT", "metric": "accuracy", "convs": convs, "device": "cpu", "seed": seed}
+        values |= {"test_accuracy": accuracy, "epochs": 3, "train_time_s": 2.0, "synthetic": None}
+        (run / "metrics.json").write_text(json.dumps(values))
+        # The last run stopped early.
+        rows = "".join(f"{epoch},{0.1 * epoch + accuracy / 10}\n" for epoch in range(1, 4 - (job == 3)))
+        (run / "metrics.csv").write_text("epoch,val_accuracy\n" + rows)
+    return tmp_path / "sweep"

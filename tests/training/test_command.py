@@ -44,7 +44,7 @@ def start(name, overrides, folder):
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
+def test_sweep_from_another_folder(tmp_path, capsys):
     done = start(
         "train.py", [*TINY, "trainer.epochs=1", "trainer.progress=true", "backend=auto", "seed=0,1", "-m"], tmp_path
     )
@@ -62,8 +62,7 @@ def test_sweep_from_another_folder(tmp_path, monkeypatch, capsys):
 
     rows = sweep_module.collect(sweep)
     assert [row["seed"] for row in rows] == [0, 1] and "seed=1" in rows[1]["overrides"].split()
-    monkeypatch.setattr(sys, "argv", ["sweep", str(sweep)])
-    sweep_module.main()
+    sweep_module.main([str(sweep)])
     mean = 50 * (rows[0]["test_accuracy"] + rows[1]["test_accuracy"])
     assert f"test balanced_accuracy {mean:.2f} +- " in capsys.readouterr().out
     with open(sweep / "sweep.csv") as stream:
