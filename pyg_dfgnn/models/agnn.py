@@ -1,4 +1,4 @@
-"""Attention by cosine similarity."""
+"""The attention-based graph neural network, whose attention is the cosine similarity of features."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_integer, check_range
-from pyg_dfgnn.models.convs import find_conv
-from pyg_dfgnn.models.pool import mean_pool
+from pyg_dfgnn.models.parts import check_rates, check_sizes, find_layer, mean_pool
 
 
 class AGNN(nn.Module):
@@ -21,7 +19,7 @@ class AGNN(nn.Module):
         convs: Namespace that holds `AGNNConv` and `Linear`.
         hidden_channels: Width of the propagated features.
         layers: Number of propagations; the first has a fixed temperature, the others learn theirs.
-        dropout: Before both linear layers.
+        dropout: Dropout rate before both linear layers.
 
     Raises:
         ValueError: A size or rate is out of range, or `convs` lacks a layer.
@@ -40,11 +38,10 @@ class AGNN(nn.Module):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        check_integer("hidden_channels", hidden_channels, 1)
-        check_integer("layers", layers, 1)
-        check_range("dropout", dropout, 0.0, 1.0)
+        check_sizes(hidden_channels=hidden_channels, layers=layers)
+        check_rates(dropout=dropout)
         self.dropout = dropout
-        conv, linear = find_conv(convs, "AGNNConv"), find_conv(convs, "Linear")
+        conv, linear = find_layer(convs, "AGNNConv"), find_layer(convs, "Linear")
         self.lin_in = linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(conv(requires_grad=index > 0) for index in range(layers))
         self.lin_out = linear(hidden_channels, out_channels)
@@ -52,9 +49,9 @@ class AGNN(nn.Module):
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
     ) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+        """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
         """
         x = self.lin_in(F.dropout(x, self.dropout, self.training)).relu()
         for conv in self.convs:

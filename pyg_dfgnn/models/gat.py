@@ -7,14 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
-from pyg_dfgnn.models.convs import find_conv
-from pyg_dfgnn.models.norms import NORMS
-from pyg_dfgnn.models.pool import mean_pool
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer
+from pyg_dfgnn.models.parts import NORMS, check_rates, find_layer, mean_pool
 
 
 class GAT(nn.Module):
-    """A stack of graph attention layers, dropout before each and ELU between them.
+    """A stack of graph attention layers with dropout before each layer and ELU between them.
 
     Args:
         in_channels: Node features F.
@@ -24,9 +22,9 @@ class GAT(nn.Module):
         heads: Heads of every layer but the last, concatenated.
         out_heads: Heads of the last layer, averaged.
         layers: Number of convolutions.
-        dropout: Of the features and of the attention weights.
+        dropout: Dropout rate of the features and of the attention weights.
         residual: Add each layer's (projected) input to its output.
-        norm: "batch", "layer" or None, before each ELU.
+        norm: Normalisation before each ELU: "batch", "layer" or None.
 
     Raises:
         ValueError: `norm` is unknown, a size or rate is out of range, or `convs` lacks the convolution.
@@ -54,12 +52,12 @@ class GAT(nn.Module):
         sizes = {"hidden_channels": hidden_channels, "heads": heads, "out_heads": out_heads, "layers": layers}
         for name, size in sizes.items():
             check_integer(name, size, 1)
-        check_range("dropout", dropout, 0.0, 1.0)
+        check_rates(dropout=dropout)
         check_bool("residual", residual)
         if norm is not None:
             check_choice("norm", norm, tuple(NORMS))
         self.dropout = dropout
-        conv = find_conv(convs, self.conv)
+        conv = find_layer(convs, self.conv)
         self.convs = nn.ModuleList()
         for _ in range(layers - 1):
             self.convs.append(conv(in_channels, hidden_channels, heads, dropout=dropout, residual=residual))
@@ -70,9 +68,9 @@ class GAT(nn.Module):
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
     ) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+        """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
         """
         for index, conv in enumerate(self.convs):
             if index:

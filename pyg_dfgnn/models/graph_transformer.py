@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_choice, check_integer, check_range, check_shape
-from pyg_dfgnn.models.convs import find_conv
-from pyg_dfgnn.models.norms import NORMS
-from pyg_dfgnn.models.pool import mean_pool
+from pyg_dfgnn.errors import check_choice, check_integer, check_shape
+from pyg_dfgnn.models.parts import NORMS, check_rates, check_sizes, find_layer, mean_pool
 
 
 class GraphTransformer(nn.Module):
@@ -27,8 +25,8 @@ class GraphTransformer(nn.Module):
         layers: Number of blocks.
         pe_size: Size of the positional encoding; 0 for none.
         norm: "batch" or "layer".
-        dropout: After attention and inside the feed-forward part.
-        attention_dropout: Of the attention weights.
+        dropout: Dropout rate after attention and inside the feed-forward part.
+        attention_dropout: Dropout rate of the attention weights.
 
     Raises:
         ValueError: `norm` is unknown, a size or rate is out of range, `heads` does not divide `hidden_channels`, or
@@ -53,15 +51,11 @@ class GraphTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
-        for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
-            check_integer(name, size, 1)
+        check_sizes(hidden_channels=hidden_channels, heads=heads, layers=layers)
         check_integer("pe_size", pe_size, 0)
-        check_range("dropout", dropout, 0.0, 1.0)
-        check_range("attention_dropout", attention_dropout, 0.0, 1.0)
-        if hidden_channels % heads:
-            raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
+        check_rates(dropout=dropout, attention_dropout=attention_dropout)
         self.pe_size = pe_size
-        conv, linear = find_conv(convs, "TransformerConv"), find_conv(convs, "Linear")
+        conv, linear = find_layer(convs, "TransformerConv"), find_layer(convs, "Linear")
         self.embed = linear(in_channels, hidden_channels)
         self.embed_pe = linear(pe_size, hidden_channels) if pe_size else None
         self.blocks = nn.ModuleList(
@@ -83,9 +77,9 @@ class GraphTransformer(nn.Module):
         batch: Tensor | None = None,
         num_graphs: int | None = None,
     ) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` with `pe [N, pe_size]`.
+        """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` with `pe [N, pe_size]`.
 
-        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
 
         Raises:
             ValueError: `pe` is missing or has another shape.

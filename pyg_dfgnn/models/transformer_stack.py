@@ -1,4 +1,4 @@
-"""Graph transformer attention and nothing else."""
+"""A stack of the attention layers of a graph transformer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_integer
-from pyg_dfgnn.models.convs import find_conv
-from pyg_dfgnn.models.pool import mean_pool
+from pyg_dfgnn.models.parts import check_sizes, find_layer, mean_pool
 
 
 class TransformerStack(nn.Module):
-    """Only attention layers with their projections, the part of a graph transformer that timings compare.
+    """Attention layers with their projections between two linear layers; timings compare this part of a transformer.
 
     Args:
         in_channels: Node features F.
@@ -39,11 +37,8 @@ class TransformerStack(nn.Module):
         layers: int = 8,
     ) -> None:
         super().__init__()
-        for name, size in {"hidden_channels": hidden_channels, "heads": heads, "layers": layers}.items():
-            check_integer(name, size, 1)
-        if hidden_channels % heads:
-            raise ValueError(f"'hidden_channels' needs a multiple of heads={heads} (got {hidden_channels})")
-        conv, linear = find_conv(convs, "TransformerConv"), find_conv(convs, "Linear")
+        check_sizes(hidden_channels=hidden_channels, heads=heads, layers=layers)
+        conv, linear = find_layer(convs, "TransformerConv"), find_layer(convs, "Linear")
         self.lin_in = linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(
             conv(hidden_channels, hidden_channels // heads, heads, root_weight=False) for _ in range(layers)
@@ -53,9 +48,9 @@ class TransformerStack(nn.Module):
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
     ) -> Tensor:
-        """Logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
+        """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, logits `[num_graphs, out_channels]` of the means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
         """
         x = self.lin_in(x)
         for conv in self.convs:
