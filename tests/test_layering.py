@@ -74,10 +74,6 @@ SCORE_COMPARED: set[str] = {
     "pyg_dfgnn/bench/experiment.py",
     "pyg_dfgnn/bench/oracle.py",
     "pyg_dfgnn/bench/overhead.py",
-    "pyg_dfgnn/dispatch/attention/block_mma.py",
-    "pyg_dfgnn/dispatch/attention/paper.py",
-    "pyg_dfgnn/dispatch/attention/row_split.py",
-    "pyg_dfgnn/dispatch/attention/smem.py",
     "pyg_dfgnn/dispatch/core.py",
     "pyg_dfgnn/nn/gate.py",
     "pyg_dfgnn/ops/attention/autograd.py",
@@ -87,7 +83,6 @@ SCORE_COMPARED: set[str] = {
 }
 # Files of more than 600 lines.
 LONG_FILES: set[str] = {
-    "pyg_dfgnn/dispatch/attention/row_split.py",
     "tests/emu/emulator.h",
     "tests/kernels/test_block_mma_emulated.py",
     "tests/ops/test_attention.py",

@@ -1,6 +1,6 @@
 """Graph attention in plain torch: the slow, obvious version of `pyg_dfgnn.ops.attention`.
 
-All four functions share one skeleton and differ in the logit only. For an edge from source `j` to target `i`, per head:
+All functions share one skeleton and differ in the logit only. For an edge from source `j` to target `i`, per head:
 
     P_ij = exp(S_ij - max_i) / (sum_j exp(S_ij - max_i) + 1e-16),    O_i = sum_j P_ij D_ij v_ij
 
@@ -8,10 +8,71 @@ with `D` the dropout factor (0 or 1 / (1 - p)). A target without edges gives a r
 Letters: N nodes, E edges, H heads, C channels per head.
 """
 
-import math
-
-import torch.nn.functional as F
 from torch import Tensor
+
+from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, EdgeOperands, Score
+
+
+def edge_attention(
+    score: Score,
+    edge_index: Tensor,
+    num_dst: int,
+    value: Tensor,
+    *,
+    target: Tensor | None = None,
+    key: Tensor | None = None,
+    target_scalars: Tensor | None = None,
+    source_scalars: Tensor | None = None,
+    parameter: Tensor | float | None = None,
+    edge: Tensor | None = None,
+    scale: float | None = None,
+    slope: float = 0.2,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the edges of a graph with the logits that a score states.
+
+    `O_i = sum_j softmax_j(S_ij) D_ij v_ij`, where `v_ij = v_j`, or `v_j + e_ij` if the score says so.
+
+    Args:
+        score: The record; operands that it does not take are None.
+        edge_index: `[2, E]`, row 0 the source and row 1 the target of each edge.
+        num_dst: Number of targets, the rows of the output.
+        value: `[N_src, H, C]`.
+        target: `[N_dst, H, C]`.
+        key: `[N_src, H, C]`.
+        target_scalars: `[N_dst, H]`.
+        source_scalars: `[N_src, H]`.
+        parameter: A number, `[1]` or `[H, C]`.
+        edge: `[E, H, C]` or `[E, H]`.
+        scale: Number that the score may read, `1 / sqrt(C)` by default.
+        slope: Number that the score may read.
+        keep: `[E, H]` dropout factor of each weight, 0 or `1 / (1 - p)`.
+
+    Returns:
+        The output `[N_dst, H, C]` and the weights `[E, H]` after dropout.
+    """
+    src, dst = edge_index[0], edge_index[1]
+
+    def at(tensor: Tensor | None, nodes: Tensor) -> Tensor | None:
+        return None if tensor is None else tensor.index_select(0, nodes)
+
+    content = value.index_select(0, src)
+    logits = score.reference(
+        EdgeOperands(
+            at(target, dst),
+            at(key, src),
+            content,
+            at(target_scalars, dst),
+            at(source_scalars, src),
+            parameter,
+            edge,
+            value.size(-1) ** -0.5 if scale is None else scale,
+            slope,
+        )
+    )
+    if edge is not None and score.edge_in_value:
+        content = content + edge
+    return _aggregate(logits, content, dst, num_dst, keep)
 
 
 def dot_attention(
@@ -44,13 +105,7 @@ def dot_attention(
 
     Source: Shi et al., "Masked Label Prediction", 2021, equations 3 and 4.
     """
-    src, dst = edge_index[0], edge_index[1]
-    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
-    key, value = key.index_select(0, src), value.index_select(0, src)
-    if edge is not None:
-        key, value = key + edge, value + edge
-    score = (query.index_select(0, dst) * key).sum(dim=-1) * scale
-    return _aggregate(score, value, dst, num_dst, keep)
+    return edge_attention(DOT, edge_index, num_dst, value, target=query, key=key, edge=edge, scale=scale, keep=keep)
 
 
 def cosine_attention(
@@ -79,11 +134,8 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network for Semi-Supervised Learning", 2018, eq. 4.
     """
-    src, dst = edge_index[0], edge_index[1]
-    unit_src = F.normalize(x_src, p=2.0, dim=-1)
-    unit_dst = unit_src if x_dst is None else F.normalize(x_dst, p=2.0, dim=-1)
-    score = beta * (unit_dst.index_select(0, dst) * unit_src.index_select(0, src)).sum(dim=-1)
-    return _aggregate(score, x_src.index_select(0, src), dst, num_dst, keep)
+    target = x_src if x_dst is None else x_dst
+    return edge_attention(COSINE, edge_index, num_dst, x_src, target=target, parameter=beta, keep=keep)
 
 
 def add_attention(
@@ -116,14 +168,17 @@ def add_attention(
 
     Source: Velickovic et al., "Graph Attention Networks", 2018, equation 3.
     """
-    src, dst = edge_index[0], edge_index[1]
-    score = alpha_src.index_select(0, src)
-    if alpha_dst is not None:
-        score = score + alpha_dst.index_select(0, dst)
-    if alpha_edge is not None:
-        score = score + alpha_edge
-    score = F.leaky_relu(score, negative_slope)
-    return _aggregate(score, value.index_select(0, src), dst, num_dst, keep)
+    return edge_attention(
+        ADD,
+        edge_index,
+        num_dst,
+        value,
+        target_scalars=alpha_dst,
+        source_scalars=alpha_src,
+        edge=alpha_edge,
+        slope=negative_slope,
+        keep=keep,
+    )
 
 
 def gatv2_attention(
@@ -156,13 +211,9 @@ def gatv2_attention(
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?", 2022, equation 7.
     """
-    src, dst = edge_index[0], edge_index[1]
-    value = x_src.index_select(0, src)
-    hidden = x_dst.index_select(0, dst) + value
-    if edge is not None:
-        hidden = hidden + edge
-    score = (F.leaky_relu(hidden, negative_slope) * att).sum(dim=-1)
-    return _aggregate(score, value, dst, num_dst, keep)
+    return edge_attention(
+        GATV2, edge_index, num_dst, x_src, target=x_dst, parameter=att, edge=edge, slope=negative_slope, keep=keep
+    )
 
 
 def _aggregate(score: Tensor, value: Tensor, dst: Tensor, num_dst: int, keep: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -227,7 +227,7 @@ def test_a_plan_shows_all_candidates(candidates):
         "  results: the same in every run",
         "  forward: row_split (the lowest estimate of 2 candidates), FakePass(schedule='row_split')",
         "    row_split: 501 ms = work 1 + launch 500",
-        "    tiles: 502 ms = work 2 + launch 500",
+        "    block_mma: 502 ms = work 2 + launch 500",
     ]
     found = plan(PROBLEM, GRAPH)
     assert found == plan(PROBLEM, GRAPH) and "options" not in repr(found)

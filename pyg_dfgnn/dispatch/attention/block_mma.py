@@ -99,8 +99,8 @@ def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> BlockSparse:
 def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
     """Every reason why the schedule cannot run a pass."""
     reasons = []
-    if problem.score == "gatv2":
-        reasons.append("the gatv2 score is no matrix product")
+    if walk not in problem.record.block_mma:
+        reasons.append(f"the {problem.score} score is no matrix product")
     if problem.edge:
         reasons.append("blocks of bits have no place for edge features")
     if problem.dropout:
@@ -136,19 +136,21 @@ def _step(problem: AttentionProblem, walk: str) -> int:
     several = block_heads(problem, walk) > 1
     if walk == "forward" and several and not _splits(problem):
         return 16
+    record = problem.record
+    scaled = record.node_scalars == "inverse_norm"
     if problem.dtype.itemsize == 2:
-        crowded = problem.score == "cosine" and (walk == "sources" or (walk == "targets" and several))
+        crowded = scaled and (walk == "sources" or (walk == "targets" and several))
         return 16 if crowded else 32
-    if problem.score == "dot":
+    if record.key:
         return 32 if problem.tf32 and (walk == "forward" or (walk == "targets" and _is_sixteen(problem))) else 16
-    crowded = walk == "targets" and several and (_splits(problem) or problem.score == "cosine")
+    crowded = walk == "targets" and several and (_splits(problem) or scaled)
     return 16 if walk == "sources" or crowded else 32
 
 
 def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
     segments = None if compact else graph.node_segments
     longest = math.inf if segments is None else segments.longest
-    factored = {"FACTORED": int(problem.score == "add" and longest <= _MAX_FACTORED)} if walk == "forward" else {}
+    factored = {"FACTORED": int(problem.record.has_factors and longest <= _MAX_FACTORED)} if walk == "forward" else {}
     return {
         **problem.constants,
         "SPLIT": int(_splits(problem)),
@@ -167,22 +169,18 @@ def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, c
 
 def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
     """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
-    add, several = problem.score == "add", block_heads(problem, walk) > 1
+    scalar, several = not problem.record.target, block_heads(problem, walk) > 1
     half, split = problem.dtype.itemsize == 2, _splits(problem)
-    if walk == "forward" and problem.score == "dot" and _is_sixteen(problem):
+    if walk == "forward" and problem.record.key and _is_sixteen(problem):
         return 14
     if walk == "forward":
-        return 16 if (half and (add or several)) or (add and several and not split) else 12
+        return 16 if (half and (scalar or several)) or (scalar and several and not split) else 12
     if walk == "targets":
         more = 4 if several and (half or split) else 0
-        return more + (12 if add and several else 16 if add else 8)
+        return more + (12 if scalar and several else 16 if scalar else 8)
     if several:
         return 12 if split else 8
-    return 12 if add and not (compact or split) else 8
-
-
-# Passes in which two heads of 16 with TF32 products were faster than four, on an H200.
-_IN_PAIRS = {"targets": ("dot", "cosine"), "sources": ("dot",)}
+    return 12 if scalar and not (compact or split) else 8
 
 
 def _is_sixteen(problem: AttentionProblem) -> bool:
@@ -193,8 +191,8 @@ def _is_sixteen(problem: AttentionProblem) -> bool:
 
 def block_heads(problem: AttentionProblem, walk: str) -> int:
     """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
-    room = 32 if problem.score != "dot" and _splits(problem) else 64
-    if _is_sixteen(problem) and problem.score in _IN_PAIRS.get(walk, ()):
+    room = 32 if not problem.record.key and _splits(problem) else 64
+    if _is_sixteen(problem) and problem.record.block_mma[walk].in_pairs:
         room = 32
     most = max(1, min(4, room // problem.channels))
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
@@ -207,9 +205,9 @@ def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: 
     padded = -(-problem.channels // product) * product
     own_row = heads * padded * itemsize
     row = (-(-((heads - 1) * problem.channels + padded) // 16) * 16 + 8) * itemsize
-    dot, add = problem.score == "dot", problem.score == "add"
-    own = {"forward": 0 if add else 1, "targets": 1 if add else 2, "sources": 2 if dot else 1}[walk]
-    gathered = {"forward": 2 if dot else 1, "targets": 2 if dot else 1, "sources": 1 if add else 2}[walk]
+    target, key = int(problem.record.target), int(problem.record.key)
+    own = {"forward": target, "targets": 1 + target, "sources": 1 + key}[walk]
+    gathered = 1 + (target if walk == "sources" else key)
     scalars = heads * (4 + (16 if walk == "sources" else 0))
     factors = 0
     if constants.get("FACTORED"):
@@ -243,14 +241,6 @@ STEP_S = 0.5e-6
 """A step of a window without its products."""
 CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
 """Each product of a step of 16 columns and 128 channels, in the time of a step without."""
-_DOT_PRODUCTS = {"forward": 2, "targets": 3, "sources": 4}
-_PRODUCTS = {"dot": _DOT_PRODUCTS, "cosine": _DOT_PRODUCTS, "add": {"forward": 1, "targets": 1, "sources": 2}}
-"""Matrix products of a pass, each of the area of the blocks times the channels."""
-_NODE_TENSORS = {
-    "dot": {"forward": 4, "targets": 5, "sources": 6},
-    "cosine": {"forward": 2, "targets": 4, "sources": 5},
-    "add": {"forward": 2, "targets": 3, "sources": 3},
-}
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
@@ -263,9 +253,10 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, 
     tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
     area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
-    products = _PRODUCTS[problem.score][walk]
+    tuning = problem.record.block_mma[walk]
+    products = tuning.products
     flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
-    nodes = _NODE_TENSORS[problem.score][walk] * graph.num_dst * problem.row_bytes
+    nodes = tuning.node_tensors * graph.num_dst * problem.row_bytes
     waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
     rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
     overlapped = {"products": flops / rate * (LISTED if chosen.compact else 1.0)}

@@ -35,7 +35,6 @@ BLOCK_ROWS = 8
 WARPS = 4
 """Warps of a block of the other kernels: each has a row to itself, or all share one."""
 SCORE_BYTES = 4
-DOT_SCORES = ("dot", "cosine")
 
 _GROUP_HEADS = 32
 # Edges of the average row from which all warps of a block share it, which keeps super nodes short.
@@ -106,27 +105,27 @@ def _resident_warps(problem: AttentionProblem, walk: str, lanes: Mapping[str, in
     if walk == "forward":
         return 32
     # 80 registers do not hold two products of 16-bit rows, or of several heads at once.
-    is_large = problem.dtype.itemsize == 2 or (problem.score == "dot" and lanes["HEAD_SLOTS"] > 1)
+    is_large = problem.dtype.itemsize == 2 or (problem.record.key and lanes["HEAD_SLOTS"] > 1)
     return 20 if walk == "targets" and is_large else 24
 
 
 def _score_planes(problem: AttentionProblem, walk: str) -> int:
     """Numbers that `smmf` keeps in shared memory per edge and head: logits, and dP in the pass over targets."""
-    return 2 if walk == "targets" and problem.score in DOT_SCORES else 1
+    return 2 if walk == "targets" and _is_dot(problem) else 1
+
+
+def _is_dot(problem: AttentionProblem) -> bool:
+    """Whether a score is an inner product of two vectors, as the paper's rule asks."""
+    return bool(problem.record.target and problem.record.paper)
 
 
 def _reasons(problem: AttentionProblem) -> list[str]:
-    if problem.score == "gatv2":
-        return ["the schedules of the paper keep one number per edge and head, the gatv2 score takes C in backward"]
+    if not problem.record.paper:
+        name = problem.score
+        return [f"the schedules of the paper keep one number per edge and head, the {name} score takes C in backward"]
     return []
 
 
-# What the lanes over features do per edge in all steps: rows read, multiply-adds per element, sums over a head, walks.
-_WORK = {
-    "forward": {"dot": (2, 2, 1, 2), "cosine": (2, 2, 1, 2), "add": (1, 1, 0, 1)},
-    "targets": {"dot": (3, 3, 2, 2), "cosine": (2, 3, 2, 2), "add": (1, 1, 1, 1)},
-    "sources": {"dot": (2, 2, 0, 1), "cosine": (2, 2, 0, 1), "add": (1, 1, 0, 1)},
-}
 # Warp instructions per edge and head of the lanes over edges.
 _SOFTMAX = {"forward": 30.0, "targets": 40.0, "sources": 0.0}
 # Share of the instructions' time on top where steps wait for each other, a guess that errs on the slow side.
@@ -153,10 +152,11 @@ def _cost(
     """
     side, num_columns = side_of(walk, graph)
     c = chosen.constants
-    gathers, products, sums, walks = _WORK[walk][problem.score]
+    tuning = problem.record.paper[walk]
+    gathers, products, sums, scans = tuning.gathers, tuning.work, tuning.sums, tuning.scans
     kernels = 2 if chosen.warp_edges else 1
     nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
-    edges = side.num_edges * (8 * walks + scores * SCORE_BYTES * problem.heads)
+    edges = side.num_edges * (8 * scans + scores * SCORE_BYTES * problem.heads)
     is_near = stays_near(graph, min(gathers, 2) * problem.row_bytes, gpu)
     gathered = 0 if is_near else side.num_edges * gathers * problem.row_bytes
     missed = max(0.0, 1.0 - gpu.cache_bytes / max(1, num_columns * problem.row_bytes))
@@ -165,14 +165,14 @@ def _cost(
     heads = c["LANE_HEADS"]
     elements = heads * c["LANE_VECS"] * c["VEC"]
     step = (
-        STEP * walks
+        STEP * scans
         + LOAD * gathers * heads * c["LANE_VECS"]
         + CONVERT * (gathers * elements if problem.dtype.itemsize == 2 else 0)
         + MULTIPLY_ADD * products * elements
         + SHUFFLE * sums * heads * (c["HEAD_LANES"].bit_length() - 1)
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
-    issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[walk] * walks)
+    issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[walk] * scans)
     issued += side.num_edges * problem.heads / 32 * _SOFTMAX[walk]
     # The scores, the two walks of the softmax, the sum.
     in_flight = c["UNROLL"] * c["EDGE_SLOTS"]
@@ -328,7 +328,7 @@ def rule(
         capacity_bytes = gpu_of(problem.device).shared_bytes // BLOCK_ROWS
     degree, threshold = graph.csr.max_degree, capacity_bytes // SCORE_BYTES
     facts = f"largest degree {degree}, super nodes from {threshold} = {capacity_bytes} / {SCORE_BYTES} bytes"
-    if problem.score in DOT_SCORES and degree >= threshold:
+    if _is_dot(problem) and degree >= threshold:
         return pmf.name, f"super nodes and a dot score: {facts}"
     for walk in walks:
         for reason in smmf.reasons_against(problem, walk, graph):

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-SCORES = ("dot", "cosine", "add", "gatv2")
-WALKS = ("forward", "targets", "sources")
-"""The three passes: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
+from pyg_dfgnn.statements.scores import SCORES, Score
+from pyg_dfgnn.statements.tuning import DIRECTIONS
+
+WALKS = DIRECTIONS
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -15,7 +16,7 @@ class AttentionProblem:
     """What decides the kernels of one attention call.
 
     Attributes:
-        score: One of ``SCORES``.
+        score: Name of a record in ``SCORES``.
         heads: Number of heads H.
         channels: Features per head C.
         dtype: Common dtype of the feature tensors.
@@ -40,6 +41,11 @@ class AttentionProblem:
     tangent: bool = False
 
     @property
+    def record(self) -> Score:
+        """The record of the score."""
+        return SCORES[self.score]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of the features of one node, [H, C]."""
         return self.heads * self.channels * self.dtype.itemsize
@@ -48,7 +54,7 @@ class AttentionProblem:
     def constants(self) -> dict[str, int]:
         """What every attention kernel is specialised by."""
         return {
-            "SCORE": SCORES.index(self.score),
+            "SCORE": list(SCORES).index(self.score),
             "STORAGE": STORAGE[self.dtype],
             "EDGE": int(self.edge),
             "DROPOUT": int(self.dropout),

@@ -16,6 +16,8 @@ import torch
 from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 
 hands_over = False
 deterministic = True
@@ -99,18 +101,6 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
     )
 
 
-# Loads of a lane per row, from timings of 1, 2 and 4 on an H200: more share the work of a step among more edges until
-# registers run out. By bytes of an element; what is not listed takes 1.
-_LOADS = {
-    4: {
-        "forward": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
-        "targets": {"dot": 2, "cosine": 4, "add": 2, "gatv2": 2},
-        "sources": {"dot": 2, "cosine": 2, "add": 4, "gatv2": 2},
-    },
-    2: {"targets": {"dot": 2, "cosine": 2, "add": 2}, "sources": {"cosine": 2, "add": 2}},
-}
-# The same where lanes to spare go to further rows.
-_PACKED_LOADS = {2: {"forward": {"dot": 2}, "sources": {"dot": 2}}}
 _MIN_ROW_LANES = 8
 
 
@@ -120,12 +110,16 @@ def _base_walk(walk: str) -> str:
     return "forward" if walk == "tangent" else walk
 
 
+def _tuning(problem: AttentionProblem, walk: str) -> RowSplitTuning:
+    return problem.record.row_split_tuning(_base_walk(walk))
+
+
 def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
     """The layout of a pass: the loads of a lane that were fastest."""
-    walk, itemsize = _base_walk(walk), problem.dtype.itemsize
-    loads = _LOADS[itemsize].get(walk, {}).get(problem.score, 1)
-    if not wide:
-        loads = _PACKED_LOADS.get(itemsize, {}).get(walk, {}).get(problem.score, loads)
+    tuning, half = _tuning(problem, walk), problem.dtype.itemsize == 2
+    loads = tuning.loads[half]
+    if half and not wide and tuning.packed_loads is not None:
+        loads = tuning.packed_loads
     return fitting_lanes(problem, loads, wide)
 
 
@@ -139,41 +133,13 @@ def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingP
 
 
 def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
-    """Edges a slot keeps in flight, from timings on an H200: more hides latency until registers run out."""
-    walk, score, wide_storage = _base_walk(walk), problem.score, problem.dtype.itemsize == 4
+    """Edges a slot keeps in flight: more hides latency until registers run out."""
+    unroll = problem.record.unroll(_base_walk(walk))
     if elements <= 4:
-        return 4 if walk == "forward" or (walk == "targets" and score in ("dot", "add")) else 2
+        return unroll.up_to_4
     if elements == 8:
-        return 2 if wide_storage or walk == "targets" or (walk == "sources" and score != "dot") else 4
-    if elements == 16 and (score == "add" or (walk == "targets" and score != "gatv2") or walk == "forward"):
-        return 2
-    return 2 if elements == 16 and walk == "sources" and score == "cosine" else 1
-
-
-# Blocks per multiprocessor that the compiler makes room for, by bytes of a feature and features of a lane: 8 leaves 64
-# registers, 6 leaves 80, 5 leaves 96. What is not listed takes 1.
-_NARROW = {
-    "forward": {"dot": 7, "cosine": 7, "add": 8, "gatv2": 7},
-    "tangent": {"add": 8},
-    "targets": {"dot": 7, "cosine": 7, "add": 8},
-    "sources": {"dot": 7, "cosine": 7, "add": 8},
-}
-_MIN_BLOCKS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
-    (4, 4): _NARROW,
-    (2, 4): _NARROW,
-    (4, 8): {
-        "forward": {"cosine": 6, "add": 6},
-        "tangent": {"add": 6},
-        "targets": {"dot": 5, "cosine": 6, "add": 6},
-        "sources": {"dot": 5, "cosine": 5, "add": 6},
-    },
-    (2, 8): {"forward": {"dot": 6, "cosine": 4, "add": 8, "gatv2": 5}, "tangent": {"add": 6}},
-    (2, 16): {"sources": {"add": 4, "cosine": 3}},
-}
-# The same where lanes to spare go to further rows.
-_PACKED_MIN_BLOCKS = {(2, 16): {"sources": {"dot": 5}}}
-# The same for two edges side by side of heads that two lanes share.
-_MIN_BLOCKS_OF_PAIRS = {(2, 8): {"forward": {"cosine": 5}}}
+        return unroll.of_8_float if problem.dtype.itemsize == 4 else unroll.of_8_half
+    return unroll.of_16 if elements == 16 else 1
 
 
 def _elements(c: Mapping[str, int]) -> int:
@@ -185,15 +151,15 @@ def _min_blocks(walk: str, problem: AttentionProblem, lanes: Mapping[str, int], 
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     if problem.edge or problem.dropout:
         return 1
-    elements, score = _elements(lanes), problem.score
+    elements, tuning = _elements(lanes), _tuning(problem, walk)
     key = (problem.dtype.itemsize, elements)
-    found = _MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, 1)
+    blocks = (tuning.saved_min_blocks if walk == "tangent" else tuning.min_blocks).get(key, 1)
     if packed:
-        found = _PACKED_MIN_BLOCKS.get(key, {}).get(walk, {}).get(score, found)
+        blocks = tuning.packed_min_blocks.get(key, blocks)
     if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
-        found = _MIN_BLOCKS_OF_PAIRS.get(key, {}).get(walk, {}).get(score, found)
+        blocks = tuning.paired_min_blocks.get(key, blocks)
     # Each head has a record of its own.
-    return max(1, found - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else found
+    return max(1, blocks - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else blocks
 
 
 def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
@@ -207,7 +173,7 @@ def has_tangent(score: str, edge: bool) -> bool:
     That is the derivative of the output in the target scalars, [N_dst, H, C] in float32 kept until the backward pass,
     whose part over targets is then a dot product per node. It gives no gradient of edge scalars.
     """
-    return score == "add" and not edge
+    return SCORES[score].saves_dout_dlogit and not edge
 
 
 def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
@@ -234,15 +200,6 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
     }
 
 
-# Passes in which a lane takes a whole head of two loads in 16 bits, from timings of 8 heads of 16 on an H200: in
-# sweeps, where lanes to spare go to edges, and on packed rows, where they go to further rows. With the sums of the
-# tangent it lost, 64.7 to 52.0 us: the forward pass that leaves it adds in another order.
-_WHOLE_HEADS = {
-    "swept": {"targets": ("cosine",), "sources": ("cosine",)},
-    "packed": {"forward": ("add",), "sources": ("add",)},
-}
-
-
 def fits_whole_heads(problem: AttentionProblem) -> bool:
     """Whether a head is two loads in 16 bits and there are heads for enough lanes; others take other registers."""
     has_two_loads = problem.dtype.itemsize == 2 and problem.row_bytes == 32 * problem.heads
@@ -252,7 +209,8 @@ def fits_whole_heads(problem: AttentionProblem) -> bool:
 def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, int], kind: str) -> dict[str, int]:
     """The constants with a lane for each head, where that is faster.
 
-    Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges.
+    Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges. A pass
+    that leaves the tangent keeps its layout, which was faster with its sums on an H200.
 
     Args:
         problem: What is computed.
@@ -260,24 +218,16 @@ def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, 
         constants: With two lanes for each head.
         kind: "swept" or "packed".
     """
-    if not fits_whole_heads(problem) or problem.score not in _WHOLE_HEADS[kind].get(walk, ()):
+    if not fits_whole_heads(problem) or walk == "tangent" or _tuning(problem, walk).whole_heads != kind:
         return constants
     wide = constants["WARP_ROWS"] == 1
     lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
     return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": 1}
 
 
-# Feature rows gathered per edge in each pass.
-_GATHERS = {
-    "forward": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
-    "targets": {"dot": 2, "cosine": 1, "add": 1, "gatv2": 1},
-    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
-}
-
-
 def gathers(problem: AttentionProblem, walk: str) -> int:
     """Feature rows gathered per edge in a pass."""
-    return _GATHERS[_base_walk(walk)][problem.score]
+    return problem.record.gathers(_base_walk(walk))
 
 
 # What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
@@ -303,46 +253,9 @@ def _blocks(
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """How a swept pass differs from others.
-
-    Attributes:
-        loads: Loads of a lane.
-        packed: Whether lanes to spare go to further rows: rows of like length walk like columns at a time, so that some
-            of what they gather is in the L1 cache, and more of them are in flight.
-        unroll: Edges a slot keeps in flight.
-        min_blocks: Blocks per multiprocessor.
-        share: What one sweep should gather, as a share of the cache.
-        pieces: Longest piece of a row over that of other swept passes.
-    """
-
-    loads: int
-    packed: bool
-    unroll: int
-    min_blocks: int
-    share: float
-    pieces: float
-
-
-# From timings on an H200, by bytes of an element; what is not listed has the layout of the wide rows above.
-_SWEPT = {
-    4: {
-        "forward": {"add": _Sweep(2, True, 2, 6, 1.1, 2.0), "cosine": _Sweep(2, True, 2, 7, 1.1, 2.0)},
-        "targets": {"cosine": _Sweep(4, True, 2, 4, 0.8, 1.0)},
-        "sources": {"cosine": _Sweep(2, False, 2, 5, 0.33, 0.5)},
-    },
-    2: {
-        "forward": {"dot": _Sweep(2, True, 2, 5, 0.8, 2.0)},
-        "targets": {"dot": _Sweep(2, True, 2, 4, 0.5, 1.0)},
-        "sources": {"dot": _Sweep(2, True, 2, 3, 0.7, 1.0)},
-    },
-}
-
-
-def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], _Sweep | None]:
+def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], Sweep | None]:
     """The constants of a swept pass, and how else it differs, if it does."""
-    found = _SWEPT[problem.dtype.itemsize][_base_walk(walk)].get(problem.score)
+    found = _tuning(problem, walk).swept.get(problem.dtype.itemsize)
     if found is not None:
         lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
         # Others take other registers.
@@ -403,7 +316,12 @@ def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph:
     So it does on a small graph, from every row that it reads, and writes down those of its targets: these have to be
     the sources too, and none of them may be left to a merge.
     """
-    if walk != "forward" or problem.score != "cosine" or graph.num_src != graph.num_dst or found.blocks > 1:
+    if (
+        walk != "forward"
+        or problem.record.node_scalars != "inverse_norm"
+        or graph.num_src != graph.num_dst
+        or found.blocks > 1
+    ):
         return found
     in_order = found.constants["JOINED"] and found.constants["ORDERED"] and problem.dtype.itemsize == 4
     most = _NORM_NUMBERS_IN_ORDER if in_order else _NORM_NUMBERS
@@ -495,10 +413,6 @@ def _joined(
     return RowsPass(constants, length, 1)
 
 
-# Passes over packed rows in order in which a lane takes four loads in float32, one edge at a time.
-_FOUR_LOADS = {"forward": ("cosine",), "targets": ("dot",), "sources": ("cosine",)}
-
-
 def _in_order(
     problem: AttentionProblem, constants: dict[str, int], walk: str, rows: Adjacency, max_edges: int
 ) -> RowsPass:
@@ -509,13 +423,14 @@ def _in_order(
     can walk the longest row. The layouts were chosen by times of 1 head of 128 there.
     """
     fewer = ordered(problem, walk, {**constants, "WARPS": WARPS})
-    elements, plain = _elements(fewer), not problem.edge and not problem.dropout
-    if plain and problem.dtype.itemsize == 4 and problem.score in _FOUR_LOADS.get(walk, ()):
+    itemsize, tuning = problem.dtype.itemsize, _tuning(problem, walk)
+    plain = not problem.edge and not problem.dropout
+    if plain and itemsize == 4 and tuning.four_loads:
         lanes = fitting_lanes(problem, 4, wide=False)
         if lanes["LANE_VECS"] == 4:
             fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
-    elif plain and problem.dtype.itemsize == 2 and (walk, problem.score, elements) == ("sources", "dot", 16):
-        fewer["MIN_BLOCKS"] = 4
+    elif plain:
+        fewer["MIN_BLOCKS"] = tuning.ordered_min_blocks.get((itemsize, _elements(fewer)), fewer["MIN_BLOCKS"])
     length = _joined_edges(rows, items_per_block(fewer))
     if length <= max_edges:
         return RowsPass(fewer, length, 1)
@@ -531,31 +446,20 @@ def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length
     """What differs in the forward pass over few rows, which waits for its longest one with a device half empty.
 
     From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16, so for
-    rows of as many bytes: half of the heads in a warp, the others in other blocks (dot, add); else twice the warps with
-    half as many edges each, but where the pass that leaves the tangent would add in another order then (add): training
-    and inference give the same bits.
+    rows of as many bytes: half of the heads in a warp, the others in other blocks, where the score's record says so;
+    else twice the warps with half as many edges each, unless the pass that leaves the tangent would add in another
+    order then: training and inference give the same bits.
     """
-    narrow = problem.score in ("dot", "add") and (problem.heads, problem.channels) == (8, 16)
-    if narrow and constants["WARP_ROWS"] == 2:
+    record = problem.record
+    narrow = (problem.heads, problem.channels) == (8, 16)
+    if narrow and record.row_split_tuning("forward").few_rows_half_heads and constants["WARP_ROWS"] == 2:
         lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
         return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
     loads = constants["LANE_HEADS"] * constants["LANE_VECS"]
-    if problem.score != "add" and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
+    if not record.saves_dout_dlogit and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
         return {"WARPS": 2 * constants["WARPS"], "UNROLL": 2}
     return {}
 
-
-# Multiply-adds per feature, and sums over the lanes of a head, for one edge in each pass.
-_WORK = {
-    "forward": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 4},
-    "targets": {"dot": 3, "cosine": 3, "add": 2, "gatv2": 6},
-    "sources": {"dot": 4, "cosine": 4, "add": 2, "gatv2": 6},
-}
-_SUMS = {
-    "forward": {"dot": 1, "cosine": 1, "add": 0, "gatv2": 1},
-    "targets": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
-    "sources": {"dot": 2, "cosine": 2, "add": 1, "gatv2": 2},
-}
 
 STEP, LOAD, CONVERT, MULTIPLY_ADD, SHUFFLE = 15.8, 6.7, 2.2, 2.05, 1.1
 """Warp instructions of a step over an edge: for itself, and for what it does how often."""
@@ -576,8 +480,8 @@ def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str
         STEP
         + LOAD * read * heads * c["LANE_VECS"]
         + CONVERT * converted
-        + MULTIPLY_ADD * elements * (_WORK[walk][problem.score] + own)
-        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (_SUMS[walk][problem.score] + own)
+        + MULTIPLY_ADD * elements * (problem.record.work(walk) + own)
+        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (problem.record.head_sums(walk) + own)
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
     steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])

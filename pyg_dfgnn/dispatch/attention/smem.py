@@ -13,6 +13,7 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import NodeRanges
+from pyg_dfgnn.statements.tuning import SmemLayout
 
 hands_over = False
 deterministic = True
@@ -55,7 +56,7 @@ class ResidentPass:
 
 def node_bytes(problem: AttentionProblem, walk: str) -> int:
     """Shared memory per node: the gathered rows of features, numbers and records per head, and where its row ends."""
-    scalars = 4 * problem.heads if problem.score in ("add", "cosine") else 0
+    scalars = 4 * problem.heads if problem.record.node_scalars else 0
     records = 16 * problem.heads if walk == "sources" else 0
     return rows.gathers(problem, walk) * problem.row_bytes + scalars + records + 4
 
@@ -66,8 +67,8 @@ def shared_bytes(problem: AttentionProblem, walk: str, ranges: NodeRanges) -> in
 
 
 def _static_bytes(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> int:
-    """Shared memory that the kernel takes whatever the ranges: sums of the gradient of the gatv2 vector."""
-    if problem.score != "gatv2" or walk != "targets":
+    """Shared memory that the kernel takes whatever the ranges: sums of the gradient of a vector parameter."""
+    if not problem.record.parameter or walk != "targets":
         return 0
     return 4 * c["WARPS"] * c["HEAD_LANES"] * c["HEAD_SLOTS"] * c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
 
@@ -113,37 +114,17 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     return []
 
 
-# Loads of a lane per row, UNROLL, warps of a block and blocks per multiprocessor, from timings on an H200 and, where
-# there are none (see _is_timed), from the registers that the kernels need: 24 warps leave 80 registers, 18 leave 96.
-_LAYOUTS = {
-    (4, "forward"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 6, 4), "add": (4, 2, 6, 3), "gatv2": (2, 2, 12, 2)},
-    (4, "targets"): {"dot": (2, 2, 12, 2), "cosine": (4, 1, 9, 2), "add": (2, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
-    (4, "sources"): {"dot": (2, 1, 12, 2), "cosine": (4, 2, 6, 2), "add": (4, 1, 6, 4), "gatv2": (2, 1, 12, 2)},
-    (2, "forward"): {"dot": (2, 2, 6, 4), "cosine": (2, 2, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 2, 12, 2)},
-    (2, "targets"): {"dot": (2, 2, 6, 3), "cosine": (2, 1, 6, 3), "add": (2, 2, 6, 4), "gatv2": (1, 1, 8, 2)},
-    (2, "sources"): {"dot": (2, 2, 6, 2), "cosine": (2, 2, 6, 2), "add": (1, 2, 12, 2), "gatv2": (1, 1, 12, 2)},
-}
-# The same with several heads: two loads of a head would lie in the banks of those of the next head but one.
-_LAYOUTS_OF_HEADS = {
-    (4, "forward"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 8, 4), "add": (1, 4, 12, 2), "gatv2": (1, 2, 12, 2)},
-    (4, "targets"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (1, 4, 12, 2)},
-    (4, "sources"): {"dot": (1, 2, 12, 2), "cosine": (1, 2, 12, 2), "add": (2, 2, 12, 2), "gatv2": (1, 2, 12, 2)},
-    (2, "forward"): {"dot": (1, 4, 12, 2), "cosine": (1, 2, 12, 2)},
-    (2, "targets"): {"cosine": (1, 1, 12, 2)},
-    (2, "sources"): {"dot": (1, 1, 12, 2), "cosine": (1, 1, 9, 2)},
-}
-# The same with heads of four loads that fill a warp, where that was timed: lanes with two loads exchange fewer sums.
-_LAYOUTS_OF_NARROW_HEADS = {(4, "forward"): {"gatv2": (2, 2, 12, 2)}}
 # By how many powers of two a maximum may grow before sums are scaled to it: that spares multiplications, but won only
 # for dot products of several heads in 16 bits.
 _LAZY = 8
 
 
-def _layout(problem: AttentionProblem, walk: str) -> tuple[int, int, int, int]:
-    key, score = (problem.dtype.itemsize, walk), problem.score
-    several = _LAYOUTS_OF_HEADS.get(key, {}) if problem.heads > 1 else {}
-    narrow = _LAYOUTS_OF_NARROW_HEADS.get(key, {}) if _is_narrow(problem) else {}
-    return narrow.get(score, several.get(score, _LAYOUTS[key][score]))
+def _layout(problem: AttentionProblem, walk: str) -> SmemLayout:
+    tuning, itemsize = problem.record.smem_tuning(walk), problem.dtype.itemsize
+    if itemsize == 4 and tuning.narrow_layout is not None and _is_narrow(problem):
+        return tuning.narrow_layout
+    layout = tuning.layouts[itemsize == 2]
+    return tuning.head_layouts.get(itemsize, layout) if problem.heads > 1 else layout
 
 
 def _is_narrow(problem: AttentionProblem) -> bool:
@@ -161,9 +142,10 @@ def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
         warps, blocks = 8, 1
     # As timed: 4 % faster through the L1 cache, all others are slower.
     full = walk == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
-    near = full and problem.score in ("dot", "cosine")
-    norms = walk == "forward" and problem.score == "cosine"
-    lazy = walk == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and problem.score == "dot"
+    record, tuning = problem.record, problem.record.smem_tuning(walk)
+    near = full and tuning.through_l1
+    norms = walk == "forward" and record.node_scalars == "inverse_norm"
+    lazy = walk == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and tuning.lazy
     return {
         **rows.pass_constants(problem, walk, wide=False),
         **lanes,
@@ -190,51 +172,29 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> ResidentPas
     return ResidentPass(constants, ranges.bound, ranges.most_nodes, shared)
 
 
-# Node tensors that a pass reads or writes, for one [N, H, C].
-_NODE_TENSORS = {
-    "dot": {"forward": 4, "targets": 6, "sources": 6},
-    "cosine": {"forward": 2, "targets": 4, "sources": 4},
-    "add": {"forward": 2, "targets": 3, "sources": 3},
-    "gatv2": {"forward": 3, "targets": 5, "sources": 4},
-}
 SHARED_BYTES_PER_S = 25e12
 NEAR_BYTES_PER_S = 12e12
 """Rates at which all multiprocessors read shared memory, and their L1 caches."""
-WORK = {
-    "forward": {"dot": 0.88, "cosine": 0.8, "add": 0.84, "gatv2": 0.95},
-    "targets": {"dot": 0.82, "cosine": 0.9, "add": 0.82, "gatv2": 1.05},
-    "sources": {"dot": 0.89, "cosine": 0.89, "add": 0.7, "gatv2": 0.97},
-}
-"""Time of the instructions over that of `row_split`, from 51 passes in float32 on batches of sparse and dense graphs
-on an
-H200: between what both need, so that `auto` leaves dense graphs to others. The forward pass of the cosine score, which
-finds the norms, from four passes since."""
 UNTIMED = 1.25
 """The same over that of the dot score where layouts follow from registers, not from timings."""
-TWO_LOADS = {"sources": {"add": 1.68}}
-"""The same where `row_split` has heads of two loads in 16 bits, from timings of 8 heads of 16 on an H200."""
-
-
-# Passes in float32 that were faster than those of `row_split` with heads of four loads that fill a warp.
-_TIMED_NARROW = {"forward": ("add", "gatv2"), "sources": ("cosine",)}
 
 
 def _is_timed(problem: AttentionProblem, walk: str) -> bool:
     """Whether the layouts come from timings of the score."""
-    if problem.score == "dot":
-        return True
-    if problem.heads > 1:
-        single = problem.dtype.itemsize == 4
-        return single and _is_narrow(problem) and problem.score in _TIMED_NARROW.get(walk, ())
-    return problem.score == "cosine" or problem.dtype.itemsize == 4
+    tuning, itemsize = problem.record.smem_tuning(walk), problem.dtype.itemsize
+    if problem.heads == 1:
+        return itemsize in tuning.timed
+    return itemsize in tuning.timed_heads or (itemsize == 4 and tuning.timed_narrow and _is_narrow(problem))
 
 
 def _untimed(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> float:
-    """What instructions take where `WORK` is from timings of other layouts."""
+    """What instructions take where their ratio to `row_split` is from timings of other layouts."""
     if _is_timed(problem, walk):
         return 1.0
-    known = TWO_LOADS.get(walk, {}) if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1 else {}
-    return known.get(problem.score, UNTIMED)
+    known = (
+        problem.record.smem_tuning(walk).two_loads if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1 else None
+    )
+    return UNTIMED if known is None else known
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
@@ -247,13 +207,13 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPas
     fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
     gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
-    moved = _NODE_TENSORS[problem.score][walk] * side.num_rows * problem.row_bytes + 4 * side.num_edges
+    moved = problem.record.node_tensors(walk) * side.num_rows * problem.row_bytes + 4 * side.num_edges
     issued = rows.issued(walk, problem, side, c) * _untimed(problem, walk, c)
     return Cost(
         {
             "memory": moved / gpu.memory_bytes_per_s,
             "gathers": gathered / (SHARED_BYTES_PER_S if c["IN_SHARED"] else NEAR_BYTES_PER_S),
-            "instructions": WORK[walk][problem.score] * waiting * issued / gpu.instructions_per_s,
+            "instructions": problem.record.smem_tuning(walk).instructions * waiting * issued / gpu.instructions_per_s,
         },
         {"launch": gpu.launch_s},
     )

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.problem import SCORES
 from pyg_dfgnn.dispatch.attention.row_split import RowsPass, items_per_block, node_constants, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
+from pyg_dfgnn.statements.scores import SCORES
 
 _STEMS = {
     "forward": "forward",
@@ -217,14 +217,7 @@ def node_kernel(path: str, entry: str, heads: int, channels: int, dtype: torch.d
 
 def _state_channels(walk: str, channels: int, score: int) -> int:
     """fp32 numbers per head of the state of one row or chunk."""
-    name = SCORES[score]
-    if walk == "tangent":
-        return 2 * channels + 3
-    if walk in ("forward", "weights"):
-        return channels + 2
-    if walk == "targets":
-        return 1 if name == "add" else channels
-    return {"dot": 2 * channels, "cosine": 2 * channels, "add": channels + 1, "gatv2": channels}[name]
+    return [*SCORES.values()][score].state_channels(walk, channels)
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:
