@@ -232,7 +232,7 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     if spec.path.startswith("gemm/"):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
-    options = [SCORES[c["SCORE"]]] if "SCORE" in c else []
+    options = [[*SCORES][c["SCORE"]]] if "SCORE" in c else []
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
     options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
     options += [
