@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo import trace_rules
 
+from pyg_dfgnn.reference.zoo import EdgeList, zoo
 from pyg_dfgnn.settings import Settings
-from tests.zoo import Case, zoo
 
 
 def pytest_addoption(parser):
@@ -83,6 +83,6 @@ def poison(request, monkeypatch):
 
 
 @pytest.fixture(params=zoo(), ids=str)
-def case(request) -> Case:
+def case(request) -> EdgeList:
     """Each graph of the zoo."""
     return request.param

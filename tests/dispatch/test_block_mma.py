@@ -11,9 +11,9 @@ from pyg_dfgnn.dispatch.attention.problem import WALKS
 from pyg_dfgnn.dispatch.core import FORWARD, choose, plan
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings, settings
 from tests.dispatch.test_core import PROBLEM, graph_of
-from tests.zoo import hub, sbm
 
 SCORES = ("dot", "cosine", "add")
 KIB = 1 << 10

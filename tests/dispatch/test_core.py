@@ -15,8 +15,8 @@ from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, AttentionProblem, choose,
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
+from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
-from tests.zoo import hub, random
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PROBLEM = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cuda", 0), False, False, True)

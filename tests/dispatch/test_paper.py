@@ -9,8 +9,8 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, pmf, rule, smmf
 from pyg_dfgnn.dispatch.attention.problem import WALKS
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.zoo import hub
 from tests.dispatch.test_core import PROBLEM, graph_of
-from tests.zoo import hub
 
 KIB = 1 << 10
 # Largest degrees of the paper's graphs; it marks the last three as having super nodes.

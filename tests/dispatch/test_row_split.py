@@ -11,8 +11,8 @@ from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import SCORES, WALKS
 from pyg_dfgnn.dispatch.attention.row_split import lane_constants, node_constants, pass_constants, plan_pass
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.zoo import random, zoo
 from tests.dispatch.test_core import DTYPES, PROBLEM, graph_of
-from tests.zoo import random, zoo
 
 
 def cache_of(monkeypatch, cache_bytes):

@@ -11,9 +11,9 @@ from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu, store
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import current
 from tests.dispatch.test_core import PROBLEM, graph_of
-from tests.zoo import hub, random
 
 SECONDS = {"forward": {"row_split": 1e-3, "block_mma": 2e-3}}
 

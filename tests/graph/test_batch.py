@@ -8,8 +8,8 @@ from torch_geometric.loader import DataLoader
 from pyg_dfgnn.graph import Graph, SortEdges, adjacency
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.batch import FACTS, BatchFacts
+from pyg_dfgnn.reference.zoo import random, zoo
 from tests.graph.brute import check_graph, with_loops
-from tests.zoo import random, zoo
 
 
 def members(num=6):

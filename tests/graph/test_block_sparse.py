@@ -6,7 +6,7 @@ import torch
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph import block_sparse as tiles_module
 from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, Segments, area_of, find_segments, make_tiles, sample_fill
-from tests.zoo import Case, random, sbm, zoo
+from pyg_dfgnn.reference.zoo import EdgeList, random, sbm, zoo
 
 ROWS = (32, 64, 80)
 
@@ -18,11 +18,11 @@ def batch(sizes, density, name):
     for size in sizes:
         parts.append((torch.rand(size, size, generator=generator) < density).nonzero().t() + first)
         first += size
-    return Case(name, torch.cat(parts, dim=1), first, first)
+    return EdgeList(name, torch.cat(parts, dim=1), first, first)
 
 
 def without_duplicates(case):
-    return Case(case.name, case.edge_index.unique(dim=1), case.num_src, case.num_dst)
+    return EdgeList(case.name, case.edge_index.unique(dim=1), case.num_src, case.num_dst)
 
 
 CASES = [

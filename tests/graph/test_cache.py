@@ -13,8 +13,8 @@ from torch_geometric import EdgeIndex
 from pyg_dfgnn.graph import EdgeSet, Graph, adjacency
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.cache import GraphCache
+from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
-from tests.zoo import random
 
 
 @pytest.fixture

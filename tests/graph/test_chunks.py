@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.adjacency import group_heavy_rows
-from tests.zoo import hub, random, zoo
+from pyg_dfgnn.reference.zoo import hub, random, zoo
 
 
 def rows_of(chunks, edges):

@@ -6,8 +6,8 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, adjacency
+from pyg_dfgnn.reference.zoo import hub, random, zoo
 from tests.graph.brute import check_graph, with_loops
-from tests.zoo import hub, random, zoo
 
 pytestmark = pytest.mark.cuda
 

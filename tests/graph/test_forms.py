@@ -9,8 +9,8 @@ from torch_geometric import EdgeIndex
 from torch_geometric.utils import coalesce
 
 from pyg_dfgnn.graph import Graph, adjacency
+from pyg_dfgnn.reference.zoo import hub, random
 from tests.graph.brute import check_graph, with_loops
-from tests.zoo import hub, random
 
 
 def count_sorts(monkeypatch) -> list:

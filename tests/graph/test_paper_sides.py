@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph
-from tests.zoo import zoo
+from pyg_dfgnn.reference.zoo import zoo
 
 
 @pytest.fixture(params=zoo(), ids=str)

@@ -14,13 +14,13 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.test_emulated import NAMES, TOLERANCE, Problem, errors
-from tests.tolerances import TOLERANCES, assert_all_close, relative_error
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
@@ -193,7 +193,7 @@ def check_tf32(problem: Problem, graph: Graph, order: str = "forward") -> dict[s
     expected = exact(problem, graph)
     compared = {name: (tensor, expected[name]) for name, tensor in actual.items()}
     if compared.pop("grad beta", None):
-        assert beta_error(problem, graph, actual, expected) <= TOLERANCES["tf32"][0]
+        assert beta_error(problem, graph, actual, expected) <= tolerance("tf32").relative
     assert_all_close(compared, "tf32")
     return {name: relative_error(*pair) for name, pair in compared.items()}
 
@@ -291,7 +291,7 @@ def test_segments_and_listed_columns_agree(score, kind):
         assert ENTRIES["forward"] in launched and (graph.node_segments is None) == listed
         results.append(actual)
     found = errors(results[1], {name: tensor.double() for name, tensor in results[0].items()})
-    assert max(found.values()) < TOLERANCES["tf32" if kind == "tf32" else KINDS[kind]][0], found
+    assert max(found.values()) < tolerance("tf32" if kind == "tf32" else KINDS[kind]).relative, found
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_tf32(score, name):
     graph = build_graph(name)
     problem = problem_of(score, graph)
     rounded = check_tf32(problem, graph)
-    assert min(rounded.values()) > 4 * TOLERANCES[torch.float32][0], rounded
+    assert min(rounded.values()) > 4 * tolerance(torch.float32).relative, rounded
     if name == "batch":
         check_tiles(problem, graph)
     else:
@@ -736,7 +736,7 @@ def test_every_number_of_the_results_is_written(score, name, kind):
     for name, tensor in actual.items():
         assert tensor.isfinite().all(), name
         # In 16 bits the weights are rounded before they meet the values, so sums in float32 differ as well.
-        bound = TOLERANCES["tf32" if kind == "tf32" else torch.float32 if name == "softmax" else dtype][0]
+        bound = tolerance("tf32" if kind == "tf32" else torch.float32 if name == "softmax" else dtype).relative
         if name == "softmax" and kind == "bf16":
             # The sum is of rounded weights too: at most their rounding, here of a logarithm to base 2.
             assert (tensor - expected[name]).abs().max() < torch.finfo(dtype).eps / 2 / math.log(2)
@@ -752,7 +752,7 @@ def test_weights_of_16_bits_sum_to_one_as_rounded(score, dtype, name):
     graph = build_graph(name)
     problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True)
     exact = passes(problem, graph, "block_mma", value=1.0)["exact"][graph.csr.rowptr.diff() > 0]
-    assert exact.numel() > 0 and (exact - 1.0).abs().max() < TOLERANCES[torch.float32][0]
+    assert exact.numel() > 0 and (exact - 1.0).abs().max() < tolerance(torch.float32).relative
 
 
 def passes(

@@ -12,6 +12,7 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.ops.attention.operators import Operands
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
@@ -28,7 +29,6 @@ from tests.kernels.test_emulated import (
     label,
     square_graph,
 )
-from tests.tolerances import relative_error
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 

@@ -12,9 +12,9 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
+from pyg_dfgnn.reference.tolerances import assert_all_close, assert_close
+from pyg_dfgnn.reference.zoo import hub, random
 from tests.kernels.emulated import emulated_device
-from tests.tolerances import assert_all_close, assert_close
-from tests.zoo import hub, random
 
 FEATURES = 6
 GRAPHS = [random(30, 30, 140), hub(700)]

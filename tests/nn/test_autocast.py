@@ -10,9 +10,9 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.nn.dense.linear import project
 from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
+from pyg_dfgnn.reference.zoo import random
 from tests.kernels.emulated import emulated_device
-from tests.tolerances import TOLERANCES, assert_all_close, relative_error
-from tests.zoo import random
 
 ROWS, FEATURES = 30, 6
 HALVES = [torch.bfloat16, torch.float16]
@@ -90,7 +90,7 @@ def test_what_is_in_16_bits_already(of_x, of_layers, most, monkeypatch):
         if len(results) == 1:
             assert is_shared(found)
     for got, want in zip(*results, strict=True):
-        assert got.dtype is want.dtype and relative_error(got, want) < TOLERANCES[torch.bfloat16][0]
+        assert got.dtype is want.dtype and relative_error(got, want) < tolerance(torch.bfloat16).relative
 
 
 def test_dtypes_that_autocast_leaves_alone_or_mixes():
@@ -265,7 +265,7 @@ def compare(found, exact, theirs, cast):
     for name, want in exact.items():
         assert found[name].dtype is theirs[name].dtype, name
         distances = [(each[name].double() - want).norm().item() for each in (found, theirs)]
-        bound = TOLERANCES[cast][0] * max(want.norm().item(), floor)
+        bound = tolerance(cast).relative * max(want.norm().item(), floor)
         assert distances[0] <= max(bound, 2 * distances[1]), (name, distances, bound)
 
 
@@ -329,7 +329,7 @@ def test_widths_by_turns(key):
         other.load_state_dict(conv.state_dict())
         with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="row_split"), torch.no_grad():
             found = conv(x, graph.edge_index)
-        assert relative_error(found, other(x, graph.edge_index)) < TOLERANCES[torch.bfloat16][0]
+        assert relative_error(found, other(x, graph.edge_index)) < tolerance(torch.bfloat16).relative
 
 
 @pytest.mark.parametrize("key", ["transformer", "gatv2"])
@@ -345,7 +345,7 @@ def test_in_and_out_of_autocast_by_turns(key, schedule):
     exact = results[0]
     assert exact.dtype is torch.float32
     for cast, out in zip(HALVES, results[1:3], strict=True):
-        assert 0 < relative_error(out, exact) < TOLERANCES[cast][0]
+        assert 0 < relative_error(out, exact) < tolerance(cast).relative
 
 
 @pytest.mark.parametrize("concat", [True, False])

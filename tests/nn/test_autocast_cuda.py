@@ -8,8 +8,8 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.nn.dense.linear import project
 from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from tests.nn.test_autocast import HALVES, apart, compare, leaves_of
-from tests.tolerances import TOLERANCES, assert_all_close, relative_error
 
 pytestmark = pytest.mark.cuda
 
@@ -156,7 +156,7 @@ def test_capture_and_replay(key):
             parameter.mul_(0.9)
     captured.replay()
     for got, want in zip(found, step(), strict=True):
-        assert relative_error(got, want) < TOLERANCES[torch.bfloat16][0]
+        assert relative_error(got, want) < tolerance(torch.bfloat16).relative
 
 
 @pytest.mark.parametrize("schedule", ["auto", "row_split"])

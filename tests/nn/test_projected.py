@@ -12,9 +12,9 @@ from pyg_dfgnn.dispatch.attention.row_split import plan_pass
 from pyg_dfgnn.dispatch.core import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.reference.zoo import hub, random
 from tests.kernels.emulated import emulated_device
-from tests.tolerances import assert_all_close
-from tests.zoo import hub, random
 
 CONVS = {
     "transformer": ("TransformerConv", {"heads": 2}),

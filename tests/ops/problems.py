@@ -12,14 +12,14 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
-from tests.zoo import Case, random
+from pyg_dfgnn.reference.zoo import EdgeList, random
 
 SCORES = ("dot", "cosine", "add", "gatv2")
 SCALARS = ("beta", "att", "alpha_src", "alpha_dst", "alpha_edge")
 """Inputs that stay float32 whatever the storage of the features."""
 
 # Packed rows with duplicates and self-loops, some targets and sources without edges.
-SPARSE = Case("sparse", torch.tensor([[0, 2, 2, 5, 5, 1, 7, 7, 3, 2], [1, 1, 1, 4, 5, 5, 0, 7, 7, 7]]), 8, 8)
+SPARSE = EdgeList("sparse", torch.tensor([[0, 2, 2, 5, 5, 1, 7, 7, 3, 2], [1, 1, 1, 4, 5, 5, 0, 7, 7, 7]]), 8, 8)
 # Rows long enough for lanes to share them.
 DENSE = random(24, 10, 200, seed=4, name="dense")
 
@@ -40,7 +40,7 @@ class Problem:
     """
 
     score: str
-    case: Case
+    case: EdgeList
     heads: int = 2
     channels: int = 4
     edge: bool = False
@@ -137,7 +137,7 @@ def pairs(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, t
     return {name: (tensor, expected[name]) for name, tensor in actual.items()}
 
 
-def problem_of(score: str, case: Case = SPARSE, full: bool = False, **options: Any) -> Problem:
+def problem_of(score: str, case: EdgeList = SPARSE, full: bool = False, **options: Any) -> Problem:
     """A problem; `full` adds dropout and, where the score takes them, edge features."""
     if full:
         options = {"edge": score != "cosine", "dropout_p": 0.5, **options}

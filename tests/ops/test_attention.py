@@ -17,13 +17,13 @@ from pyg_dfgnn.ops.attention import arguments
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.arguments import draw_seed
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, pairs, problem_of
-from tests.tolerances import assert_all_close
-from tests.zoo import Case, random, zoo
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 PATHS = ["reference", pytest.param("fused", marks=needs_compiler)]
@@ -65,7 +65,7 @@ def test_reference_path_equals_the_reference(score, dtype, full):
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_gradcheck(score, full):
-    case = Case("small", torch.tensor([[0, 1, 1, 2], [1, 1, 0, 1]]), 3, 2)
+    case = EdgeList("small", torch.tensor([[0, 1, 1, 2], [1, 1, 0, 1]]), 3, 2)
     problem = problem_of(score, case, full=full, dtype=torch.float64)
 
     def call(*tensors):
@@ -190,7 +190,7 @@ def test_weights_are_in_the_order_of_the_edges(score, self_loops, path):
     assert torch.equal(graph.edge_index, problem.edge_index) != self_loops
     out, weights = problem.op(graph, **problem.inputs, return_weights=True)
     assert not weights.requires_grad
-    looped = Problem(score, Case("looped", graph.edge_index, 8, 8))
+    looped = Problem(score, EdgeList("looped", graph.edge_index, 8, 8))
     looped.inputs = problem.inputs
     expected = looped.expected()
     assert_all_close({"out": (out, expected["out"]), "weights": (weights, expected["weights"])}, torch.float32)
@@ -502,7 +502,7 @@ def test_an_editable_output(score, dtype, concat, intercepted, path):
 
 @pytest.mark.parametrize("schedule", ["smem", "block_mma", "smmf", "pmf"])
 def test_an_editable_output_of_other_schedules(schedule, fused):
-    case = Case("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
+    case = EdgeList("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
     problem = problem_of("dot", case, channels=16)
     with settings(schedule=schedule, fallback="error"):
         expected = problem.run(lambda **inputs: torch.relu(problem.call(**inputs)))

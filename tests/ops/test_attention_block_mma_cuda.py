@@ -9,13 +9,13 @@ import torch
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
+from pyg_dfgnn.reference.zoo import EdgeList, sbm
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import Problem, pairs
 from tests.ops.test_attention_cuda import DEVICE, SLEEP_CYCLES, assert_equal, capture, compiled
-from tests.tolerances import TOLERANCES, assert_all_close, relative_error
-from tests.zoo import Case, sbm
 
 pytestmark = pytest.mark.cuda
 
@@ -35,7 +35,7 @@ SETUPS = [
 SIZES = [(1, 128), (8, 16)]
 
 
-def superpixels(num_graphs: int = 40, neighbours: int = 8) -> Case:
+def superpixels(num_graphs: int = 40, neighbours: int = 8) -> EdgeList:
     """A batch of graphs of 85 to 150 points with their nearest neighbours in the plane."""
     generator = torch.Generator().manual_seed(1)
     parts, first = [], 0
@@ -44,19 +44,19 @@ def superpixels(num_graphs: int = 40, neighbours: int = 8) -> Case:
         near = torch.cdist(points, points).fill_diagonal_(torch.inf).topk(neighbours, largest=False).indices
         parts.append(torch.stack([near.reshape(-1), torch.arange(size).repeat_interleave(neighbours)]) + first)
         first += size
-    return Case("superpixels", torch.cat(parts, dim=1), first, first)
+    return EdgeList("superpixels", torch.cat(parts, dim=1), first, first)
 
 
-def full(num_src: int, num_dst: int) -> Case:
+def full(num_src: int, num_dst: int) -> EdgeList:
     """All pairs."""
-    return Case(f"full-{num_src}-{num_dst}", torch.ones(num_src, num_dst).nonzero().t(), num_src, num_dst)
+    return EdgeList(f"full-{num_src}-{num_dst}", torch.ones(num_src, num_dst).nonzero().t(), num_src, num_dst)
 
 
 SBM = sbm(num_graphs=30, nodes=110)
 CASES = [SBM, superpixels(), full(300, 300), full(150, 90)]
 
 
-def listed(case: Case) -> bool:
+def listed(case: EdgeList) -> bool:
     """Whether the columns of its windows are listed, which takes 16 bits or TF32."""
     return case.num_src != case.num_dst
 
@@ -120,7 +120,7 @@ def assert_matches(problem, actual, expected, kind):
     compared = pairs(actual, expected)
     if "grad beta" in compared:
         got, want = compared.pop("grad beta")
-        assert abs(float(got - want)) <= TOLERANCES[kind][0] * beta_size(problem)
+        assert abs(float(got - want)) <= tolerance(kind).relative * beta_size(problem)
     assert_all_close(compared, kind)
 
 
@@ -128,7 +128,7 @@ def assert_like_rows(problem, actual):
     """Every result as `row_split` has it, up to the rounding of both."""
     with settings(schedule="row_split"):
         expected = problem.run()
-    bound = 2 * TOLERANCES[problem.dtype][0]
+    bound = 2 * tolerance(problem.dtype).relative
     largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
     for name, tensor in actual.items():
         scale = expected[name].norm() if name == "out" else largest
@@ -159,7 +159,7 @@ def test_tf32(score, size, case):
     with tf32():
         actual = problem.run()
     assert_matches(problem, actual, expected, "tf32")
-    assert relative_error(actual["out"], expected["out"]) > 4 * TOLERANCES[torch.float32][0]
+    assert relative_error(actual["out"], expected["out"]) > 4 * tolerance(torch.float32).relative
     if not listed(case):
         assert_matches(problem, problem.run(), expected, torch.float32)
 
@@ -223,4 +223,4 @@ def test_weights_come_from_the_same_softmax(score):
     problem = problem_of(score)
     out, weights = problem.call(return_weights=True)
     assert torch.equal(out, problem.call())
-    assert relative_error(weights, problem.expected()["weights"]) < TOLERANCES[torch.float32][0]
+    assert relative_error(weights, problem.expected()["weights"]) < tolerance(torch.float32).relative

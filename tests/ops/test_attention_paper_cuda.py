@@ -11,19 +11,19 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.reference.tolerances import tolerance
+from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import DENSE
 from tests.ops.test_attention_cuda import CASES, DEVICE, SETUPS, assert_equal, assert_matches, problem_of, setup_of
-from tests.tolerances import TOLERANCES
-from tests.zoo import Case
 
 pytestmark = pytest.mark.cuda
 
 SCORES = ("dot", "cosine", "add")
 SCHEDULES = ("smmf", "pmf")
 # Two rows of more edges than 48 KiB hold scores for, among light ones.
-SUPER_NODES = Case(
+SUPER_NODES = EdgeList(
     "super-nodes",
     torch.stack(
         [
@@ -63,7 +63,7 @@ def assert_like_rows(problem, actual):
     with settings(schedule="row_split"):
         torch.manual_seed(3)
         expected = problem.run()
-    bound = 2 * TOLERANCES[problem.dtype][0]
+    bound = 2 * tolerance(problem.dtype).relative
     largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
     for name, tensor in actual.items():
         scale = expected[name].norm() if name == "out" else largest
@@ -103,7 +103,9 @@ def test_shared_memory_of_several_graphs():
     """A graph that needs less shared memory takes none away from one that needs more."""
     with settings(schedule="smmf", fallback="error"):
         large, small = (problem_of("dot", case, heads=1, channels=32) for case in (SUPER_NODES, CASES[-1]))
-        medium = Case("medium", torch.stack([torch.arange(13_000) % 50, torch.zeros(13_000, dtype=torch.long)]), 50, 9)
+        medium = EdgeList(
+            "medium", torch.stack([torch.arange(13_000) % 50, torch.zeros(13_000, dtype=torch.long)]), 50, 9
+        )
         first = large.run()
         small.run()
         problem_of("dot", medium, heads=1, channels=32).run()
@@ -113,7 +115,7 @@ def test_shared_memory_of_several_graphs():
 def test_a_hub_beyond_shared_memory():
     """A block with more scores than shared memory holds is refused by name, and the paper's rule takes `pmf`."""
     edges = torch.stack([torch.arange(80_000) % 50, torch.zeros(80_000, dtype=torch.long)])
-    problem = problem_of("dot", Case("hub", edges, 50, 9), heads=1, channels=8)
+    problem = problem_of("dot", EdgeList("hub", edges, 50, 9), heads=1, channels=8)
     with settings(schedule="smmf", fallback="error"), pytest.raises(UnsupportedError, match="bytes of shared memory"):
         problem.run()
     with settings(schedule="paper"):

@@ -9,12 +9,12 @@ from pyg_dfgnn.dispatch.attention.row_split import plan_pass
 from pyg_dfgnn.dispatch.core import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.reference.zoo import hub, sbm, skewed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import SCORES
 from tests.ops.test_attention_block_mma_cuda import superpixels
 from tests.ops.test_attention_cuda import DEVICE, assert_equal, assert_matches, capture, setup_of
-from tests.zoo import hub, sbm, skewed
 
 pytestmark = pytest.mark.cuda
 

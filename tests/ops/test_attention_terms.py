@@ -8,8 +8,8 @@ import torch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.ops.attention import terms as ops
 from pyg_dfgnn.ops.attention.terms import attention_terms
+from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.ops.problems import Recorder
-from tests.tolerances import assert_all_close
 
 SETUPS = [
     (3, 7, torch.float32),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from pyg_dfgnn.dispatch import gemm as rule
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.reference.tolerances import assert_all_close, assert_close, relative_error
 from tests.kernels.emulated import emulated_device
-from tests.tolerances import assert_all_close, assert_close, relative_error
 
 # Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
 SIZES = [
@@ -70,8 +70,8 @@ def check(tensors, found, grad_x, of_parameters, tf32=False):
         pairs[f"grad weight {layer}"] = of_parameters[layer], grad.t() @ x
         if bias is not None:
             # Never rounded.
-            assert_close(f"grad bias {layer}", of_parameters[len(weights) + layer], grad.sum(0))
-    assert_all_close(pairs, "tf32" if tf32 else None)
+            assert_close(f"grad bias {layer}", of_parameters[len(weights) + layer], grad.sum(0), op="gemm")
+    assert_all_close(pairs, "tf32" if tf32 else None, op="gemm")
     if tf32:
         errors = [relative_error(*pair) for pair in pairs.values()]
         assert max(errors) > 1e-5, f"nothing was rounded: {errors}"
@@ -118,7 +118,7 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
     gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
     gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
     for rounded, pairs in ((tf32, results), (not tf32, gradients)):
-        assert_all_close(pairs, "tf32" if rounded else None)
+        assert_all_close(pairs, "tf32" if rounded else None, op="gemm")
         errors = [relative_error(*pair) for pair in pairs.values()]
         assert not rounded or min(errors) > 1e-5, f"not rounded: {errors}"
     kernels = (
@@ -136,7 +136,9 @@ def test_forward_tiles(tile, fused, monkeypatch):
     x, weights, biases, _ = draw(150, 68, 140, 2, True)
     found = gemm.apart(x, weights, biases)
     pairs = zip(found, weights, biases, strict=True)
-    assert_all_close({str(i): (y, F.linear(x.double(), w.double(), b.double())) for i, (y, w, b) in enumerate(pairs)})
+    assert_all_close(
+        {str(i): (y, F.linear(x.double(), w.double(), b.double())) for i, (y, w, b) in enumerate(pairs)}, op="gemm"
+    )
 
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
@@ -437,7 +439,7 @@ def test_sums_over_rows(shape, dtype, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4)
     rows = torch.randn(shape).to(dtype)
     found = gemm._column_sums(rows, torch.float32)
-    assert_close("sums", found, rows.double().sum(0), torch.float32)
+    assert_close("sums", found, rows.double().sum(0), torch.float32, op="gemm")
     assert fused == ["gemm_sums"] * (1 if shape[0] < 256 else 2)
     assert gemm._column_sums(rows, dtype).dtype is dtype
     rows[-1, 3] = float("nan")
@@ -458,7 +460,7 @@ def test_sums_that_torch_takes(key, fused, monkeypatch):
         "few rows": lambda: rows,
     }
     given = of[key]()
-    assert_close("sums", gemm._column_sums(given, torch.float32), given.double().sum(0), torch.float32)
+    assert_close("sums", gemm._column_sums(given, torch.float32), given.double().sum(0), torch.float32, op="gemm")
     assert fused == []
 
 

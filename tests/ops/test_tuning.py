@@ -8,12 +8,12 @@ from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention import launch as launch
+from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import DENSE, SCORES, SPARSE, pairs, problem_of
-from tests.tolerances import assert_all_close
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 

@@ -8,10 +8,10 @@ from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import launch as launch
 from pyg_dfgnn.ops.attention.functional import dot_attention
+from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.reference.zoo import random
 from pyg_dfgnn.settings import Settings, current, settings
 from tests.ops.problems import SCORES, pairs, problem_of
-from tests.tolerances import assert_all_close
-from tests.zoo import random
 
 pytestmark = pytest.mark.cuda
 

@@ -14,8 +14,8 @@ from pyg_dfgnn.ops.attention import block_mma as tiles_launches
 from pyg_dfgnn.ops.attention import paper as paper_launches
 from pyg_dfgnn.ops.attention import row_split as rows_launches
 from pyg_dfgnn.ops.attention.launch import walk_of
+from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings
-from tests.zoo import hub, sbm
 
 PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False, True)
 

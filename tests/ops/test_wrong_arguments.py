@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.reference.zoo import EdgeList
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import SCORES, Problem
-from tests.zoo import Case
 
-CASE = Case("small", torch.tensor([[0, 1, 1, 2, 3], [1, 1, 0, 1, 2]]), 4, 3)
+CASE = EdgeList("small", torch.tensor([[0, 1, 1, 2, 3], [1, 1, 0, 1, 2]]), 4, 3)
 H, C, E = 2, 4, 5
 # Letters and sizes of every tensor argument.
 SHAPES = {
@@ -183,7 +183,7 @@ def test_graph_of_another_size(score, num_src, num_dst):
 @pytest.mark.parametrize("score", ["dot", "add", "gatv2"])
 def test_edge_features_without_those_of_the_loops(score):
     """With self-loops replaced there are other edges than were given."""
-    square = Case("square", CASE.edge_index, 4, 4)
+    square = EdgeList("square", CASE.edge_index, 4, 4)
     problem = Problem(score, square, H, C, edge=True)
     name, letters = ("alpha_edge", "H=2") if score == "add" else ("edge", "H=2, C=4")
     given = list(problem.inputs[name].shape)

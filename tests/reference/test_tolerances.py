@@ -1,0 +1,50 @@
+"""The one table of tolerances, and what compares with it."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.reference.tolerances import (
+    BACKWARD,
+    FORWARD,
+    TOLERANCES,
+    assert_all_close,
+    assert_close,
+    largest_errors,
+    relative_error,
+    tolerance,
+)
+
+
+def test_relative_error():
+    want = torch.tensor([3.0, 4.0])
+    assert relative_error(want, want) == 0
+    assert relative_error(want + torch.tensor([0.0, 0.5]), want) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, float("nan")]), want) == float("inf")
+    assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+    assert relative_error(torch.full((4,), 0.5), torch.zeros(4)) == 1
+    with pytest.raises(ValueError, match=r"needs shape \[2\] \(got \[3\]\)"):
+        relative_error(torch.zeros(3), want)
+
+
+def test_largest_errors():
+    """An output is measured by itself, a gradient by the largest of all gradients."""
+    want = {"out": torch.tensor([1.0, -2.0]), "grad_x": torch.tensor([0.0, 1e-8]), "grad_w": torch.tensor([4.0])}
+    got = {"out": torch.tensor([1.0, -1.0]), "grad_x": torch.tensor([1.0, 0.0]), "grad_w": torch.tensor([4.0])}
+    assert largest_errors(got, want) == {"out": 0.5, "grad_x": 0.25, "grad_w": 0.0}
+
+
+@pytest.mark.parametrize("op, dtype, direction", TOLERANCES)
+def test_bounds_are_tight(op, dtype, direction):
+    bound, _, reason = TOLERANCES[op, dtype, direction]
+    name, want = {FORWARD: "out", BACKWARD: "grad_x"}[direction], torch.ones(100, dtype=torch.float64)
+    assert_close(name, want * (1 + 0.9 * bound), want, dtype, op)
+    with pytest.raises(AssertionError, match=f"worst is '{name}'"):
+        assert_all_close({name: (want * (1 + 1.1 * bound), want), "other": (want, want)}, dtype, op)
+    assert reason
+
+
+def test_a_schedule_without_a_row_has_that_of_its_op():
+    assert tolerance(torch.float32, op="attention/row_split") == tolerance("float32")
+    assert tolerance("float16", BACKWARD, "attention/block_mma").largest > tolerance("float16", BACKWARD).largest
+    with pytest.raises(KeyError):
+        tolerance("int8")
