@@ -24,7 +24,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
 from pyg_dfgnn.training import step as steps
-from pyg_dfgnn.training.buckets import Room
+from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_optimizer
 
@@ -402,10 +402,10 @@ def _step(
         # Compilations of one model class count together, and end in an error beyond a number.
         torch._dynamo.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
-    room = None
+    capacity = None
     if not task.full_graph:
-        room = Room.of(task.splits["train"], max(batch.num_graphs for batch in source.batches))
-    kind = partial(steps.CapturedStep, padded=room) if backend.cuda_graph else steps.Step
+        capacity = Capacity.of(task.splits["train"], max(batch.num_graphs for batch in source.batches))
+    kind = partial(steps.CapturedStep, padded=capacity) if backend.cuda_graph else steps.Step
     return kind(called, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
 
 

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.training.buckets import Buckets, Room
+from pyg_dfgnn.training.buckets import Buckets, Capacity
 from pyg_dfgnn.training.metrics import cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,20 +22,20 @@ Work = Callable[[], tuple[Tensor, Tensor]]
 
 
 def _no_mark(phase: str) -> None:
-    """Nobody wants to know."""
+    """Ignore the end of a phase."""
 
 
 class Step:
     """A training step that launches its kernels one by one.
 
     Args:
-        model: Called as `model(x, edge_index)`, with `pe` where the batch carries it; on the device of the batches.
-        optimizer: Of the model's parameters.
+        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe` if the batch carries it.
+        optimizer: Optimizer of the model's parameters.
         loss_weights: Weigh the classes by rarity in the loss.
-        graph_level: Whether the labels belong to graphs: the model is given `batch` and `num_graphs` too.
+        graph_level: Whether the labels belong to graphs; the model then takes `batch` and `num_graphs` too.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
-        group: The processes that share each batch; the loss is the mean over all of them.
-        mark: Called with "forward" (the loss is computed), "backward" and "optimizer" once their kernels are enqueued.
+        group: Processes that share each batch; the loss is the mean over all of them.
+        mark: Function called with "forward", "backward" and "optimizer" once the kernels of that phase are enqueued.
 
     Raises:
         ValueError: `precision` is unknown.
@@ -76,7 +76,7 @@ class Step:
         loss, logits = self.forward(batch)
         mean = self.group.start_average(loss)
         self.mark("forward")
-        # One device needs no thread of its own, and handing over to it takes as long as many launches.
+        # Backward on one device needs no second thread; handing over to one takes as long as many launches.
         with torch.autograd.set_multithreading_enabled(False):
             self.scaler.scale(loss).backward()
         self.mark("backward")
@@ -87,21 +87,21 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Loss and logits of a batch; the caller decides whether the model is in evaluation mode."""
+        """Return loss and logits of a batch; the caller decides whether the model is in evaluation mode."""
         loss, logits = self.forward(batch)
         return self.group.average(loss), logits
 
     def forward(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """This process's part of the loss and its logits, as the mode of autograd has it."""
-        given = {"pe": batch.pe} if "pe" in batch else {}
+        """Return this process's part of the loss, and its logits."""
+        arguments = {"pe": batch.pe} if "pe" in batch else {}
         if self.graph_level:
-            given |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
+            arguments |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
         # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
         shared, counts = self.group.size > 1, None
         if shared and self._num_classes is not None:
             counts = self._start_counts(batch.y)
         with self._autocast():
-            logits = self.model(batch.x, batch.edge_index, **given)
+            logits = self.model(batch.x, batch.edge_index, **arguments)
         self._num_classes = logits.size(1)
         if shared and counts is None:
             counts = self._start_counts(batch.y)
@@ -117,11 +117,11 @@ class Step:
 
 
 class Recording:
-    """Work on a GPU that was captured as a CUDA graph; `results` are where each replay writes."""
+    """Work on a GPU that was captured as a CUDA graph; each replay writes to `results`."""
 
     def __init__(self, work: Work, stream: torch.cuda.Stream, pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # A loader may pin memory in a thread of its own meanwhile.
+        # A thread of the loader may pin memory during the capture.
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.results = work()
 
@@ -132,10 +132,10 @@ class Recording:
 
 
 class Recorder:
-    """One stream and one memory pool for all recordings: they never run at the same time, so they share memory.
+    """One stream and one memory pool for all recordings, which share memory because they never run together.
 
     Args:
-        device: A CUDA device.
+        device: CUDA device of the recordings.
 
     Raises:
         ValueError: The device is no CUDA device.
@@ -148,7 +148,7 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, work: Work) -> tuple[Tensor, Tensor]:
-        """Launch work on the stream of the recordings, as it has to be a few times before it is captured."""
+        """Launch work on the stream of the recordings, which PyTorch asks for before it is captured."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -164,37 +164,36 @@ class Recorder:
 
 
 class CapturedStep(Step):
-    """A training step that is captured as a CUDA graph and replayed: one launch for all its kernels.
+    """A training step that is captured as a CUDA graph and replayed, so that one launch runs all its kernels.
 
-    The first steps on a batch run one by one, count as any other, and find out what has to be known: plans, compiled
-    kernels, the state of the optimizer. What follows replays, with the random numbers and learning rates that single
-    launches on the same tensors would take; dropout on padded batches depends on the room of their bucket. A capture
-    belongs to the tensors of its batch, which it keeps: a replay reads what they hold by then. So a batch is either one
-    that comes again and again, or it is padded to the size of a bucket and put there.
+    The first steps on a batch launch their kernels one by one; they count as steps and settle plans, compiled kernels
+    and the state of the optimizer. Later steps replay with the random numbers and learning rates that single launches
+    would use; dropout on a padded batch draws for its padded size. A capture belongs to the tensors of its batch and
+    reads what they hold at each replay. Therefore a batch must come again and again, or it is copied to a bucket.
 
     Args:
-        model: As in :class:`Step`; of several processes, wrapped for the stream of `recorder`.
-        optimizer: One that torch can capture: Adam, AdamW and others with the argument `capturable`.
-        padded: The room of batches that are all different and go to :class:`Buckets`; evaluation then launches one by
-            one. None: the same batches come again.
-        mark: Called while the step is captured and not when it runs.
-        recorder: Captures; one for the model's device if None.
-        **options: As in :class:`Step`; without loss scaling, which decides on the host whether to step.
+        model: As in :class:`Step`; with several processes it is wrapped for the stream of `recorder`.
+        optimizer: Optimizer that torch can capture: Adam, AdamW and others with the argument `capturable`.
+        padded: Sizes of batches that all differ and are copied to :class:`Buckets`; evaluation then launches kernels
+            one by one. None: the same batches come again.
+        mark: Function as in :class:`Step`, called during the capture but not in a replay.
+        recorder: Recorder of the captures; None: a new one on the model's device.
+        **options: As in :class:`Step`, but loss scaling is not captured, since it decides on the host whether to step.
 
     Raises:
-        ValueError: The model is not on a CUDA device, or the precision, the optimizer or the model cannot be captured.
+        ValueError: The model is not on a CUDA device, or precision, optimizer or model cannot be captured.
     """
 
     WARM_UPS = 3
     SHARED_WARM_UPS = 12
-    """Of several processes: DistributedDataParallel times its first ten steps, which cannot be captured."""
+    """Warm-ups with several processes: DistributedDataParallel times its first ten steps, which cannot be captured."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        padded: Room | None = None,
+        padded: Capacity | None = None,
         mark: Mark | None = None,
         recorder: Recorder | None = None,
         **options: Any,
@@ -208,43 +207,43 @@ class CapturedStep(Step):
             raise ValueError(f"'optimizer' needs the argument 'capturable' with cuda_graph, as Adam has (got {kind})")
         self.buckets = None if padded is None else Buckets(model, self.graph_level, padded)
         self.capture_mark = mark or _no_mark
-        self._found: dict[tuple[str, int], _Captured] = {}
+        self._captures: dict[tuple[str, int], _Capture] = {}
         self._rates: list[Tensor] = []
 
     def __call__(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Take one step, as :meth:`Step.__call__`; the next step on this batch overwrites the logits it returns."""
+        """Take one step as :meth:`Step.__call__` does; the next step on this batch overwrites the returned logits."""
         self._set_rates()
         if self.buckets is None:
             loss, logits = self._run("step", batch, lambda: super(CapturedStep, self).__call__(batch))
             return loss.clone(), logits
-        with self.buckets.active(self.buckets.place(batch)) as room:
-            loss, logits = self._run("step", room, lambda: super(CapturedStep, self).__call__(room))
+        with self.buckets.active(self.buckets.place(batch)) as wide:
+            loss, logits = self._run("step", wide, lambda: super(CapturedStep, self).__call__(wide))
         return loss.clone(), logits[: batch.y.numel()]
 
     def evaluate(self, batch: Data) -> tuple[Tensor, Tensor]:
-        """Loss and logits of a batch; the next evaluation of this batch overwrites them."""
+        """Return loss and logits of a batch; the next evaluation of this batch overwrites them."""
         if self.buckets is not None:
             return super().evaluate(batch)
         return self._run("evaluate", batch, lambda: super(CapturedStep, self).evaluate(batch))
 
     def _run(self, kind: str, batch: Data, work: Work) -> tuple[Tensor, Tensor]:
-        found = self._found.setdefault((kind, id(batch)), _Captured(batch))
+        capture = self._captures.setdefault((kind, id(batch)), _Capture(batch))
         warm_ups = self.WARM_UPS if self.group.size == 1 else self.SHARED_WARM_UPS
-        if found.recording is None and found.runs < warm_ups:
-            found.runs += 1
+        if capture.recording is None and capture.runs < warm_ups:
+            capture.runs += 1
             return self.recorder.run(work)
-        if found.recording is None:
+        if capture.recording is None:
             with self._capturing():
-                found.recording = self.recorder.record(work)
-        return found.recording.replay()
+                capture.recording = self.recorder.record(work)
+        return capture.recording.replay()
 
     def _set_rates(self) -> None:
-        """Hand the learning rates of the groups to the tensors that a replay reads, and make the optimizer ready."""
+        """Copy the learning rates of the groups to the tensors that a replay reads."""
         groups = self.optimizer.param_groups
         if not self._rates:
             for group in groups:
                 group["capturable"] = True
-            # Steps counted before this, perhaps by a run that was resumed, may be counted on the host.
+            # A resumed run may have counted its steps on the host.
             for state in self.optimizer.state.values():
                 if isinstance(state.get("step"), Tensor):
                     state["step"] = state["step"].to(self.device, torch.float32)
@@ -257,7 +256,7 @@ class CapturedStep(Step):
 
     @contextmanager
     def _capturing(self) -> Any:
-        """Learning rates as tensors, so that schedulers, which set numbers, reach the replays; phases are marked."""
+        """A block in which learning rates are tensors, so that replays follow schedulers, and phases are marked."""
         groups = self.optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates):
@@ -271,8 +270,8 @@ class CapturedStep(Step):
                 group["lr"] = number
 
 
-class _Captured:
-    """What is known of the work on one batch, which it keeps alive."""
+class _Capture:
+    """Warm-ups and recording of the work on one batch, which is kept alive."""
 
     def __init__(self, batch: Data) -> None:
         self.batch = batch

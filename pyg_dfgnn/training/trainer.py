@@ -27,7 +27,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.buckets import Room
+from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
 from pyg_dfgnn.training.report import write_history
@@ -164,11 +164,11 @@ class Trainer:
         if options.compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
-        room = None
+        capacity = None
         if cuda_graph and loader is not None:
             graphs = task.splits["train"]
-            room = Room.of(graphs, min(loader["batch_size"], len(graphs)))
-        make = partial(CapturedStep, padded=room, recorder=recorder) if cuda_graph else Step
+            capacity = Capacity.of(graphs, min(loader["batch_size"], len(graphs)))
+        make = partial(CapturedStep, padded=capacity, recorder=recorder) if cuda_graph else Step
         self.step = make(
             called,
             optimizer,

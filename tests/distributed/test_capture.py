@@ -35,7 +35,7 @@ def compare(device):
         torch.testing.assert_close(losses[2], losses[0], rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(losses[3], losses[1], rtol=1e-4, atol=1e-5, msg=name)
         assert losses[0][-1] < losses[0][0]
-        assert all(found.recording is not None for found in step._found.values()) and len(step._found) == 2
+        assert all(capture.recording is not None for capture in step._captures.values()) and len(step._captures) == 2
         assert group.gather(losses[2].view(1, -1)).unique(dim=0).size(0) == 1
 
 

@@ -11,7 +11,7 @@ from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training.buckets import Room
+from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.loaders import Batches, ResidentLoader, graph_batches
 from pyg_dfgnn.training.step import CapturedStep, Step
 from tests.graph.test_device_dataset import assert_same
@@ -76,11 +76,11 @@ def test_padded_batches(name, schedule):
     parts = torch.randperm(40, generator=torch.Generator().manual_seed(3)).split(8)
     given = [resident.batch(part) for part in parts]
     with settings(schedule=schedule, fallback="log"):
-        eager, captured = pair(name, 0.0, padded=Room.of(graphs(), 8))
+        eager, captured = pair(name, 0.0, padded=Capacity.of(graphs(), 8))
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=4) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=5e-3, atol=5e-4)
-    assert any(each.recording is not None for each in captured._found.values())
-    assert len(captured.buckets.found) < len(given)
+    assert any(each.recording is not None for each in captured._captures.values())
+    assert len(captured.buckets.buckets) < len(given)
 
 
 def test_dropout_on_padded_batches():
@@ -89,7 +89,7 @@ def test_dropout_on_padded_batches():
     given = [resident.batch(part) for part in torch.arange(40).split(8)] * 4
     losses = []
     for warm_ups in (CapturedStep.WARM_UPS, 10**6):
-        _, step = pair("gt", 0.5, padded=Room.of(graphs(), 8))
+        _, step = pair("gt", 0.5, padded=Capacity.of(graphs(), 8))
         step.WARM_UPS = warm_ups
         losses.append(train(step, given, SCHEDULES["constant"], epochs=1))
     torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=5e-4)

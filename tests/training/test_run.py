@@ -61,15 +61,15 @@ def test_backends_give_the_same_run(run):
 
 
 def test_captured_batches_of_all_graphs(run, monkeypatch):
-    """They have room for the graphs that are there, however large a batch may be."""
-    rooms, make = [], trainer_module.Room.of
-    monkeypatch.setattr(trainer_module.Room, "of", lambda *sizes: rooms.append(make(*sizes)) or rooms[-1])
+    """They hold the graphs that are there, however large a batch may be."""
+    capacities, make = [], trainer_module.Capacity.of
+    monkeypatch.setattr(trainer_module.Capacity, "of", lambda *sizes: capacities.append(make(*sizes)) or capacities[-1])
     monkeypatch.setattr(trainer_module, "Recorder", lambda device: HostRecorder(None))
     same = ["backend=pyg", "trainer.loader.batch_size=1000", "trainer.epochs=2", "+optimizer.fused=true"]
     _, eager = run("eager", *same)
-    assert not rooms
+    assert not capacities
     _, captured = run("captured", *same, "trainer.cuda_graph=true")
-    assert [room.num_graphs for room in rooms] == [6]
+    assert [capacity.num_graphs for capacity in capacities] == [6]
     for row, want in zip(history(captured), history(eager), strict=True):
         for key, value in want.items():
             assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key

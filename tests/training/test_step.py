@@ -11,7 +11,7 @@ from torch_geometric.data import Batch, Data
 from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training.buckets import Buckets, Counted, CountedBatchNorm, Room
+from pyg_dfgnn.training.buckets import Buckets, Capacity, MaskedBatchNorm, RowMask
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 from tests.emu.loader import compiler
@@ -65,8 +65,8 @@ def batches(graph_level=False):
     ]
 
 
-def room(given):
-    return Room.of([graph for batch in given for graph in batch.to_data_list()], 3)
+def capacity(given):
+    return Capacity.of([graph for batch in given for graph in batch.to_data_list()], 3)
 
 
 def pair(make, **options):
@@ -141,14 +141,14 @@ def test_evaluation_is_captured_too():
 @pytest.mark.parametrize("loss_weights", [False, True], ids=["plain", "weighted"])
 def test_padded_batches_equal_the_batches(graph_level, loss_weights):
     given = batches(graph_level)
-    eager, captured = pair(transformer, padded=room(given[:4]), graph_level=graph_level, loss_weights=loss_weights)
+    eager, captured = pair(transformer, padded=capacity(given[:4]), graph_level=graph_level, loss_weights=loss_weights)
     want, found = (train(step, given, SCHEDULES["cosine"]) for step in (eager, captured))
     # Adam makes whole steps of gradients that are rounding errors, such as those of biases before a batch norm.
     torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-4)
     # Four batches share a bucket, the large one has its own.
     assert captured.recorder.recordings == 2 and captured.recorder.replays > 8
-    norms = [module for module in captured.model.modules() if isinstance(module, CountedBatchNorm)]
-    assert norms and all(module.counted is None for module in norms)
+    norms = [module for module in captured.model.modules() if isinstance(module, MaskedBatchNorm)]
+    assert norms and all(module.mask is None for module in norms)
     captured.model.load_state_dict(eager.model.state_dict())
     for step in (eager, captured):
         step.model.eval()
@@ -162,7 +162,7 @@ def test_one_padded_step_is_exact():
     model = transformer().double()
     padded = copy.deepcopy(model)
     batch.x, batch.pe = batch.x.double(), torch.randn(batch.num_nodes, 2)
-    buckets = Buckets(padded, False, room([batch]))
+    buckets = Buckets(padded, False, capacity([batch]))
     with buckets.active(buckets.place(batch)) as wide:
         assert wide.num_nodes > batch.num_nodes and wide.edge_index.size(1) > batch.num_edges
         assert torch.equal(wide.pe[: batch.num_nodes], batch.pe) and not wide.pe[batch.num_nodes :].any()
@@ -181,15 +181,15 @@ def test_one_padded_step_is_exact():
 
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
-def test_norm_of_the_rows_that_count(affine, momentum):
-    norm = CountedBatchNorm(3, affine=affine, momentum=momentum).double()
+def test_norm_leaves_out_padding(affine, momentum):
+    norm = MaskedBatchNorm(3, affine=affine, momentum=momentum).double()
     plain = nn.BatchNorm1d(3, affine=affine, momentum=momentum).double()
     for module in (norm, plain):
         for position, parameter in enumerate(module.parameters()):
             nn.init.constant_(parameter, 0.7 + position)
-    norm.counted = Counted(12, torch.empty(0, dtype=torch.float64))
+    norm.mask = RowMask(12, torch.empty(0, dtype=torch.float64))
     for count in (9, 4):
-        norm.counted.set(count)
+        norm.mask.set(count)
         x = (5 + torch.randn(12, 3, dtype=torch.float64)).requires_grad_()
         head, down = x.detach()[:count].requires_grad_(), torch.randn(12, 3, dtype=torch.float64)
         out, want = norm(x), plain(head)
@@ -205,10 +205,10 @@ def test_norm_of_the_rows_that_count(affine, momentum):
     assert torch.equal(norm(x.bfloat16().detach()).isfinite(), torch.ones_like(x, dtype=torch.bool))
 
 
-def test_a_batch_has_the_same_room_in_every_run():
+def test_a_batch_has_the_same_sizes_in_every_run():
     """Dropout draws for all of it, so a run that goes on elsewhere in an epoch has to find the same."""
     given = batches()
-    wide = room(given)
+    wide = capacity(given)
     drawn = []
     for order in (given, given[::-1], given[2:] + given[:2]):
         buckets = Buckets(transformer(), False, wide)
@@ -217,9 +217,9 @@ def test_a_batch_has_the_same_room_in_every_run():
     assert drawn[0] == drawn[1] == drawn[2]
 
 
-def test_room():
+def test_capacity():
     (small,), large = [graph(8, 0)], graph(400, 1)
-    wide = Room.of([graph(n, n) for n in (10, 20, 30)], 4)
+    wide = Capacity.of([graph(n, n) for n in (10, 20, 30)], 4)
     assert wide.nodes == (pytest.approx(80), pytest.approx(2 * (200 / 3) ** 0.5))
     # 80 + 3 * 16.3 + 80 / 64 nodes, in units of 64, and twice as much beyond the mean.
     assert [wide.sizes(level)[0] for level in range(3)] == [192, 192, 320]
@@ -229,7 +229,7 @@ def test_room():
     with pytest.raises(ValueError, match=r"'num_graphs' needs a value in \[1, 4\] \(got 5\)"):
         Buckets(transformer(), False, wide).place(Batch.from_data_list([small] * 5))
     with pytest.raises(ValueError, match=r"'batch_size' needs a value >= 1 \(got 0\)"):
-        Room.of([small], 0)
+        Capacity.of([small], 0)
 
 
 def test_convs_of_ours_need_sorted_graphs():
@@ -237,7 +237,7 @@ def test_convs_of_ours_need_sorted_graphs():
 
     model, given = GAT(5, 3, pyg_dfgnn.nn), batches()
     with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
-        Buckets(model, False, room(given)).place(given[0])
+        Buckets(model, False, capacity(given)).place(given[0])
 
 
 def test_a_resumed_optimizer_counts_on():
@@ -283,7 +283,7 @@ def test_what_cannot_be_captured():
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), torch_geometric.nn.GraphNorm(4)], ids=lambda m: type(m).__name__)
 def test_norms_that_padding_would_change(layer):
     with pytest.raises(ValueError, match=rf"'model' needs BatchNorm1d or LayerNorm .* \(got {type(layer).__name__}\)"):
-        Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), False, room(batches()))
+        Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), False, capacity(batches()))
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -295,7 +295,7 @@ def test_padded_batches_on_the_kernels():
 
     resident = DeviceDataset([SortEdges()(graph(6 + i, i)) for i in range(6)])
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
-    wide = Room.of([graph(6 + i, i) for i in range(6)], 2)
+    wide = Capacity.of([graph(6 + i, i) for i in range(6)], 2)
     with settings(schedule="block_mma", fallback="error"), emulated_device() as launched:
         eager, captured = pair(make, padded=wide)
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
