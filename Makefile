@@ -9,7 +9,7 @@ JOBS = $(shell nproc 2>/dev/null || echo 1)
 ARGS =
 
 PIP = $(PYTHON) -m pip --quiet --quiet --disable-pip-version-check
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=25
 GPU = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(PYTHON),.venv/bin/python)
@@ -17,7 +17,7 @@ RUN_ENV = .venv/run.stamp
 TEST_ENV = .venv/test.stamp
 endif
 
-.PHONY: train test test-gpu test-sparse check bench clean
+.PHONY: train test test-gpu test-sparse lint types check bench clean
 
 train: $(RUN_ENV)
 	$(PYTHON) train.py $(ARGS)
@@ -32,9 +32,13 @@ test-sparse: $(TEST_ENV)
 	$(PYTHON) .ci/install_torch_sparse.py
 	$(PYTEST) -m sparse $(ARGS)
 
-check: $(TEST_ENV)
+check: lint types
+
+lint: $(TEST_ENV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+
+types: $(TEST_ENV)
 	$(PYTHON) -m mypy
 
 bench: $(RUN_ENV)

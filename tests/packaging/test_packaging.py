@@ -1,5 +1,7 @@
 """What an installation holds, and that it finds its CUDA text and configs from anywhere."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pyg_dfgnn
 from pyg_dfgnn import paths
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +32,14 @@ def wheel(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True, timeout=300)
     (file,) = target.glob("*.whl")
     return zipfile.ZipFile(file)
+
+
+def test_every_room_is_a_listed_package():
+    """`packages` of pyproject.toml is written by hand, because CUDA text and configs lie outside the package."""
+    text = re.search(r"^packages = (\[.*?\])", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE).group(1)
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "pyg_dfgnn").rglob("*.py")}
+    expected = {".".join(folder.parts) for folder in folders} | {"pyg_dfgnn.kernels", "pyg_dfgnn.configs"}
+    assert ast.literal_eval(text) == sorted(expected)
 
 
 def test_wheel_content(wheel):
@@ -66,3 +77,7 @@ def test_incomplete_installation_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "__file__", str(tmp_path / "pyg_dfgnn" / "paths.py"))
     with pytest.raises(FileNotFoundError, match="'nothing' was found neither in .* nor in .*: reinstall pyg_dfgnn"):
         paths._find("nothing")
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {pyg_dfgnn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
