@@ -1,4 +1,4 @@
-// Gradients of linear layers of one input from those of their results, g [num_rows, channels] of each layer, with BESIDE
+// Gradients of linear layers of one input from those of their results, g [num_rows, channels] of each layer, with INTERLEAVED
 // g0 [num_rows, LAYERS, channels]:
 //   grad_x = sum_l G_l W_l, by the first `x_blocks` thread blocks
 //   grad_w_l = G_l^T X, grad_b_l = G_l^T 1, by the others: each share of `share` rows leaves its sums in
@@ -10,8 +10,8 @@ gemm_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 share,
                   const float* w1, const float* w2, const float* w3, const float* g0, const float* g1,
                   const float* g2, const float* g3, float* grad_x, float* partial) {
     const Layers<const float> weights = {w0, w1, w2, w3}, grads = {g0, g1, g2, g3};
-    const i64 stride = BESIDE ? LAYERS * channels : channels;
-    const auto grad_of = [&](int layer) { return BESIDE ? g0 + layer * channels : grads[layer]; };
+    const i64 stride = INTERLEAVED ? LAYERS * channels : channels;
+    const auto grad_of = [&](int layer) { return INTERLEAVED ? g0 + layer * channels : grads[layer]; };
     const int feature_tiles = (int)((features + TILE_N - 1) / TILE_N);
     Sums sums;
     if (blockIdx.x < x_blocks) {

@@ -1,5 +1,5 @@
 // Linear layers of one input, Y_l = X W_l^T + b_l: x [num_rows, features], w [channels, features], b [channels] or null,
-// y [num_rows, channels] of each layer; with BESIDE all results are in y0 [num_rows, LAYERS, channels].
+// y [num_rows, channels] of each layer; with INTERLEAVED all results are in y0 [num_rows, LAYERS, channels].
 #include "gemm/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -26,8 +26,8 @@ gemm_forward(i64 num_rows, i64 features, i64 channels, const float* x, const flo
             places -= DEPTH;
         },
         [](const float*) {});
-    const i64 stride = BESIDE ? LAYERS * channels : channels;
-    float* const out = (BESIDE ? y0 + layer * channels : results[layer]) + row * stride + column;
+    const i64 stride = INTERLEAVED ? LAYERS * channels : channels;
+    float* const out = (INTERLEAVED ? y0 + layer * channels : results[layer]) + row * stride + column;
     const float* const bias = biases[layer];
     write_tile(sums, out, stride, rows, columns, bias == nullptr ? bias : bias + column);
 }

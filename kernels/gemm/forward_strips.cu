@@ -1,7 +1,7 @@
 // Linear layers of one input, or the gradient of that input, for many rows, on compute capability 9.0 (sm_90a):
 //   Y_l = X W_l^T + b_l           x [num_rows, FEATURES], w [CHANNELS, FEATURES], b [CHANNELS] or null of each layer
 //   grad_x = sum_l G_l W_l        with BACKWARD: gradients as `a`, grad_x as `y0`, no biases
-// With BESIDE the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS].
+// With INTERLEAVED the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS].
 //
 // A thread block holds COLUMNS columns of what rows are multiplied by, B, in shared memory; each of its warpgroups takes
 // strips of 64 rows, of which a thread copies what it multiplies itself, RING sections of SECTION places ahead. A column has
@@ -25,8 +25,8 @@
 #define DEPTH (BACKWARD ? CHANNELS : FEATURES)
 #define WIDTH (BACKWARD ? FEATURES : CHANNELS)
 #define GROUPS ((WIDTH + COLUMNS - 1) / COLUMNS)
-#define LEFT_STRIDE (BACKWARD && BESIDE ? LAYERS * CHANNELS : DEPTH)
-#define OUT_STRIDE (!BACKWARD && BESIDE ? LAYERS * CHANNELS : WIDTH)
+#define LEFT_STRIDE (BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : DEPTH)
+#define OUT_STRIDE (!BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : WIDTH)
 #define PARTS (PLACES / SECTION)
 #define SECTIONS (MATRICES * PARTS)
 #define STEPS (SECTION / 16)
@@ -147,7 +147,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
         if (next_strip < strips) {
             const i64 row = next_strip * 64 + warp * 16 + lane / 4;
             const int matrix = next_section / PARTS, place = next_section % PARTS * SECTION + 4 * pos;
-            const float* const left = BACKWARD ? (BESIDE ? a0 + matrix * CHANNELS : lefts[matrix]) : a0;
+            const float* const left = BACKWARD ? (INTERLEAVED ? a0 + matrix * CHANNELS : lefts[matrix]) : a0;
             const float* const from = left + (row * LEFT_STRIDE + place);
             float* const to = ring + next_slot * (2 * STEPS * THREADS * 4);
             const bool first_exists = row < num_rows, second_exists = row + 8 < num_rows;

@@ -1,5 +1,5 @@
 // Gradients of the parameters of linear layers of one input, for many rows, on compute capability 9.0 (sm_90a):
-// grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES], g [num_rows, CHANNELS] of each layer, with BESIDE
+// grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES], g [num_rows, CHANNELS] of each layer, with INTERLEAVED
 // g0 [num_rows, LAYERS, CHANNELS]. A thread block takes up to 128 features and 128 channels of one layer, each of its two
 // warpgroups 64 of these; each share of `share` rows leaves its sums in partial [shares, LAYERS * CHANNELS * FEATURES +
 // LAYERS * CHANNELS], weights first.
@@ -39,8 +39,8 @@ gemm_weight_grad(i64 num_rows, i64 share, const float* x, const float* g0, const
     const int layer = group / (CHANNEL_GROUPS * FEATURE_GROUPS);
     const int first_feature = group % FEATURE_GROUPS * COLUMNS;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
-    constexpr int STRIDE = BESIDE ? LAYERS * CHANNELS : CHANNELS;
-    const float* const grad = BESIDE ? g0 + layer * CHANNELS : grads[layer];
+    constexpr int STRIDE = INTERLEAVED ? LAYERS * CHANNELS : CHANNELS;
+    const float* const grad = INTERLEAVED ? g0 + layer * CHANNELS : grads[layer];
     const i64 begin = part * share, limit = num_rows - begin < share ? num_rows : begin + share;
     // Channels `channel` and the next are the rows lane / 4 and lane / 4 + 8 of the warp's 16.
     const int channel = group / FEATURE_GROUPS % CHANNEL_GROUPS * 128 + warp * 16 + lane / 4 * 2;

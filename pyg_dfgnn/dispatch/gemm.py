@@ -1,4 +1,4 @@
-"""How the products of linear layers of one input are divided among thread blocks."""
+"""How GEMMs of linear layers of one input are divided among thread blocks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,45 +8,48 @@ import torch
 from pyg_dfgnn.dispatch.gpu import H200, gpu_of
 
 MAX_LAYERS = 4
-"""That one launch takes."""
+"""Most linear layers that one launch takes."""
 DEPTH = 32
-"""Places of a sum that a thread block reads at a time."""
-SUM_THREADS = 256
+"""Places of the sum that a thread block reads at a time."""
+SPLIT_ROWS = 1 << 12
+"""Most rows of one partial sum over nodes, if there is memory for so many partial sums: longer sums round more."""
+COLUMN_SUM_THREADS = 256
 """Threads of a block that sums rows."""
-_SUM_BYTES = 256
-"""Of each row, that such a block takes."""
-_SUM_BLOCKS = 4
+_COLUMN_SUM_BYTES = 256
+"""Bytes of each row that such a block reads."""
+_COLUMN_SUM_BLOCKS = 4
 """Such blocks per multiprocessor."""
-_SUM_ROWS = 1 << 7
-"""The fewest rows of a share of theirs: as many as a block reads at a time."""
-SHARE_ROWS = 1 << 12
-"""The most rows of one sum over nodes, if there is memory for so many sums: longer ones round more."""
+_COLUMN_SUM_ROWS = 1 << 7
+"""Fewest rows of a partial sum of such a block: it reads as many at a time."""
+_PARTIAL_BYTES = 128 << 20
+"""Most memory for partial sums, unless one of them takes more."""
 _FEW_ROWS, _MANY_ROWS = 1 << 13, 1 << 16
-"""Up to, and from how many rows on other tiles were the fastest on an H200."""
+"""Bounds of the number of rows between which tiles have another size."""
 _WARPGROUP_ROWS = _FEW_ROWS
-"""Above so many rows warpgroups take over: of 8,192 they were as fast as tiles or faster, of 19,717 and more at least
-1.15 times as fast."""
+"""Most rows that tiles take where there are warpgroups."""
 _WARPGROUP_WIDTHS = range(64, 513, 4)
-"""Features and channels that they take: below 64 half of their work or more would be on zeros."""
+"""Features and channels that warpgroups take: below 64, half of their work or more would be on zeros."""
 _ROUNDED_WIDTHS = range(68, 129, 4)
-"""The same where they round to TF32."""
+"""Features and channels that warpgroups take where numbers are rounded to TF32."""
 _GROUP = 128
-"""The most places of one section, and the most features and channels that a thread block sums gradients of."""
+"""Most places of one section, and most features and channels of which a thread block sums weight gradients."""
 _MAX_HELD = 1 << 15
-"""The most numbers that a thread block holds: in its registers at first."""
+"""Most numbers that a thread block holds, at first in its registers."""
 _SCALES_BYTES = 1 << 12
 """Shared memory that is left for scales and biases."""
-_PARTIAL_BYTES = 128 << 20
-"""The most memory for sums over shares of the rows, unless one share takes more."""
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What a thread block computes at a time.
+class GemmTile:
+    """The part of a result that a thread block computes at a time.
 
     Attributes:
-        rows: Of the result.
-        columns: Of the result.
+        rows: Rows of the result.
+        columns: Columns of the result.
         row_warps: Warps that share the rows.
         column_warps: Warps that share the columns.
         stages: Steps of the sum in shared memory, one of which is worked on.
@@ -70,15 +73,11 @@ class Tile:
         """Dynamic shared memory of a block."""
         return 4 * self.stages * (self.rows + self.columns) * DEPTH
 
-    def constants(self, layers: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
-        """Those of the kernels in `kernels/products`."""
+    def constants(self, layers: int, interleaved: bool, split: bool) -> tuple[tuple[str, int], ...]:
+        """Return the constants of `kernels/gemm/forward.cu` and `backward.cu`."""
         return (
-            ("STORAGE", 0),
-            ("SPLIT", int(split)),
+            *_layer_constants(layers, interleaved, split),
             ("DEPTH", DEPTH),
-            ("MAX_LAYERS", MAX_LAYERS),
-            ("LAYERS", layers),
-            ("BESIDE", int(side_by_side)),
             ("TILE_M", self.rows),
             ("TILE_N", self.columns),
             ("WARPS_M", self.row_warps),
@@ -90,17 +89,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Strips:
-    """What the warpgroups of a thread block compute, in strips of 64 rows; it holds what they are multiplied by.
+    """Strips of 64 rows that the warpgroups of a thread block compute; the block holds the matrix of the other side.
 
     Attributes:
-        backward: Whether it is the gradient of the input.
-        split: Whether a number has two halves in fp16, else one, which has as many bits as TF32.
-        layers: Of the results, or of the gradients.
-        features: Of the input.
-        channels: Of each layer.
-        columns: Of the result, in one block: 64 or 128.
+        backward: Whether the result is the gradient of the input.
+        split: Whether a number is split into two fp16 numbers, else one fp16 number stands for it, with TF32's bits.
+        layers: Number of linear layers.
+        features: Features of the input.
+        channels: Channels of each layer.
+        columns: Columns of the result in one block, 64 or 128.
         section: Places of the sum that a warpgroup reads at a time.
-        warpgroups: Of a block.
+        warpgroups: Warpgroups of a block.
     """
 
     backward: bool
@@ -119,18 +118,17 @@ class Strips:
 
     @cached_property
     def places(self) -> int:
-        """Of the sum over one matrix, filled up to whole sections."""
-        return -(-(self.channels if self.backward else self.features) // self.section) * self.section
+        """Places of the sum over one matrix, filled up to whole sections."""
+        return _ceil_div((self.channels if self.backward else self.features), self.section) * self.section
 
-    @property
-    def _places_of_all(self) -> int:
-        """Of the sums over all matrices that a block holds columns of."""
-        return self.places * (self.layers if self.backward else 1)
+    @cached_property
+    def _held(self) -> int:
+        """Numbers that a block holds."""
+        return self.places * self.columns * (self.layers if self.backward else 1)
 
     @cached_property
     def _held_bytes(self) -> int:
-        """Memory for what a block holds."""
-        return 2 * (1 + self.split) * self._places_of_all * self.columns
+        return 2 * (1 + self.split) * self._held
 
     @cached_property
     def _section_bytes(self) -> int:
@@ -141,28 +139,30 @@ class Strips:
     def ring(self) -> int:
         """Sections that are copied ahead; 0 where there is no room."""
         room = (H200.shared_bytes - _SCALES_BYTES - self._held_bytes) // self._section_bytes
-        return max(0, min(room, 2 * self._places_of_all // self.section))
+        return max(0, min(room, 2 * self._held // self.columns // self.section))
 
     @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return self._held_bytes + self.ring * self._section_bytes
 
-    def blocks(self, rows: int, device: torch.device) -> int:
-        """Thread blocks: one for each multiprocessor, as far as there are strips for all of its warpgroups."""
-        groups = -(-(self.features if self.backward else self.channels) // self.columns)
-        groups *= 1 if self.backward else self.layers
-        return groups * max(1, min(gpu_of(device).multiprocessors // groups, -(-rows // (64 * self.warpgroups))))
-
     @property
     def fits(self) -> bool:
         """Whether a block has room for what it holds, and for two sections of the rows."""
-        return self._places_of_all * self.columns <= _MAX_HELD and self.ring > 1
+        return self._held <= _MAX_HELD and self.ring > 1
 
-    def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
-        """Those of `kernels/gemm/forward_strips.cu`."""
+    def blocks(self, rows: int, device: torch.device) -> int:
+        """Return the number of blocks: one per multiprocessor, as far as all warpgroups of a block have a strip."""
+        width, layers = (self.features, 1) if self.backward else (self.channels, self.layers)
+        groups = layers * _ceil_div(width, self.columns)
+        return groups * max(1, min(gpu_of(device).multiprocessors // groups, _ceil_div(rows, 64 * self.warpgroups)))
+
+    def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
+        """Return the constants of `kernels/gemm/forward_strips.cu`."""
         return (
-            *_sizes(self.layers, self.features, self.channels, side_by_side, self.split),
+            *_layer_constants(self.layers, interleaved, self.split),
+            ("FEATURES", self.features),
+            ("CHANNELS", self.channels),
             ("BACKWARD", int(self.backward)),
             ("COLUMNS", self.columns),
             ("PLACES", self.places),
@@ -173,14 +173,14 @@ class Strips:
 
 
 @dataclass(frozen=True)
-class WeightSums:
-    """How two warpgroups sum the gradients of parameters over a share of the rows: of up to 128 features and channels.
+class WeightGrad:
+    """How the two warpgroups of a thread block sum weight gradients of up to 128 features and channels over rows.
 
     Attributes:
-        split: Whether a number is the sum of two of TF32, else it is rounded to one.
-        layers: Of the gradients.
-        features: Of the input.
-        channels: Of each layer.
+        split: Whether a number is split into two TF32 numbers, else it is rounded to one.
+        layers: Number of linear layers.
+        features: Features of the input.
+        channels: Channels of each layer.
     """
 
     split: bool
@@ -193,40 +193,39 @@ class WeightSums:
 
     @property
     def groups(self) -> int:
-        """Thread blocks for one share."""
-        return self.layers * -(-self.channels // _GROUP) * -(-self.features // _GROUP)
+        """Thread blocks for one partial sum."""
+        return self.layers * _ceil_div(self.channels, _GROUP) * _ceil_div(self.features, _GROUP)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: two sections of 32 rows of the input, of each number one part or two."""
-        return 2 * (1 + self.split) * 4 * 32 * 128
+        """Dynamic shared memory: two sections of 32 rows of the input."""
+        return 2 * (1 + self.split) * 4 * 32 * _GROUP
 
-    def constants(self, side_by_side: bool) -> tuple[tuple[str, int], ...]:
-        """Those of `kernels/gemm/weight_grad.cu`."""
-        return _sizes(self.layers, self.features, self.channels, side_by_side, self.split)
+    def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
+        """Return the constants of `kernels/gemm/weight_grad.cu`."""
+        sizes = ("FEATURES", self.features), ("CHANNELS", self.channels)
+        return *_layer_constants(self.layers, interleaved, self.split), *sizes
 
 
-def _sizes(layers: int, features: int, channels: int, side_by_side: bool, split: bool) -> tuple[tuple[str, int], ...]:
+def _layer_constants(layers: int, interleaved: bool, split: bool) -> tuple[tuple[str, int], ...]:
     return (
         ("STORAGE", 0),
         ("SPLIT", int(split)),
         ("MAX_LAYERS", MAX_LAYERS),
         ("LAYERS", layers),
-        ("BESIDE", int(side_by_side)),
-        ("FEATURES", features),
-        ("CHANNELS", channels),
+        ("INTERLEAVED", int(interleaved)),
     )
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How backward divides its work.
+class SplitK:
+    """How a backward pass divides its work.
 
     Attributes:
         x_blocks: Thread blocks for the gradient of the input.
-        weight_blocks: Thread blocks for those of weights and biases.
-        rows: Of the input, in one share of the sums over them.
-        splits: Shares.
+        weight_blocks: Thread blocks for the gradients of weights and biases.
+        rows: Rows of the input in one partial sum.
+        splits: Number of partial sums.
     """
 
     x_blocks: int
@@ -235,36 +234,33 @@ class Shares:
     splits: int
 
 
-def forward_tile(rows: int, channels: int) -> Tile:
-    """The tile for results of so many rows, [rows, channels] for each layer."""
+def forward_tile(rows: int, channels: int) -> GemmTile:
+    """Return the tile for results [rows, channels] of each layer."""
     if rows >= _MANY_ROWS and channels > 64:
-        return Tile(rows=64, columns=128, row_warps=2, column_warps=2, stages=3, min_blocks=2)
-    return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
+        return GemmTile(rows=64, columns=128, row_warps=2, column_warps=2, stages=3, min_blocks=2)
+    return GemmTile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
 
 
-def backward_tile(rows: int) -> Tile:
-    """The tile for the gradients of an input of so many rows, and of the weights."""
+def backward_tile(rows: int) -> GemmTile:
+    """Return the tile for the gradients of an input of so many rows and of the weights."""
     if rows <= _FEW_ROWS:
-        return Tile(rows=32, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=4)
+        return GemmTile(rows=32, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=4)
     if rows < _MANY_ROWS:
-        return Tile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
-    return Tile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
+        return GemmTile(rows=64, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=3)
+    return GemmTile(rows=128, columns=64, row_warps=2, column_warps=2, stages=3, min_blocks=2)
 
 
-def _by_warpgroups(rows: int, features: int, channels: int, split: bool, device: torch.device) -> bool:
+def _takes_warpgroups(rows: int, features: int, channels: int, split: bool, device: torch.device) -> bool:
     widths = _WARPGROUP_WIDTHS if split else _ROUNDED_WIDTHS
     fits = features in widths and channels in widths
     return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
 
 
-# For one, three and four layers the layouts are the fastest that do not spill, or near them, as timed on an H200 (80
-# features and channels, three layers, backward: 21 % slower than the fastest). Sections of 48, and two layers, follow
-# the same rule and were not timed.
 def forward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:
-    """The strips for the results of linear layers, where they are faster than tiles."""
-    if not _by_warpgroups(rows, features, channels, split, device):
+    """Return the strips for the results of linear layers, where they are faster than tiles."""
+    if not _takes_warpgroups(rows, features, channels, split, device):
         return None
     if split:
         return _split_strips(False, layers, features, channels)
@@ -274,8 +270,8 @@ def forward_strips(
 def backward_strips(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:
-    """The strips for the gradient of the input of linear layers, where they fit and are faster than tiles."""
-    if not _by_warpgroups(rows, features, channels, split, device):
+    """Return the strips for the gradient of the input of linear layers, where they fit and are faster than tiles."""
+    if not _takes_warpgroups(rows, features, channels, split, device):
         return None
     if split:
         return _split_strips(True, layers, features, channels)
@@ -285,65 +281,78 @@ def backward_strips(
 
 
 def _split_strips(backward: bool, layers: int, features: int, channels: int) -> Strips | None:
-    """Those of float32, if any fit."""
+    """Return the strips of split numbers that are fast and spill no register; None where no strips fit."""
     sizes = layers, features, channels
     width, places = (features, channels) if backward else (channels, features)
     if places <= _GROUP and (layers == 1 or not backward):
         # One section: fewer sums round more, but the tensor cores do not wait for them.
         columns = 64 if width <= 64 or (layers == 1 and width <= 128) else 128
         return Strips(backward, True, *sizes, columns, _whole(places))
-    section = min((80, 64, 48), key=lambda section: -(-places // section) * section)
-    # Of 128 columns sections of 80 are faster too, but would spill registers.
+    section = min((80, 64, 48), key=lambda section: _ceil_div(places, section) * section)
+    # With 128 columns, sections of 80 are faster too, but would spill registers.
     layouts = ((128, 2), (64, 3), (64, 2))[section == 80 :]
-    found = (Strips(backward, True, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
-    return next((strips for strips in found if strips.fits), None)
+    strips = (Strips(backward, True, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
+    return next((each for each in strips if each.fits), None)
 
 
 def _whole(places: int) -> int:
-    """A section for so many, the last places empty."""
-    return -(-places // 16) * 16
+    """Return the length of one section that holds all places; the last ones may be empty."""
+    return _ceil_div(places, 16) * 16
 
 
-def weight_sums(
+def weight_grad(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
-) -> WeightSums | None:
-    """The sums for the gradients of the parameters, where they are faster than tiles."""
-    if not _by_warpgroups(rows, features, channels, split, device):
+) -> WeightGrad | None:
+    """Return how warpgroups sum the gradients of parameters, where they are faster than tiles."""
+    if not _takes_warpgroups(rows, features, channels, split, device):
         return None
-    return WeightSums(split, layers, features, channels)
+    return WeightGrad(split, layers, features, channels)
 
 
-def shares_of(
-    tile: Tile,
+def split_k(
+    tile: GemmTile,
     layers: int,
     rows: int,
     features: int,
     channels: int,
     device: torch.device,
-    sums: WeightSums | None = None,
-    whole: bool = False,
-) -> Shares:
-    """The shares of a backward pass: so many that they fill the device, or a multiple of that; `whole`: only one."""
-    x_blocks = -(-rows // tile.rows) * -(-features // tile.columns)
-    tiles, per_multiprocessor = layers * -(-channels // tile.rows) * -(-features // tile.columns), tile.min_blocks
-    if sums is not None:
-        tiles, per_multiprocessor = sums.groups, 1
+    by_warpgroups: WeightGrad | None = None,
+    one_split: bool = False,
+) -> SplitK:
+    """Return how a backward pass divides its work: its partial sums fill the device, or a multiple of it.
+
+    Args:
+        tile: The tile of the pass.
+        layers: Number of linear layers.
+        rows: Rows of the input.
+        features: Features of the input.
+        channels: Channels of each layer.
+        device: Where the pass runs.
+        by_warpgroups: How warpgroups sum the weight gradients; None if tiles do.
+        one_split: Whether all rows are one sum.
+    """
+    x_blocks = _ceil_div(rows, tile.rows) * _ceil_div(features, tile.columns)
+    if by_warpgroups is None:
+        tiles = layers * _ceil_div(channels, tile.rows) * _ceil_div(features, tile.columns)
+        per_multiprocessor = tile.min_blocks
+    else:
+        tiles, per_multiprocessor = by_warpgroups.groups, 1
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
-    wanted = filling * -(-rows // (filling * SHARE_ROWS))
+    wanted = filling * _ceil_div(rows, filling * SPLIT_ROWS)
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
-    splits = 1 if whole else max(1, min(wanted, rows // (2 * DEPTH), room))
-    share = -(-rows // splits // DEPTH) * DEPTH
-    splits = -(-rows // share)
-    return Shares(x_blocks, tiles * splits, share, splits)
+    splits = 1 if one_split else max(1, min(wanted, rows // (2 * DEPTH), room))
+    rows_per_split = _ceil_div(rows, splits * DEPTH) * DEPTH
+    splits = _ceil_div(rows, rows_per_split)
+    return SplitK(x_blocks, tiles * splits, rows_per_split, splits)
 
 
-def sum_shares(rows: int, groups: int, device: torch.device) -> tuple[int, int]:
-    """The shares of a sum over rows in so many groups of columns, and the rows of one."""
-    wanted = max(1, min(rows // _SUM_ROWS, _SUM_BLOCKS * gpu_of(device).multiprocessors // groups))
-    share = -(-rows // wanted)
-    return -(-rows // share), share
+def column_sum_splits(rows: int, groups: int, device: torch.device) -> tuple[int, int]:
+    """Return the number of partial sums over rows in so many groups of columns, and the rows of one."""
+    wanted = max(1, min(rows // _COLUMN_SUM_ROWS, _COLUMN_SUM_BLOCKS * gpu_of(device).multiprocessors // groups))
+    rows_per_split = _ceil_div(rows, wanted)
+    return _ceil_div(rows, rows_per_split), rows_per_split
 
 
-def sum_groups(columns: int, itemsize: int) -> int:
-    """The groups of columns that blocks which sum rows take."""
-    return -(-columns * itemsize // _SUM_BYTES)
+def column_groups(columns: int, itemsize: int) -> int:
+    """Return the number of groups of columns that blocks which sum rows take."""
+    return _ceil_div(columns * itemsize, _COLUMN_SUM_BYTES)

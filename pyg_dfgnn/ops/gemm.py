@@ -1,12 +1,11 @@
-"""The products of several linear layers of one input and their gradients: by kernels, or as products of torch's.
+"""Linear layers of one input and their gradients: by kernels, or as torch's products.
 
-The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are; of
-many rows the gradients of the input and of the parameters have one each. Tensor cores multiply, with up to 1.9 times
-the error of torch's products in float32.
-Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow below 1e-35. For the results of many rows and
-the gradient of their input, a number over 5e8 times smaller than the largest of its row of x or of a gradient, or of
-those of its weight that it is added up with, is rounded to fewer bits than float32 has. Where torch may round factors
-to TF32, the kernels do, to nearest.
+The kernels take float32, features and channels in multiples of four. One launch reads the parameters where they are;
+for many rows the gradients of the input and of the parameters have one launch each. Tensor cores multiply, with up to
+1.9 times the error of torch's products in float32. Factors that are infinite, or 3.402e38 or more, give NaN, and errors
+grow below 1e-35. For the results of many rows and the gradient of their input, a number over 5e8 times smaller than the
+largest of its row of x or of a gradient, or of those of its weight that it is added up with, is rounded to fewer bits
+than float32 has. Where torch may round factors to TF32, the kernels do, to nearest.
 """
 
 from collections.abc import Sequence
@@ -22,61 +21,210 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from pyg_dfgnn.dispatch.attention.problem import STORAGE, tf32_allowed
 from pyg_dfgnn.dispatch.core import fused_device_types, runs_on
 from pyg_dfgnn.dispatch.gemm import (
+    COLUMN_SUM_THREADS,
     MAX_LAYERS,
-    SHARE_ROWS,
-    SUM_THREADS,
-    Shares,
+    SPLIT_ROWS,
+    GemmTile,
+    SplitK,
     Strips,
-    Tile,
-    WeightSums,
+    WeightGrad,
     backward_strips,
     backward_tile,
+    column_groups,
+    column_sum_splits,
     forward_strips,
     forward_tile,
-    shares_of,
-    sum_groups,
-    sum_shares,
-    weight_sums,
+    split_k,
+    weight_grad,
 )
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_overridden, kernel_of, launch
 
 MAX_ROWS = 1 << 15
-"""Rows of which a product takes about as long as the host needs to launch it."""
-_MAX_PRODUCTS = MAX_ROWS << 14
-"""The same in products of two numbers: those of so many rows of 128 features and channels."""
-_SUMMED_ROWS = 1 << 12
-"""Rows up to which torch's sum over them is taken: the host needs longer to launch than it takes."""
+"""Number of rows at which a GEMM costs as much as its launch."""
+_MAX_MULTIPLICATIONS = MAX_ROWS << 14
+"""Number of multiplications at which a GEMM costs as much as its launch: of so many rows, 128 features and channels."""
+_COLUMN_SUM_ROWS = 1 << 12
+"""Most rows that torch sums: the kernel takes less time than the host needs to launch it."""
 
 
 def is_large(x: Tensor, channels: int) -> bool:
-    """Whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
-    return x.size(0) > MAX_ROWS or x.numel() * channels > _MAX_PRODUCTS
+    """Return whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
+    return x.size(0) > MAX_ROWS or x.numel() * channels > _MAX_MULTIPLICATIONS
 
 
-def pays(x: Tensor, channels: int) -> bool:
-    """Whether a kernel should take it: large, in float32 that nothing may round, on a device that has a kernel."""
+def kernel_is_faster(x: Tensor, channels: int) -> bool:
+    """Return whether a kernel is faster than torch for the product of x [..., F] with a weight [K, F].
+
+    The product is large, in float32 that nothing may round, and the device has a kernel.
+    """
     # First what most calls end at, which this should not delay.
-    if x.numel() * channels <= _MAX_PRODUCTS or x.dim() != 2 or x.dtype is not torch.float32:
+    if x.numel() * channels <= _MAX_MULTIPLICATIONS or x.dim() != 2 or x.dtype is not torch.float32:
         return False
     if not (x.is_cuda or x.device.type in fused_device_types) or x.layout is not torch.strided:
         return False
     if torch.is_autocast_enabled(x.device.type) or tf32_allowed(torch.float32):
         return False
-    return _pays(*x.shape, channels, x.device)
+    return _kernel_is_faster(*x.shape, channels, x.device)
 
 
 @lru_cache(maxsize=1024)
-def _pays(rows: int, features: int, channels: int, device: torch.device) -> bool:
-    """Whether its size was timed to be faster than torch's product, and the device has kernels."""
+def _kernel_is_faster(rows: int, features: int, channels: int, device: torch.device) -> bool:
     if device.type == "cuda" and not runs_on(device):
         return False
     sizes = 1, rows, features, channels, True, device
     return forward_strips(*sizes) is not None and backward_strips(*sizes) is not None
 
 
-def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
-    r"""What each linear layer makes of x by one kernel, :math:`Y_l = X W_l^T + b_l`.
+def keeps_weight(parameters: Any) -> bool:
+    """Return whether a layer's weight and bias are parameters: pruning, norms and replicas keep them elsewhere."""
+    weight = parameters.get("weight")
+    return type(weight) in PLAIN and weight.layout is torch.strided and "bias" in parameters
+
+
+# With autograd -------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `X W^T + b` by a kernel, or by torch where no kernel takes the tensors as they lie.
+
+    Args:
+        x: Shape [N, F].
+        weight: Shape [K, F].
+        bias: Shape [K].
+
+    Returns:
+        Shape [N, K].
+    """
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    out: Tensor = _apply_linear(*tensors) if needs_grad(tensors) else _linear(*tensors)
+    return out
+
+
+def _linear(x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
+    results = separate(x, (weight,), biases)
+    return F.linear(x, weight, *biases) if results is None else results[0]
+
+
+class _Linear(torch.autograd.Function):
+    """One linear layer. Torch's products give gradients that are to be differentiated, and batches of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = (weight, *biases)
+        return _linear(x, weight, *biases)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled() or is_batched(grad) or not is_plain(grad):
+            grad_x = grad @ weight if needs_x else None
+            grad_weight = grad.t() @ x if needs_weight else None
+            return grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
+        wanted = needs_x, needs_weight, any(needs_bias)
+        grad_x, of_layer = gradients(x, 1, (weight,), ctx.layer, (grad,), wanted)
+        return grad_x, *of_layer
+
+
+_apply_linear = apply_of(_Linear)
+
+
+def project(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], heads: int, dtype: torch.dtype | None = None
+) -> Sequence[Tensor]:
+    r"""Return what linear layers of one shape make of x, under one node of autograd.
+
+    .. math::
+        Y_l = X W_l^T + b_l, \quad
+        \partial X = \sum_l \partial Y_l W_l, \quad
+        \partial W_l = \partial Y_l^T X, \quad
+        \partial b_l = \partial Y_l^T 1
+
+    Each of these lines is one product for all layers where a kernel takes them, or where x has few rows.
+
+    Args:
+        x: Shape [N, F].
+        weights: L of them, each [H * C, F].
+        biases: As many, each [H * C], or none.
+        heads: The number H of heads.
+        dtype: To which x and the parameters are cast; None for their own.
+
+    Returns:
+        L tensors [N, H, C].
+    """
+    if dtype is not None:
+        x = x.to(dtype)
+    tensors = (*weights, *biases)
+    if needs_grad((x, *tensors)):
+        results: Sequence[Tensor] = _apply_projection((heads, len(weights)), x, *tensors)
+        return results
+    return _project(heads, x, weights, biases)[0]
+
+
+def _project(
+    heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the results, and the weights for backward in the dtype of x: of few rows, without a kernel, as one."""
+    rows, count = x.size(0), len(weights)
+    shape = rows, heads, weights[0].size(0) // heads
+    results = separate(x, weights, biases)
+    if results is not None:
+        return [result.view(shape) for result in results], weights
+    if rows > MAX_ROWS or count == 1:
+        weights, biases = _in_dtype(x.dtype, weights, biases)
+        added: Sequence[Tensor | None] = biases or [None] * count
+        layers = zip(weights, added, strict=True)
+        return [F.linear(x, weight, bias).view(shape) for weight, bias in layers], weights
+    out, kept = interleaved(x, weights, biases)
+    return out.view(rows, count, *shape[1:]).transpose(0, 1).contiguous().unbind(), kept
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rest: tuple[int, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        heads, count = rest
+        results, weights = _project(heads, x, tensors[:count], tensors[count:])
+        ctx.save_for_backward(x, *weights)
+        ctx.layers = tensors
+        # A layer whose result nothing reads gets no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        count, layers = len(grads), ctx.layers
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        if len(weights) == 1 < count and len(used) == count:
+            # One weight has the rows of all layers.
+            of_results = [torch.stack(grads, 1).view(x.size(0), weights[0].size(0))]  # type: ignore[arg-type]
+        else:
+            weights = weights if len(weights) == count else list(weights[0].chunk(count))
+            weights = [weights[index] for index in used]
+            of_results = [grads[index].flatten(1) for index in used]  # type: ignore[union-attr]
+        _, needs_x, *needed = ctx.needs_input_grad
+        if not used:
+            return None, None, *[None] * len(needed)
+        places = [*used, *([index + count for index in used] if len(layers) > count else ())]
+        wanted = needs_x, any(needed[:count]), any(needed[count:])
+        of_used = [layers[place] for place in places]
+        grad_x, of_parameters = gradients(x, len(used), weights, of_used, of_results, wanted)
+        by_place = dict(zip(places, of_parameters, strict=True))
+        return None, grad_x, *[by_place.get(place) for place in range(len(needed))]
+
+
+_apply_projection = apply_of(_Projection)
+
+
+# Without autograd ----------------------------------------------------------------------------------------------------
+
+
+def separate(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor] | None:
+    r"""Return what each linear layer makes of x by one kernel, :math:`Y_l = X W_l^T + b_l`.
 
     Args:
         x: Shape [N, F].
@@ -86,44 +234,42 @@ def apart(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> lis
     Returns:
         L tensors [N, K]; None where no kernel takes them.
     """
-    taken = _taken(x, weights, biases)
-    if taken is None:
+    arguments = _kernel_arguments(x, weights, biases)
+    if arguments is None:
         return None
     results = [x.new_empty((x.size(0), weights[0].size(0))) for _ in weights]
-    _run_forward(x, weights, taken, results)
+    _run_forward(x, weights, arguments, results)
     return results
 
 
-def beside(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The same side by side, [N, L * K], also where no kernel takes them; and the weights for :func:`gradients`.
+def interleaved(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return what all layers make of a row of x in one row, [N, L * K], and the weights for :func:`gradients`.
 
-    Weights and biases of another dtype than x are cast to that.
+    Weights and biases of another dtype than x are cast to it. Torch's product gives what no kernel takes.
     """
     channels, features = weights[0].shape
     channels *= len(weights)
-    taken = _taken(x, weights, biases)
-    if taken is not None:
+    arguments = _kernel_arguments(x, weights, biases)
+    if arguments is not None:
         rows = x.new_empty((x.size(0), channels))
-        _run_forward(x, weights, taken, (rows,))
+        _run_forward(x, weights, arguments, (rows,))
         return rows, weights
-    # Weights and biases alike, side by side in one launch.
-    joined = _flatten_dense_tensors((*weights, *biases))
-    if joined.dtype is not x.dtype:
-        joined = joined.to(x.dtype)
+    # Weights and biases alike, joined in one launch.
+    joined = _cast(_flatten_dense_tensors((*weights, *biases)), x.dtype)
     weight = joined.as_strided((channels, features), (features, 1))
     bias = joined.as_strided((channels,), (1,), channels * features) if biases else None
     return F.linear(x, weight, bias), (weight,)
 
 
-def in_dtype(
+def _in_dtype(
     dtype: torch.dtype, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The weights and biases, all of one dtype, in this one: with two launches where it is another."""
+    """Return the weights and biases, all of one dtype, in this one: with two launches where it is another."""
     if weights[0].dtype is dtype:
         return weights, biases
     tensors = (*weights, *biases)
-    found = _unflatten_dense_tensors(_flatten_dense_tensors(tensors).to(dtype), tensors)
-    return found[: len(weights)], found[len(weights) :]
+    cast = _unflatten_dense_tensors(_flatten_dense_tensors(tensors).to(dtype), tensors)
+    return cast[: len(weights)], cast[len(weights) :]
 
 
 def gradients(
@@ -135,39 +281,39 @@ def gradients(
     needed: Sequence[bool],
     x_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """Gradients of linear layers of one input.
+    """Return the gradients of linear layers of one input.
 
     Args:
         x: Shape [N, F].
-        layers: Their number L.
-        weights: Of each [K, F], or one of all rows, as :func:`beside` returns them.
+        layers: The number L of layers.
+        weights: Of each layer [K, F], or one of all rows, as :func:`interleaved` returns them.
         parameters: The weights of the layers, then their biases if they have any.
-        grads: Of the results, L times [N, K], or one of them side by side.
-        needed: Whether x, any weight, any bias needs one.
+        grads: Of the results, L tensors [N, K], or one [N, L * K].
+        needed: Whether x, any weight, any bias needs a gradient.
         x_dtype: What x was cast from; None where it was not.
 
     Returns:
-        Of x in this dtype, and of each of the parameters in its own; None for what is not needed.
+        The gradient of x in this dtype, and of each of the parameters in its own; None for what is not needed.
     """
     if len(weights) == layers:
         # Sums hand out gradients that have one number for all elements.
         grads = [grad.contiguous() for grad in grads]
-        taken = _taken(x, weights, grads)
-        if taken is not None:
-            return _run_backward(x, weights, taken, parameters, grads, needed)
+        arguments = _kernel_arguments(x, weights, grads)
+        if arguments is not None:
+            return _run_backward(x, weights, arguments, parameters, grads, needed)
         if len(grads) < layers:
             weights = (torch.cat(tuple(weights)),)
     # Several gradients are added in the dtype of x, which nobody has cast here.
     assert x_dtype is None or len(grads) == 1
     dtypes = x_dtype or x.dtype, parameters[0].dtype
     if not torch.is_autocast_enabled(x.device.type):
-        return _gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
+        return _torch_gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
     # Backward in a region of autocast that forward may not have been in: the products keep their dtypes.
     with torch.autocast(x.device.type, enabled=False):
-        return _gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
+        return _torch_gradients(x, layers, weights, len(parameters), grads, needed, dtypes)
 
 
-def _gradients(
+def _torch_gradients(
     x: Tensor,
     layers: int,
     weights: Sequence[Tensor],
@@ -176,8 +322,8 @@ def _gradients(
     needed: Sequence[bool],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The same by products of torch's, for so many parameters, in the dtypes of x and of these."""
-    grad_x, share = None, layers // len(grads)
+    """Return the gradients by torch's products, for so many parameters, in the dtypes of x and of these."""
+    grad_x, layers_per_grad = None, layers // len(grads)
     x_dtype, dtype = dtypes
     if needed[0]:
         grad_x = _product(grads[0], weights[0], x_dtype)
@@ -186,14 +332,14 @@ def _gradients(
     of_weights: list[Tensor | None] = [None] * layers
     of_biases: list[Tensor | None] = [None] * (parameters - layers)
     if needed[1]:
-        of_weights = [part for grad in grads for part in _product(grad.t(), x, dtype).chunk(share)]
+        of_weights = [part for grad in grads for part in _product(grad.t(), x, dtype).chunk(layers_per_grad)]
     if needed[2] and of_biases:
-        of_biases = [part for grad in grads for part in _column_sums(grad, dtype).chunk(share)]
+        of_biases = [part for grad in grads for part in _column_sums(grad, dtype).chunk(layers_per_grad)]
     return grad_x, [*of_weights, *of_biases]
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their product in another dtype, not rounded to theirs where torch can."""
+    """Return the product in another dtype, not rounded to that of a and b where torch can."""
     if a.dtype is not dtype and a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return _cast(torch.mm(a, b), dtype)
@@ -205,28 +351,35 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _column_sums(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows, in this dtype."""
+    """Return the sum over the rows."""
     rows, columns = grad.shape
-    if rows <= _SUMMED_ROWS or not _is_summed(grad):
+    if rows <= _COLUMN_SUM_ROWS or not _has_column_sum_kernel(grad):
         return grad.sum(0, dtype=dtype)
-    shares, share = sum_shares(rows, sum_groups(columns, grad.itemsize), grad.device)
-    sums = _sum_rows(_sums(rows, columns, share, grad.dtype), grad, (shares, columns))
-    if shares > 1:
-        sums = _sum_rows(_sums(shares, columns, shares, torch.float32), sums, (1, columns))
+    splits, rows_per_split = column_sum_splits(rows, column_groups(columns, grad.itemsize), grad.device)
+    sums = _sum_rows(_column_sum_plan(rows, columns, rows_per_split, grad.dtype), grad, (splits, columns))
+    if splits > 1:
+        sums = _sum_rows(_column_sum_plan(splits, columns, splits, torch.float32), sums, (1, columns))
     return _cast(sums[0], dtype)
 
 
-def _is_summed(rows: Tensor) -> bool:
-    """Whether the kernel takes them."""
+def _has_column_sum_kernel(rows: Tensor) -> bool:
     if rows.dtype not in STORAGE or not (rows.is_cuda or rows.device.type in fused_device_types):
         return False
     return rows.is_contiguous() and not (rows.data_ptr() | rows.size(1) * rows.itemsize) % 16 and rows.size(1) > 0
 
 
-class _Taken(NamedTuple):
-    """What the kernels take: on a GPU addresses, weights and the others those of `MAX_LAYERS` layers.
+# Launches ------------------------------------------------------------------------------------------------------------
 
-    Rows, features and channels come first, then whether numbers are split or may be rounded to TF32.
+
+class _KernelArguments(NamedTuple):
+    """What a kernel takes: addresses on a GPU, else tensors.
+
+    Attributes:
+        sizes: Rows, features and channels.
+        split: Whether numbers are split, else they may be rounded to TF32.
+        x: The input.
+        weights: Of `MAX_LAYERS` layers.
+        others: Biases or gradients of as many layers.
     """
 
     sizes: tuple[int, int, int]
@@ -241,8 +394,8 @@ _NULLS = (0,) * MAX_LAYERS
 _NONES = (None,) * MAX_LAYERS
 
 
-def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _Taken | None:
-    """The input, weights of one shape and dtype, and what is read beside them, if the kernels take these."""
+def _kernel_arguments(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _KernelArguments | None:
+    """Return the arguments of a kernel for weights of one shape and dtype; None where no kernel takes them."""
     rows, features = x.shape
     channels, width = weights[0].shape
     layers, place = len(weights), x.get_device()
@@ -253,16 +406,16 @@ def _taken(x: Tensor, weights: Sequence[Tensor], others: Sequence[Tensor]) -> _T
         return None
     tensors = (x, *weights, *others)
     # Maps of methods cost the host less than a loop.
-    found: tuple[Any, ...] = tuple(map(_address_of, tensors))
-    if reduce(or_, found) % 16 or not all(map(_is_contiguous, tensors)) or set(map(_place_of, tensors)) != {place}:
+    raw: tuple[Any, ...] = tuple(map(_address_of, tensors))
+    if reduce(or_, raw) % 16 or not all(map(_is_contiguous, tensors)) or set(map(_place_of, tensors)) != {place}:
         return None
     nothing: tuple[Any, ...] = _NULLS
     if place < 0:
-        found, nothing = tensors, _NONES
-    sizes = rows, features, channels
-    rest = (*found[layers + 1 :], *nothing)
+        raw, nothing = tensors, _NONES
+    rest = (*raw[layers + 1 :], *nothing)
     split = not tf32_allowed(torch.float32)
-    return _Taken(sizes, split, found[0], (*found[1 : layers + 1], *nothing[layers:]), rest[:MAX_LAYERS])
+    padded = (*raw[1 : layers + 1], *nothing[layers:])
+    return _KernelArguments((rows, features, channels), split, raw[0], padded, rest[:MAX_LAYERS])
 
 
 class _Plan(NamedTuple):
@@ -275,15 +428,15 @@ class _Plan(NamedTuple):
     sizes: tuple[int, ...]
 
     def launch(self, arguments: Sequence[Argument], device: torch.device) -> None:
-        """Arguments after the sizes; tensors become addresses."""
+        """Launch with arguments after the sizes; tensors become addresses."""
         launch(self.kernel, self.grid, self.block, (*self.sizes, *addresses(arguments)), device, self.shared_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _sums(rows: int, columns: int, share: int, dtype: torch.dtype) -> _Plan:
-    """Of each share of so many rows in float32."""
-    blocks = -(-rows // share) * sum_groups(columns, dtype.itemsize)
-    return _Plan(_sums_kernel(dtype), (blocks, 1, 1), (SUM_THREADS, 1, 1), 0, (rows, columns, share))
+def _column_sum_plan(rows: int, columns: int, rows_per_split: int, dtype: torch.dtype) -> _Plan:
+    blocks = -(-rows // rows_per_split) * column_groups(columns, dtype.itemsize)
+    sizes = rows, columns, rows_per_split
+    return _Plan(_column_sum_kernel(dtype), (blocks, 1, 1), (COLUMN_SUM_THREADS, 1, 1), 0, sizes)
 
 
 def _sum_rows(plan: _Plan, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -292,48 +445,55 @@ def _sum_rows(plan: _Plan, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return sums
 
 
-def _rows_plan(strips: Strips, rows: int, side_by_side: bool, device: torch.device) -> _Plan:
-    grid = (strips.blocks(rows, device), 1, 1)
-    return _Plan(
-        _hopper_kernel("forward_strips", strips, side_by_side), grid, strips.block, strips.shared_bytes, (rows,)
-    )
+def _strips_plan(strips: Strips, rows: int, is_interleaved: bool, device: torch.device) -> _Plan:
+    kernel, grid = _hopper_kernel("forward_strips", strips, is_interleaved), (strips.blocks(rows, device), 1, 1)
+    return _Plan(kernel, grid, strips.block, strips.shared_bytes, (rows,))
 
 
 @lru_cache(maxsize=1024)
 def _forward(
-    rows: int, features: int, channels: int, split: bool, layers: int, side_by_side: bool, device: torch.device
+    rows: int, features: int, channels: int, split: bool, layers: int, is_interleaved: bool, device: torch.device
 ) -> _Plan:
     strips = forward_strips(layers, rows, features, channels, split, device)
     if strips is not None:
-        return _rows_plan(strips, rows, side_by_side, device)
+        return _strips_plan(strips, rows, is_interleaved, device)
     tile = forward_tile(rows, channels)
     blocks = -(-rows // tile.rows) * -(-channels // tile.columns) * layers
-    kernel = _kernel("forward", tile, layers, side_by_side, split)
+    kernel = _kernel("forward", tile, layers, is_interleaved, split)
     return _Plan(kernel, (blocks, 1, 1), tile.block, tile.shared_bytes, (rows, features, channels))
 
 
-def _run_forward(x: Tensor, weights: Sequence[Tensor], taken: _Taken, results: Sequence[Tensor]) -> None:
-    sizes, split, input_at, weights_at, biases_at = taken
+def _run_forward(x: Tensor, weights: Sequence[Tensor], arguments: _KernelArguments, results: Sequence[Tensor]) -> None:
+    sizes, split, input_at, weights_at, biases_at = arguments
     plan = _forward(*sizes, split, len(weights), len(results) < len(weights), x.device)
-    # What all the layers read, where a kernel has room for one input each.
+    # Strips have room for one input per layer, and read the first.
     inputs_at = (input_at, *_NONES[1:]) if len(plan.sizes) == 1 else (input_at,)
     plan.launch((*inputs_at, *weights_at, *biases_at, *results, *_NONES[len(results) :]), x.device)
 
 
 class _Backward(NamedTuple):
-    """How gradients are found: by kernels of their own, if any, of the input and of the parameters; by tiles."""
+    """How gradients are computed.
+
+    Attributes:
+        x_plan: The launch for the gradient of the input; None if tiles compute it.
+        weights_plan: The launch for the gradients of the parameters; None if tiles compute them.
+        kernel: The kernel of tiles.
+        tile: Its tile.
+        split: How the work is divided.
+        sums: The launch that adds the partial sums.
+    """
 
     x_plan: _Plan | None
     weights_plan: _Plan | None
     kernel: Kernel
-    tile: Tile
-    shares: Shares
+    tile: GemmTile
+    split: SplitK
     sums: _Plan
 
 
-def _is_for_host(x: Tensor, channels: int) -> bool:
-    """Whether launches take longer than what they start: few rows, few products, and no graph is captured."""
-    if x.size(0) > SHARE_ROWS or x.numel() * channels > _MAX_PRODUCTS:
+def _is_launch_bound(x: Tensor, channels: int) -> bool:
+    """Return whether launches take longer than what they start: few rows and products, and no graph is captured."""
+    if x.size(0) > SPLIT_ROWS or x.numel() * channels > _MAX_MULTIPLICATIONS:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -345,78 +505,77 @@ def _backward(
     channels: int,
     split: bool,
     layers: int,
-    side_by_side: bool,
+    is_interleaved: bool,
     device: torch.device,
-    whole: bool = False,
+    one_split: bool = False,
 ) -> _Backward:
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
-    strips, sums = backward_strips(*sizes, split, device), weight_sums(*sizes, split, device)
-    shares = shares_of(tile, *sizes, device, sums, whole)
-    x_plan = None if strips is None else _rows_plan(strips, rows, side_by_side, device)
+    strips, of_weights = backward_strips(*sizes, split, device), weight_grad(*sizes, split, device)
+    division = split_k(tile, *sizes, device, of_weights, one_split)
+    x_plan = None if strips is None else _strips_plan(strips, rows, is_interleaved, device)
     weights_plan = None
-    if sums is not None:
-        kernel, grid = _hopper_kernel("weight_grad", sums, side_by_side), (shares.weight_blocks, 1, 1)
-        weights_plan = _Plan(kernel, grid, sums.block, sums.shared_bytes, (rows, shares.rows))
-    kernel = _kernel("backward", tile, layers, side_by_side, split)
-    added = _sums(shares.splits, layers * channels * (features + 1), shares.splits, torch.float32)
-    if whole and device.type == "cuda" and not is_overridden():
-        # A capture of the same gradients has shares to add, and no kernel can be loaded in it.
+    if of_weights is not None:
+        kernel, grid = _hopper_kernel("weight_grad", of_weights, is_interleaved), (division.weight_blocks, 1, 1)
+        weights_plan = _Plan(kernel, grid, of_weights.block, of_weights.shared_bytes, (rows, division.rows))
+    kernel = _kernel("backward", tile, layers, is_interleaved, split)
+    sums = _column_sum_plan(division.splits, layers * channels * (features + 1), division.splits, torch.float32)
+    if one_split and device.type == "cuda" and not is_overridden():
+        # A capture of the same gradients has partial sums to add, and no kernel can be loaded in it.
         with torch.cuda.device(device):
-            added.kernel.function(device.index, 0)
-    return _Backward(x_plan, weights_plan, kernel, tile, shares, added)
+            sums.kernel.function(device.index, 0)
+    return _Backward(x_plan, weights_plan, kernel, tile, division, sums)
 
 
 def _run_backward(
     x: Tensor,
     weights: Sequence[Tensor],
-    taken: _Taken,
+    arguments: _KernelArguments,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     layers, device = len(weights), x.device
-    sizes, split, input_at, weights_at, grads_at = taken
+    sizes, split, input_at, weights_at, grads_at = arguments
     key = *sizes, split, layers, len(grads) < layers, device
-    x_plan, weights_plan, kernel, tile, shares, sums = _backward(*key, _is_for_host(x, sizes[2] * layers))
+    x_plan, weights_plan, kernel, tile, division, sums = _backward(*key, _is_launch_bound(x, sizes[2] * layers))
     _, features, channels = sizes
-    grad_x, partial, x_blocks, blocks = None, None, 0, 0
+    grad_x, partial, x_blocks, weight_blocks = None, None, 0, 0
     size = layers * channels * features
     count = size + layers * channels
     if needed[0]:
         grad_x = torch.empty_like(x)
         if x_plan is None:
-            x_blocks = shares.x_blocks
+            x_blocks = division.x_blocks
         else:
             x_plan.launch((*grads_at, *weights_at, *_NONES, grad_x, *_NONES[1:]), device)
     if needed[1] or needed[2]:
-        partial = x.new_empty((shares.splits, count))
+        partial = x.new_empty((division.splits, count))
         if weights_plan is None:
-            blocks = shares.weight_blocks
+            weight_blocks = division.weight_blocks
         else:
             weights_plan.launch((input_at, *grads_at, partial), device)
     # What is left to tiles, if anything.
-    given = (*sizes, x_blocks, shares.rows, input_at, *weights_at, *grads_at)
-    arguments = (*given, *addresses((grad_x, partial)))
-    launch(kernel, (x_blocks + blocks, 1, 1), tile.block, arguments, device, tile.shared_bytes)
+    of_tiles = (*sizes, x_blocks, division.rows, input_at, *weights_at, *grads_at, *addresses((grad_x, partial)))
+    launch(kernel, (x_blocks + weight_blocks, 1, 1), tile.block, of_tiles, device, tile.shared_bytes)
     if partial is None:
         return grad_x, [None] * len(parameters)
-    found = partial if shares.splits == 1 else _sum_rows(sums, partial, (count,))
-    of_weights = found.as_strided((layers, channels, features), (channels * features, features, 1)).unbind()
+    total = partial if division.splits == 1 else _sum_rows(sums, partial, (count,))
+    of_weights = total.as_strided((layers, channels, features), (channels * features, features, 1)).unbind()
     if len(parameters) == layers:
         return grad_x, of_weights
-    return grad_x, (*of_weights, *found.as_strided((layers, channels), (channels, 1), size).unbind())
+    return grad_x, (*of_weights, *total.as_strided((layers, channels), (channels, 1), size).unbind())
 
 
 @cache
-def _kernel(name: str, tile: Tile, layers: int, side_by_side: bool, split: bool) -> Kernel:
-    return kernel_of(Spec(f"gemm/{name}.cu", tile.constants(layers, side_by_side, split)), f"gemm_{name}")
+def _kernel(name: str, tile: GemmTile, layers: int, is_interleaved: bool, split: bool) -> Kernel:
+    return kernel_of(Spec(f"gemm/{name}.cu", tile.constants(layers, is_interleaved, split)), f"gemm_{name}")
 
 
 @cache
-def _hopper_kernel(name: str, plan: Strips | WeightSums, side_by_side: bool) -> Kernel:
-    return kernel_of(Spec(f"gemm/{name}.cu", plan.constants(side_by_side), HOPPER), f"gemm_{name}")
+def _hopper_kernel(name: str, plan: Strips | WeightGrad, is_interleaved: bool) -> Kernel:
+    return kernel_of(Spec(f"gemm/{name}.cu", plan.constants(is_interleaved), HOPPER), f"gemm_{name}")
 
 
 @cache
-def _sums_kernel(dtype: torch.dtype) -> Kernel:
+def _column_sum_kernel(dtype: torch.dtype) -> Kernel:
     return kernel_of(Spec("gemm/sums.cu", (("STORAGE", STORAGE[dtype]),)), "gemm_sums")

@@ -20,10 +20,10 @@ from pyg_dfgnn.dispatch.gemm import (
     backward_tile,
     forward_strips,
     forward_tile,
-    weight_sums,
+    weight_grad,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.gemm import _sums_kernel
+from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from tests.kernels.block_mma_specs import tiles_specs
 from tests.kernels.covering import Row, covering
@@ -184,14 +184,14 @@ def products_specs() -> list[Spec]:
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
     shapes = [
-        (layers, beside, split)
+        (layers, interleaved, split)
         for layers in range(1, MAX_LAYERS + 1)
-        for beside in (False, True)
+        for interleaved in (False, True)
         for split in (False, True)
-        if layers > beside
+        if layers > interleaved
     ]
     return (
-        [_sums_kernel(dtype).spec for dtype in DTYPES]
+        [_column_sum_kernel(dtype).spec for dtype in DTYPES]
         + [
             Spec(f"gemm/{name}.cu", tile.constants(*shape))
             for name, each in tiles.items()
@@ -202,19 +202,19 @@ def products_specs() -> list[Spec]:
     )
 
 
-def warpgroup_specs(layers: int, beside: bool, split: bool) -> list[Spec]:
+def warpgroup_specs(layers: int, interleaved: bool, split: bool) -> list[Spec]:
     """Of so many layers: many rows and more, sizes that fill their places and that do not, and wide ones."""
     found = []
-    wide = ((500, 128), (160, 80), (128, 512)) if split and not beside and layers in (1, 3) else ()
+    wide = ((500, 128), (160, 80), (128, 512)) if split and not interleaved and layers in (1, 3) else ()
     for features, channels in ((128, 128), (68, 100), *wide):
         for rows in (1 << 14, 1 << 20):
             sizes = layers, rows, features, channels, split, torch.device("cpu")
             plans = {
                 "forward_strips": (forward_strips(*sizes), backward_strips(*sizes)),
-                "weight_grad": (weight_sums(*sizes),),
+                "weight_grad": (weight_grad(*sizes),),
             }
             found += [
-                Spec(f"gemm/{name}.cu", plan.constants(beside), HOPPER)
+                Spec(f"gemm/{name}.cu", plan.constants(interleaved), HOPPER)
                 for name, each in plans.items()
                 for plan in each
                 if plan is not None

@@ -24,8 +24,10 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compile
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Products of any size go to the kernels."""
-    monkeypatch.setattr(gemm, "_MAX_PRODUCTS", 0)
-    monkeypatch.setattr(gemm, "_pays", lambda rows, features, channels, device: not (features | channels) % 4)
+    monkeypatch.setattr(gemm, "_MAX_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(
+        gemm, "_kernel_is_faster", lambda rows, features, channels, device: not (features | channels) % 4
+    )
 
 
 @pytest.fixture
@@ -119,9 +121,9 @@ def test_small_products_are_torchs():
         Linear(8, 12)(torch.randn(9, 8))
         assert launched == []
         x = torch.randn(gemm.MAX_ROWS, 128)
-        assert gemm.pays(x, 132) and not gemm.pays(x, 128)
+        assert gemm.kernel_is_faster(x, 132) and not gemm.kernel_is_faster(x, 128)
         # Torch takes widths that no warpgroup takes.
-        assert not gemm.pays(x, 1024)
+        assert not gemm.kernel_is_faster(x, 1024)
 
 
 @pytest.mark.parametrize("tf32", [True], indirect=True)
@@ -186,13 +188,13 @@ def test_a_device_without_kernels(monkeypatch):
     device = torch.device("cuda", 0)
     for has_cupy, capability in ((False, (9, 0)), (True, (7, 5)), (True, (9, 0))):
         core.runs_on.cache_clear()
-        gemm._pays.cache_clear()
+        gemm._kernel_is_faster.cache_clear()
         monkeypatch.setattr(core, "_HAS_CUPY", has_cupy)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setitem(gpu.known, device, gpu.H200)
-        assert gemm._pays(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
+        assert gemm._kernel_is_faster(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
     core.runs_on.cache_clear()
-    gemm._pays.cache_clear()
+    gemm._kernel_is_faster.cache_clear()
 
 
 def test_trace(launched):

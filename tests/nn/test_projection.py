@@ -7,9 +7,8 @@ import torch
 import torch.nn.utils.prune
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_dfgnn.nn.dense import linear as projection
-from pyg_dfgnn.nn.dense.linear import project
-from pyg_dfgnn.ops import gemm as products_of_layers
+from pyg_dfgnn.nn.projection import project
+from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 
 
@@ -23,8 +22,7 @@ def products(monkeypatch):
         taken.append(len(weight))
         return function(x, weight, bias)
 
-    for module in (projection, products_of_layers):
-        monkeypatch.setattr(module, "F", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(gemm, "F", SimpleNamespace(linear=linear))
     return taken
 
 
@@ -41,7 +39,7 @@ def apart(x, heads, layers):
 @pytest.mark.parametrize("rows, most", [(9, 9), (9, 8), (1, 9), (0, 9), (0, -1)])
 def test_values_and_gradients(count, bias, rows, most, products, monkeypatch):
     """Of few rows and of many, of one and of none."""
-    monkeypatch.setattr(products_of_layers, "MAX_ROWS", most)
+    monkeypatch.setattr(gemm, "MAX_ROWS", most)
     layers, x = layers_of(count, bias), torch.randn(rows, 5, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
     grads = [torch.randn(rows, 2, 3) for _ in layers]
@@ -63,7 +61,7 @@ def test_values_and_gradients(count, bias, rows, most, products, monkeypatch):
 @pytest.mark.parametrize("most", [9, 8])
 def test_gradients_that_are_not_wanted(most, monkeypatch):
     """A result that nothing reads, frozen parameters, an input without a gradient."""
-    monkeypatch.setattr(products_of_layers, "MAX_ROWS", most)
+    monkeypatch.setattr(gemm, "MAX_ROWS", most)
     layers, x = layers_of(3), torch.randn(9, 5)
     layers[0].weight.requires_grad_(False)
     layers[1].bias.requires_grad_(False)
@@ -177,8 +175,9 @@ def test_what_torch_func_left_behind_is_called():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_by_kernel(count):
-    """Features and channels in multiples of four; a layer whose result nothing reads."""
+def test_by_kernel(count, monkeypatch):
+    """Features and channels in multiples of four; one layer of many rows; a layer whose result nothing reads."""
+    monkeypatch.setattr(gemm, "MAX_ROWS", 29)
     layers, x = [Linear(8, 12) for _ in range(count)], torch.randn(30, 8, requires_grad=True)
     leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
     with emulated_device() as launched:

@@ -48,11 +48,11 @@ def draw(rows, features, channels, layers, biased, device="cpu"):
 def run(x, weights, biases, grads, beside, needed=ALL):
     """Results, gradient of x and those of the parameters."""
     if beside:
-        rows, kept = gemm.beside(x, weights, biases)
+        rows, kept = gemm.interleaved(x, weights, biases)
         found = rows.chunk(len(weights), 1)
         grads = [torch.cat(grads, 1)] if len(weights) > 1 else grads
     else:
-        found, kept = gemm.apart(x, weights, biases), weights
+        found, kept = gemm.separate(x, weights, biases), weights
     return found, *gemm.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
 
 
@@ -80,7 +80,7 @@ def check(tensors, found, grad_x, of_parameters, tf32=False):
 @pytest.fixture
 def in_shares(monkeypatch):
     """Rows are divided however few they are, as in a capture."""
-    monkeypatch.setattr(gemm, "SHARE_ROWS", 0)
+    monkeypatch.setattr(gemm, "SPLIT_ROWS", 0)
 
 
 @PRECISIONS
@@ -94,12 +94,12 @@ def test_against_float64(sizes, beside, tf32, fused, in_shares):
     assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
 
 
-@pytest.mark.parametrize("rows", [330, gemm.SHARE_ROWS, gemm.SHARE_ROWS + 1])
+@pytest.mark.parametrize("rows", [330, gemm.SPLIT_ROWS, gemm.SPLIT_ROWS + 1])
 def test_few_rows_are_one_share(rows, fused):
     """Two launches for forward and backward, where the host is the limit."""
     tensors = draw(rows, 8, 12, 2, True)
     check(tensors, *run(*tensors, False))
-    one = rows <= gemm.SHARE_ROWS
+    one = rows <= gemm.SPLIT_ROWS
     assert fused == ["gemm_forward", "gemm_backward", *([] if one else ["gemm_sums"])]
 
 
@@ -110,7 +110,7 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
     if many:
         few_multiprocessors(monkeypatch, 4)
     x, weights, biases, grads = draw(200, 64, 32, 2, True)
-    found, kept = gemm.beside(x, weights, biases)
+    found, kept = gemm.interleaved(x, weights, biases)
     torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
     grad_x, of_parameters = gemm.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
     x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
@@ -134,7 +134,7 @@ def test_forward_tiles(tile, fused, monkeypatch):
     monkeypatch.setattr(gemm, "forward_tile", lambda *_: tile)
     gemm._forward.cache_clear()
     x, weights, biases, _ = draw(150, 68, 140, 2, True)
-    found = gemm.apart(x, weights, biases)
+    found = gemm.separate(x, weights, biases)
     pairs = zip(found, weights, biases, strict=True)
     assert_all_close(
         {str(i): (y, F.linear(x.double(), w.double(), b.double())) for i, (y, w, b) in enumerate(pairs)}, op="gemm"
@@ -164,7 +164,7 @@ def test_gradients_that_are_not_needed(beside, fused):
 
 def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
     """Warpgroups take few rows and every size that fits, several strips each; `capability` is the device's."""
-    monkeypatch.setattr(gemm, "SHARE_ROWS", 0)
+    monkeypatch.setattr(gemm, "SPLIT_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
     monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
@@ -320,7 +320,7 @@ def test_what_warpgroups_hold_fits(split, layers, features):
             sizes = layers, rows, features, channels, split, cpu
             forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
             if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
-                assert forward is backward is rule.weight_sums(*sizes) is None
+                assert forward is backward is rule.weight_grad(*sizes) is None
                 continue
             assert forward is not None
             assert backward is not None or layers * channels > 128 * rule.MAX_LAYERS - 64 * layers
@@ -356,8 +356,8 @@ REFUSED = {
 def test_what_torch_takes(key, fused):
     x, weights, biases, _ = draw(50, 32, 16, 2, True)
     x, weights, biases = REFUSED[key](x, weights, biases)
-    assert gemm.apart(x, weights, biases) is None
-    rows, kept = gemm.beside(x, weights, biases)
+    assert gemm.separate(x, weights, biases) is None
+    rows, kept = gemm.interleaved(x, weights, biases)
     grads = torch.randn_like(rows)
     grad_x, of_parameters = gemm.gradients(x, len(weights), kept, [*weights, *biases], (grads,), ALL)
     assert fused == []
@@ -371,7 +371,7 @@ def test_what_torch_takes(key, fused):
 def test_what_does_not_fit_is_refused(fused):
     x, weights, biases, _ = draw(50, 32, 16, 2, True)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        gemm.beside(x[:, :28].contiguous(), weights, biases)
+        gemm.interleaved(x[:, :28].contiguous(), weights, biases)
     assert fused == []
 
 
@@ -379,7 +379,7 @@ def test_gradients_in_other_memory(fused):
     """They are copied first, such as the one number that stands for all in the gradient of a sum."""
     x, weights, biases, grads = draw(50, 32, 16, 2, True)
     grads = [grads[0].t().contiguous().t(), torch.ones(()).expand(50, 16)]
-    found = gemm.apart(x, weights, biases)
+    found = gemm.separate(x, weights, biases)
     check((x, weights, biases, grads), found, *gemm.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
     assert fused == ["gemm_forward", "gemm_backward"]
 
@@ -398,7 +398,7 @@ def test_errors_are_those_of_float32(fused):
 def test_numbers_that_are_not_finite_stay_in_their_row(fused):
     x, weights, biases, _ = draw(70, 32, 16, 2, True)
     x[3, 5], x[40, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
-    first, second = gemm.apart(x, weights, biases)
+    first, second = gemm.separate(x, weights, biases)
     touched = torch.zeros(70, 16, dtype=torch.bool)
     touched[[3, 40]] = True
     assert torch.equal(~first.isfinite(), touched)
@@ -410,10 +410,10 @@ def test_numbers_that_are_not_finite_stay_in_their_row(fused):
 @pytest.mark.parametrize("layers, features, channels", [(1, 4, 4), (3, 128, 128), (4, 1024, 512)])
 def test_shares_cover_every_row_once(rows, layers, features, channels):
     tile = rule.backward_tile(rows)
-    shares = rule.shares_of(tile, layers, rows, features, channels, torch.device("cpu"))
+    shares = rule.split_k(tile, layers, rows, features, channels, torch.device("cpu"))
     assert shares.rows % rule.DEPTH == 0
     partial = 4 * shares.splits * layers * channels * (features + 1)
-    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule.SHARE_ROWS or 2 * partial > rule._PARTIAL_BYTES)
+    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule.SPLIT_ROWS or 2 * partial > rule._PARTIAL_BYTES)
     assert shares.rows * (shares.splits - 1) < rows <= shares.rows * shares.splits
     assert shares.weight_blocks % shares.splits == 0
 
@@ -421,7 +421,7 @@ def test_shares_cover_every_row_once(rows, layers, features, channels):
 def test_weights_edited_after_the_forward_pass_are_noticed(fused):
     from torch_geometric.nn.dense.linear import Linear
 
-    from pyg_dfgnn.nn.dense.linear import project
+    from pyg_dfgnn.nn.projection import project
 
     layers, x = [Linear(8, 8) for _ in range(2)], torch.randn(9, 8, requires_grad=True)
     out = project(x, 2, *layers)
@@ -435,7 +435,7 @@ def test_weights_edited_after_the_forward_pass_are_noticed(fused):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(700, 384), (129, 8), (40, 520), (1, 64), (300, 72)], ids=str)
 def test_sums_over_rows(shape, dtype, fused, monkeypatch):
-    monkeypatch.setattr(gemm, "_SUMMED_ROWS", 0)
+    monkeypatch.setattr(gemm, "_COLUMN_SUM_ROWS", 0)
     few_multiprocessors(monkeypatch, 4)
     rows = torch.randn(shape).to(dtype)
     found = gemm._column_sums(rows, torch.float32)
@@ -450,7 +450,7 @@ def test_sums_over_rows(shape, dtype, fused, monkeypatch):
 @pytest.mark.parametrize("key", ["strides", "address", "width", "float64", "few rows"])
 def test_sums_that_torch_takes(key, fused, monkeypatch):
     if key != "few rows":
-        monkeypatch.setattr(gemm, "_SUMMED_ROWS", 0)
+        monkeypatch.setattr(gemm, "_COLUMN_SUM_ROWS", 0)
     rows = torch.randn(90, 32).bfloat16()
     of = {
         "strides": lambda: rows.t().contiguous().t(),
@@ -467,6 +467,6 @@ def test_sums_that_torch_takes(key, fused, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 127, 128, 4097, 19_717, 10_000_000])
 @pytest.mark.parametrize("groups", [1, 3, 8, 1000])
 def test_shares_of_sums_cover_every_row_once(rows, groups):
-    shares, share = rule.sum_shares(rows, groups, torch.device("cpu"))
+    shares, share = rule.column_sum_splits(rows, groups, torch.device("cpu"))
     assert share * (shares - 1) < rows <= share * shares
     assert shares == 1 or (share >= 128 and shares * groups <= 4 * gpu.H200.multiprocessors)

@@ -50,7 +50,7 @@ def test_errors_are_of_the_size_of_float32(rows):
     x *= 10.0 ** torch.randint(-3, 4, (rows, 1), device="cuda")
     x[:, 64:] = -x[:, :64] * (1 + 1e-3 * torch.randn(rows, 64, device="cuda"))
     weights = [torch.cat([weight[:, :64], weight[:, :64]], 1) for weight in weights]
-    for y, weight in zip(gemm.apart(x, weights, biases), weights, strict=True):
+    for y, weight in zip(gemm.separate(x, weights, biases), weights, strict=True):
         want, size = F.linear(x.double(), weight.double()), F.linear(x.double().abs(), weight.double().abs())
         own = ((F.linear(x, weight) - want).abs() / size).max()
         assert ((y - want).abs() / size).max() < 2 * own
@@ -92,7 +92,7 @@ def test_warpgroups_with_numbers_that_are_not_finite():
     needs_warpgroups()
     x, weights, biases, _ = draw(20_000, 128, 128, 2, True, device="cuda")
     x[3, 5], x[19_999, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
-    first, second = gemm.apart(x, weights, biases)
+    first, second = gemm.separate(x, weights, biases)
     touched = torch.zeros(20_000, 128, dtype=torch.bool, device="cuda")
     touched[[3, 19_999]] = True
     assert torch.equal(~first.isfinite(), touched)
@@ -108,11 +108,11 @@ def test_warpgroups_with_numbers_that_are_not_finite():
 def test_capture_and_replay(sizes):
     """Also where a capture has shares of rows to add, whose kernel no call before has launched."""
     torch.cuda.synchronize()
-    gemm._sums_kernel(torch.float32)._loaded.clear()
+    gemm._column_sum_kernel(torch.float32)._loaded.clear()
     gemm._backward.cache_clear()
     tensors = draw(*sizes, device="cuda")
     run(*tensors, True)
-    assert gemm._sums_kernel(torch.float32)._loaded
+    assert gemm._column_sum_kernel(torch.float32)._loaded
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -143,7 +143,7 @@ def test_offsets_beyond_32_bits(features, channels, layers):
         pytest.skip("needs 48 GB of free memory")
     x = torch.randn(rows, features, device="cuda")
     weights = [torch.randn(channels, features, device="cuda") for _ in range(layers)]
-    found, kept = gemm.beside(x, weights, ())
+    found, kept = gemm.interleaved(x, weights, ())
     assert found.numel() > 2**31
     tail = slice(rows - 1000, rows)
     want = torch.cat([x[tail].double() @ weight.double().t() for weight in weights], 1)

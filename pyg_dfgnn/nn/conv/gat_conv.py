@@ -8,8 +8,8 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
-from pyg_dfgnn.nn.dense.linear import is_plain_linear, project_one
 from pyg_dfgnn.nn.gate import Call, FusedConv, methods_of, weights_dtype
+from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
 
@@ -71,11 +71,11 @@ class GATConv(FusedConv, conv.GATConv):
         res, att_src, att_dst, lin = self.res, self.att_src, self.att_dst, self._modules.get("lin")
         res = None if res is None or x_dst is None else res(x_dst)
         lin_src, lin_dst = (lin, lin) if lin is not None else (self.lin_src, self.lin_dst)
-        h_src = project_one(x_src, self.heads, lin_src)
+        (h_src,) = project(x_src, self.heads, lin_src)
         shared = x_dst is x_src and lin_dst is lin_src
         alpha_src, alpha_dst = attention_terms(h_src, att_src, att_dst if shared else None)
         if not shared and x_dst is not None:
-            h_dst = project_one(x_dst, self.heads, lin_dst)
+            (h_dst,) = project(x_dst, self.heads, lin_dst)
             alpha_dst, _ = attention_terms(h_dst, att_dst)
 
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)

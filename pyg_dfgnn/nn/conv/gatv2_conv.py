@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
-from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn.dense.linear import attend, project, project_one
-from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of, weights_dtype
+from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of
+from pyg_dfgnn.nn.projection import attend
 from pyg_dfgnn.ops.attention.functional import gatv2_attention
 
 
@@ -71,41 +69,29 @@ class GATv2Conv(FusedConv, conv.GATv2Conv):
 
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
-        if x_r is x_l and edge_attr is None and not call.weights:
-            attended = self._attend(edges, x_l)
-            if attended is not None:
-                return self._finish(attended, None, attended.dtype, self._residual(x_r), adjacency)
-        own, att, shared = self._modules, self.att, self.share_weights and x_r is x_l
-        if x_r is x_l and not shared:
-            h_src, h_dst = project(x_l, self.heads, own["lin_l"], own["lin_r"])
+        layers, heads = self._modules, self.heads
+        inputs: Any
+        if x_r is not x_l:
+            inputs = [(x_l, (layers["lin_l"],)), (x_r, (layers["lin_r"],))]
         else:
-            h_src = project_one(x_l, self.heads, own["lin_l"])
-            h_dst = h_src if shared else project_one(x_r, self.heads, own["lin_r"])
-        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        result = gatv2_attention(edges, h_src, h_dst, att, edge=edge, return_weights=call.weights, **self._options())
-        attended, alpha = result if call.weights else (result, None)
-        return self._finish(attended, alpha, weights_dtype(h_src, att), self._residual(x_r), adjacency)
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "negative_slope": float(self.negative_slope),
-            "dropout_p": float(self.dropout) if self.training else 0.0,
-            "concat": self.concat,
-        }
+            inputs = [(x_l, (layers["lin_l"],) if self.share_weights else (layers["lin_l"], layers["lin_r"]))]
+        attended, alpha, _ = attend(
+            "gatv2",
+            gatv2_attention,
+            edges,
+            heads,
+            inputs,
+            self.att,
+            edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, self.out_channels),
+            return_weights=call.weights,
+            negative_slope=float(self.negative_slope),
+            dropout_p=float(self.dropout) if self.training else 0.0,
+            concat=self.concat,
+        )
+        dtype = attended.dtype if alpha is None else alpha.dtype
+        return self._finish(attended, alpha, dtype, self._residual(x_r), adjacency)
 
     def _residual(self, x: Tensor) -> Tensor | None:
         # Always after the attention, so that a call that is repeated saves tensors and draws numbers in the same order.
         res = self.res
         return None if res is None else res(x)
-
-    def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Tensor | None:
-        """The attention of one node set with two projections, None if not at once."""
-        att, own = self.att, self._modules
-        if self.share_weights:
-            return None
-        # Autocast casts x.
-        if att.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
-            return None
-        layers = own["lin_l"], own["lin_r"]
-        found = attend(edges, "gatv2", x, self.heads, *layers, parameter=att, **self._options())
-        return None if found is None else found[0]

@@ -1,6 +1,5 @@
 """Drop-in for PyG's TransformerConv on the fused dot-product attention."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,9 +7,8 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
-from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn.dense.linear import attend, project
-from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of, weights_dtype
+from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of
+from pyg_dfgnn.nn.projection import attend
 from pyg_dfgnn.ops.attention.functional import dot_attention
 
 
@@ -72,44 +70,33 @@ class TransformerConv(FusedConv, conv.TransformerConv):
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
-        shared = x_src is x_dst
-        if shared and edge_attr is None and not call.weights:
-            found = self._attend(edges, x_src)
-            if found is not None:
-                return self._add_skip(x_dst, *found)
-        skip: Sequence[Tensor] = ()
-        if shared:
-            query, key, value, *skip = project(x_src, self.heads, *self._layers())
-            skip = [rows.flatten(1) for rows in skip]
+        layers, heads, channels = self._modules, self.heads, self.out_channels
+        query, key, value = layers["lin_query"], layers["lin_key"], layers["lin_value"]
+        inputs: Any
+        if x_src is x_dst:
+            # The skip connection has the shape of the others unless heads are averaged.
+            skips = (layers["lin_skip"],) if self.root_weight and self.concat else ()
+            inputs = [(x_src, (query, key, value, *skips))]
         else:
-            projected = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
-            query, key, value = (rows.view(-1, self.heads, self.out_channels) for rows in projected)
-        edge = None if edge_attr is None else self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)
-        result = dot_attention(edges, query, key, value, edge=edge, return_weights=call.weights, **self._options())
-        attended, alpha = result if call.weights else (result, None)
-        dtype = weights_dtype(query, key)
-        out = self._add_skip(x_dst, self._settle(attended, dtype), *skip)
+            inputs = [(x_dst, (query,)), (x_src, (key, value))]
+        attended, alpha, skip = attend(
+            "dot",
+            dot_attention,
+            edges,
+            heads,
+            inputs,
+            edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, channels),
+            return_weights=call.weights,
+            scale=channels**-0.5,
+            dropout_p=float(self.dropout) if self.training else 0.0,
+            concat=self.concat,
+        )
+        out = self._add_skip(x_dst, attended if self.concat else attended.mean(dim=1), *skip)
         if alpha is None:
             return out
         if isinstance(adjacency, SparseTensor):
-            return out, adjacency.set_value(alpha.to(dtype), layout="coo")
-        return out, (adjacency, alpha.to(dtype))
-
-    def _layers(self) -> Sequence[torch.nn.Module]:
-        """The linear layers of one node set that give results of one shape."""
-        own = self._modules
-        # The skip connection has the shape of the others unless heads are averaged.
-        skips = (own["lin_skip"],) if self.root_weight and self.concat else ()
-        return own["lin_query"], own["lin_key"], own["lin_value"], *skips  # type: ignore[return-value]
-
-    def _options(self) -> dict[str, Any]:
-        return {"dropout_p": float(self.dropout) if self.training else 0.0, "concat": self.concat}
-
-    def _attend(self, edges: Graph | EdgeSet, x: Tensor) -> Sequence[Tensor] | None:
-        """The attention of one node set, and the skip connection where it is made beside; None if not at once."""
-        layers, scale = self._layers(), self.out_channels**-0.5
-        found = attend(edges, "dot", x, self.heads, *layers, scale=scale, **self._options())
-        return found if found is None or self.concat else (found[0].mean(dim=1),)
+            return out, adjacency.set_value(alpha, layout="coo")
+        return out, (adjacency, alpha)
 
     def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
         """The attention with what the skip connection makes of the targets x, unless that is given."""

@@ -27,7 +27,8 @@ from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
 
 PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
 """Which projections of the nodes are target, key and value, by score."""
-_USED = {score: sum(place is not None for place in places) for score, places in PROJECTED.items()}
+USED = {score: sum(place is not None for place in places) for score, places in PROJECTED.items()}
+"""How many projections of the nodes each score reads."""
 
 
 def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
@@ -59,7 +60,7 @@ def _ready_in(
 
 def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
     """The projections that are neither target nor key nor value, [N, H * C]."""
-    used = _USED[score]
+    used = USED[score]
     return rows.chunk(projections, 1)[used:] if projections > used else ()
 
 
@@ -85,7 +86,7 @@ def _attend(
     dtype = kernels.problem.dtype
     if x.dtype is not dtype:
         x = x.to(dtype)
-    rows, kept = gemm.beside(x, weights, biases)
+    rows, kept = gemm.interleaved(x, weights, biases)
     ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
     return _launch(kernels, rows, ready, concat, wide, saved), x, rows, kept
 

@@ -1,0 +1,185 @@
+"""The linear layers in front of an attention: projections of one input, and the attention among them."""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+from torch_geometric.nn import dense
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn.dense.linear import Linear
+from pyg_dfgnn.nn.gate import weights_dtype_of
+from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.ops.attention.projected import USED, projected_attention
+from pyg_dfgnn.ops.eager import is_eager, is_plain
+
+_LINEAR = (dense.Linear, Linear)
+_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
+
+
+def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]:
+    """Return what each linear layer makes of `x`, with the channels divided into heads.
+
+    Plain layers of one shape share a node of autograd, see :func:`pyg_dfgnn.ops.gemm.project`. Under autocast x and the
+    parameters are cast once for all layers.
+
+    Args:
+        x: Shape [N, F].
+        heads: The number H of heads.
+        layers: PyG's `Linear` of H * C channels; others, and those with hooks, are called one by one.
+
+    Returns:
+        As many tensors [N, H, C].
+    """
+    parameters = None
+    # The host calls one layer in less time than it plans a launch.
+    if len(layers) > 1 or (is_eager() and gemm.is_large(x, getattr(layers[0], "out_channels", 0))):
+        parameters = _parameters_of(x, layers)
+    return _project(x, heads, layers, parameters)
+
+
+def attend(
+    score: str,
+    attention: Callable[..., Any],
+    graph: Graph | EdgeSet,
+    heads: int,
+    inputs: Sequence[tuple[Tensor, Sequence[torch.nn.Module]]],
+    *vectors: Tensor,
+    edge: Tensor | None = None,
+    return_weights: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """Return the attention among linear projections, in PyG's dtype.
+
+    Projections of one small node set and their attention share a node of autograd and few launches
+    (:func:`~pyg_dfgnn.ops.attention.projected.projected_attention`): projecting first costs such a graph's host more.
+
+    Args:
+        score: Name of the score.
+        attention: Its function, which takes the graph, the projections and the vectors.
+        graph: The edges.
+        heads: The number H of heads.
+        inputs: Each x [N, F] with its layers, whose results are the projections in turn; one result fills every role.
+        vectors: Parameters of the score.
+        edge: Features [E, H, C] of the edges.
+        return_weights: Whether the weights are wanted.
+        options: Further arguments of the score.
+
+    Returns:
+        The attention, its weights [E, H] or None, and what each further layer gives, [N, H * C].
+    """
+    x, layers = inputs[0]
+    roles = USED[score]
+    if len(inputs) == 1 and len(layers) > 1:
+        parameters = _parameters_of(x, layers)
+        if parameters is not None and edge is None and not return_weights:
+            results = _attend_at_once(score, graph, heads, x, parameters, vectors, options)
+            if results is not None:
+                return results[0], None, results[1:]
+        rows = _project(x, heads, layers, parameters)
+    else:
+        rows = [row for x, layers in inputs for row in project(x, heads, *layers)]
+    used = rows[:roles] if len(rows) > 1 else [rows[0]] * roles
+    out = attention(graph, *used, *vectors, edge=edge, return_weights=return_weights, **options)
+    out, weights = out if return_weights else (out, None)
+    other = vectors[0] if vectors else used[1]
+    dtype = weights_dtype_of(used[0].dtype, other.dtype, used[0].is_cuda)
+    if out.dtype is not dtype:
+        out = out.to(torch.promote_types(out.dtype, dtype))
+    return out, None if weights is None else weights.to(dtype), [each.flatten(1) for each in rows[roles:]]
+
+
+def _attend_at_once(
+    score: str,
+    graph: Graph | EdgeSet,
+    heads: int,
+    x: Tensor,
+    parameters: _Parameters,
+    vectors: Sequence[Tensor],
+    options: dict[str, Any],
+) -> Sequence[Tensor] | None:
+    """Return the attention and what each further layer gives under one node of autograd; None where it does not pay."""
+    weights, biases, dtype = parameters
+    vector = vectors[0] if vectors else None
+    out_dtype = None
+    if dtype is not None:
+        out_dtype = weights_dtype_of(dtype, dtype if vector is None else vector.dtype, x.is_cuda)
+        if out_dtype not in (dtype, torch.float32):
+            return None
+    elif vector is not None and vector.dtype is not x.dtype:
+        return None
+    return projected_attention(
+        graph, score, x, weights, biases, heads, parameter=vector, dtype=dtype, out_dtype=out_dtype, **options
+    )
+
+
+def _project(
+    x: Tensor, heads: int, layers: Sequence[torch.nn.Module], parameters: _Parameters | None
+) -> Sequence[Tensor]:
+    if parameters is not None:
+        weights, biases, dtype = parameters
+        return gemm.project(x, weights, biases, heads, dtype)
+    results = []
+    for layer in layers:
+        rows = layer(x)
+        results.append(rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads))
+    return results
+
+
+def is_plain_linear(layer: torch.nn.Module) -> bool:
+    """Return whether calling the layer is a product with its weight and nothing else."""
+    return _is_product(layer) and not _has_any_global_hook()
+
+
+def _is_product(layer: torch.nn.Module) -> bool:
+    """Return the same, but for hooks that all modules share."""
+    if type(layer) not in _LINEAR:
+        return False
+    attributes = layer.__dict__
+    return gemm.keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not any(_hooks(attributes))
+
+
+def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:
+    """Return the parameters of layers that are products with matrices of one shape, which nothing watches or changes.
+
+    Returns:
+        The weights; as many biases, or none; the dtype that autocast has for the products, None without autocast. None
+        where calling a layer may be more than its product.
+    """
+    if not is_eager() or not is_plain(x) or x.layout is not torch.strided or _has_any_global_hook():
+        return None
+    cast = None
+    dtype: torch.dtype | None = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        cast = torch.get_autocast_dtype(x.device.type)
+        dtype = _dtype_under_autocast(cast, x, layers[0])
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    for layer in layers:
+        if not _is_product(layer):
+            return None
+        parameters: Any = layer._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        if weight.dtype is not dtype or (weights and weight.shape != weights[0].shape):
+            return None
+        weights.append(weight)
+        if bias is not None:
+            # PyG broadcasts a bias of one element, and refuses those of another shape.
+            if bias.dtype is not dtype or bias.shape != weight.shape[:1]:
+                return None
+            biases.append(bias)
+    return (weights, biases, cast) if len(biases) in (0, len(weights)) else None
+
+
+def _dtype_under_autocast(cast: torch.dtype, x: Tensor, layer: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype that all parameters need where autocast casts these and x; None where it may not."""
+    # Autocast leaves float64 alone.
+    dtypes = cast, torch.float32
+    if cast.itemsize != 2 or type(layer) not in _LINEAR:
+        return None
+    weight = layer._parameters.get("weight")
+    return weight.dtype if weight is not None and weight.dtype in dtypes and x.dtype in dtypes else None
