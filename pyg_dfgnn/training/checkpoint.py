@@ -1,4 +1,4 @@
-"""Saving a run between two epochs and taking it up again."""
+"""Save a run between two epochs and resume it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-# What must agree between a checkpoint and the run that takes it up; where the data lie may differ.
+# These parts of the config must agree between a checkpoint and the run that resumes it, except the places of the data.
 _FIXED = ("model", "data", "optimizer", "scheduler", "seed")
 _FREE = ("data.task.search", "data.task.cache")
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's generators on the CPU and on the device in use."""
+    """Return the state of torch's generators on the CPU and on the device."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -24,14 +24,14 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what :func:`rng_state` returned, as far as it was saved on a device of this kind."""
+    """Restore the result of :func:`rng_state`; the generator of a GPU is restored if the state was saved on one."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint; a reader sees the old or the new file, never a part of one."""
+    """Write a checkpoint so that a reader sees the old or the new file, never a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -42,8 +42,8 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint to resume from.
 
     Args:
-        path: The run folder, or `checkpoints/last.pt` in it.
-        config: The resolved config of the run that takes it up.
+        path: Run folder, or `checkpoints/last.pt` in it.
+        config: Resolved config of the resuming run.
 
     Returns:
         The state, on the CPU.
@@ -61,19 +61,19 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    # A damaged file makes torch raise KeyError, EOFError and other errors of pickle, zipfile and its own.
+    # For a damaged file, torch raises KeyError, EOFError and other errors of pickle and zipfile.
     except Exception as error:
         raise ValueError(f"{needed} (got {file}, which is no checkpoint or is damaged)") from error
     for name in ("optimizer", "config"):
         if not isinstance(state, dict) or name not in state:
             raise ValueError(f"{needed} (got {file}, which lacks '{name}')")
-    saved, given = _fixed(state["config"]), _fixed(config)
-    different = [name for name in {**saved, **given} if saved.get(name) != given.get(name)]
+    saved, current = _fixed(state["config"]), _fixed(config)
+    different = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if different:
         reasons = "; ".join(
-            f"'{name}' needs {saved.get(name)!r} as in the checkpoint (got {given.get(name)!r})" for name in different
+            f"'{name}' needs {saved.get(name)!r} as in the checkpoint (got {current.get(name)!r})" for name in different
         )
-        words = shlex.join(_override(name, saved, given) for name in different)
+        words = shlex.join(_override(name, saved, current) for name in different)
         raise ValueError(f"cannot resume from {file}: {reasons}. Go on with {words}")
     return state
 
@@ -83,12 +83,12 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in leaves.items() if name not in _FREE}
 
 
-def _override(name: str, saved: dict[str, Any], given: dict[str, Any]) -> str:
-    """What sets a value to that of the checkpoint on the command line."""
+def _override(name: str, saved: dict[str, Any], current: dict[str, Any]) -> str:
+    """Return the command line override that sets a value to that of the checkpoint."""
     if name not in saved:
         return f"~{name}"
     value = saved[name] if isinstance(saved[name], str) else json.dumps(saved[name])
-    return f"{'' if name in given else '+'}{name}={value}"
+    return f"{'' if name in current else '+'}{name}={value}"
 
 
 def _flat(value: Any, name: str) -> dict[str, Any]:

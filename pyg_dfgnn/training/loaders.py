@@ -1,10 +1,11 @@
-"""Where batches come from: one whole graph, graphs collated on the host or on the device, sampled neighbours."""
+"""Batches for training: one whole graph, graphs collated on the host or on the device, or sampled neighbours."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,18 @@ from pyg_dfgnn.errors import check_integer
 from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
 
-# The share of a GPU's memory that graphs may take which are not asked to stay there.
+# Graphs stay on a GPU by default if they take at most this share of its memory.
 _RESIDENT_SHARE = 0.25
 
 
 class Batches:
-    """The batches of a split, made on the device that uses them.
+    """The batches of a split, on the device that uses them.
 
     Args:
-        source: Gives the batches, on the host or on the device.
-        prepare: Brings a batch to the device and completes it.
-        device: Where they are used.
-        prefetch: Make them on a stream of their own, while the device is at work on the batch before.
+        source: Iterable of batches on the host or on the device.
+        prepare: Function that moves a batch to the device and completes it.
+        device: Device that uses the batches.
+        prefetch: Make each batch on a separate stream while the device works on the previous one.
 
     Attributes:
         host_s: Seconds that the host has spent on making batches.
@@ -52,7 +53,7 @@ class Batches:
         source = iter(self.source)
         while True:
             started = time.perf_counter()
-            # Steps do not wait for the device: the one on the batch before has been enqueued and is running.
+            # The host does not wait for the step on the previous batch, which is running.
             with torch.cuda.stream(self.stream):
                 batch = next(source, None)
                 if batch is None:
@@ -61,21 +62,21 @@ class Batches:
             if self.stream is not None:
                 current = torch.cuda.current_stream(self.device)
                 current.wait_stream(self.stream)
-                # The memory belongs to the other stream, which must not use it again while this one reads.
+                # The memory belongs to the other stream, which must not reuse it while this one reads.
                 batch.record_stream(current)
             self.host_s += time.perf_counter() - started
             yield batch
 
 
-class ResidentLoader:
-    """Batches of graphs that stay on the device: what moves is which graphs.
+class DeviceLoader:
+    """Batches of graphs that stay on the device; only the indices of a batch are moved there.
 
     Args:
-        graphs: Of one split.
-        batch_size: Graphs of a batch; the last one may have fewer.
-        device: Where they stay.
-        order: Draws the permutation of each epoch; None keeps the order.
-        group: The processes that share each batch.
+        graphs: Graphs of one split.
+        batch_size: Graphs of a batch; the last batch may have fewer.
+        device: Device of the graphs.
+        order: Generator of the permutation of each epoch; None keeps the order.
+        group: Processes that share each batch.
 
     Raises:
         ValueError: `batch_size` is smaller than the number of processes.
@@ -93,7 +94,7 @@ class ResidentLoader:
         check_integer("batch_size", batch_size, self.group.size)
         self.count, self.batch_size, self.order = len(graphs), batch_size, order
         self.costs = edges_of(graphs)
-        # For a process that goes without in a short last batch.
+        # A process without a share of a short last batch takes the empty graph.
         self.graphs = DeviceDataset(graphs if self.group.size == 1 else [*graphs, empty_graph(graphs[0])], device)
 
     def __len__(self) -> int:
@@ -107,14 +108,14 @@ class ResidentLoader:
 
 
 def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
-    """The one graph of a task on the device, once per split with the labels of that split and all others ignored."""
-    # PyG moves a graph in place, and a sampler needs it where it is.
+    """Return the one graph of a task on the device, once per split with only the labels of that split."""
+    # PyG moves a graph in place, but a sampler needs it on the host.
     moved = task.map(lambda graph: copy.copy(graph).to(device))
     return {split: [labelled(graph, split)] for split, (graph,) in moved.splits.items()}
 
 
 def labelled(graph: Data, split: str) -> Data:
-    """The graph with the labels of one split, all others ignored; tensors are shared."""
+    """Return the graph with only the labels of one split; other tensors are shared."""
     graph = copy.copy(graph)
     graph.y = graph.y.masked_fill(~graph[f"{split}_mask"], IGNORED)
     return graph
@@ -131,16 +132,16 @@ def graph_batches(
     resident: bool | None,
     prefetch: bool,
 ) -> dict[str, Batches]:
-    """Mini-batches of the graphs of each split.
+    """Return mini-batches of the graphs of each split.
 
     Args:
-        task: Many graphs.
-        device: Where the batches are used.
+        task: Task of many graphs.
+        device: Device that uses the batches.
         options: Arguments of PyG's DataLoader.
-        order: Draws the order of the training graphs.
-        group: The processes that share each batch.
-        sort_edges: Sort each graph once, so that a batch comes with its graph and no batch is sorted.
-        resident: Keep all graphs on the device and gather batches there; None: on a GPU that has the room.
+        order: Generator of the order of the training graphs.
+        group: Processes that share each batch.
+        sort_edges: Sort each graph once, so that no batch is sorted.
+        resident: Keep all graphs on the device and gather batches there; None: if a GPU has enough memory.
         prefetch: As in :class:`Batches`.
     """
     if sort_edges:
@@ -148,17 +149,17 @@ def graph_batches(
     if resident is None:
         resident = device.type == "cuda" and _fits(task, device)
     if resident:
-        size, prepare = options["batch_size"], _as_it_is
+        size, prepare = options["batch_size"], _unchanged
         sources: dict[str, Any] = {
-            split: ResidentLoader(graphs, size, device, order if split == "train" else None, group)
+            split: DeviceLoader(graphs, size, device, order if split == "train" else None, group)
             for split, graphs in task.splits.items()
         }
     else:
         if sort_edges:
             task = task.map(_narrow)
-        rest = {"pin_memory": device.type == "cuda", "generator": order, **options}
-        make = DataLoader if group.size == 1 else _Shared(group)
-        sources = {split: make(graphs, shuffle=split == "train", **rest) for split, graphs in task.splits.items()}
+        options = {"pin_memory": device.type == "cuda", "generator": order, **options}
+        make = DataLoader if group.size == 1 else partial(shared_loader, group=group)
+        sources = {split: make(graphs, shuffle=split == "train", **options) for split, graphs in task.splits.items()}
         prepare = _Move(device, sort_edges)
     return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
 
@@ -166,36 +167,36 @@ def graph_batches(
 def sampled(
     graph: Data, device: torch.device, options: Mapping[str, Any], order: torch.Generator, group: Group
 ) -> NeighborLoader:
-    """Mini-batches of sampled neighbours of the training nodes, which alone keep their labels.
+    """Return mini-batches of training nodes with sampled neighbours.
 
     Args:
-        graph: The whole graph, on the CPU.
-        device: Where the batches are used.
+        graph: Whole graph on the CPU.
+        device: Device that uses the batches.
         options: `num_neighbors`, `batch_size` and other arguments of PyG's NeighborLoader.
-        order: Draws the order of the training nodes.
-        group: The processes that share each batch of training nodes.
+        order: Generator of the order of the training nodes.
+        group: Processes that share each batch of training nodes.
 
     Raises:
         ValueError: PyG has no library to sample with.
     """
     if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
         raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
-    given = {"pin_memory": device.type == "cuda", "generator": order, **options}
+    options = {"pin_memory": device.type == "cuda", "generator": order, **options}
     nodes = graph.train_mask.nonzero().view(-1)
     if group.size == 1:
-        return NeighborLoader(graph, input_nodes=nodes, shuffle=True, **given)
-    # One node more, for a process that goes without in a short last batch: see Seeds.
+        return NeighborLoader(graph, input_nodes=nodes, shuffle=True, **options)
+    # A process without a share of a short last batch takes the additional node, which Seeds ignores.
     sampler = RandomSampler(range(len(nodes)), generator=order)
-    batches = SharedBatches(sampler, given.pop("batch_size"), group, filler=len(nodes))
-    return NeighborLoader(graph, input_nodes=torch.cat([nodes, nodes[:1]]), batch_sampler=batches, **given)
+    batches = SharedBatches(sampler, options.pop("batch_size"), group, filler=len(nodes))
+    return NeighborLoader(graph, input_nodes=torch.cat([nodes, nodes[:1]]), batch_sampler=batches, **options)
 
 
 class Seeds:
-    """Brings a batch of sampled neighbours to the device; only the nodes that were sampled for keep their labels.
+    """Move a batch of sampled neighbours to the device and drop the labels of the neighbours.
 
     Args:
-        device: Where the batch is used.
-        count: Training nodes; one with this number is a filler and counts for nothing.
+        device: Device that uses the batch.
+        count: Number of training nodes; a seed with this index is a filler whose label is dropped too.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -209,16 +210,8 @@ class Seeds:
         return batch
 
 
-class _Shared:
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, graphs: list[Data], **options: Any) -> DataLoader:
-        return shared_loader(graphs, self.group, **options)
-
-
 class _Move:
-    """Brings a collated batch to the device, with its graph if the graphs were sorted."""
+    """Move a collated batch to the device, with its graph if the edges of the graphs are sorted."""
 
     def __init__(self, device: torch.device, is_sorted: bool) -> None:
         self.device, self.is_sorted = device, is_sorted
@@ -233,18 +226,18 @@ class _Move:
 
 
 def _narrow(graph: Data) -> Data:
-    # Half the bytes to collate and to move.
+    # int32 halves the bytes to collate and to move.
     graph = copy.copy(graph)
     graph.edge_index = graph.edge_index.int()
     return graph
 
 
-def _as_it_is(batch: Data) -> Data:
+def _unchanged(batch: Data) -> Data:
     return batch
 
 
 def _fits(task: Task, device: torch.device) -> bool:
-    """Whether all graphs take a small share of the device's memory."""
+    """Return whether all graphs take a small share of the device's memory."""
     graphs = [graph for part in task.splits.values() for graph in part]
-    held = sum(value.nbytes for graph in graphs for _, value in graph if isinstance(value, torch.Tensor))
-    return held <= _RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    num_bytes = sum(value.nbytes for graph in graphs for _, value in graph if isinstance(value, torch.Tensor))
+    return num_bytes <= _RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""Loss and metrics of a classification; labels of -100 (:data:`IGNORED`) do not count."""
+"""Loss and metrics of classification, which leave out labels of -100 (:data:`IGNORED`)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_dfgnn.datasets.task import METRICS
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
 
 IGNORED = -100
-"""Label of what does not count, such as nodes outside of a split: torch's own choice."""
-METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1")
+"""Label that losses and metrics leave out, such as of nodes outside of a split; torch's default `ignore_index`."""
 
 
 def class_counts(y: Tensor, num_classes: int) -> Tensor:
-    """How many of `y [N]` have each label, `[K]`, without a device synchronisation."""
+    """Return the number of each label in `y [N]` as `[K]`, without a device synchronisation."""
     counts = y.new_zeros(num_classes + 1)
     return counts.index_add_(0, torch.where(y < 0, num_classes, y), torch.ones_like(y))[:num_classes]
 
 
 def class_weights(counts: Tensor) -> Tensor:
-    """Rare classes weigh more: `(N - n_c) / N`, and 0 for a class that is absent.
+    """Return class weights `(N - n_c) / N`, which favour rare classes; an absent class has weight 0.
 
     Args:
         counts: Labels per class `[K]`.
@@ -36,29 +36,29 @@ def class_weights(counts: Tensor) -> Tensor:
 
 
 def label_counts(y: Tensor, num_classes: int, *, loss_weights: bool) -> Tensor:
-    """What a loss needs of all labels `y [N]`: :func:`class_counts`, or without weights how many count, `[]`."""
+    """Return what a loss needs to know of all labels `y [N]`: :func:`class_counts`, or without weights their number."""
     return class_counts(y, num_classes) if loss_weights else (y != IGNORED).sum()
 
 
 def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tensor | None = None) -> Tensor:
-    """Mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
+    """Return the mean cross entropy of `logits [N, K]` and labels `y [N]`, `sum_i w_{y_i} l_i / sum_i w_{y_i}`.
 
     Args:
-        logits: Of any floating dtype; the loss is taken in float32.
+        logits: Logits of any floating dtype; the loss is computed in float32.
         y: Labels.
-        loss_weights: Weigh with the :func:`class_weights` of these labels rather than with 1.
-        counts: The :func:`label_counts` of these labels; where several processes hold labels of their own, their
-            average over the processes, and the results of the processes average to the loss. None: they are taken here.
+        loss_weights: Weigh the labels with their :func:`class_weights` rather than with 1.
+        counts: The :func:`label_counts` of these labels. With several processes, the average of their label counts;
+            the results of the processes then average to the loss. None: the counts of `y`.
     """
     if counts is None and not loss_weights:
-        # The same mean, in fewer launches.
+        # This form of the mean needs fewer launches.
         return F.cross_entropy(logits.float(), y, ignore_index=IGNORED)
     total = label_counts(y, logits.size(1), loss_weights=loss_weights) if counts is None else counts
     weight = None
     if loss_weights:
         weight = class_weights(total)
         total = (weight * total).sum()
-        # One class alone weighs nothing: a loss of 0 instead of 0 / 0.
+        # A single class has weight 0; its loss is 0 rather than 0 / 0.
         total = torch.where(total > 0, total, 1.0)
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
@@ -66,15 +66,15 @@ def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tens
 class Score:
     """Loss and metric over batches, kept on the device until they are read.
 
-    All metrics are taken over the whole split, so they do not depend on the batch size; the published benchmark of
-    PATTERN and CLUSTER averages the balanced accuracy over its batches. A class without labels counts 0 in that mean.
+    Metrics are computed over the whole split, so they do not depend on the batch size; the published benchmark of
+    PATTERN and CLUSTER averages the balanced accuracy over its batches instead.
 
     Args:
         num_classes: K.
-        metric: "accuracy"; "balanced_accuracy", the mean over the classes of the share that was found; "macro_f1", the
-            mean of the F1 score over the classes that are there or predicted; or "roc_auc", the area under the ROC
-            curve of two classes.
-        device: Of the logits.
+        metric: "accuracy"; "balanced_accuracy", the mean recall of the classes, 0 for a class without labels;
+            "macro_f1", the mean F1 score of the classes that occur or are predicted; or "roc_auc", the area under the
+            ROC curve of two classes.
+        device: Device of the logits.
 
     Raises:
         ValueError: `metric` is unknown.
@@ -84,9 +84,9 @@ class Score:
         check_choice("metric", metric, METRICS)
         self.kind = metric
         self.loss_sum = torch.zeros((), device=device)
-        # Row: class, column: prediction. The last row holds what does not count.
+        # Rows are classes, columns are predictions; the last row holds ignored labels.
         self.confusion = torch.zeros(num_classes + 1, num_classes, dtype=torch.long, device=device)
-        # For the ROC curve: logit of class 1 over that of class 0, and label.
+        # The ROC curve needs the difference of the two logits, and the label.
         self.margins: list[tuple[Tensor, Tensor]] = []
 
     def add(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
@@ -100,7 +100,7 @@ class Score:
             self.margins.append((logits.detach()[:, 1].float() - logits.detach()[:, 0].float(), y.clone()))
 
     def gather(self, group: Group) -> Score:
-        """Add what the other processes have seen; returns itself."""
+        """Add the batches of the other processes and return this score."""
         self.loss_sum, self.confusion = group.sum(self.loss_sum), group.sum(self.confusion)
         if self.margins:
             margin, y = (group.gather(torch.cat(parts)) for parts in zip(*self.margins))
@@ -124,22 +124,24 @@ class Score:
             return float(right.sum() / total.sum())
         if self.kind == "balanced_accuracy":
             return float((right / total.clamp(min=1)).mean())
-        # A class that is neither there nor predicted does not count, as in scikit-learn.
+        # As in scikit-learn, a class that neither occurs nor is predicted is left out.
         seen = total + counted.sum(dim=0)
         return float((2 * right / seen.clamp(min=1)).sum() / (seen > 0).sum().clamp(min=1))
 
 
 def roc_auc(score: Tensor, y: Tensor) -> float:
-    """Probability that a positive scores higher than a negative, ties counting half; nan if one kind is absent.
+    """Return the probability that a positive scores higher than a negative; a tie counts half.
+
+    The result is nan if there are no positives or no negatives.
 
     Args:
-        score: Higher for positives, `[N]`.
+        score: Scores, higher for positives, `[N]`.
         y: 1 for positives, 0 for negatives, `[N]`.
 
     Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, Radiology 1982 (the U statistic).
     """
     _, place, ties = score.unique(return_inverse=True, return_counts=True)
-    # The mean rank of equal scores.
+    # Equal scores share their mean rank.
     rank = ties.cumsum(0).double() - (ties.double() - 1) / 2
     positive = y == 1
     num_positive, num_negative = positive.sum().double(), (~positive).sum().double()

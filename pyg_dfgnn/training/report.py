@@ -1,4 +1,4 @@
-"""The files a run leaves behind: environment and metrics as JSON, metrics per epoch as CSV, and curves."""
+"""Files of a run: environment and metrics as JSON, metrics per epoch as CSV, and curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import pyg_dfgnn
 
-# What decides the numbers and times of a run; CuPy under either of its names.
+# These packages decide the numbers and times of a run; CuPy has two names.
 _PACKAGES = (
     "torch",
     "torch_geometric",
@@ -30,8 +30,8 @@ _PACKAGES = (
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a run ran on: command, versions of packages, commit of a source tree, and the GPU if it uses one."""
-    found: dict[str, Any] = {
+    """Return what a run ran on: command, versions of packages, commit of a source tree, and the GPU if it has one."""
+    values: dict[str, Any] = {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -42,16 +42,16 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            values[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            values[name] = None
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
+        values |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return values
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the tree that this package lies in; None for an installed package."""
+    """Return the output of git in the source tree of this package; None for an installed package."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
@@ -60,7 +60,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def write_metrics(folder: Path, summary: dict[str, Any], history: list[dict[str, float]]) -> tuple[Path, Path]:
-    """Write `metrics.json` (the summary) and `metrics.csv` (one row per epoch); returns both paths."""
+    """Write `metrics.json` (the summary) and `metrics.csv` (one row per epoch), and return both paths."""
     json_path, csv_path = folder / "metrics.json", folder / "metrics.csv"
     json_path.write_text(json.dumps(summary, indent=2) + "\n")
     write_history(csv_path, history)

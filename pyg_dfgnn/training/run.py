@@ -49,16 +49,16 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     """Train, test the best epoch, and leave metrics, curves and checkpoints in the run folder.
 
     Args:
-        cfg: Composed from `configs/train.yaml`.
-        group: The processes that train together; None: those that torchrun or submitit has started.
+        cfg: Config composed from `configs/train.yaml`.
+        group: Processes that train together; None: those that torchrun or submitit has started.
 
     Returns:
-        The metric that `cfg.returns` names, the test accuracy unless changed.
+        The metric that `cfg.returns` names, by default the test accuracy.
 
     Raises:
-        TypeError: A value of the config has another type than it needs.
-        ValueError: The config asks for something that does not fit; says what.
-        FileNotFoundError: The data set or the checkpoint to resume from is not there.
+        TypeError: A value of the config has the wrong type.
+        ValueError: A value of the config is wrong or does not fit another one.
+        FileNotFoundError: The data set or the checkpoint to resume from is missing.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     backend = config["backend"]
@@ -69,10 +69,10 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     folder = run_folder(config["paths"]["run"])
     config["paths"]["run"] = str(folder)
     device = choose_device(config["device"])
-    # As partials, because hydra would wrap an error of the call and escape its line breaks.
+    # Hydra would wrap an error of the call and escape its line breaks, so that it only makes a partial here.
     make_model = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
     with torch.device("meta"):
-        # Refuses wrong arguments before the data are made.
+        # Wrong arguments are refused before the data are made.
         make_model(1, 1)
     _try_arguments(cfg)
     group = group or Group.of_environment(device)
@@ -153,16 +153,16 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
 
 
 def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -> Optimizer:
-    """The optimizer that a config names, on a GPU with one kernel for all parameters where it has one.
+    """Make the optimizer that a config names, on a GPU with its fused kernel if it has one.
 
     Args:
-        config: `_target_` and arguments; `fused` and `foreach` are left as they are given.
-        model: Whose parameters it steps.
-        device: Where they are.
+        config: `_target_` and arguments; `fused` and `foreach` overrule the choice made here.
+        model: Model whose parameters are trained.
+        device: Device of the parameters.
 
     Raises:
         TypeError: An argument is unknown or has the wrong type.
-        ValueError: An argument has a value that does not fit.
+        ValueError: An argument has a wrong value.
     """
     make = instantiate(config, _partial_=True)
     is_open = "fused" in inspect.signature(make.func).parameters and not {"fused", "foreach"} & config.keys()
@@ -172,15 +172,15 @@ def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -
 
 
 def make_scheduler(config: DictConfig, optimizer: Optimizer) -> Any:
-    """The scheduler of the learning rate that a config names.
+    """Make the learning rate scheduler that a config names.
 
     Args:
         config: `_target_` and arguments.
-        optimizer: Whose learning rates it sets.
+        optimizer: Optimizer whose learning rates it sets.
 
     Raises:
         TypeError: An argument is unknown or has the wrong type.
-        ValueError: An argument has a value that does not fit.
+        ValueError: An argument has a wrong value.
     """
     make = instantiate(config, _partial_=True)
     with _arguments("scheduler", config):
@@ -188,29 +188,29 @@ def make_scheduler(config: DictConfig, optimizer: Optimizer) -> Any:
 
 
 def _try_arguments(cfg: DictConfig) -> None:
-    """Refuse what optimizer and scheduler do not take; a scheduler uses some of it in its steps alone."""
+    """Refuse wrong arguments of optimizer and scheduler, some of which a scheduler only reads in its steps."""
     optimizer = make_optimizer(cfg.optimizer, nn.Linear(1, 1), torch.device("cpu"))
     scheduler = make_scheduler(cfg.scheduler, optimizer)
     with _arguments("scheduler", cfg.scheduler), warnings.catch_warnings():
-        # That the optimizer has made no step.
+        # The scheduler would warn that the optimizer has made no step.
         warnings.simplefilter("ignore")
         step_scheduler(scheduler, 1.0)
 
 
 @contextmanager
 def _arguments(name: str, config: DictConfig) -> Iterator[None]:
-    """Errors that arise from the arguments of a config say so."""
+    """A block whose errors are raised anew with the arguments of a config."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError) as error:
-        given = {key: value for key, value in config.items() if key != "_target_"}
+        arguments = {key: value for key, value in config.items() if key != "_target_"}
         kind = config["_target_"].rpartition(".")[2]
         raised = TypeError if isinstance(error, TypeError) else ValueError
-        raise raised(f"'{name}' needs arguments that {kind} takes (got {given}): {error}") from error
+        raise raised(f"'{name}' needs arguments that {kind} takes (got {arguments}): {error}") from error
 
 
 def run_folder(name: str | None) -> Path:
-    """Where a run leaves its files: the named folder, else that of the Hydra job, else a new one in `outputs`."""
+    """Return the folder of a run's files: the named one, else that of the Hydra job, else a new one in `outputs`."""
     if name is not None:
         return Path(name)
     if HydraConfig.initialized():
@@ -219,7 +219,7 @@ def run_folder(name: str | None) -> Path:
 
 
 def import_convs(name: str) -> ModuleType:
-    """The module that a config names for its convolutions.
+    """Import the module that a config names for its convolutions.
 
     Raises:
         ValueError: There is no such module.
@@ -231,7 +231,7 @@ def import_convs(name: str) -> ModuleType:
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run in a folder: its command, or its arguments if a launcher has started it."""
+    """Return the command that resumes the run in a folder, or only its arguments if a launcher started the run."""
     resume = f"resume={folder.resolve()}"
     if not HydraConfig.initialized():
         return resume
@@ -242,10 +242,10 @@ def resume_command(folder: Path) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a config names: "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1".
+    """Return the device that a config names: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
 
     Raises:
-        ValueError: The name is no device, or CUDA is asked for and absent.
+        ValueError: The name is no device, or names a GPU that is absent.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -36,7 +36,7 @@ from pyg_dfgnn.training.step import PRECISIONS, CapturedStep, Recorder, Step
 log = logging.getLogger(__name__)
 
 MONITORS = ("val_accuracy", "val_loss")
-# How an optimizer launches its kernels, not what it computes.
+# These options decide how an optimizer launches its kernels, not what it computes.
 _LAUNCHES = ("capturable", "foreach", "fused")
 
 
@@ -45,25 +45,25 @@ class Options:
     """How to train, as `configs/trainer` has it.
 
     Args:
-        epochs: Most epochs.
-        monitor: "val_accuracy" or "val_loss"; decides the best epoch and early stopping.
-        patience: Stop after this many epochs without a better one; None trains all epochs.
-        max_time_s: Start no epoch that would end later than so many seconds after the call of :meth:`Trainer.fit`, if
-            it takes as long as those before it; None: no limit.
+        epochs: Number of epochs unless training stops early.
+        monitor: Metric that decides the best epoch and early stopping: "val_accuracy" or "val_loss".
+        patience: Number of epochs without a better one after which training stops; None: never.
+        max_time_s: Time limit of :meth:`Trainer.fit`; an epoch starts if one of the mean duration would end in time.
+            None: no limit.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
-        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); on several processes
-            only where the task is one graph.
+        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); with several processes
+            the task must be one graph.
         compile: Call the model through `torch.compile(fullgraph=True)`.
-        prefetch: On a GPU, make each mini-batch on a stream of its own while the one before is in use.
-        resident: Keep all graphs on the device and gather mini-batches there; None: on a GPU that has the room.
-        checkpoint_every: Epochs between two writes of the checkpoints; an interrupt and the end write them too.
+        prefetch: On a GPU, make each mini-batch on a separate stream while the previous one is in use.
+        resident: Keep all graphs on the device and gather mini-batches there; None: if a GPU has enough memory.
+        checkpoint_every: Epochs between two writes of the checkpoints, which an interrupt and the end write too.
         log_every: Epochs between two log lines.
         progress: Show a progress bar; None: only on a terminal.
 
     Raises:
-        TypeError: A number or a truth value is something else.
+        TypeError: A value has the wrong type.
         ValueError: A value is not among its choices or out of range.
     """
 
@@ -89,41 +89,40 @@ class Options:
             check_integer(name, getattr(self, name), 1)
         for name in ("cuda_graph", "compile", "prefetch"):
             check_bool(name, getattr(self, name))
+        for name in ("resident", "progress"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         if self.max_time_s is not None:
             check_range("max_time_s", self.max_time_s, 0.0)
-        if self.resident is not None:
-            check_bool("resident", self.resident)
-        if self.progress is not None:
-            check_bool("progress", self.progress)
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
             check_integer("loader.num_workers", self.loader.get("num_workers", 0), 0)
         if self.sampler is not None:
             check_integer("sampler.batch_size", self.sampler.get("batch_size"), 1)
             if not self.sampler.get("num_neighbors"):
-                given = self.sampler.get("num_neighbors")
-                raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {given})")
+                neighbors = self.sampler.get("num_neighbors")
+                raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {neighbors})")
             if self.cuda_graph:
                 raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
 
 
 class Trainer:
-    """Trains a model epoch by epoch and keeps the best one by a validation metric.
+    """Train a model epoch by epoch and keep the best epoch by a validation metric.
 
     Args:
-        model: Called as `model(x, edge_index)`, or with `pe` where the graphs carry it; on `device`.
-        task: The graphs.
-        optimizer: Of the model's parameters.
-        scheduler: Stepped once per epoch.
-        device: Where to train.
-        folder: Checkpoints go to `checkpoints/last.pt` and `checkpoints/best.pt` in it.
+        model: Model on `device`, called as `model(x, edge_index)`, with `pe` if the graphs carry it.
+        task: Graphs and labels.
+        optimizer: Optimizer of the model's parameters.
+        scheduler: Learning rate scheduler, stepped once per epoch.
+        device: Device to train on.
+        folder: Folder of the run; checkpoints go to `checkpoints/last.pt` and `checkpoints/best.pt` in it.
         config: Resolved config, stored in the checkpoints.
-        options: How to train.
+        options: Options of training.
         sort_edges: Sort the edges of each graph once, so that no mini-batch is sorted.
-        seed: Decides the order of the mini-batches.
-        group: The processes that train together: they share each mini-batch, or each owns a part of the whole graph.
+        seed: Seed of the order of the mini-batches.
+        group: Processes that train together; they share each mini-batch, or each owns a part of the whole graph.
 
     Raises:
         ValueError: An option does not fit the task, the device or the group.
@@ -154,7 +153,7 @@ class Trainer:
         if options.compile and group.size > 1:
             raise ValueError(f"'compile' needs one process (got {group.size})")
         if cuda_graph and group.size > 1 and not task.full_graph:
-            # Their batches differ in size, so that they would not capture at the same step.
+            # The batches of the processes differ in size, so that the processes would capture at different steps.
             raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
@@ -209,8 +208,8 @@ class Trainer:
         """Train until the last epoch, for `max_time_s`, or until no better epoch was seen for `patience` epochs.
 
         Raises:
-            KeyboardInterrupt: As it came, or when the process was asked to end (SIGTERM), after the state of the last
-                whole epoch was saved.
+            KeyboardInterrupt: The user interrupts, or the process receives SIGTERM; the state of the last whole epoch
+                is saved before.
         """
         options, steps = self.options, len(self._batches["train"])
         started = time.perf_counter()
@@ -221,7 +220,7 @@ class Trainer:
             unit="step",
             dynamic_ncols=True,
         )
-        # Among several processes one that waits for an ended one would not come to hear of it.
+        # With several processes, one that waits for another would not receive the exception.
         before = _interrupt_at_sigterm() if self.group.size == 1 else None
         try:
             while not self.is_done and not self._is_late(started):
@@ -250,11 +249,11 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last epoch is behind it, or no better one was seen for `patience` epochs."""
+        """Whether the last epoch has run, or no better epoch was seen for `patience` epochs."""
         return self.epoch >= self.options.epochs or self._is_stale()
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Loss and accuracy of the model as it is on "train", "val" or "test"."""
+        """Return loss and accuracy of the current model on "train", "val" or "test"."""
         score = self._score()
         self.model.eval()
         for batch in self._batches[split]:
@@ -263,13 +262,13 @@ class Trainer:
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
 
     def load_best(self) -> int:
-        """Give the model the parameters of its best epoch; returns that epoch."""
+        """Load the parameters of the best epoch into the model and return that epoch."""
         assert self.best is not None, "fit() has not run"
         self.model.load_state_dict(self.best["model"])
         return self.best["epoch"]
 
     def state(self) -> dict[str, Any]:
-        """Everything a run needs to go on after the last whole epoch, as copies."""
+        """Return a copy of everything that a run needs to continue after the last whole epoch."""
         live = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -285,10 +284,10 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state; the following epochs equal those of a run that was never stopped.
+        """Continue from a state; the following epochs equal those of a run that was never stopped.
 
-        On a GPU they do up to rounding, unless the settings ask for the same results in every run: which schedules a
-        batch takes depends on the batches that the process has seen.
+        On a GPU they are equal up to rounding unless the settings ask for determinism, because the schedules of a batch
+        depend on the batches that the process has seen.
         """
         self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -300,7 +299,7 @@ class Trainer:
         self._state = self.state()
 
     def save(self) -> None:
-        """Write the state of the last whole epoch, the best parameters, and `metrics.csv`: a row per epoch."""
+        """Write the state of the last whole epoch, the best parameters, and `metrics.csv` with one row per epoch."""
         if self._is_between_epochs:
             self._state = self.state()
         if not self.group.is_main:
@@ -323,18 +322,18 @@ class Trainer:
         monitor = self.options.monitor
         if best is None or self._is_better(row[monitor], best[monitor]):
             best = {"epoch": epoch, monitor: row[monitor], "model": self._keep_model()}
-        # From here on the epoch counts; an interrupt before it leaves the state of the epoch before.
+        # The epoch counts from here on; an earlier interrupt leaves the state of the previous epoch.
         self.epoch, self.best = epoch, best
         self.history.append(row)
         self._is_between_epochs = True
-        # An epoch of one step takes less time than a copy of everything, and is not interrupted.
+        # An epoch of one step is not interrupted, and a copy of the state would take longer than the step.
         if len(self._batches["train"]) > 1:
             self._state = self.state()
         return row
 
     def _train_epoch(self, bar: tqdm) -> dict[str, float]:
         score = self._score()
-        # Parts of a whole graph need the same signs of encodings, which are drawn before any dropout.
+        # All parts of a whole graph need the same signs of encodings, which are drawn before any dropout.
         whole = not isinstance(self._batches["train"], Batches)
         alike = whole and getattr(self.model, "pe_size", 0) > 0
         self.group.seed_dropout(self.model, self.seed, self.epoch, alike=alike)
@@ -348,29 +347,29 @@ class Trainer:
     @property
     def prepare_s(self) -> float:
         """Seconds that the host has spent on making mini-batches."""
-        return sum(each.host_s for each in self._batches.values() if isinstance(each, Batches))
+        return sum(batches.host_s for batches in self._batches.values() if isinstance(batches, Batches))
 
     def _remaining_s(self, started: float) -> float:
-        """Estimate for the epochs to come that time is left for, if none is saved by stopping early."""
-        needed = (self.options.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
+        """Estimate the time until the last epoch or the time limit."""
+        needed_s = (self.options.epochs - self.epoch) * statistics.fmean(row["time_s"] for row in self.history)
         if self.options.max_time_s is None:
-            return needed
-        return min(needed, max(0.0, started + self.options.max_time_s - time.perf_counter()))
+            return needed_s
+        return min(needed_s, max(0.0, started + self.options.max_time_s - time.perf_counter()))
 
     def _keep_model(self) -> dict[str, Any]:
-        """A copy of the model's state, in the memory of the best one before."""
+        """Copy the model's state, into the memory of the previous best state if there is one."""
         live = self.model.state_dict()
         if self.best is None:
             return copy.deepcopy(live)
-        kept = self.best["model"]
-        torch._foreach_copy_(list(kept.values()), list(live.values()))
-        return kept
+        best = self.best["model"]
+        torch._foreach_copy_(list(best.values()), list(live.values()))
+        return best
 
     def _score(self) -> Score:
         return Score(self.task.num_classes, self.task.metric, self.device)
 
     def _is_better(self, value: float, best: float) -> bool:
-        # The metric of a split may be undefined in an epoch.
+        # A metric may be undefined in an epoch.
         if math.isnan(best):
             return not math.isnan(value)
         return value < best if self.options.monitor.endswith("loss") else value > best
@@ -379,7 +378,7 @@ class Trainer:
         if self.options.max_time_s is None or not self.history:
             return False
         end = time.perf_counter() - started + statistics.fmean(row["time_s"] for row in self.history)
-        # The processes decide alike.
+        # All processes must decide alike.
         return max(self.group.counts(int(end > self.options.max_time_s))) > 0
 
     def _is_stale(self) -> bool:
@@ -388,7 +387,7 @@ class Trainer:
 
 
 def step_scheduler(scheduler: LRScheduler, val_loss: float) -> None:
-    """One step of a scheduler, after an epoch with this loss on the validation set."""
+    """Step a scheduler after an epoch with this validation loss."""
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step(val_loss)
     else:
@@ -396,14 +395,14 @@ def step_scheduler(scheduler: LRScheduler, val_loss: float) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer, but keep how it launches its kernels: that belongs to the device of this run."""
+    """Load the state of an optimizer but keep its launch options, which belong to the device of this run."""
     kept = [{name: group[name] for name in _LAUNCHES if name in group} for group in optimizer.param_groups]
     groups = [{**saved, **own} for saved, own in zip(state["param_groups"], kept, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def _interrupt_at_sigterm() -> Any:
-    """Let a request to end, as cluster schedulers send it, interrupt like a keyboard; returns the handler before."""
+    """Let SIGTERM, which cluster schedulers send, raise KeyboardInterrupt; return the previous handler."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -415,15 +414,15 @@ def _interrupts_after() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    before = [signal.signal(number, lambda number, _: received.append(number)) for number in numbers]
     try:
         yield
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
-    if came:
+    if received:
         raise KeyboardInterrupt
 
 

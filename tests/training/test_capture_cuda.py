@@ -12,7 +12,7 @@ from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.buckets import Capacity
-from pyg_dfgnn.training.loaders import Batches, ResidentLoader, graph_batches
+from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
 from pyg_dfgnn.training.step import CapturedStep, Step
 from tests.graph.test_device_dataset import assert_same
 from tests.training.test_step import SCHEDULES, graph, train
@@ -146,7 +146,7 @@ def test_prefetched_batches_are_whole():
     data = graphs(60)
     sums = []
     for prefetch in (False, True):
-        source = ResidentLoader(data, 6, CUDA, torch.Generator().manual_seed(0))
+        source = DeviceLoader(data, 6, CUDA, torch.Generator().manual_seed(0))
         seen = []
         for _ in range(5):
             for batch in Batches(source, lambda b: b, CUDA, prefetch=prefetch):
