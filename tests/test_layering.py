@@ -75,7 +75,6 @@ SCORE_COMPARED: set[str] = {
     "pyg_dfgnn/bench/oracle.py",
     "pyg_dfgnn/bench/overhead.py",
     "pyg_dfgnn/dispatch/core.py",
-    "pyg_dfgnn/nn/gate.py",
     "pyg_dfgnn/ops/attention/autograd.py",
     "pyg_dfgnn/ops/attention/launch.py",
     "pyg_dfgnn/ops/attention/operators.py",

@@ -1,38 +1,30 @@
-"""Swap the convs of an existing model, and ask which kernels a conv would run."""
+"""Swap the layers of an existing model, list what became of them, and ask which kernels they would run."""
 
-from dataclasses import dataclass, replace
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch_geometric.nn import MessagePassing, dense
-from torch_geometric.nn import conv as upstream
+from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
-from pyg_dfgnn.dispatch.core import AttentionProblem, LaunchPlan, plan
-from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.agnn_conv import AGNNConv
-from pyg_dfgnn.nn.conv.gat_conv import GATConv
-from pyg_dfgnn.nn.conv.gatv2_conv import GATv2Conv
-from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
-from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.gate import FusedConv
+from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, Row, rows_of
+from pyg_dfgnn.nn.fallback import say
+from pyg_dfgnn.settings import current, settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-DROP_INS: dict[type, type[FusedConv]] = {
-    upstream.GATConv: GATConv,
-    upstream.GATv2Conv: GATv2Conv,
-    upstream.TransformerConv: TransformerConv,
-    upstream.AGNNConv: AGNNConv,
-}
+
+def _check_module(name: str, value: Any) -> None:
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"'{name}' needs a torch.nn.Module (got {type(value).__name__})")
 
 
 def accelerate(model: Model) -> Model:
-    """Turn the PyG convs and linear layers of a model into drop-ins, in place.
+    """Turn the PyG convs and linear layers of a model into drop-ins, in place, and say in one line what was changed.
 
-    Parameters, buffers, hooks and settings stay as they are.
-
-    Only modules of exactly PyG's classes change; a subclass may mean something else. Compile the model afterwards.
+    Parameters, buffers, hooks and settings stay as they are. Only modules of exactly PyG's classes change; a subclass
+    may mean something else. Compile the model afterwards.
 
     Args:
         model: Any module, also a single conv.
@@ -43,81 +35,108 @@ def accelerate(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a module.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"'model' needs a torch.nn.Module (got {type(model).__name__})")
-    for module in model.modules():
-        drop_in = DROP_INS.get(type(module))
-        if drop_in is not None:
-            module.__class__ = drop_in
+    _check_module("model", model)
+    swapped = [module for module in model.modules() if type(module) in DROP_INS]
+    for module in swapped:
+        module.__class__ = DROP_INS[type(module)]
+        if isinstance(module, MessagePassing):
             # As in a constructor: generate the propagation of the class where no instance has done so yet.
             MessagePassing._set_jittable_templates(module)
-        elif type(module) is dense.Linear:
-            module.__class__ = Linear
+    if current().fallback != "silent":
+        rows = list(rows_of(model))
+        new = _counted(row.kind for module, row in rows if module in set(swapped))
+        left = _counted(row.kind for _, row in rows if not row.drop_in)
+        say(f"accelerate: new drop-ins: {new}; left: {left}; pyg_dfgnn.report(model) says why")
     return model
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a conv would do with a call; `str()` is made for reading.
+def _counted(names: Iterable[str]) -> str:
+    kinds = Counter(names)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
-    Attributes:
-        conv: The conv, as it prints itself.
-        reasons: Why PyG's own path would take the call; empty when the fused kernels would.
-        problem: What dispatch was asked.
-        plan: What it answered; None with reasons.
-        graph: Sizes and degrees of the graph; None with reasons.
-    """
 
-    conv: str
-    reasons: tuple[str, ...]
-    problem: AttentionProblem | None = None
-    plan: LaunchPlan | None = None
-    graph: str | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether the fused kernels would run."""
-        return not self.reasons
+class Report(tuple[Row, ...]):
+    """The layers of a model as rows; `str()` is a table."""
 
     def __str__(self) -> str:
-        if self.reasons:
-            return "\n".join([f"{self.conv}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)])
-        return f"{self.conv}: fused kernels\n  problem: {self.problem}\n  graph: {self.graph}\n  plan: {self.plan}"
+        table = [("module", "class", "state", "why")]
+        table += [(row.name or "(the model)", row.kind, "drop-in" if row.drop_in else "left", row.why) for row in self]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
-def describe_plan(conv: torch.nn.Module, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Description:
-    """Say which kernels a conv would run on these inputs, or every reason why it would not.
+def report(model: torch.nn.Module) -> Report:
+    """List the layers of a model: name, class, drop-in or left, and why.
+
+    The reasons are those that hold for every call; ask :func:`describe_plan` about one call.
 
     Args:
-        conv: A drop-in conv.
-        x: As in the conv's forward.
-        edge_index: As in the conv's forward.
-        *args: Further arguments of the forward.
+        model: Any module, also a single conv.
+
+    Returns:
+        Rows with the fields `name`, `kind`, `drop_in` and `why`; `str()` of all is a table.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    _check_module("model", model)
+    return Report(row for _, row in rows_of(model))
+
+
+def describe_plan(
+    model: torch.nn.Module, *args: Any, device: torch.device | str | None = None, **kwargs: Any
+) -> Description:
+    """Say which kernels each layer of a model would run in a forward call, or every reason why it would not.
+
+    Args:
+        model: A drop-in, or a model with layers of which some are drop-ins. A copy of the model runs.
+        *args: Arguments of the forward.
+        device: Plan for this device in place of the tensors'; a CUDA device that is not there is taken for an H200.
         **kwargs: Further arguments of the forward.
 
     Returns:
-        A description with the fields `fused`, `reasons`, `problem`, `plan` and `graph`.
+        A description with the fields `fused`, `reasons`, `problem`, `plan` and `graph`; of a model with one such
+        description per layer in `layers`.
 
     Raises:
-        TypeError: `conv` is not a module.
+        TypeError: `model` is not a module.
     """
-    if not isinstance(conv, torch.nn.Module):
-        raise TypeError(f"'conv' needs a torch.nn.Module (got {type(conv).__name__})")
-    if not isinstance(conv, FusedConv):
-        if type(conv) in DROP_INS:
-            return Description(str(conv), (f"this is PyG's {type(conv).__name__}: pyg_dfgnn.accelerate turns it over",))
-        inner = [name for name, module in conv.named_modules() if isinstance(module, FusedConv)]
-        name = type(conv).__name__
-        return Description(
-            str(conv), (f"{name} is no conv; its own are {', '.join(inner)}" if inner else f"{name} has no drop-in",)
-        )
-    call = conv._call(x, edge_index, *args, **kwargs)
-    problem = AttentionProblem(*call.problem) if call.problem else None
-    if problem is not None:
-        problem = replace(problem, tf32=tf32_allowed(problem.dtype))
-    if call.reasons or problem is None:
-        return Description(str(conv), tuple(call.reasons), problem)
-    graph, _, _ = conv._edges(call, getattr(conv, "fill_value", None), getattr(conv, "edge_dim", None))
-    assert isinstance(graph, Graph)
-    size = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
-    return Description(str(conv), (), problem, plan(problem, graph), size)
+    _check_module("model", model)
+    device = None if device is None else torch.device(device)
+    rows = {row.name: (module, row) for module, row in rows_of(model)}
+    if "" in rows:
+        return _describe(*rows[""], device, *args, **kwargs)
+    if not rows:
+        return Description(str(model), (f"{type(model).__name__} has no layer that passes messages, nor a linear one",))
+    return Description(str(model), layers=dict(_layers(model, device, args, kwargs)))
+
+
+def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+    if not row.drop_in:
+        return Description(str(module), (row.why,))
+    description: Description = module._describe(device, *args, **kwargs)  # type: ignore[operator]
+    return description
+
+
+def _layers(
+    model: torch.nn.Module, device: torch.device | None, args: Any, kwargs: Any
+) -> Iterator[tuple[str, Description]]:
+    """Run a copy of the model, so that caches, running statistics and lazy sizes of the user's stay, and yield the
+    description of the first call of each layer.
+    """
+    model, grad = copy.deepcopy(model), torch.is_grad_enabled()
+    layers: dict[str, Description] = {}
+    rows = {row.name: (module, row) for module, row in rows_of(model)}
+    for name, (module, row) in rows.items():
+
+        def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:
+            if name not in layers:
+                with torch.set_grad_enabled(grad), settings(fallback=fallback):
+                    layers[name] = _describe(*layer, device, *args, **kwargs)
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    fallback = current().fallback
+    with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"):
+        model(*args, **kwargs)
+    for name, (module, _) in rows.items():
+        yield name, layers.get(name, Description(str(module), ("this forward does not call the layer",)))

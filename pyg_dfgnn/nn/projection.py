@@ -11,7 +11,7 @@ from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.gate import weights_dtype_of
+from pyg_dfgnn.nn.gate import promoted_dtype
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.attention.projected import USED, projected_attention
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -87,7 +87,7 @@ def attend(
     out = attention(graph, *used, *vectors, edge=edge, return_weights=return_weights, **options)
     out, weights = out if return_weights else (out, None)
     other = vectors[0] if vectors else used[1]
-    dtype = weights_dtype_of(used[0].dtype, other.dtype, used[0].is_cuda)
+    dtype = promoted_dtype(used[0].dtype, other.dtype, used[0].is_cuda)
     if out.dtype is not dtype:
         out = out.to(torch.promote_types(out.dtype, dtype))
     return out, None if weights is None else weights.to(dtype), [each.flatten(1) for each in rows[roles:]]
@@ -107,7 +107,7 @@ def _attend_at_once(
     vector = vectors[0] if vectors else None
     out_dtype = None
     if dtype is not None:
-        out_dtype = weights_dtype_of(dtype, dtype if vector is None else vector.dtype, x.is_cuda)
+        out_dtype = promoted_dtype(dtype, dtype if vector is None else vector.dtype, x.is_cuda)
         if out_dtype not in (dtype, torch.float32):
             return None
     elif vector is not None and vector.dtype is not x.dtype:

@@ -43,7 +43,7 @@ from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_ove
 
 MAX_ROWS = 1 << 15
 """Number of rows at which a GEMM costs as much as its launch."""
-_MAX_MULTIPLICATIONS = MAX_ROWS << 14
+MAX_MULTIPLICATIONS = MAX_ROWS << 14
 """Number of multiplications at which a GEMM costs as much as its launch: of so many rows, 128 features and channels."""
 _COLUMN_SUM_ROWS = 1 << 12
 """Most rows that torch sums: the kernel takes less time than the host needs to launch it."""
@@ -51,7 +51,7 @@ _COLUMN_SUM_ROWS = 1 << 12
 
 def is_large(x: Tensor, channels: int) -> bool:
     """Return whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
-    return x.size(0) > MAX_ROWS or x.numel() * channels > _MAX_MULTIPLICATIONS
+    return x.size(0) > MAX_ROWS or x.numel() * channels > MAX_MULTIPLICATIONS
 
 
 def kernel_is_faster(x: Tensor, channels: int) -> bool:
@@ -60,7 +60,7 @@ def kernel_is_faster(x: Tensor, channels: int) -> bool:
     The product is large, in float32 that nothing may round, and the device has a kernel.
     """
     # First what most calls end at, which this should not delay.
-    if x.numel() * channels <= _MAX_MULTIPLICATIONS or x.dim() != 2 or x.dtype is not torch.float32:
+    if x.numel() * channels <= MAX_MULTIPLICATIONS or x.dim() != 2 or x.dtype is not torch.float32:
         return False
     if not (x.is_cuda or x.device.type in fused_device_types) or x.layout is not torch.strided:
         return False
@@ -493,7 +493,7 @@ class _Backward(NamedTuple):
 
 def _is_launch_bound(x: Tensor, channels: int) -> bool:
     """Return whether launches take longer than what they start: few rows and products, and no graph is captured."""
-    if x.size(0) > SPLIT_ROWS or x.numel() * channels > _MAX_MULTIPLICATIONS:
+    if x.size(0) > SPLIT_ROWS or x.numel() * channels > MAX_MULTIPLICATIONS:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -2,17 +2,18 @@
 
 import pytest
 
-from pyg_dfgnn.nn import gate
+from pyg_dfgnn.nn import fallback, gate
+from pyg_dfgnn.nn.conv.attention import AttentionConv
 
 
 @pytest.fixture
 def fused_on_cpu(monkeypatch):
     """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
     monkeypatch.setattr(gate, "fused_device_types", {"cpu", "cuda"})
-    monkeypatch.setattr(gate, "unsupported_reasons", lambda problem: [])
+    monkeypatch.setattr(AttentionConv, "_reasons_against", staticmethod(lambda problem: ()))
 
 
 @pytest.fixture
 def forget_logged(monkeypatch):
     """Reasons are logged once per process; start without a memory."""
-    monkeypatch.setattr(gate, "logged", set())
+    monkeypatch.setattr(fallback, "logged", set())

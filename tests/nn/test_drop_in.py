@@ -17,7 +17,7 @@ from torch_geometric.nn import HeteroConv, to_hetero
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.nn.gate import NO_DEVICE
+from pyg_dfgnn.nn.fallback import NO_DEVICE, ON_CPU
 
 NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv"]
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7], [1, 0, 2, 1, 3, 2, 4, 3, 5, 4, 6, 5, 7, 6]])
@@ -71,17 +71,26 @@ def test_same_class_surface(name, args, kwargs):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cpu_is_pygs_own_forward(name, x, caplog, monkeypatch):
+def test_cpu_is_pygs_own_forward(name, x, monkeypatch):
     mine, theirs = make(name), make(name, pyg)
     theirs.load_state_dict(mine.state_dict())
-    with caplog.at_level(logging.DEBUG, logger="pyg_dfgnn"), pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.settings(fallback="error"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert torch.equal(mine(x, EDGES), theirs(x, EDGES))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(UnsupportedError, match=NO_DEVICE):
             mine(x, EDGES)
-    mine(x, EDGES)
-    assert not caplog.records
+
+
+@pytest.mark.usefixtures("forget_logged")
+def test_that_tensors_are_on_a_cpu_is_said_once(x, caplog):
+    with caplog.at_level(logging.DEBUG, logger="pyg_dfgnn"):
+        with pyg_dfgnn.settings(fallback="silent"):
+            make("GATConv")(x, EDGES)
+        assert not caplog.records
+        for name in NAMES * 2:
+            make(name)(x, EDGES)
+        assert [record.getMessage() for record in caplog.records] == [ON_CPU]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -251,7 +260,7 @@ def test_all_reasons_at_once(x, monkeypatch):
     conv = make("GATConv", aggr="max")
     conv.register_message_forward_hook(lambda module, inputs, out: None)
     description = pyg_dfgnn.describe_plan(conv, x, EDGES)
-    assert not description.fused and len(description.reasons) == 3 and NO_DEVICE in description.reasons
+    assert not description.fused and len(description.reasons) == 3 and "tensors are on cpu" in str(description)
     assert all(reason in str(description) for reason in description.reasons)
     with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError) as error:
         conv(x, EDGES)
@@ -262,11 +271,6 @@ def test_meta_tensors_pass(x):
     conv = make("TransformerConv").to("meta")
     out = conv(x.to("meta"), EDGES.to("meta"))
     assert out.is_meta and out.shape == make("TransformerConv")(x, EDGES).shape
-
-
-def test_a_model_is_no_conv(x):
-    model = torch.nn.ModuleDict({"first": make("GATConv"), "second": torch.nn.Linear(2, 2)})
-    assert pyg_dfgnn.describe_plan(model, x, EDGES).reasons == ("ModuleDict is no conv; its own are first",)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
@@ -522,7 +526,7 @@ def test_describe_plan_under_autocast(name, x):
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.GCNConv(3, 4), x, EDGES))
-    with pytest.raises(TypeError, match="'conv' needs a torch.nn.Module"):
+    with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 
 

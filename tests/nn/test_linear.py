@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compile
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Products of any size go to the kernels."""
-    monkeypatch.setattr(gemm, "_MAX_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(gemm, "MAX_MULTIPLICATIONS", 0)
     monkeypatch.setattr(
         gemm, "_kernel_is_faster", lambda rows, features, channels, device: not (features | channels) % 4
     )

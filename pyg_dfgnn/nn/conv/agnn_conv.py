@@ -5,11 +5,13 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj
 
-from pyg_dfgnn.nn.gate import Call, FusedConv, methods_of, weights_dtype
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.gate import Call, methods_of, promoted_dtype, settle
 from pyg_dfgnn.ops.attention.functional import cosine_attention_of_rows
 
 
-class AGNNConv(FusedConv, conv.AGNNConv):
+class AGNNConv(AttentionConv, conv.AGNNConv):
     """PyG's `AGNNConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
 
     `x'_i = sum_j softmax_j(beta cos(x_i, x_j)) x_j`
@@ -19,36 +21,31 @@ class AGNNConv(FusedConv, conv.AGNNConv):
 
     propagate_type = {"x": Tensor, "x_norm": Tensor}
     _upstream_methods = methods_of(conv.AGNNConv)
+    _node_dim = -2
 
-    def _call(self, x: Tensor, edge_index: Adj) -> Call:
-        """The gate's view of a forward call with these arguments."""
-        return self._gate(
-            "cosine",
-            (x, x),
-            edge_index,
-            heads=1,
-            # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
-            channels=len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 0,
-            self_loops=self.add_self_loops,
-            node_dim=-2,
-        )
+    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+        # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
+        return "cosine", 1, len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
 
-    def forward(self, x: Tensor, edge_index: Adj) -> Tensor:
-        """PyG's forward; see `torch_geometric.nn.AGNNConv.forward`."""
+    def _call(self, x: Tensor, edge_index: Adj | Graph) -> Call:
+        return self._gate(self._question(x), (x, x), edge_index, self_loops=self.add_self_loops)
+
+    def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.AGNNConv.forward`."""
         call = self._call(x, edge_index)
         if call.reasons:
-            self._report(call.reasons)
-            return super().forward(x, edge_index)
+            out: Tensor = self._fall_back(call, x)
+            return out
 
-        edges, _, _ = self._edges(call)
+        graph, _, _ = self._edges(call)
         # An attribute of a module that is a parameter costs the host most of a microsecond.
         beta = self._parameters.get("beta")
         if beta is None:
             beta = self.beta
-        attended = cosine_attention_of_rows(edges, x, beta)
-        dtype = weights_dtype(x, beta) if isinstance(beta, Tensor) else x.dtype
-        return attended if attended.dtype is dtype else attended.to(torch.promote_types(attended.dtype, dtype))
+        out = cosine_attention_of_rows(graph, x, beta)
+        dtype = promoted_dtype(x.dtype, beta.dtype, x.is_cuda) if isinstance(beta, Tensor) else x.dtype
+        return settle(out, dtype, False)
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
-        """That of `x`, also under autocast: no linear layer comes before the attention."""
+        """Return the dtype of `x`, also under autocast: no linear layer comes before the attention."""
         return x.dtype

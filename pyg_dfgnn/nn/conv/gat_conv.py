@@ -8,13 +8,16 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
-from pyg_dfgnn.nn.gate import Call, FusedConv, methods_of, weights_dtype
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.edges import declared_sizes, with_weights
+from pyg_dfgnn.nn.gate import Call, methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
 
 
-class GATConv(FusedConv, conv.GATConv):
+class GATConv(AttentionConv, conv.GATConv):
     """PyG's `GATConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
 
     `x'_i = sum_j softmax_j(leaky_relu(<a_src, W x_j> + <a_dst, W x_i> + <a_edge, W_e e_ij>)) W x_j`
@@ -26,45 +29,48 @@ class GATConv(FusedConv, conv.GATConv):
     edge_updater_type = {"alpha": OptPairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GATConv)
 
+    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+        return "add", self.heads, self.out_channels
+
     def _call(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Adj,
+        edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,
     ) -> Call:
-        """The gate's view of a forward call with these arguments."""
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if nodes[0] is not None else ["x is missing on the side that sends"]
         return self._gate(
-            "add",
+            self._question(),
             nodes,
             edge_index,
             edge_attr,
-            heads=self.heads,
-            channels=self.out_channels,
             size=size,
             lin_edge=self.lin_edge,
             dropout=self.dropout,
             self_loops=self.add_self_loops,
             weights=bool(return_attention_weights),
+            one_way=True,
             reasons=reasons,
         )
 
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Adj,
+        edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """PyG's forward; see `torch_geometric.nn.GATConv.forward`."""
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GATConv.forward`."""
         call = self._call(x, edge_index, edge_attr, size, return_attention_weights)
         if call.reasons:
-            self._report(call.reasons)
-            return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
+            if isinstance(edge_index, Graph) and not isinstance(x, Tensor):
+                # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
+                size = declared_sizes(edge_index, "Graph", self.flow)
+            return self._fall_back(call, x, edge_attr, size, return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # Every read of a module or parameter is a search for it.
@@ -78,24 +84,28 @@ class GATConv(FusedConv, conv.GATConv):
             (h_dst,) = project(x_dst, self.heads, lin_dst)
             alpha_dst, _ = attention_terms(h_dst, att_dst)
 
-        edges, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
-        alpha_edge = None if edge_attr is None else self._edge_logits(edge_attr)
-        result = add_attention(
-            edges,
+        graph, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
+        out = add_attention(
+            graph,
             h_src,
             alpha_src,
             alpha_dst,
-            alpha_edge=alpha_edge,
+            alpha_edge=None if edge_attr is None else self._edge_logits(edge_attr),
             negative_slope=float(self.negative_slope),
             dropout_p=float(self.dropout) if self.training else 0.0,
             return_weights=call.weights,
             concat=self.concat,
         )
-        attended, alpha = result if call.weights else (result, None)
-        return self._finish(attended, alpha, weights_dtype(h_src, att_src), res, adjacency)
+        out, alpha = out if call.weights else (out, None)
+        dtype = promoted_dtype(h_src.dtype, att_src.dtype, h_src.is_cuda)
+        out = settle(out, dtype, not self.concat)
+        bias = self.bias
+        out = out if res is None else out + res
+        out = out if bias is None else out + bias
+        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))
 
     def _edge_logits(self, edge_attr: Tensor) -> Tensor:
-        """`<a_edge, W_e e_ij>` of every edge, `[E, H]`."""
+        """Return `<a_edge, W_e e_ij>` of every edge, shape [E, H]."""
         lin = self.lin_edge
         if is_plain_linear(lin) and lin.bias is None and not torch.is_autocast_enabled(edge_attr.device.type):
             # W_e^T a_edge has one row per head: folding it first avoids a tensor [E, H, C].

@@ -7,12 +7,15 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
-from pyg_dfgnn.nn.gate import Call, FusedConv, adjacency_features, methods_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.edges import adjacency_features
+from pyg_dfgnn.nn.gate import Call, methods_of
 from pyg_dfgnn.nn.projection import attend
 from pyg_dfgnn.ops.attention.functional import dot_attention
 
 
-class TransformerConv(FusedConv, conv.TransformerConv):
+class TransformerConv(AttentionConv, conv.TransformerConv):
     """PyG's `TransformerConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
 
     `x'_i = W_1 x_i + sum_j softmax_j(<W_3 x_i, W_4 x_j + W_6 e_ij> / sqrt(C)) (W_2 x_j + W_6 e_ij)`
@@ -23,14 +26,16 @@ class TransformerConv(FusedConv, conv.TransformerConv):
     propagate_type = {"query": Tensor, "key": Tensor, "value": Tensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.TransformerConv)
 
+    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+        return "dot", self.heads, self.out_channels
+
     def _call(
         self,
         x: Tensor | PairTensor,
-        edge_index: Adj,
+        edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Call:
-        """The gate's view of a forward call with these arguments."""
         source, target = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         # A flag of any value asks for the weights, as in PyG.
         weights = isinstance(return_attention_weights, bool)
@@ -43,12 +48,10 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         if (lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
             reasons.append("edge_dim without edge features, or edge features without edge_dim")
         return self._gate(
-            "dot",
+            self._question(),
             (source, target) if self.flow == "source_to_target" else (target, source),
             edge_index,
             edge_attr,
-            heads=self.heads,
-            channels=self.out_channels,
             lin_edge=lin_edge,
             dropout=self.dropout,
             weights=weights,
@@ -58,18 +61,17 @@ class TransformerConv(FusedConv, conv.TransformerConv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Adj,
+        edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """PyG's forward; see `torch_geometric.nn.TransformerConv.forward`."""
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.TransformerConv.forward`."""
         call = self._call(x, edge_index, edge_attr, return_attention_weights)
         if call.reasons:
-            self._report(call.reasons)
-            return super().forward(x, edge_index, edge_attr, return_attention_weights)
+            return self._fall_back(call, x, edge_attr, return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        edges, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
+        graph, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         layers, heads, channels = self._modules, self.heads, self.out_channels
         query, key, value = layers["lin_query"], layers["lin_key"], layers["lin_value"]
         inputs: Any
@@ -82,7 +84,7 @@ class TransformerConv(FusedConv, conv.TransformerConv):
         attended, alpha, skip = attend(
             "dot",
             dot_attention,
-            edges,
+            graph,
             heads,
             inputs,
             edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, channels),

@@ -1,10 +1,16 @@
 """Drop-in for PyG's Linear with a kernel for large products."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch_geometric.nn import dense
 
-from pyg_dfgnn.nn.gate import SCRIPTED, report
+from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.gemm import backward_strips, forward_strips
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import scripted_twin
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
 
@@ -32,11 +38,39 @@ class Linear(dense.Linear):
             return False
         return gemm.keeps_weight(self._parameters) and type(self._parameters["bias"]) in (*PLAIN, type(None))
 
-    def __prepare_scriptable__(self) -> dense.Linear:
+    def _standing_reasons(self) -> list[str]:
+        """Return what is against the kernel whatever the input."""
+        weight = self.weight
+        return self._reasons_against(weight.dtype, weight.device)
+
+    def _describe(self, device: torch.device | None, x: Tensor) -> Description:
+        """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
+        device = x.device if device is None else device
+        return Description(str(self), tuple(self._reasons_against(x.dtype, device, x.shape)))
+
+    def _reasons_against(
+        self, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None
+    ) -> list[str]:
+        """Return every reason why torch takes the product, as :func:`pyg_dfgnn.ops.gemm.kernel_is_faster` decides."""
+        reasons = []
+        if device.type not in fused_device_types:
+            reasons.append(f"tensors are on {device.type}, the kernels run on CUDA devices")
+        if dtype is not torch.float32 or torch.is_autocast_enabled(device.type):
+            reasons.append(f"only float32 without autocast has a kernel (got {dtype})")
+        elif tf32_allowed(torch.float32):
+            reasons.append("torch may round to TF32, which makes its own product as fast")
+        if shape is None:
+            return reasons
+        if len(shape) != 2:
+            return [*reasons, f"the input needs shape [N, F] (got {list(shape)})"]
+        (rows, features), channels = shape, self.out_channels
+        sizes = 1, rows, features, channels, True, device
+        if rows * features * channels <= gemm.MAX_MULTIPLICATIONS:
+            reasons.append(f"[{rows}, {features}] x [{features}, {channels}] takes no longer than its launch")
+        elif not reasons and (forward_strips(*sizes) is None or backward_strips(*sizes) is None):
+            reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
+        return reasons
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        if type(self) is not Linear:
-            return self
-        report(type(self).__name__, [SCRIPTED])
-        twin: dense.Linear = object.__new__(dense.Linear)
-        twin.__dict__.update(self.__dict__)
-        return twin
+        return scripted_twin(self, dense.Linear) if type(self) is Linear else self

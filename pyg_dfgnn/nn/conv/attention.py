@@ -1,0 +1,19 @@
+"""What the convs of the attention family tell the gate: their problem, what speaks against it, and its plan."""
+
+from dataclasses import replace
+from typing import Any
+
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
+from pyg_dfgnn.dispatch.core import plan, unsupported_reasons
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.gate import FusedConv
+
+
+class AttentionConv(FusedConv):
+    """A drop-in conv on a fused attention op."""
+
+    _problem_type = AttentionProblem
+    _reasons_against = staticmethod(unsupported_reasons)
+
+    def _plan(self, problem: AttentionProblem, graph: Graph) -> Any:
+        return plan(replace(problem, tf32=tf32_allowed(problem.dtype)), graph)

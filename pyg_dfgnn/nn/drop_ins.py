@@ -1,0 +1,92 @@
+"""Which class stands for which of PyG's, as data that every family of layers adds to, and what is said of a layer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch_geometric.nn import MessagePassing
+
+DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+"""PyG's classes and ours in their place.
+
+A drop-in has two methods: `_standing_reasons()` returns why every call will be PyG's own, and
+`_describe(device, *args, **kwargs)` returns the :class:`Description` of one call.
+"""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a layer, or each layer of a model, would do with a call; `str()` is made for reading.
+
+    Attributes:
+        layer: The layer, as it prints itself.
+        reasons: Why PyG's own code would take the call; empty when the fused kernels would.
+        problem: What dispatch was asked.
+        plan: What it answered; None with reasons.
+        graph: Sizes of the graph; None with reasons, and for layers without one.
+        layers: Of a model, its layers by name.
+    """
+
+    layer: str
+    reasons: tuple[str, ...] = ()
+    problem: Any = None
+    plan: Any = None
+    graph: str | None = None
+    layers: dict[str, "Description"] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused kernels would run, in every layer of a model."""
+        return not self.reasons and all(layer.fused for layer in self.layers.values())
+
+    def __str__(self) -> str:
+        if self.layers:
+            return "\n".join(f"{name}: {layer}" for name, layer in self.layers.items())
+        if self.reasons:
+            return "\n".join([f"{self.layer}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)])
+        lines = {"problem": self.problem, "graph": self.graph, "plan": self.plan}
+        shown = [f"  {name}: {value}" for name, value in lines.items() if value is not None]
+        return "\n".join([f"{self.layer}: fused kernels", *shown])
+
+
+class Row(NamedTuple):
+    """One layer of a model.
+
+    Attributes:
+        name: Dotted name in the model; empty for the model itself.
+        kind: Its class.
+        drop_in: Whether the class is ours.
+        why: Why it was left, or why its calls will still be PyG's own; empty when nothing is known against it.
+    """
+
+    name: str
+    kind: str
+    drop_in: bool
+    why: str
+
+
+def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
+    """Yield every layer that passes messages or that is, or derives from, a class with a drop-in.
+
+    The layers inside a drop-in are part of it.
+    """
+    replaced, ours = tuple(DROP_INS), tuple(DROP_INS.values())
+    inside: set[torch.nn.Module] = set()
+    for name, module in model.named_modules():
+        kind, layer = type(module), cast(Any, module)
+        if module in inside:
+            continue
+        if isinstance(module, ours):
+            inside.update(module.modules())
+            reasons = layer._standing_reasons()
+            yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
+        elif isinstance(module, (MessagePassing, *replaced)):
+            if kind in DROP_INS:
+                why = f"This is PyG's {kind.__name__}; call pyg_dfgnn.accelerate(model) first"
+            elif isinstance(module, replaced):
+                base = next(base for base in kind.__mro__ if base in DROP_INS)
+                why = f"a subclass of PyG's {base.__name__} may mean something else"
+            else:
+                why = f"{kind.__name__} has no drop-in"
+            yield layer, Row(name, kind.__name__, False, why)

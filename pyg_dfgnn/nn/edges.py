@@ -1,0 +1,154 @@
+"""Every form of edges that a conv takes, turned into what the fused ops and PyG's own forward need."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.typing import Adj, SparseTensor, torch_sparse
+from torch_geometric.utils import add_self_loops, is_torch_sparse_tensor, remove_self_loops
+from torch_geometric.utils.loop import compute_loop_attr
+from torch_geometric.utils.sparse import set_sparse_value
+
+from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.graph import EdgeSet, Graph
+
+FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor", "Graph")
+
+
+def form_of(edge_index: Any) -> str:
+    """Return one of `FORMS`, or the name of a type that no conv takes."""
+    if isinstance(edge_index, Tensor):
+        if isinstance(edge_index, EdgeIndex):
+            return "EdgeIndex"
+        return "tensor" if edge_index.layout is torch.strided else "torch.sparse"
+    if isinstance(edge_index, SparseTensor):
+        return "SparseTensor"
+    return "Graph" if isinstance(edge_index, Graph) else type(edge_index).__name__
+
+
+def num_edges(edge_index: Any) -> int:
+    """Return the number of edges of any form."""
+    if isinstance(edge_index, Graph):
+        return edge_index.num_edges
+    if isinstance(edge_index, SparseTensor):
+        return edge_index.nnz()
+    return edge_index._nnz() if is_torch_sparse_tensor(edge_index) else edge_index.size(1)
+
+
+def declared_sizes(edge_index: Any, form: str, flow: str) -> tuple[int | None, int | None]:
+    """Return the numbers of nodes that row 0 and row 1 of an `edge_index` of this form point to."""
+    if form == "EdgeIndex":
+        return edge_index.num_rows, edge_index.num_cols
+    if form != "Graph":
+        return edge_index.size(1), edge_index.size(0)
+    sizes = edge_index.num_src, edge_index.num_dst
+    return sizes if flow == "source_to_target" else sizes[::-1]
+
+
+def rows_of(graph: Graph, flow: str) -> Tensor:
+    """Return the edges of a graph as PyG's convs of this flow read them: row 0 holds the sources or the targets."""
+    edge_index = graph.edge_index
+    return edge_index if flow == "source_to_target" else edge_index.flip(0)
+
+
+def adjacency_features(edge_index: Any) -> Tensor | None:
+    """Return the values of a sparse adjacency that PyG takes as edge features: those with channels."""
+    if isinstance(edge_index, Tensor) and edge_index.layout is torch.strided:
+        return None
+    if isinstance(edge_index, SparseTensor):
+        values = edge_index.coo()[2]
+    elif is_torch_sparse_tensor(edge_index):
+        values = edge_index._values() if edge_index.layout == torch.sparse_coo else edge_index.values()
+    else:
+        return None
+    return values if values is not None and values.dim() > 1 else None
+
+
+def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
+    """Return the output and the attention weights as PyG's GATConv and GATv2Conv do for this kind of adjacency."""
+    if isinstance(adjacency, SparseTensor):
+        return out, adjacency.set_value(alpha, layout="coo")
+    if is_torch_sparse_tensor(adjacency):
+        return out, (set_sparse_value(adjacency, alpha), alpha)
+    return out, (adjacency, alpha)
+
+
+def resolve(
+    edge_index: Any,
+    form: str,
+    edge_attr: Tensor | None,
+    sizes: tuple[int, int],
+    flow: str,
+    *,
+    self_loops: bool,
+    weights: bool,
+    fill_value: float | Tensor | str | None,
+    edge_dim: int | None,
+) -> tuple[Graph | EdgeSet, Tensor | None, Adj]:
+    """Return the edges of a call in the order of the fused ops.
+
+    Args:
+        edge_index: The edges in one of `FORMS`.
+        form: Which one.
+        edge_attr: Edge features, `[E, edge_dim]`.
+        sizes: Number of sources and of targets.
+        flow: The flow of the conv.
+        self_loops: Whether the conv replaces self-loops by one per node.
+        weights: Whether the caller wants the attention weights.
+        fill_value: How the features of self-loops are made, as PyG's convs define it.
+        edge_dim: The width of `edge_attr`, None or -1 for any.
+
+    Returns:
+        The graph; the edge features in the order of its `edge_index`; the adjacency that PyG returns with the weights.
+
+    Raises:
+        ValueError: `edge_attr` has another shape.
+    """
+    num_src, num_dst = sizes
+    num_loops = min(sizes)
+    if edge_attr is not None:
+        edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        width: int | str = "edge_dim" if edge_dim is None or edge_dim < 0 else edge_dim
+        check_shape("edge_attr", edge_attr, (num_edges(edge_index), width), f"[E, edge_dim={width}]")
+
+    is_matrix = form not in ("tensor", "Graph")
+    if self_loops and is_matrix and (weights or (edge_attr is not None and form != "EdgeIndex")):
+        # PyG returns an adjacency of the same kind with the loops in it, in an order of its own.
+        if form == "SparseTensor":
+            edge_index = torch_sparse.set_diag(edge_index)
+        else:
+            values = edge_attr if form == "EdgeIndex" else None
+            edge_index, values = remove_self_loops(edge_index, values)
+            # Values that are no edge features make room for the weights: nothing is reduced into the loops.
+            fill = 1.0 if edge_attr is None else fill_value
+            edge_index, values = add_self_loops(edge_index, values, fill_value=fill, num_nodes=num_loops)
+            if edge_attr is not None:
+                edge_attr = values if form == "EdgeIndex" else adjacency_features(edge_index)
+        self_loops = False
+
+    transposed = flow == "target_to_source"
+    if torch.compiler.is_compiling():
+        return EdgeSet(edge_index, num_src, num_dst, self_loops, transposed), edge_attr, edge_index
+    if form == "Graph":
+        graph, plain = edge_index, None
+        if self_loops and edge_attr is not None:
+            plain = rows_of(graph, flow)
+        if self_loops and not (graph.self_loops and edge_attr is None):
+            graph = Graph.resolve(graph.edge_index, num_src, num_dst, True, False)
+        edge_index = rows_of(graph, flow) if weights else edge_index
+    elif form == "tensor":
+        graph, plain = Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed), edge_index
+    else:
+        graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=self_loops)
+        plain = edge_index.as_tensor() if form == "EdgeIndex" else None
+    if self_loops and edge_attr is not None:
+        assert graph.kept is not None and plain is not None
+        edge_attr = edge_attr.index_select(0, graph.kept)
+        # A reduction sums at row 1, which may have more nodes than there are loops.
+        kept = plain.index_select(1, graph.kept).long()
+        loop_attr = compute_loop_attr(kept, edge_attr, max(sizes), False, fill_value)
+        edge_attr = torch.cat([edge_attr, loop_attr[:num_loops]])
+    if self_loops and weights:
+        edge_index = graph.edge_index.flip(0) if transposed else graph.edge_index.clone()
+    return graph, edge_attr, edge_index

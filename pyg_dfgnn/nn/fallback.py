@@ -1,0 +1,68 @@
+"""How users learn that PyG's own code runs in place of a fused kernel, and why."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.settings import current
+
+NO_DEVICE = "the tensors are not on a CUDA device"
+SCRIPTED = "torch.jit.script puts PyG's own class in its place"
+ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
+
+logger = logging.getLogger("pyg_dfgnn")
+logged: set[tuple[str, str]] = set()
+
+
+def say(message: str) -> None:
+    """Log a line as INFO; where no logging is set up, print it to stderr, which the logging module would not do."""
+    if logger.hasHandlers():
+        logger.info(message)
+    else:
+        print(f"pyg_dfgnn: {message}", file=sys.stderr)
+
+
+# Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
+@torch.compiler.assume_constant_result
+def log_once(name: str, reasons: tuple[str, ...]) -> None:
+    """Log each reason once per class; that tensors are on a CPU is one line for all classes."""
+    for reason in reasons:
+        key = ("", reason) if reason == NO_DEVICE else (name, reason)
+        if key in logged:
+            continue
+        logged.add(key)
+        if reason == NO_DEVICE:
+            say(ON_CPU)
+        else:
+            logger.warning("%s takes PyG's own path: %s", name, reason)
+
+
+def report_fallback(name: str, reasons: Sequence[str]) -> None:
+    """Tell the user, as `settings(fallback=...)` asks, why PyG's own code takes a call of a layer.
+
+    Args:
+        name: Class name of the layer.
+        reasons: Why; `NO_DEVICE` is an error only where there is a GPU.
+
+    Raises:
+        UnsupportedError: The settings ask for an error.
+    """
+    fallback = current().fallback
+    if fallback == "error":
+        fatal = [reason for reason in reasons if reason != NO_DEVICE or torch.cuda.is_available()]
+        if fatal:
+            raise UnsupportedError(fatal, what=f"the fused {name}")
+    if fallback != "silent":
+        log_once(name, tuple(reasons))
+
+
+def scripted_twin(module: nn.Module, upstream: type[nn.Module]) -> nn.Module:
+    """Return PyG's module that `torch.jit.script` compiles in place of a drop-in; both share their parameters."""
+    report_fallback(type(module).__name__, [SCRIPTED])
+    twin: nn.Module = object.__new__(upstream)
+    twin.__dict__.update(module.__dict__)
+    return twin
