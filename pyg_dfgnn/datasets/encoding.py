@@ -9,15 +9,15 @@ from torch_geometric.data import Data
 from pyg_dfgnn.datasets.files import need_extra
 from pyg_dfgnn.errors import check_integer
 
-# Above this many nodes the whole spectrum costs more than a sparse solver that finds only the wanted part.
+# Above this number of nodes, the whole spectrum costs more than a sparse solver of a few eigenvectors.
 _DENSE_NODES = 1024
 
 
 class LaplacianEncoding:
     """Add the Laplacian eigenvectors of the smallest non-trivial eigenvalues as `pe [N, size]`.
 
-    `L = I - D^-1/2 A D^-1/2` with the symmetrised adjacency; the first eigenvector is left out, a graph with too few
-    nodes is filled up with zeros. The sign of each vector is arbitrary: models flip it at random while they train.
+    The matrix `L = I - D^-1/2 A D^-1/2` has the symmetrised adjacency. The first eigenvector is left out, and a graph
+    with too few nodes is filled up with zeros. Models flip the arbitrary sign of each vector at random in training.
 
     Args:
         size: Number of eigenvectors.
@@ -39,15 +39,15 @@ class LaplacianEncoding:
 
 
 def laplacian_eigenvectors(edge_index: Tensor, num_nodes: int, size: int) -> Tensor:
-    """The eigenvectors `[N, size]` after the first, in float64.
+    """Return the eigenvectors `[N, size]` after the first, in float64.
 
     Raises:
         ModuleNotFoundError: The graph is large and scipy is missing.
     """
     solve = _dense_eigenvectors if num_nodes <= max(_DENSE_NODES, size + 2) else _sparse_eigenvectors
     vectors = torch.zeros(num_nodes, size, dtype=torch.float64)
-    found = solve(edge_index, num_nodes, size + 1)[:, 1:]
-    vectors[:, : found.size(1)] = found
+    smallest = solve(edge_index, num_nodes, size + 1)[:, 1:]
+    vectors[:, : smallest.size(1)] = smallest
     return vectors
 
 

@@ -1,4 +1,4 @@
-"""Raw files of published data sets: where they are looked for, and the cache of what was made from them."""
+"""Search for the raw files of published data sets, and a cache of graphs made from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.errors import check_bool
 
-Made = TypeVar("Made")
+Loaded = TypeVar("Loaded")
 Folders = Sequence[str | Path]
-# Of each attribute: the values of all graphs in one tensor, and how many belong to each graph.
 Packed = dict[str, tuple[Tensor, Tensor]]
+"""By attribute: the values of all graphs in one tensor, and how many values each graph has."""
 
 SEARCH: Folders = ("data",)
 CACHE = "~/.cache/pyg_dfgnn"
@@ -34,11 +34,11 @@ class RawFiles:
     """The raw files of a data set.
 
     Args:
-        name: Of the data set.
-        files: All are needed.
-        places: Where they may lie below each folder of `search`, in this order.
-        search: Folders to look in, in this order.
-        hint: Last line of the error when they are nowhere.
+        name: Name of the data set.
+        files: Names of the files, all of which are needed.
+        places: Folders below each folder of `search` that may hold the files, in this order.
+        search: Folders to search, in this order.
+        hint: Last line of the error for missing files.
     """
 
     name: str
@@ -48,18 +48,18 @@ class RawFiles:
     hint: str = ""
 
     def find(self) -> Path | None:
-        """The first folder that holds all files."""
+        """Return the first folder that holds all files."""
         return next((folder for folder in self._folders() if self.are_in(folder)), None)
 
     def are_in(self, folder: Path) -> bool:
-        """Whether a folder holds all files."""
+        """Return whether a folder holds all files."""
         return not self._missing(folder)
 
     def need(self) -> Path:
-        """The first folder that holds all files.
+        """Return the first folder that holds all files.
 
         Raises:
-            FileNotFoundError: They are nowhere; says where to put which.
+            FileNotFoundError: The files are missing; the message says where to put them.
         """
         folder = self.find()
         if folder is None:
@@ -67,27 +67,27 @@ class RawFiles:
         return folder
 
     def sizes(self, folder: Path) -> list[int]:
-        """Bytes of each file in a folder that holds them: tells other files of the same name apart."""
+        """Return the bytes of each file in a folder, which tell apart files of the same name."""
         return [(folder / file).stat().st_size for file in self.files]
 
-    def load(self, raw: Path, download: bool, make: Callable[[], Made]) -> Made:
+    def load(self, raw: Path, download: bool, make: Callable[[], Loaded]) -> Loaded:
         """Call a dataset class of PyG after local files were copied to where it looks, so that it need not download.
 
         Args:
-            raw: The folder of raw files of that class.
-            download: Whether it may download what was not found.
-            make: Makes the dataset.
+            raw: Folder where the class looks for raw files.
+            download: Whether the class may download missing files.
+            make: Function that makes the dataset.
 
         Raises:
-            FileNotFoundError: The files are nowhere and the download is not wanted or failed.
-            ValueError: The files cannot be read; says where they are.
+            FileNotFoundError: The files are missing, and the download is not wanted or failed.
+            ValueError: The files cannot be read; the message says where they are.
         """
         check_bool("download", download)
         local = self.find()
         if local is None and not download and not self.are_in(raw):
             raise self.not_found()
         raw.mkdir(parents=True, exist_ok=True)
-        # One process copies, downloads and processes; the others of a distributed run wait for it.
+        # One process of a distributed run copies, downloads and processes while the others wait.
         with FileLock(raw.parent / ".lock"):
             if local is not None:
                 self._copy(local, raw)
@@ -101,7 +101,7 @@ class RawFiles:
 
     @contextmanager
     def reading(self, folder: str | Path) -> Iterator[None]:
-        """A block that reads the files of a folder; an error of it says that they may be damaged.
+        """A block that reads the files of a folder and whose errors say that the files may be damaged.
 
         Raises:
             ValueError: The files cannot be read.
@@ -109,14 +109,14 @@ class RawFiles:
         try:
             yield
         except (ImportError, MemoryError, OSError):
-            # Not for what is in the files.
+            # These errors do not come from the content of the files.
             raise
         except Exception as error:
             damaged = f"the files of {self.name} in {folder} may be damaged; replace or remove them"
             raise ValueError(f"{damaged}: {error!r}") from error
 
     def not_found(self) -> FileNotFoundError:
-        """The error that says where to put which file."""
+        """Return the error that says where to put which file."""
         lines = [f"the raw files of {self.name} were not found. Put {', '.join(self.files)} into one of"]
         for folder in self._folders():
             missing = self._missing(folder)
@@ -125,12 +125,12 @@ class RawFiles:
         return FileNotFoundError("\n".join([*lines, *([self.hint] if self.hint else [])]))
 
     def _copy(self, local: Path, raw: Path) -> None:
-        """Copy the files that are missing or differ; what was made of others goes."""
+        """Copy files that are missing or differ, and remove what was processed from others."""
         changed = [file for file in self.files if not _is_copy(raw / file, local / file)]
         if changed:
             shutil.rmtree(raw.parent / "processed", ignore_errors=True)
         for file in changed:
-            # Whole or not at all, as an interrupted copy would pass for the file.
+            # A file appears whole or not at all, since an interrupted copy would pass for the file.
             shutil.copy2(local / file, raw / f"{file}.partial")
             os.replace(raw / f"{file}.partial", raw / file)
 
@@ -150,7 +150,7 @@ def need_extra(module: str, what: str) -> None:
     """Check that an optional package is installed.
 
     Raises:
-        ModuleNotFoundError: It is not; names the extra that brings it.
+        ModuleNotFoundError: The package is missing; the message names the extra that installs it.
     """
     try:
         __import__(module)
@@ -161,16 +161,16 @@ def need_extra(module: str, what: str) -> None:
 def cached(
     cache: str | Path | None, name: str, parameters: Mapping[str, Any], make: Callable[[], dict[str, list[Data]]]
 ) -> dict[str, list[Data]]:
-    """What `make` returns, kept on disk under the name and the parameters.
+    """Return the graphs that `make` returns, which a file on disk keeps under the name and the parameters.
 
-    A file is written whole or not at all, by one process while others wait for it. Tensors are mapped from it, so that
-    reading costs no time before their use.
+    One process writes the file, whole or not at all, while others wait. Tensors are mapped from the file, so that they
+    are read at their first use.
 
     Args:
-        cache: Folder; None keeps nothing.
-        name: Starts the name of the file.
-        parameters: Everything that decides the graphs; plain values.
-        make: Makes the graphs, by split.
+        cache: Folder of the file; None: the graphs are not kept.
+        name: Start of the file's name.
+        parameters: Plain values of everything that decides the graphs.
+        make: Function that makes the graphs, by split.
     """
     if cache is None:
         return make()
@@ -189,7 +189,7 @@ def cached(
 
 
 def pack(graphs: Sequence[Data]) -> Packed:
-    """One tensor per attribute of graphs that have the same attributes; empties the graphs, to hold nothing twice."""
+    """Return one tensor per attribute of graphs with the same attributes; the graphs are emptied to save memory."""
     packed = {}
     for key in graphs[0].keys():
         values = [graph[key] for graph in graphs]
@@ -201,7 +201,7 @@ def pack(graphs: Sequence[Data]) -> Packed:
 
 
 def unpack(packed: Packed) -> list[Data]:
-    """The graphs, as views of the packed tensors."""
+    """Return the graphs as views of the packed tensors."""
     columns: Iterable[tuple[Tensor, ...]] = [
         values.split(sizes.tolist(), _dim(key)) for key, (values, sizes) in packed.items()
     ]

@@ -1,4 +1,4 @@
-"""Seeded generators of edge sets, and batches of small graphs; they run on the device they are asked for."""
+"""Seeded generators of graphs and of batches of small graphs, on any device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Device = torch.device | str
 
 
 class Edges(NamedTuple):
-    """Sources and targets [2, E] sorted by (target, source) and the number of nodes; of a batch also node offsets.
+    """Edges [2, E] sorted by (target, source), the number of nodes, and for a batch the node offsets of its graphs.
 
-    Graphs in the plane have positions ``pos [N, 2]``, a cell of their grid being 1 wide.
+    Graphs in the plane have positions ``pos [N, 2]`` in units of a cell of their grid.
     """
 
     edge_index: Tensor
@@ -31,14 +31,14 @@ def generator_of(seed: int, device: Device) -> torch.Generator:
 
 
 def symmetric(u: Tensor, v: Tensor, num_nodes: int) -> Tensor:
-    """Both directions of the pairs (u, v) without loops and duplicates, sorted by (target, source), as [2, E]."""
+    """Return both directions of the pairs (u, v) without loops and duplicates, [2, E] sorted by (target, source)."""
     keep = u != v
     u, v = u[keep], v[keep]
     return sorted_edges(torch.cat([u, v]), torch.cat([v, u]), num_nodes)
 
 
 def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> Tensor:
-    """Edges [2, E] sorted by (target, source), duplicates removed."""
+    """Return edges [2, E] sorted by (target, source) without duplicates."""
     key = torch.unique(target * num_nodes + source, sorted=True)
     return torch.stack([key % num_nodes, key // num_nodes])
 
@@ -50,9 +50,9 @@ def _offsets(sizes: Tensor) -> Tensor:
 def random_graph_batch(
     num_graphs: int, min_nodes: int, max_nodes: int, probability: float, seed: int, device: Device
 ) -> Edges:
-    """A batch of graphs that keep each unordered pair with one probability.
+    """Return a batch of graphs that have each unordered pair of nodes with one probability, without self-loops.
 
-    Sizes are uniform integers in ``min_nodes..max_nodes``; both directions are present, no self-loops.
+    Sizes are uniform integers in ``min_nodes..max_nodes``; edges have both directions.
     """
     generator = generator_of(seed, device)
     size = torch.randint(min_nodes, max_nodes + 1, (num_graphs,), generator=generator, device=device)
@@ -66,7 +66,7 @@ def random_graph_batch(
 
 
 def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, device: Device) -> Edges:
-    r"""A power-law graph from node weights.
+    r"""Return a power-law graph drawn from node weights.
 
     Weights are :math:`(i + i_0)^{-1/2}` with :math:`i_0 = N / (4 (\max / \mathrm{mean})^2)`, shuffled; ``N * mean / 2``
     pairs are drawn with both ends by weight, then made symmetric without loops and duplicates.
@@ -93,10 +93,10 @@ def log_normal_chung_lu(
     label: Tensor | None = None,
     homophily: float = 0.0,
 ) -> Edges:
-    """A graph with log-normal expected degrees of the given mean, clipped at ``max_degree``, which a few hubs have.
+    """Return a graph with log-normal expected degrees, clipped at ``max_degree``, which a few hubs have.
 
-    With labels ``[N]``, a share ``homophily`` of the pairs whose ends are both light (at most 4 times the mean) is
-    matched anew inside the labels. That keeps each node's number of pairs, and pairs of heavy nodes stay spread out.
+    With labels ``[N]``, a share ``homophily`` of the pairs with two light ends (at most 4 times the mean degree) is
+    matched anew inside the labels, which keeps the number of pairs of each node. Pairs of heavy nodes stay as drawn.
 
     Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
     """
@@ -115,7 +115,7 @@ def log_normal_chung_lu(
 
 
 def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:
-    """Both ends of pairs, each drawn by weight."""
+    """Return both ends of pairs, drawn by weight."""
     num_nodes = weight.numel()
     cumulative = torch.cumsum(weight, 0)
     cumulative = cumulative / cumulative[-1]
@@ -127,7 +127,7 @@ def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) 
 
 
 def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
-    """A batch of uniform point sets in the unit square, each point a target of its nearest neighbours."""
+    """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
     generator = generator_of(seed, device)
     point = torch.rand(num_graphs, num_points, 2, generator=generator, device=device)
     near = _nearest(point, None, num_neighbours).sort(dim=-1).values
@@ -138,7 +138,7 @@ def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: in
 
 
 def _nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
-    """Positions [B, n, count] of the nearest other points, of those that are ``inside`` [B, n]."""
+    """Return indices [B, n, count] of the nearest other points among those that are ``inside`` [B, n]."""
     distance = torch.cdist(point, point)
     distance.diagonal(dim1=1, dim2=2).fill_(float("inf"))
     if inside is not None:
@@ -149,10 +149,10 @@ def _nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
 def superpixel_batch(
     num_graphs: int, min_nodes: int, max_nodes: int, mean_nodes: float, seed: int, device: Device
 ) -> Edges:
-    """A batch like the MNIST and CIFAR10 superpixels: each of the jittered grid's points links to its 8 nearest.
+    """Return a batch like the superpixels of MNIST and CIFAR10: points of a jittered grid link to their 8 nearest.
 
-    Out-degrees are 8, in-degrees vary, as in the published sets. Sizes lie in ``min_nodes..max_nodes``: uniform where
-    the mean is the middle, else the published pile-up below the maximum (a geometric deficit).
+    As in the published sets, out-degrees are 8 and in-degrees vary. Sizes lie in ``min_nodes..max_nodes``; they are
+    uniform if the mean is the middle, else they fall off geometrically below the maximum.
 
     Source: Dwivedi et al., Benchmarking Graph Neural Networks, JMLR 2023, appendix A.2 (the graphs imitated).
     """
@@ -181,10 +181,10 @@ def superpixel_batch(
 
 
 def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device: Device) -> Edges:
-    """A batch like the region graphs of segmented photographs: a grid of regions, each square cut by one diagonal.
+    """Return a batch like the region graphs of photographs: grids of regions with one diagonal in each square.
 
-    Rows and columns vary like the shape of photographs around ``mean_nodes`` regions; planar, both directions, a mean
-    degree just below 6 as planar region graphs have.
+    Rows and columns vary around ``mean_nodes`` regions like the shapes of photographs. The graphs are planar with both
+    directions and a mean degree just below 6.
 
     Source: Dwivedi et al., Long Range Graph Benchmark, NeurIPS 2022, appendix A (the graphs imitated).
     """
@@ -215,7 +215,7 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
 
 
 def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> Edges:
-    """The first training graphs of a generated data set, collated as PyG collates them."""
+    """Return the first training graphs of a generated data set, collated by PyG."""
     task = make(num_train=num_graphs, num_val=1, num_test=1, **arguments)
     batch = Batch.from_data_list(task.splits["train"])
     source, target = batch.edge_index.to(device)

@@ -1,4 +1,4 @@
-"""Generated stand-ins at the size of published data sets: same counts, features and labels made up but learnable."""
+"""Generated tasks at the size of published data sets, with made-up features and labels that can be learnt."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from pyg_dfgnn.datasets.generators import (
     region_adjacency_batch,
     superpixel_batch,
 )
-from pyg_dfgnn.datasets.task import SPLITS, Task, progress
+from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, one_graph, progress
 from pyg_dfgnn.errors import check_choice, check_integer, check_range
 
-# Raised when a change makes other graphs from the same arguments, so that no file of the old ones is read.
+# Raise this number when the same arguments make other graphs, so that cached files of the old graphs are not read.
 _RECIPE = 1
-# Graphs generated at once; as many again are never more than a few hundred MB.
+# This many graphs are generated at once and take at most a few hundred MB.
 _CHUNK = 1000
+_SYNTHETIC = "graphs, features and labels: generated at the published numbers of nodes and edges"
 
 
 @dataclass(frozen=True)
 class _Images:
-    """Published range and mean of the nodes per graph, and the colour channels."""
+    """The published range and mean of the number of nodes, and the number of colour channels."""
 
     min_nodes: int
     max_nodes: int
@@ -40,7 +41,7 @@ class _Images:
 
 
 _IMAGES = {"MNIST": _Images(40, 75, 70.6, 1), "CIFAR10": _Images(85, 150, 117.6, 3)}
-# Mean number of nodes and number of classes.
+# Each entry is the mean number of nodes and the number of classes.
 _PHOTOGRAPHS = {"PascalVOC-SP": (479.40, 21), "COCO-SP": (476.88, 81)}
 
 
@@ -62,12 +63,12 @@ def image_superpixels_like(
 
     Args:
         name: "MNIST" or "CIFAR10".
-        num_train: Graphs to train on.
-        num_val: Graphs to validate on.
-        num_test: Graphs to test on.
+        num_train: Number of training graphs.
+        num_val: Number of validation graphs.
+        num_test: Number of test graphs.
         noise: Standard deviation added to colours in 0..1.
-        seed: Decides every graph.
-        cache: Folder for made files; None keeps none.
+        seed: Seed of all graphs.
+        cache: Folder that keeps the graphs; None: they are not kept.
 
     Returns:
         The task at graph level, 10 classes.
@@ -105,8 +106,9 @@ def image_superpixels_like(
     parameters = {"counts": [num_train, num_val, num_test], "noise": noise, "seed": seed, "recipe": _RECIPE}
     stem = f"{name.lower()}_superpixels_like"
     splits = cached(cache, stem, parameters, lambda: _splits(stem, chunk, num_train, num_val, num_test, seed))
-    made = "graphs, features and labels: generated at the published numbers of nodes and edges"
-    return Task(f"{name} superpixels-like", splits, images.channels + 2, num_classes, level="graph", synthetic=made)
+    return Task(
+        f"{name} superpixels-like", splits, images.channels + 2, num_classes, level="graph", synthetic=_SYNTHETIC
+    )
 
 
 def photograph_superpixels_like(
@@ -120,7 +122,7 @@ def photograph_superpixels_like(
     seed: int = 0,
     cache: str | Path | None = CACHE,
 ) -> Task:
-    """Classify the nodes of graphs like PascalVOC-SP or COCO-SP: which object do they belong to?
+    """Classify the nodes of graphs like PascalVOC-SP or COCO-SP by the object that they belong to.
 
     Planar grids of regions, as many nodes per graph as published. Discs of random place and size carry a class, the
     rest is class 0. Classes have a colour, which each graph shifts and each node blurs: `x [N, 14]` are mean,
@@ -128,13 +130,13 @@ def photograph_superpixels_like(
 
     Args:
         name: "PascalVOC-SP" or "COCO-SP".
-        num_train: Graphs to train on.
-        num_val: Graphs to validate on.
-        num_test: Graphs to test on.
+        num_train: Number of training graphs.
+        num_val: Number of validation graphs.
+        num_test: Number of test graphs.
         num_objects: Discs per graph.
         noise: Standard deviation of colours in 0..1, between graphs and between nodes.
-        seed: Decides every graph.
-        cache: Folder for made files; None keeps none.
+        seed: Seed of all graphs.
+        cache: Folder that keeps the graphs; None: they are not kept.
 
     Returns:
         The task at node level, 21 or 81 classes, scored by macro F1.
@@ -181,8 +183,7 @@ def photograph_superpixels_like(
     }
     stem = f"{name.lower().replace('-', '_')}_like"
     splits = cached(cache, stem, parameters, lambda: _splits(stem, chunk, num_train, num_val, num_test, seed))
-    made = "graphs, features and labels: generated at the published numbers of nodes and edges"
-    return Task(f"{name}-like", splits, 14, num_classes, metric="macro_f1", loss_weights=True, synthetic=made)
+    return Task(f"{name}-like", splits, 14, num_classes, metric="macro_f1", loss_weights=True, synthetic=_SYNTHETIC)
 
 
 def log_normal_graph(
@@ -203,28 +204,28 @@ def log_normal_graph(
     seed: int = 0,
     cache: str | Path | None = CACHE,
 ) -> Task:
-    r"""Classify the nodes of one large graph with super nodes, matched to a published one.
+    r"""Classify the nodes of one large graph with super nodes and the size of a published graph.
 
     A Chung-Lu graph with log-normal expected degrees. Features are :math:`s\, c_y + \epsilon` with a random unit
     vector per class and normal noise; a share of the edges stays inside the classes, so that neighbours tell more than
     a node itself.
 
     Args:
-        name: As shown in results, "-like" is appended.
-        num_nodes: Published; multiplied by `scale`.
-        mean_degree: Neighbours drawn per node; a few are drawn twice and fall away.
-        max_degree: Expected degree of the hubs; multiplied by `scale`.
-        sigma: Of the log-normal degrees; an assumption where only mean and maximum are published.
-        num_features: Of a node.
-        num_classes: Equally likely labels.
-        num_train: Training nodes, multiplied by `scale`.
-        num_val: Validation nodes, multiplied by `scale`; the rest are test nodes.
-        scale: Shrinks the graph at the same mean degree and the same share of nodes next to a hub.
-        num_hubs: Nodes with `max_degree`.
-        homophily: Share of the pairs of light nodes that lie inside a class, beside those that do by chance.
+        name: Name shown in results with "-like".
+        num_nodes: Published number of nodes, multiplied by `scale`.
+        mean_degree: Neighbours drawn per node; duplicates fall away.
+        max_degree: Expected degree of the hubs, multiplied by `scale`.
+        sigma: Standard deviation of the logarithm of degrees, assumed if only mean and maximum are published.
+        num_features: Features of a node.
+        num_classes: Number of equally likely labels.
+        num_train: Number of training nodes, multiplied by `scale`.
+        num_val: Number of validation nodes, multiplied by `scale`; the rest are test nodes.
+        scale: Share of the nodes; the mean degree and the share of nodes next to a hub stay.
+        num_hubs: Number of nodes with `max_degree`.
+        homophily: Share of the pairs of light nodes that are moved inside a class.
         signal: s.
-        seed: Decides graph, features and labels.
-        cache: Folder for made files; None keeps none.
+        seed: Seed of graph, features and labels.
+        cache: Folder that keeps the graphs; None: they are not kept.
 
     Returns:
         The task: one graph with a mask per split.
@@ -259,16 +260,15 @@ def log_normal_graph(
         x = torch.randn(nodes, num_features, generator=generator).add_(signal * centre[y])
         data = Data(x=x, edge_index=edges.edge_index, y=y)
         order = torch.randperm(nodes, generator=generator)
-        for split, ids in zip(SPLITS, order.split([train, val, nodes - train - val])):
-            data[f"{split}_mask"] = torch.zeros(nodes, dtype=torch.bool).index_fill_(0, ids, True)
+        add_masks(data, order.split([train, val, nodes - train - val]))
         return {"graph": [data]}
 
     stem = f"{name.lower().replace('-', '_')}_like"
-    splits = dict.fromkeys(SPLITS, cached(cache, stem, parameters, make)["graph"])
-    made = f"log-normal Chung-Lu graph (sigma {sigma}), features and labels generated"
+    (data,) = cached(cache, stem, parameters, make)["graph"]
+    synthetic = f"log-normal Chung-Lu graph (sigma {sigma}), features and labels generated"
     if scale < 1:
-        made += f"; {scale:g} of the nodes"
-    return Task(f"{name}-like", splits, num_features, num_classes, synthetic=made)
+        synthetic += f"; {scale:g} of the nodes"
+    return one_graph(f"{name}-like", data, num_classes, synthetic=synthetic)
 
 
 def _splits(
@@ -281,7 +281,7 @@ def _splits(
     with progress(name, sum(counts.values())) as bar:
         for stream, (split, graphs) in enumerate(splits.items()):
             for start in range(0, counts[split], _CHUNK):
-                # A seed of its own for each chunk; whole chunks do not depend on how many graphs are asked for.
+                # Each chunk has its own seed, so that whole chunks do not depend on the number of graphs.
                 state = np.random.SeedSequence([seed, stream, start]).generate_state(1, np.uint64)
                 size = min(_CHUNK, counts[split] - start)
                 graphs += chunk(size, int(state[0]) >> 1)
@@ -290,7 +290,7 @@ def _splits(
 
 
 def _graphs(edges: Edges, x: Tensor, edge_attr: Tensor, y: Tensor) -> list[Data]:
-    """The graphs of a batch whose edges are sorted by target, with labels per node or per graph."""
+    """Return the graphs of a batch whose edges are sorted by target, with labels per node or per graph."""
     assert edges.ptr is not None
     sizes = edges.ptr.diff()
     graph = torch.arange(len(sizes)).repeat_interleave(sizes)[edges.edge_index[1]]

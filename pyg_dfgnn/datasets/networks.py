@@ -1,4 +1,4 @@
-"""Node classification on one real network, from local raw files or a download."""
+"""Tasks of node classification on one real network, from local raw files or a download."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch_geometric.datasets import Amazon, LINKXDataset, Reddit
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
-from pyg_dfgnn.datasets.task import SPLITS, Task
+from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, one_graph
 from pyg_dfgnn.errors import check_choice, check_integer
 
 _HETEROPHILOUS_URL = "https://github.com/yandex-research/heterophilous-graphs/raw/main/data"
-# Scored by ROC AUC where the published results are.
+# The metrics are those of the published results.
 _HETEROPHILOUS = {"tolokers": "roc_auc", "minesweeper": "roc_auc", "squirrel": "accuracy", "chameleon": "accuracy"}
 _FACEBOOK = ("cornell5", "reed98", "amherst41", "johnshopkins55")
 _CO_PURCHASE = ("Photo", "Computers")
@@ -25,24 +25,24 @@ _CO_PURCHASE = ("Photo", "Computers")
 def heterophilous(
     name: str, *, split: int = 0, search: Folders = SEARCH, cache: str | Path = CACHE, download: bool = True
 ) -> Task:
-    """Networks whose neighbours often differ in their label, with their ten published splits.
+    """Classify the nodes of a network whose neighbours often differ in their label, with its ten published splits.
 
     Looks for `<name>.npz` in the search folders as `heterophilous/<name>/raw` or `heterophilous`, then downloads it.
-    Edges are made symmetric, loops and duplicates dropped.
+    Edges are made symmetric; loops and duplicates are dropped.
 
     Args:
-        name: "tolokers", "minesweeper" (scored by ROC AUC), "squirrel" or "chameleon" (accuracy).
-        split: Which of the published splits, from 0.
-        search: Folders that may hold the raw files, in this order.
+        name: "tolokers", "minesweeper" (both scored by ROC AUC), "squirrel" or "chameleon" (both scored by accuracy).
+        split: Number of the published split, from 0.
+        search: Folders to search for the raw files, in this order.
         cache: Folder for copied and downloaded files.
-        download: Whether a download may be tried.
+        download: Whether missing files may be downloaded.
 
     Returns:
         The task: one graph with a mask per split.
 
     Raises:
         ValueError: `name` is unknown, `split` out of range, or the file cannot be read.
-        FileNotFoundError: The raw file is nowhere; says where to put it.
+        FileNotFoundError: The raw file is missing; the message says where to put it.
 
     Source: Platonov et al., A Critical Look at the Evaluation of GNNs under Heterophily, ICLR 2023.
     """
@@ -67,30 +67,30 @@ def heterophilous(
         y=y,
         **{f"{part}_mask": masks[part][split] for part in SPLITS},
     )
-    return _task(name, data, int(y.max()) + 1, _HETEROPHILOUS[name])
+    return one_graph(name, data, int(y.max()) + 1, metric=_HETEROPHILOUS[name])
 
 
 def facebook(
     name: str, *, seed: int = 0, search: Folders = SEARCH, cache: str | Path = CACHE, download: bool = True
 ) -> Task:
-    """Facebook friendships at a university in 2005; predict the reported gender.
+    """Predict the reported gender of users from Facebook friendships at a university in 2005.
 
     Looks for `data.mat` in the search folders as `linkx/<name>/raw`, then downloads it. The nodes with a label are
     split at random, 50 / 25 / 25 %, as where the data set was proposed.
 
     Args:
         name: "cornell5", "reed98", "amherst41" or "johnshopkins55".
-        seed: Decides the split.
-        search: Folders that may hold the raw files, in this order.
+        seed: Seed of the split.
+        search: Folders to search for the raw files, in this order.
         cache: Folder for copied, downloaded and processed files.
-        download: Whether a download may be tried.
+        download: Whether missing files may be downloaded.
 
     Returns:
         The task: one graph with a mask per split; nodes without a label are in none.
 
     Raises:
         ValueError: `name` is unknown, or the file cannot be read.
-        FileNotFoundError: The raw file is nowhere; says where to put it.
+        FileNotFoundError: The raw file is missing; the message says where to put it.
         ModuleNotFoundError: scipy is missing.
 
     Source: Lim et al., Large Scale Learning on Non-Homophilous Graphs, NeurIPS 2021.
@@ -101,30 +101,30 @@ def facebook(
     raw_files = RawFiles(name, ("data.mat",), (f"linkx/{name}/raw", f"{name}/raw"), search)
     data = raw_files.load(root / name / "raw", download, lambda: LINKXDataset(str(root), name)[0])
     _split(data, (data.y >= 0).nonzero().flatten(), (0.5, 0.25), seed)
-    return _task(name, data, 2)
+    return one_graph(name, data, 2)
 
 
 def co_purchase(
     name: str, *, seed: int = 0, search: Folders = SEARCH, cache: str | Path = CACHE, download: bool = True
 ) -> Task:
-    """Goods that Amazon's customers bought together; predict their category.
+    """Predict the category of goods that Amazon's customers bought together.
 
     Looks for the raw file in the search folders as `amazon/<name>/raw`, then downloads it. The nodes are split at
     random, 60 / 20 / 20 %.
 
     Args:
         name: "Photo" or "Computers".
-        seed: Decides the split.
-        search: Folders that may hold the raw files, in this order.
+        seed: Seed of the split.
+        search: Folders to search for the raw files, in this order.
         cache: Folder for copied, downloaded and processed files.
-        download: Whether a download may be tried.
+        download: Whether missing files may be downloaded.
 
     Returns:
         The task: one graph with a mask per split.
 
     Raises:
         ValueError: `name` is unknown, or the file cannot be read.
-        FileNotFoundError: The raw file is nowhere; says where to put it.
+        FileNotFoundError: The raw file is missing; the message says where to put it.
         ModuleNotFoundError: scipy is missing.
 
     Source: Shchur et al., Pitfalls of Graph Neural Network Evaluation, 2018.
@@ -136,24 +136,24 @@ def co_purchase(
     raw_files = RawFiles(name, (file,), (f"amazon/{name}/raw", f"{name}/raw"), search)
     data = raw_files.load(root / name / "raw", download, lambda: Amazon(str(root), name)[0])
     _split(data, torch.arange(data.num_nodes), (0.6, 0.2), seed)
-    return _task(f"Amazon {name}", data, int(data.y.max()) + 1)
+    return one_graph(f"Amazon {name}", data, int(data.y.max()) + 1)
 
 
 def reddit(*, search: Folders = SEARCH, cache: str | Path = CACHE, download: bool = True) -> Task:
-    """Reddit posts linked by common commenters; predict the community. 1.3 GB to download.
+    """Predict the community of Reddit posts that common commenters link; the download has 1.3 GB.
 
     Looks for the raw files in the search folders as `reddit/raw`, then downloads them.
 
     Args:
-        search: Folders that may hold the raw files, in this order.
+        search: Folders to search for the raw files, in this order.
         cache: Folder for copied, downloaded and processed files.
-        download: Whether a download may be tried.
+        download: Whether missing files may be downloaded.
 
     Returns:
         The task: one graph with a mask per split.
 
     Raises:
-        FileNotFoundError: The raw files are nowhere; says where to put which.
+        FileNotFoundError: The raw files are missing; the message says where to put them.
         ModuleNotFoundError: scipy is missing.
         ValueError: The files cannot be read.
 
@@ -164,16 +164,11 @@ def reddit(*, search: Folders = SEARCH, cache: str | Path = CACHE, download: boo
     files = ("reddit_data.npz", "reddit_graph.npz")
     raw_files = RawFiles("Reddit", files, ("reddit/raw",), search, "data=reddit_like is generated instead.")
     data = raw_files.load(root / "raw", download, lambda: Reddit(str(root))[0])
-    return _task("Reddit", data, int(data.y.max()) + 1)
+    return one_graph("Reddit", data, int(data.y.max()) + 1)
 
 
 def _split(data: Data, labelled: Tensor, shares: tuple[float, float], seed: int) -> None:
-    """Give the graph random masks of the labelled nodes: training, validation and the rest."""
+    """Divide the labelled nodes at random into training, validation and test nodes."""
     order = labelled[torch.randperm(len(labelled), generator=torch.Generator().manual_seed(seed))]
     train, val = (round(share * len(order)) for share in shares)
-    for split, ids in zip(SPLITS, order.split([train, val, len(order) - train - val])):
-        data[f"{split}_mask"] = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
-
-
-def _task(name: str, data: Data, num_classes: int, metric: str = "accuracy") -> Task:
-    return Task(name, dict.fromkeys(SPLITS, [data]), data.num_features, num_classes, metric=metric)
+    add_masks(data, order.split([train, val, len(order) - train - val]))

@@ -1,4 +1,4 @@
-"""Cora, CiteSeer and PubMed with the public split, from local raw files or a download."""
+"""Tasks of the citation graphs Cora, CiteSeer and PubMed with the public split, from raw files or a download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
-from pyg_dfgnn.datasets.task import SPLITS, Task
+from pyg_dfgnn.datasets.task import Task, add_masks, one_graph
 from pyg_dfgnn.errors import check_choice
 
 NAMES = ("Cora", "CiteSeer", "PubMed")
@@ -37,9 +37,9 @@ def planetoid(
 
     Args:
         name: "Cora", "CiteSeer" or "PubMed".
-        search: Folders that may hold the raw files, in this order.
+        search: Folders to search for the raw files, in this order.
         cache: Folder for copied, downloaded and processed files.
-        download: Whether a download may be tried.
+        download: Whether missing files may be downloaded.
         normalize_features: Scale each feature row to sum 1.
 
     Returns:
@@ -47,7 +47,7 @@ def planetoid(
 
     Raises:
         ValueError: `name` is unknown, or the files cannot be read.
-        FileNotFoundError: The raw files are nowhere; says where to put which.
+        FileNotFoundError: The raw files are missing; the message says where to put them.
         ModuleNotFoundError: scipy is missing.
     """
     check_choice("name", name, NAMES)
@@ -59,7 +59,7 @@ def planetoid(
 
 
 def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool = True, seed: int = 0) -> Task:
-    """PubMed's graph, labels and split with made-up features where `ind.pubmed.allx` would be needed.
+    """Classify the papers of PubMed with made-up features for those papers that `ind.pubmed.allx` would describe.
 
     The 60 training and 1,000 test papers keep their real features. Each other paper draws, independently of its label,
     word j with the share of test papers that hold it and a weight from one of those papers. Accuracies on this task
@@ -68,13 +68,13 @@ def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool =
     Args:
         search: Folders that may hold the raw files (all but allx), as in :func:`planetoid`.
         normalize_features: Scale each feature row to sum 1.
-        seed: Decides the made-up features.
+        seed: Seed of the made-up features.
 
     Returns:
         The task: one graph with a mask per split.
 
     Raises:
-        FileNotFoundError: The raw files are nowhere; says where to put which.
+        FileNotFoundError: The raw files are missing; the message says where to put them.
         ModuleNotFoundError: scipy is missing.
         ValueError: The files cannot be read.
     """
@@ -99,40 +99,38 @@ def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool =
     edge_index, _ = remove_self_loops(torch.tensor(edges).t())
     data = Data(x=x, edge_index=to_undirected(edge_index, num_nodes=num_nodes), y=y)
     val_ids = torch.arange(len(train_ids), len(train_ids) + 500)
-    for split, ids in zip(SPLITS, (train_ids, val_ids, test_ids)):
-        data[f"{split}_mask"] = torch.zeros(num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
-    made = "features of all but the training and test papers"
-    return _task("PubMed (features made up)", data, int(y.max()) + 1, normalize_features, made)
+    add_masks(data, (train_ids, val_ids, test_ids))
+    synthetic = "features of all but the training and test papers"
+    return _task("PubMed (features made up)", data, int(y.max()) + 1, normalize_features, synthetic)
 
 
 def _made_features(real: Tensor, num_rows: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     share = (real > 0).float().mean(dim=0)
     used = torch.rand(num_rows, real.size(1), generator=generator) < share
-    made = torch.zeros(num_rows, real.size(1))
+    features = torch.zeros(num_rows, real.size(1))
     for word in range(real.size(1)):
         weights = real[real[:, word] > 0, word]
         rows = used[:, word].nonzero().flatten()
         if len(rows):
-            made[rows, word] = weights[torch.randint(len(weights), (len(rows),), generator=generator)]
-    return made
+            features[rows, word] = weights[torch.randint(len(weights), (len(rows),), generator=generator)]
+    return features
 
 
 def _task(name: str, data: Data, num_classes: int, normalize_features: bool, synthetic: str | None = None) -> Task:
     if normalize_features:
         data = NormalizeFeatures()(data)
-    splits = {split: [data] for split in SPLITS}
-    return Task(name, splits, data.num_features, num_classes, synthetic=synthetic)
+    return one_graph(name, data, num_classes, synthetic=synthetic)
 
 
 def _raw_files(name: str, search: Folders, skipped: Sequence[str] = ()) -> RawFiles:
     files = [f"ind.{name.lower()}.{part}" for part in _PARTS if part not in skipped]
-    made = "Without ind.pubmed.allx, data=pubmed_made_features runs on the real graph with made-up features."
-    hint = made if name == "PubMed" and not skipped else ""
+    hint = "Without ind.pubmed.allx, data=pubmed_made_features runs on the real graph with made-up features."
+    hint = hint if name == "PubMed" and not skipped else ""
     return RawFiles(name, files, (f"planetoid/{name}/raw", f"{name}/raw"), search, hint)
 
 
 def _read(file: Path) -> Any:
-    # Published as pickles of scipy and numpy objects under Python 2.
+    # The files are pickles of scipy and numpy objects under Python 2.
     with open(file, "rb") as stream:
         return pickle.load(stream, encoding="latin1")

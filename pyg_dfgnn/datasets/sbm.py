@@ -1,4 +1,4 @@
-"""PATTERN and CLUSTER: node classification on stochastic block models, generated from a seed.
+"""Tasks of node classification on stochastic block models, PATTERN and CLUSTER, generated from a seed.
 
 Source: Dwivedi et al., Benchmarking Graph Neural Networks, JMLR 2023, section 4.2.3 and appendix A. The published
 graphs carry no seed, so these are fresh draws of the same recipe, not the same graphs.
@@ -19,9 +19,9 @@ from pyg_dfgnn.datasets.files import cached
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
 from pyg_dfgnn.errors import check_integer, check_range
 
-# The first key of each random stream, so that adding graphs to one split changes no other graph.
+# Each split has its own random stream, so that graphs added to one split change no other graph.
 _STREAMS = {"train": 1, "val": 2, "test": 3, "patterns": 4}
-# Raised when a change makes other graphs from the same arguments, so that no file of the old ones is read.
+# Raise this number when the same arguments make other graphs, so that cached files of the old graphs are not read.
 _RECIPE = 1
 
 
@@ -56,20 +56,20 @@ def pattern(
     with one probability. Node features are random signals as one-hot `[N, num_signals]`, labels 1 inside the pattern.
 
     Args:
-        num_train: Graphs to train on.
-        num_val: Graphs to validate on.
-        num_test: Graphs to test on.
+        num_train: Number of training graphs.
+        num_val: Number of validation graphs.
+        num_test: Number of test graphs.
         num_patterns: Distinct patterns; graph i of each split takes pattern `i % num_patterns`.
         num_communities: Communities of the block model.
-        min_size: Fewest nodes of a community or pattern.
-        max_size: Most nodes of a community or pattern.
+        min_size: Smallest number of nodes of a community or pattern.
+        max_size: Largest number of nodes of a community or pattern.
         p: Link probability inside a community.
         q: Link probability across communities.
         p_pattern: Link probability inside a pattern.
         q_pattern: Link probability between pattern and block model.
         num_signals: Number of node signals.
-        seed: Decides every graph.
-        cache: Folder for made graphs; None keeps none.
+        seed: Seed of all graphs.
+        cache: Folder that keeps the graphs; None: they are not kept.
 
     Returns:
         The task, 2 classes.
@@ -119,19 +119,20 @@ def cluster(
 ) -> Task:
     """Find the community of each node of a stochastic block model.
 
-    One random node per community carries its community as signal, the others none; one-hot `[N, num_communities + 1]`.
+    One random node per community carries its community as signal, the others carry none. Features are one-hot,
+    `[N, num_communities + 1]`.
 
     Args:
-        num_train: Graphs to train on.
-        num_val: Graphs to validate on.
-        num_test: Graphs to test on.
+        num_train: Number of training graphs.
+        num_val: Number of validation graphs.
+        num_test: Number of test graphs.
         num_communities: Communities of the block model.
-        min_size: Fewest nodes of a community.
-        max_size: Most nodes of a community.
+        min_size: Smallest number of nodes of a community.
+        max_size: Largest number of nodes of a community.
         p: Link probability inside a community.
         q: Link probability across communities.
-        seed: Decides every graph.
-        cache: Folder for made graphs; None keeps none.
+        seed: Seed of all graphs.
+        cache: Folder that keeps the graphs; None: they are not kept.
 
     Returns:
         The task, `num_communities` classes.
@@ -157,9 +158,8 @@ def cluster(
 
 
 def _task(name: str, splits: dict[str, list[Data]], num_features: int, num_classes: int) -> Task:
-    made = "fresh graphs by the published recipe"
-    metric = "balanced_accuracy"
-    return Task(name, splits, num_features, num_classes, metric=metric, loss_weights=True, synthetic=made)
+    options: dict[str, Any] = {"metric": "balanced_accuracy", "loss_weights": True}
+    return Task(name, splits, num_features, num_classes, **options, synthetic="fresh graphs by the published recipe")
 
 
 def _check(**probabilities: float) -> None:
@@ -197,7 +197,7 @@ def _splits(
 
 
 def _symmetric(rng: np.random.Generator, probability: np.ndarray) -> np.ndarray:
-    """A symmetric 0/1 adjacency without loops, each pair drawn once."""
+    """Return a symmetric boolean adjacency without loops, each pair drawn once."""
     upper = np.triu(rng.random(probability.shape) < probability, k=1)
     return upper | upper.T
 

@@ -1,4 +1,4 @@
-"""Images as graphs of superpixels: the published graphs where their files are, else the published recipe on pixels.
+"""Tasks on images as graphs of superpixels, from the published files or by the published recipe from pixels.
 
 Source: Dwivedi et al., Benchmarking Graph Neural Networks, JMLR 2023, section 4.2.2 (MNIST and CIFAR10); Dwivedi et
 al., Long Range Graph Benchmark, NeurIPS 2022, section 4.1 (PascalVOC-SP and COCO-SP). Superpixels: Achanta et al., SLIC
@@ -24,13 +24,13 @@ from pyg_dfgnn.errors import check_choice, check_integer
 
 SOURCES = ("auto", "published", "pixels")
 
-# Images with labels, by split.
 Images = dict[str, list[tuple[np.ndarray, int]]]
+"""Images with labels, by split."""
 
 
 @dataclass(frozen=True)
 class _Segmentation:
-    """SLIC is asked for `first` superpixels, then for fewer, until it returns at most `most`."""
+    """Arguments of :func:`segments`."""
 
     most: int
     first: int
@@ -59,21 +59,21 @@ def image_superpixels(
 
     Args:
         name: "MNIST" or "CIFAR10".
-        source: "published" graphs, looked for as `gnn_benchmark/<name>/raw/<name>_v2.pt`, then downloaded; "pixels": by
-            the recipe from the images, `mnist/MNIST/raw/t10k-*.gz` or `cifar10/*.tar.gz`; "auto": the first of
-            published files, pixels and download that is there.
-        num_graphs: Make only so many from pixels, in the shares of the splits; None: of all images.
-        search: Folders that may hold the raw files, in this order.
-        cache: Folder for copied, downloaded and made files.
-        download: Whether a download may be tried.
-        seed: Decides split and node order of graphs made from pixels.
+        source: "published" graphs are read from `gnn_benchmark/<name>/raw/<name>_v2.pt` or downloaded; from "pixels",
+            the recipe makes graphs of `mnist/MNIST/raw/t10k-*.gz` or `cifar10/*.tar.gz`; "auto" takes the first of
+            published files, pixels and download that is available.
+        num_graphs: Number of graphs made from pixels, in the shares of the splits; None: of all images.
+        search: Folders to search for the raw files, in this order.
+        cache: Folder for copied, downloaded and generated files.
+        download: Whether missing files may be downloaded.
+        seed: Seed of split and node order of graphs made from pixels.
 
     Returns:
-        The task at graph level, 10 classes; `synthetic` says when graphs were made from pixels, and from which.
+        The task at graph level, 10 classes; `synthetic` says whether graphs were made from pixels, and from which.
 
     Raises:
         ValueError: `name` or `source` is unknown, `num_graphs` is below 3, or published files cannot be read.
-        FileNotFoundError: The raw files are nowhere; says where to put which.
+        FileNotFoundError: The raw files are missing; the message says where to put them.
         ModuleNotFoundError: scipy or scikit-image is missing.
     """
     check_choice("name", name, tuple(_IMAGES))
@@ -86,7 +86,7 @@ def image_superpixels(
         search,
         f"data={name.lower()}_superpixels_like is generated instead.",
     )
-    pixels = _mnist_files(search) if name == "MNIST" else _cifar10_files(search)
+    pixels = _pixel_files(name, search)
     root = Path(cache).expanduser() / "gnn_benchmark"
     raw = root / name / "raw"
     if not _from_pixels(source, published, raw, pixels):
@@ -122,28 +122,28 @@ def photograph_superpixels(
     download: bool = True,
     seed: int = 0,
 ) -> Task:
-    """Classify the superpixels of photographs: what do they show?
+    """Classify the superpixels of photographs by what they show.
 
     A node has mean, standard deviation, maximum and minimum of its colours and its centre, `x [N, 14]`; edges link
     superpixels that touch, both ways, `edge_attr [E, 2]` being the mean Sobel gradient on their border and its length.
 
     Args:
         name: "PascalVOC-SP" or "COCO-SP".
-        source: "published" graphs, looked for as `lrgb/<name>/raw/{train,val,test}.pickle`, then downloaded; "pixels":
-            by the recipe from the 40 photographs of `bsds500/bsds500_subset.tar.gz`, which have no labels, so the
-            classes are equal shares of the superpixels by mean luminance; "auto": the first of published files,
-            photographs and download that is there.
-        search: Folders that may hold the raw files, in this order.
-        cache: Folder for copied, downloaded and made files.
-        download: Whether a download may be tried.
-        seed: Decides the node order of graphs made from photographs.
+        source: "published" graphs are read from `lrgb/<name>/raw/{train,val,test}.pickle` or downloaded; from "pixels",
+            the recipe makes graphs of the 40 photographs of `bsds500/bsds500_subset.tar.gz`, which have no labels, so
+            that the classes are equal shares of the superpixels by mean luminance; "auto" takes the first of published
+            files, photographs and download that is available.
+        search: Folders to search for the raw files, in this order.
+        cache: Folder for copied, downloaded and generated files.
+        download: Whether missing files may be downloaded.
+        seed: Seed of the node order of graphs made from photographs.
 
     Returns:
         The task at node level, 21 or 81 classes, scored by macro F1.
 
     Raises:
         ValueError: `name` or `source` is unknown, or published files cannot be read.
-        FileNotFoundError: The raw files are nowhere; says where to put which.
+        FileNotFoundError: The raw files are missing; the message says where to put them.
         ModuleNotFoundError: scipy or scikit-image is missing.
     """
     check_choice("name", name, tuple(_PHOTOGRAPHS))
@@ -151,7 +151,7 @@ def photograph_superpixels(
     files = [f"{split}.pickle" for split in SPLITS]
     like = f"data={stem.replace('-', '_')}_like is generated instead."
     published = RawFiles(name, files, (f"lrgb/{stem}/raw", f"{stem}/raw"), search, like)
-    pixels = _photograph_files(search)
+    pixels = _pixel_files("photographs", search)
     root = Path(cache).expanduser() / "lrgb"
     raw = root / stem / "raw"
     if not _from_pixels(source, published, raw, pixels):
@@ -176,12 +176,12 @@ def photograph_superpixels(
 
 
 def segments(image: np.ndarray, most: int, first: int, compactness: float) -> np.ndarray:
-    """Superpixel of each pixel `[H, W]`, numbered from 0.
+    """Return the superpixel of each pixel `[H, W]`, numbered from 0.
 
     Args:
         image: Grey `[H, W]` or colour `[H, W, 3]`, in 0..1.
-        most: Superpixels that may come out.
-        first: Superpixels to ask for at first; then ever fewer.
+        most: Largest number of superpixels.
+        first: Number of superpixels that SLIC is first asked for; the number falls until SLIC returns at most `most`.
         compactness: Weight of the position against the colour.
     """
     from skimage.segmentation import slic
@@ -190,7 +190,7 @@ def segments(image: np.ndarray, most: int, first: int, compactness: float) -> np
     channel_axis = 2 if image.ndim == 3 else None
     previous = None
     for wished in range(first, 0, -1):
-        # SLIC starts from a regular grid: another number on the same grid gives the same superpixels.
+        # SLIC starts from a regular grid, and each number with the same grid gives the same superpixels.
         grid = regular_grid((1, *image.shape[:2]), wished)
         if grid == previous:
             continue
@@ -203,14 +203,14 @@ def segments(image: np.ndarray, most: int, first: int, compactness: float) -> np
 
 
 def neighbour_graph(position: np.ndarray, colour: np.ndarray, count: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Edges `[2, E]` from each node to the `count` with the largest weight, and the weights `[E]`.
+    """Return edges `[2, E]` from each node to the `count` nodes with the largest weights, and the weights `[E]`.
 
-    `A_ij = exp(-(|p_i - p_j| / s_i)^2 - (|f_i - f_j| / t_i)^2)`, averaged with `A_ji`; `s_i` and `t_i` are the mean
-    distances to the `count` nearest. With up to `count + 1` nodes the graph is complete.
+    The weights are `A_ij = exp(-(|p_i - p_j| / s_i)^2 - (|f_i - f_j| / t_i)^2)`, averaged with `A_ji`, where `s_i` and
+    `t_i` are the mean distances to the `count` nearest nodes. With up to `count + 1` nodes the graph is complete.
 
     Args:
-        position: `[N, 2]`.
-        colour: `[N, C]`.
+        position: Positions `[N, 2]`.
+        colour: Colours `[N, C]`.
         count: Out-degree of each node.
     """
     num_nodes = len(position)
@@ -232,7 +232,7 @@ def neighbour_graph(position: np.ndarray, colour: np.ndarray, count: int = 8) ->
 
 
 def image_graph(image: np.ndarray, y: int, how: _Segmentation, rng: np.random.Generator) -> Data:
-    """The graph of one image in 0..1, its nodes in random order."""
+    """Return the graph of one image in 0..1 with its nodes in random order."""
     segment = _shuffled(segments(image, how.most, how.first, how.compactness), rng)
     pixels = image.reshape(*image.shape[:2], -1)
     colour, position = _means(segment, pixels), _centres(segment)
@@ -246,7 +246,7 @@ def image_graph(image: np.ndarray, y: int, how: _Segmentation, rng: np.random.Ge
 
 
 def photograph_graph(image: np.ndarray, rng: np.random.Generator) -> Data:
-    """The region boundary graph of one photograph `[H, W, 3]` in 0..1, its nodes in random order, without labels."""
+    """Return the region boundary graph of one photograph `[H, W, 3]` in 0..1, nodes in random order, no labels."""
     from skimage.color import rgb2gray
     from skimage.filters import sobel
     from skimage.graph import rag_boundary
@@ -271,14 +271,14 @@ def photograph_graph(image: np.ndarray, rng: np.random.Generator) -> Data:
 
 
 def _from_pixels(source: str, published: RawFiles, raw: Path, pixels: RawFiles) -> bool:
-    """Whether graphs are made from pixels; `raw` is where published files lie that were copied or downloaded before."""
+    """Return whether graphs are made from pixels; `raw` may hold published files that were copied or downloaded."""
     check_choice("source", source, SOURCES)
     have_published = published.find() is not None or published.are_in(raw)
     return source == "pixels" or (source == "auto" and not have_published and pixels.find() is not None)
 
 
 def _folder(pixels: RawFiles) -> Path:
-    """Where the images lie, if what cuts them into superpixels is installed."""
+    """Return the folder of the images after a check that the packages of superpixels are installed."""
     for module in ("scipy.ndimage", "skimage.segmentation"):
         need_extra(module, "superpixels")
     return pixels.need()
@@ -319,14 +319,14 @@ def _shuffled(segment: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _means(segment: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mean of values `[H, W, C]` over each superpixel `[S, C]`."""
+    """Return the means of values `[H, W, C]` over each superpixel, `[S, C]`."""
     flat = segment.reshape(-1)
     size = np.bincount(flat)
     return np.stack([np.bincount(flat, channel.reshape(-1)) / size for channel in np.moveaxis(values, 2, 0)], axis=1)
 
 
 def _centres(segment: np.ndarray) -> np.ndarray:
-    """Row and column of the centre of each superpixel `[S, 2]`, in units of the longer side of the image."""
+    """Return row and column of the centre of each superpixel, `[S, 2]`, in units of the longer side of the image."""
     grid = np.stack(np.meshgrid(*map(np.arange, segment.shape), indexing="ij"), axis=2)
     return _means(segment, grid) / max(segment.shape)
 
@@ -336,13 +336,24 @@ def _choose(images: Images, num_graphs: int | None) -> Images:
     return {split: pairs[: max(1, round(share * len(pairs)))] for split, pairs in images.items()}
 
 
-def _mnist_files(search: Folders) -> RawFiles:
-    files = [f"t10k-{part}-ubyte.gz" for part in ("images-idx3", "labels-idx1")]
-    return RawFiles("the MNIST test images", files, ("mnist/MNIST/raw", "MNIST/raw"), search)
+_PIXELS = {
+    "MNIST": (
+        "the MNIST test images",
+        ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+        ("mnist/MNIST/raw", "MNIST/raw"),
+    ),
+    "CIFAR10": ("the CIFAR10 images", ("cifar10_jpg_subset.tar.gz",), ("cifar10",)),
+    "photographs": ("the photographs", ("bsds500_subset.tar.gz",), ("bsds500",)),
+}
+"""Description, files and places of the pixels."""
+
+
+def _pixel_files(name: str, search: Folders) -> RawFiles:
+    return RawFiles(*_PIXELS[name], search)
 
 
 def _mnist(folder: Path, seed: int) -> Images:
-    """Splits 8,000 / 1,000 / 1,000 of the test images, at random."""
+    """Return a random split of the test images into 8,000 / 1,000 / 1,000."""
     images, labels = (
         np.frombuffer(gzip.decompress((folder / f"t10k-{part}-ubyte.gz").read_bytes()), np.uint8, offset=offset)
         for part, offset in (("images-idx3", 16), ("labels-idx1", 8))
@@ -353,26 +364,18 @@ def _mnist(folder: Path, seed: int) -> Images:
     return {split: [(scaled[i], int(labels[i])) for i in part] for split, part in zip(SPLITS, np.split(order, bounds))}
 
 
-def _cifar10_files(search: Folders) -> RawFiles:
-    return RawFiles("the CIFAR10 images", ("cifar10_jpg_subset.tar.gz",), ("cifar10",), search)
-
-
 def _cifar10(folder: Path, seed: int) -> Images:
-    """Splits 7,000 / 1,000 of the training and all of the test images, in random order."""
-    found: dict[str, list[tuple[np.ndarray, str]]] = {"train": [], "test": []}
+    """Return 7,000 / 1,000 training images for training and validation, and all test images, in random order."""
+    parts: dict[str, list[tuple[np.ndarray, str]]] = {"train": [], "test": []}
     for path, image in _tar_images(folder / "cifar10_jpg_subset.tar.gz"):
-        found[path.parts[-3]].append((image, path.parts[-2]))
-    names = sorted({name for _, name in found["train"]})
+        parts[path.parts[-3]].append((image, path.parts[-2]))
+    names = sorted({name for _, name in parts["train"]})
     rng = np.random.default_rng(seed)
     train, test = (
-        [(images[i][0], names.index(images[i][1])) for i in rng.permutation(len(images))] for images in found.values()
+        [(images[i][0], names.index(images[i][1])) for i in rng.permutation(len(images))] for images in parts.values()
     )
     bound = len(train) * 7 // 8
     return {"train": train[:bound], "val": train[bound:], "test": test}
-
-
-def _photograph_files(search: Folders) -> RawFiles:
-    return RawFiles("the photographs", ("bsds500_subset.tar.gz",), ("bsds500",), search)
 
 
 def _photographs(folder: Path) -> Images:
@@ -383,7 +386,7 @@ def _photographs(folder: Path) -> Images:
 
 
 def _tar_images(file: Path) -> Iterable[tuple[Path, np.ndarray]]:
-    """Paths and pictures `[H, W, 3]` in 0..1 of an archive, by path."""
+    """Yield path and picture `[H, W, 3]` in 0..1 of each image of an archive, ordered by path."""
     from PIL import Image
 
     with tarfile.open(file) as archive:

@@ -1,10 +1,13 @@
-"""What a data set hands to training."""
+"""The task that a data set hands to training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch_geometric.data import Data
 from tqdm import tqdm
 
@@ -17,23 +20,23 @@ METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1")
 
 @dataclass(frozen=True)
 class Task:
-    """Classification of nodes or graphs: many graphs per split, or one graph with a mask per split.
+    """Classification of nodes or graphs, with many graphs per split or with one graph and a mask per split.
 
     Args:
-        name: As shown in results.
+        name: Name shown in results.
         splits: "train", "val", "test" -> graphs with `x [N, F]`, `edge_index [2, E]`, perhaps `edge_attr [E, D]`, and
             `y [N]` or, at graph level, `y [1]`. One graph for all splits carries `train_mask`, `val_mask`,
             `test_mask [N]`.
         num_features: F.
-        num_classes: Number of labels.
-        level: "node" or "graph": what the labels belong to.
+        num_classes: Number of classes.
+        level: Whether labels belong to a "node" or a "graph".
         metric: "accuracy", "balanced_accuracy" (mean of the accuracies per class), "roc_auc" (two classes) or
             "macro_f1" (mean of the F1 scores per class).
         loss_weights: Weigh the classes by rarity in the loss.
-        synthetic: What of the data was made up, as shown in results; None: nothing.
+        synthetic: Part of the data that was made up, as shown in results; None: no part.
 
     Raises:
-        ValueError: A split, level or metric is unknown, or the ROC AUC is asked of more than two classes.
+        ValueError: A split, level or metric is unknown, or "roc_auc" does not have two classes.
     """
 
     name: str
@@ -55,11 +58,11 @@ class Task:
 
     @property
     def full_graph(self) -> bool:
-        """Whether all splits are masks on one graph."""
+        """Whether the splits are masks on one graph."""
         return all(len(graphs) == 1 and "train_mask" in graphs[0] for graphs in self.splits.values())
 
     def map(self, transform: Callable[[Data], Data]) -> Task:
-        """The same task with each graph transformed; a graph shared by several splits is transformed once."""
+        """Return this task with each graph transformed; a graph shared by several splits is transformed once."""
         done: dict[int, Data] = {}
         name = getattr(transform, "__name__", type(transform).__name__)
         with progress(name, sum(map(len, self.splits.values()))) as bar:
@@ -74,6 +77,17 @@ class Task:
         return replace(self, splits=splits)
 
 
+def one_graph(name: str, data: Data, num_classes: int, **options: Any) -> Task:
+    """Return the task of one graph with a mask per split; further options are those of :class:`Task`."""
+    return Task(name, dict.fromkeys(SPLITS, [data]), data.num_features, num_classes, **options)
+
+
+def add_masks(data: Data, split_ids: Iterable[Tensor]) -> None:
+    """Give a graph a mask per split that marks the nodes with these ids."""
+    for split, ids in zip(SPLITS, split_ids):
+        data[f"{split}_mask"] = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
+
+
 def progress(name: str, total: int, unit: str = "graph") -> tqdm:
-    """A bar with the estimated time of work on so many graphs, on a terminal and if it takes longer than a moment."""
+    """Return a progress bar that appears on a terminal when the work takes longer than a second."""
     return tqdm(desc=name, total=total, unit=unit, disable=None, delay=1.0, dynamic_ncols=True)

@@ -261,7 +261,7 @@ def test_real_pixels(tmp_path, config):
 
 def test_real_photographs():
     try:
-        folder = superpixels._photograph_files(SEARCH).need()
+        folder = superpixels._pixel_files("photographs", SEARCH).need()
     except FileNotFoundError as error:
         pytest.skip(str(error))
     images = superpixels._photographs(folder)
