@@ -17,6 +17,7 @@ import numpy as np
 
 ORDERS = ("forward", "reverse", "random")
 SHIM = Path(__file__).with_name("emulator.h")
+SHIM_TEXT = "".join(path.read_text() for path in sorted(SHIM.parent.glob("*.h")))
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 DONE, FAILED, FAULT = range(3)
@@ -133,7 +134,7 @@ def run_compiler(command: Sequence[str], target: Path, scratch: str) -> None:
 @functools.cache
 def precompiled_shim(command: tuple[str, ...]) -> Path:
     """The folder of the compiled header, which takes a quarter of the time of a build."""
-    folder = cache_folder() / digest(SHIM.read_text(), *command)
+    folder = cache_folder() / digest(SHIM_TEXT, *command)
     folder.mkdir(exist_ok=True)
     target = folder / f"{SHIM.name}.gch"
     if not target.exists():
@@ -154,7 +155,7 @@ def build(source: str) -> Path:
         f'#include "{SHIM.name}"\nnamespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
     )
     folder = cache_folder()
-    library = folder / f"{digest(text, SHIM.read_text(), *command)}.so"
+    library = folder / f"{digest(text, SHIM_TEXT, *command)}.so"
     if library.exists():
         return library
     includes = [f"-I{precompiled_shim(command)}", f"-I{SHIM.parent}"]
