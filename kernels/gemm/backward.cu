@@ -1,14 +1,14 @@
-// Gradients of linear layers of one input from those of their results, g [num_rows, channels] of each layer, with INTERLEAVED
-// g0 [num_rows, LAYERS, channels]:
-//   grad_x = sum_l G_l W_l, by the first `x_blocks` thread blocks
-//   grad_w_l = G_l^T X, grad_b_l = G_l^T 1, by the others: each share of `share` rows leaves its sums in
-//   partial [shares, LAYERS * channels * features + LAYERS * channels], weights before biases
+// Gradients of linear layers of one input. The gradients of the results are g [num_rows, channels] of each layer, or with
+// INTERLEAVED g0 [num_rows, LAYERS, channels].
+//   grad_x = sum_l G_l W_l: the first `x_blocks` thread blocks compute it.
+//   grad_w_l = G_l^T X, grad_b_l = G_l^T 1: the other blocks compute them with split-K. Each split of `rows_per_split` rows
+//   leaves its sums in partial [splits, LAYERS * channels * features + LAYERS * channels], weights before biases.
 #include "gemm/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-gemm_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 share, const float* x, const float* w0,
-                  const float* w1, const float* w2, const float* w3, const float* g0, const float* g1,
-                  const float* g2, const float* g3, float* grad_x, float* partial) {
+gemm_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 rows_per_split, const float* x,
+              const float* w0, const float* w1, const float* w2, const float* w3, const float* g0, const float* g1,
+              const float* g2, const float* g3, float* grad_x, float* partial) {
     const Layers<const float> weights = {w0, w1, w2, w3}, grads = {g0, g1, g2, g3};
     const i64 stride = INTERLEAVED ? LAYERS * channels : channels;
     const auto grad_of = [&](int layer) { return INTERLEAVED ? g0 + layer * channels : grads[layer]; };
@@ -37,14 +37,14 @@ gemm_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 share,
         return;
     }
     const int block = (int)(blockIdx.x - x_blocks), layer_tiles = (int)((channels + TILE_M - 1) / TILE_M);
-    const int tiles = LAYERS * layer_tiles * feature_tiles, tile = block % tiles, part = block / tiles;
+    const int tiles = LAYERS * layer_tiles * feature_tiles, tile = block % tiles, split_index = block / tiles;
     const int layer = tile / feature_tiles / layer_tiles;
     const i64 row = (i64)(tile / feature_tiles % layer_tiles) * TILE_M, column = (i64)(tile % feature_tiles) * TILE_N;
     const int rows = at_most(channels - row, TILE_M), columns = at_most(features - column, TILE_N);
-    const i64 first = part * share;
-    i64 places = num_rows - first < share ? num_rows - first : share;
+    const i64 first = split_index * rows_per_split;
+    i64 places = num_rows - first < rows_per_split ? num_rows - first : rows_per_split;
     const float *left_at = grad_of(layer) + first * stride + row, *right_at = x + first * features + column;
-    // The sums of A's columns, TURNS threads for each, are those of the bias.
+    // The sums of A's columns, by TURNS threads each, are the gradient of the bias.
     constexpr int TURNS = THREADS / TILE_M;
     static_assert(TURNS > 0 && THREADS % TILE_M == 0 && DEPTH / TURNS % 4 == 0, "each column has as many threads");
     const int mine = (int)threadIdx.x % TILE_M, turn = (int)threadIdx.x / TILE_M;
@@ -67,7 +67,7 @@ gemm_backward(i64 num_rows, i64 features, i64 channels, i64 x_blocks, i64 share,
                 column_sum += line[i * TILE_M + swizzled<false>(mine / 4, i) * 4 + mine % 4];
             }
         });
-    float* const weight_sums = partial + part * (LAYERS * channels * (features + 1));
+    float* const weight_sums = partial + split_index * (LAYERS * channels * (features + 1));
     write_tile(sums, weight_sums + (layer * channels + row) * features + column, features, rows, columns, nullptr);
     if (!sums_columns) return;
     __shared__ float turns[TURNS][TILE_M];

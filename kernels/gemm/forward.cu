@@ -1,11 +1,12 @@
-// Linear layers of one input, Y_l = X W_l^T + b_l: x [num_rows, features], w [channels, features], b [channels] or null,
-// y [num_rows, channels] of each layer; with INTERLEAVED all results are in y0 [num_rows, LAYERS, channels].
+// Linear layers of one input, Y_l = X W_l^T + b_l. The input is x [num_rows, features]; each layer has w [channels,
+// features], b [channels] or null, and y [num_rows, channels]. With INTERLEAVED all results are in y0 [num_rows, LAYERS,
+// channels].
 #include "gemm/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 gemm_forward(i64 num_rows, i64 features, i64 channels, const float* x, const float* w0, const float* w1,
-                 const float* w2, const float* w3, const float* b0, const float* b1, const float* b2, const float* b3,
-                 float* y0, float* y1, float* y2, float* y3) {
+             const float* w2, const float* w3, const float* b0, const float* b1, const float* b2, const float* b3,
+             float* y0, float* y1, float* y2, float* y3) {
     const Layers<const float> weights = {w0, w1, w2, w3}, biases = {b0, b1, b2, b3};
     const Layers<float> results = {y0, y1, y2, y3};
     const int layer_tiles = (int)((channels + TILE_N - 1) / TILE_N), tiles = LAYERS * layer_tiles;

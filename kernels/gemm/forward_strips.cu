@@ -1,21 +1,20 @@
 // Linear layers of one input, or the gradient of that input, for many rows, on compute capability 9.0 (sm_90a):
 //   Y_l = X W_l^T + b_l           x [num_rows, FEATURES], w [CHANNELS, FEATURES], b [CHANNELS] or null of each layer
-//   grad_x = sum_l G_l W_l        with BACKWARD: gradients as `a`, grad_x as `y0`, no biases
-// With INTERLEAVED the results, or the gradients of them, are in one matrix [num_rows, LAYERS, CHANNELS].
+//   grad_x = sum_l G_l W_l        with BACKWARD: `a` are the gradients, `y0` is grad_x, and there are no biases
+// With INTERLEAVED the results, or their gradients, are in one matrix [num_rows, LAYERS, CHANNELS].
 //
-// A thread block holds COLUMNS columns of what rows are multiplied by, B, in shared memory; each of its warpgroups takes
-// strips of 64 rows, of which a thread copies what it multiplies itself, RING sections of SECTION places ahead. A column has
-// a scale in each matrix, a row in each section. Tensor cores cut what they add to a sum: those of sections are added with
-// rounding.
+// A thread block holds COLUMNS columns of the right matrix, B, in shared memory. Each of its warpgroups takes strips of 64
+// rows; a thread copies the numbers that it multiplies itself, RING sections of SECTION places ahead. A column of B has a
+// scale in each matrix, a row of A in each section. Tensor cores cut what they add to a sum, so the sums of sections are
+// added with rounding.
 //
-// The order of places in a sum is free as long as both sides have the same, and the order of columns if results are
-// written accordingly. A float4 of a thread's row, places 16 c + 4 pos + r, is its share of step c at slots
-// 2 pos + r % 2 + 8 (r / 2); a float4 of its results, columns 16 i + 4 pos + 2 h + e, comes from slots
-// 16 i + 8 h + 2 pos + e.
+// The order of places in a sum is free as long as A and B have the same, and the order of columns if results are written
+// accordingly. A float4 of a thread's row, places 16 c + 4 pos + r, goes into step c at slots 2 pos + r % 2 + 8 (r / 2); a
+// float4 of its results, columns 16 i + 4 pos + 2 h + e, comes from slots 16 i + 8 h + 2 pos + e.
 #include "include/number.cuh"
 #include "include/copy.cuh"
 #include "include/wgmma.cuh"
-#include "include/halves.cuh"
+#include "include/fp16_split.cuh"
 #include "gemm/layers.cuh"
 
 #define THREADS (128 * WARPGROUPS)
@@ -27,17 +26,17 @@
 #define GROUPS ((WIDTH + COLUMNS - 1) / COLUMNS)
 #define LEFT_STRIDE (BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : DEPTH)
 #define OUT_STRIDE (!BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : WIDTH)
-#define PARTS (PLACES / SECTION)
-#define SECTIONS (MATRICES * PARTS)
+#define MATRIX_SECTIONS (PLACES / SECTION)
+#define SECTIONS (MATRICES * MATRIX_SECTIONS)
 #define STEPS (SECTION / 16)
 #define STEP (2 * COLUMNS)
-// Whether the warpgroups take turns: one multiplies while the other reads and writes.
+// Whether the warpgroups take turns, so that one multiplies while the other reads and writes.
 #define TURNS (SPLIT && SECTIONS == 1 && WARPGROUPS == 2)
-// Numbers that a lane takes of B at a time, and words of all the first halves of B.
+// The numbers that a lane reads of B at a time, and the words of B's high numbers.
 #define NUMBERS (BACKWARD ? 8 : 4)
 #define RIGHT (MATRICES * PLACES * COLUMNS / 2)
 
-// PLACES are those of one matrix, filled up to whole sections.
+// PLACES counts the places of one matrix, filled up to whole sections.
 static_assert(PLACES % SECTION == 0 && SECTION % 16 == 0 && PLACES >= DEPTH && DEPTH % 4 == 0, "whole sections of float4");
 
 __device__ __forceinline__ int column_of(int slot) {
@@ -50,7 +49,7 @@ __device__ __forceinline__ int slot_of(int item) {
     return BACKWARD ? item % (COLUMNS / 32) * 32 + lane : item / (PLACES / 16) * 8 + lane / 4;
 }
 
-// What a lane takes of B: BACKWARD eight places of a column, else four.
+// Reads a lane's numbers of B: eight places of a column with BACKWARD, else four.
 __device__ __forceinline__ void load_right(float (&x)[NUMBERS], const float* matrix, int item, int first_column) {
 #if BACKWARD
     const int chunk = item / (COLUMNS / 32), column = first_column + column_of(slot_of(item));
@@ -75,15 +74,15 @@ __device__ __forceinline__ void store_right(const float (&x)[NUMBERS], float low
 #pragma unroll
     for (int i = 0; i < NUMBERS; ++i) numbers[i] = x[i] * lower;
 #if BACKWARD
-    hold_halves(numbers, column + item / (COLUMNS / 32) * (COLUMNS * 4), RIGHT);
+    store_fp16(numbers, column + item / (COLUMNS / 32) * (COLUMNS * 4), RIGHT);
 #else
     u32* const at = column + item % (PLACES / 16) * (2 * COLUMNS * 4) + threadIdx.x % 4;
-    hold_halves(numbers[0], numbers[1], at, RIGHT);
-    hold_halves(numbers[2], numbers[3], at + COLUMNS * 4, RIGHT);
+    store_fp16(numbers[0], numbers[1], at, RIGHT);
+    store_fp16(numbers[2], numbers[3], at + COLUMNS * 4, RIGHT);
 #endif
 }
 
-// B, of which the threads read everything at once, find the scales, and write; `raise` undoes them.
+// Brings B into shared memory: the threads read all of it, find the scales and write it; `raise` undoes the scales.
 __device__ __forceinline__ void hold_right(u32* right, float (&raise)[MATRICES][COLUMNS],
                                            const Layers<const float>& weights, int layer, int first_column) {
     __shared__ u32 sizes[MATRICES][COLUMNS];
@@ -121,12 +120,12 @@ __device__ __forceinline__ void hold_right(u32* right, float (&raise)[MATRICES][
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float* a2, const float* a3, const float* w0,
-              const float* w1, const float* w2, const float* w3, const float* b0, const float* b1, const float* b2,
-              const float* b3, float* y0, float* y1, float* y2, float* y3) {
+                    const float* w1, const float* w2, const float* w3, const float* b0, const float* b1,
+                    const float* b2, const float* b3, float* y0, float* y1, float* y2, float* y3) {
     extern __shared__ __align__(128) u32 held[];
     __shared__ __align__(8) float raised_right[MATRICES][COLUMNS];
 #if !BACKWARD
-    // Of the block's columns, zeros without: from memory they would keep each strip waiting.
+    // The biases of the block's columns, or zeros: reads from memory would keep each strip waiting.
     __shared__ __align__(16) float held_biases[COLUMNS];
 #endif
     const Layers<const float> weights = {w0, w1, w2, w3}, lefts = {a0, a1, a2, a3};
@@ -146,7 +145,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
     const auto start = [&]() {
         if (next_strip < strips) {
             const i64 row = next_strip * 64 + warp * 16 + lane / 4;
-            const int matrix = next_section / PARTS, place = next_section % PARTS * SECTION + 4 * pos;
+            const int matrix = next_section / MATRIX_SECTIONS, place = next_section % MATRIX_SECTIONS * SECTION + 4 * pos;
             const float* const left = BACKWARD ? (INTERLEAVED ? a0 + matrix * CHANNELS : lefts[matrix]) : a0;
             const float* const from = left + (row * LEFT_STRIDE + place);
             float* const to = ring + next_slot * (2 * STEPS * THREADS * 4);
@@ -175,25 +174,25 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
     }
 #endif
     hold_right(held, raised_right, weights, layer, first_column);
-    show_products();
+    fence_proxy_async();
     __syncthreads();
 
-    const u64 right_at = described(held, COLUMNS * 16);
-    float parts[COLUMNS / 2];
+    const u64 right_at = matrix_descriptor(held, COLUMNS * 16);
+    float high_sums[COLUMNS / 2];
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) parts[i] = 0.0f;
+    for (int i = 0; i < COLUMNS / 2; ++i) high_sums[i] = 0.0f;
 #if SPLIT
-    float more[COLUMNS / 2];
+    float low_sums[COLUMNS / 2];
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) more[i] = 0.0f;
+    for (int i = 0; i < COLUMNS / 2; ++i) low_sums[i] = 0.0f;
 #endif
 #if TURNS
-    // As many as the first has strips.
+    // There are as many turns as the first warpgroup has strips.
     const i64 turns = block < strips ? (strips - block + step - 1) / step : 0;
     i64 turn = 0;
-    if (warpgroup == 1 && turns > 0) arrive_named(1, THREADS);
+    if (warpgroup == 1 && turns > 0) barrier_arrive(1, THREADS);
 #endif
-    // Found here, stores of 16 bytes are known to be aligned.
+    // With this pointer the compiler knows that stores of 16 bytes are aligned.
     float* const result = OUT_STRIDE == WIDTH ? results[layer] : y0 + layer * CHANNELS;
     int slot = 0;
 #pragma unroll 1
@@ -206,7 +205,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
             wait_copies<RING - 1>();
             const float* const mine = ring + slot * (2 * STEPS * THREADS * 4);
             if (++slot == RING) slot = 0;
-            // Of the upper row and of the one 8 below.
+            // The numbers of the upper row and of the row 8 below it.
             float4 numbers[2][STEPS];
             float lower[2], raise[2];
 #pragma unroll
@@ -231,42 +230,42 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
             }
             pin(left);
 #if TURNS
-            wait_named(1 + warpgroup, THREADS);
+            barrier_sync(1 + warpgroup, THREADS);
 #endif
-            pin(parts);
+            pin(high_sums);
             const u64 from = right_at + section * (STEPS * STEP);
 #if SPLIT
-            pin(more);
-            open_products();
-            multiply_second(more, left, from, STEP, RIGHT / 4);
+            pin(low_sums);
+            wgmma_fence();
+            multiply_low(low_sums, left, from, STEP, RIGHT / 4);
 #else
-            open_products();
+            wgmma_fence();
 #endif
-            multiply_first(parts, left, from, STEP);
-            close_products();
+            multiply_high(high_sums, left, from, STEP);
+            wgmma_commit();
 #if TURNS
-            if (warpgroup == 0 || ++turn < turns) arrive_named(2 - warpgroup, THREADS);
+            if (warpgroup == 0 || ++turn < turns) barrier_arrive(2 - warpgroup, THREADS);
 #endif
             // The numbers of this section are in registers.
             start();
-            wait_products();
-            pin(parts);
+            wgmma_wait();
+            pin(high_sums);
 #if SPLIT
-            pin(more);
+            pin(low_sums);
 #endif
             pin(left);
-            const float* const raise_right = raised_right[section / PARTS] + 2 * pos;
+            const float* const raise_right = raised_right[section / MATRIX_SECTIONS] + 2 * pos;
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i += 2) {
                 const float2 of_column = *reinterpret_cast<const float2*>(raise_right + i / 4 * 8);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
 #if SPLIT
-                    const float part = fmaf(more[i + e], 0x1p-11f, parts[i + e]);
+                    const float sum = fmaf(low_sums[i + e], 0x1p-11f, high_sums[i + e]);
 #else
-                    const float part = parts[i + e];
+                    const float sum = high_sums[i + e];
 #endif
-                    sums[i + e] = fmaf(part * (e ? of_column.y : of_column.x), raise[i / 2 % 2], sums[i + e]);
+                    sums[i + e] = fmaf(sum * (e ? of_column.y : of_column.x), raise[i / 2 % 2], sums[i + e]);
                 }
             }
         }
@@ -290,12 +289,12 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
         }
     }
 #if TURNS
-    // The first warpgroup waits for each of its turns, also where the second has one strip less.
+    // The first warpgroup waits for each of its turns, also where the second one has one strip less.
     if (warpgroup == 1) {
 #pragma unroll 1
         while (turn < turns) {
-            wait_named(2, THREADS);
-            if (++turn < turns) arrive_named(1, THREADS);
+            barrier_sync(2, THREADS);
+            if (++turn < turns) barrier_arrive(1, THREADS);
         }
     }
 #endif

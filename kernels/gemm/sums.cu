@@ -1,8 +1,8 @@
-// Sums over the rows of a matrix, rows [num_rows, columns], of each share of `share` rows: sums [shares, columns] in
-// float32. Columns are a multiple of the numbers in 16 bytes.
+// Partial sums over the rows of a matrix, rows [num_rows, columns]: split s sums `rows_per_split` rows into row s of
+// sums [splits, columns] in float32. Columns are a multiple of the numbers in 16 bytes.
 //
-// A thread block takes WIDTH columns of a share, TURNS rows at a time. A thread adds its rows in ascending order, a block
-// then those of its threads; a second launch adds the shares.
+// A thread block sums WIDTH columns of a split, TURNS rows at a time. A thread adds its rows in ascending order, and a block
+// the sums of its threads; a second launch adds the splits.
 #include "include/number.cuh"
 
 #define THREADS 256
@@ -25,12 +25,13 @@ __device__ __forceinline__ float number_of(storage_t x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-gemm_sums(i64 num_rows, i64 columns, i64 share, const storage_t* rows, float* sums) {
+gemm_sums(i64 num_rows, i64 columns, i64 rows_per_split, const storage_t* rows, float* sums) {
     __shared__ float turns[TURNS][WIDTH];
-    const int groups = (int)((columns + WIDTH - 1) / WIDTH), part = (int)blockIdx.x / groups;
+    const int groups = (int)((columns + WIDTH - 1) / WIDTH), split_index = (int)blockIdx.x / groups;
     const int lane = (int)threadIdx.x % LANES, turn = (int)threadIdx.x / LANES, mine = (int)threadIdx.x;
     const i64 first_column = (i64)((int)blockIdx.x % groups) * WIDTH, column = first_column + lane * NUMBERS;
-    const i64 begin = part * share, limit = num_rows - begin < share ? num_rows : begin + share;
+    const i64 begin = split_index * rows_per_split;
+    const i64 limit = num_rows - begin < rows_per_split ? num_rows : begin + rows_per_split;
     float own[NUMBERS];
 #pragma unroll
     for (int i = 0; i < NUMBERS; ++i) own[i] = 0.0f;
@@ -56,5 +57,5 @@ gemm_sums(i64 num_rows, i64 columns, i64 share, const storage_t* rows, float* su
     float sum = turns[0][mine];
 #pragma unroll
     for (int i = 1; i < TURNS; ++i) sum += turns[i][mine];
-    sums[part * columns + first_column + mine] = sum;
+    sums[split_index * columns + first_column + mine] = sum;
 }

@@ -1,11 +1,11 @@
 // A tile C (TILE_M x TILE_N) of a product of two float32 matrices, by the WARPS_M x WARPS_N warps of a thread block.
 //
-// Tensor cores multiply numbers of two tf32 parts with SPLIT, else of one (mma.cuh). They cut what they add to a sum: with
-// SPLIT the products of DEPTH places are summed apart and then added with rounding. Sums run in a fixed order.
+// With SPLIT tensor cores multiply each number as two tf32 numbers, else as one (mma.cuh). They cut what they add to a sum,
+// so with SPLIT the products of DEPTH places are summed separately and then added with rounding. Sums run in a fixed order.
 //
-// Operands come from memory DEPTH places of the sum at a time, STAGES - 1 of these ahead, and lie in shared memory in
-// chunks of 4 numbers. One whose places follow each other in memory (ALONG) has a line of DEPTH numbers for each row, the
-// other one a line of all its rows for each place. The order of the chunks in a line keeps access free of bank conflicts.
+// Operands come from memory DEPTH places of the sum at a time, STAGES - 1 steps ahead, and lie in shared memory in chunks
+// of 4 numbers. An operand whose places follow each other in memory (ALONG) has a line of DEPTH numbers for each row, any
+// other operand a line of all its rows for each place. The order of the chunks in a line avoids bank conflicts.
 #include "include/number.cuh"
 #include "include/mma.cuh"
 #include "include/copy.cuh"
@@ -14,15 +14,15 @@
 #define THREADS (32 * WARPS_M * WARPS_N)
 #define WARP_M (TILE_M / WARPS_M)
 #define WARP_N (TILE_N / WARPS_N)
-#define M_PARTS (WARP_M / 16)
-#define N_PARTS (WARP_N / 8)
+#define M_FRAGMENTS (WARP_M / 16)
+#define N_FRAGMENTS (WARP_N / 8)
 #define STAGE_NUMBERS ((TILE_M + TILE_N) * DEPTH)
 
-// A part of a matrix in memory: element (row, place) is at row * stride + place with ALONG, else at place * stride + row.
+// A block of a matrix in memory: element (row, place) is at row * stride + place with ALONG, else at place * stride + row.
 struct Operand {
     const float* first;
     i64 stride;
-    int rows;    // those that exist; what lies beyond them or `places` counts as 0
+    int rows;    // rows that exist; numbers beyond them or beyond `places` count as 0
     int places;
 };
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ float* stages() {
     return stage_numbers;
 }
 
-// Where a chunk of a line lies.
+// The position of a chunk in its line.
 template <bool ALONG>
 __device__ __forceinline__ int swizzled(int chunk, int line) {
     return ALONG ? chunk ^ (line & 7) : chunk ^ (line & 3) * 2;
@@ -42,7 +42,7 @@ __device__ __forceinline__ int swizzled(int chunk, int line) {
 // Starts to copy SIZE rows of DEPTH places.
 template <bool ALONG, int SIZE>
 __device__ __forceinline__ void copy_operand(float* tile, const Operand& from) {
-    // Chunks of a line, and lines that a copy by all threads takes.
+    // Chunks of a line, lines that all threads copy at once, and copies of a thread.
     constexpr int WIDTH = ALONG ? DEPTH / 4 : SIZE / 4, LINES = THREADS / WIDTH, COPIES = SIZE * DEPTH / 4 / THREADS;
     static_assert(LINES % (ALONG ? 8 : 4) == 0 && COPIES * THREADS * 4 == SIZE * DEPTH, "each thread copies as much");
     const int chunk = (int)threadIdx.x % WIDTH, line = (int)threadIdx.x / WIDTH;
@@ -65,17 +65,17 @@ __device__ __forceinline__ void copy_operand(float* tile, const Operand& from) {
     }
 }
 
-// Four matrices of 8 rows and 4 places, at the rows that the lanes name: lane i that of row i % 8 of matrix i / 8, and of
-// each matrix a lane gets row lane / 4, place lane % 4.
+// Reads four matrices of 8 rows and 4 places. Lane i gives the address of row i % 8 of matrix i / 8, and gets row lane / 4,
+// place lane % 4 of each matrix.
 __device__ __forceinline__ void load_matrices(u32 (&numbers)[4], const float* row) {
 #ifdef PYG_DFGNN_EMULATOR
     const u64 mine = reinterpret_cast<u64>(row);
-    const u32 halves[6] = {(u32)mine, (u32)(mine >> 32), 0u, 0u, 0u, 0u};
+    const u32 words[6] = {(u32)mine, (u32)(mine >> 32), 0u, 0u, 0u, 0u};
     u32 warp[32][6];
-    emu_gather_registers(halves, warp);
+    emu_gather_registers(words, warp);
     for (int i = 0; i < 4; ++i) {
-        const u32* found = warp[8 * i + lane_group()];
-        numbers[i] = __float_as_uint(reinterpret_cast<const float*>(found[0] | (u64)found[1] << 32)[lane_pos()]);
+        const u32* address = warp[8 * i + lane_group()];
+        numbers[i] = __float_as_uint(reinterpret_cast<const float*>(address[0] | (u64)address[1] << 32)[lane_pos()]);
     }
 #else
     const u32 address = (u32)__cvta_generic_to_shared(row);
@@ -89,26 +89,26 @@ static_assert(TILE_M % (16 * WARPS_M) == 0 && TILE_N % (16 * WARPS_N) == 0, "a w
 static_assert(STAGES >= 2 && DEPTH == 32, "a line of a row is the eight chunks that their order is made for");
 
 struct Sums {
-    float x[M_PARTS][N_PARTS][4];
+    float x[M_FRAGMENTS][N_FRAGMENTS][4];
 };
 
 // The first row and column of a warp in the tile.
 __device__ __forceinline__ int warp_row() { return (int)threadIdx.x / 32 / WARPS_N * WARP_M; }
 __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WARPS_N * WARP_N; }
 
-// Number `i` of an operand. The first of two parts is rounded to nearest: so the second is half as large, no more than one
-// of its bits is cut, and a product of two second parts is below what float32 rounds.
-template <class Part>
-__device__ __forceinline__ void set_number(Part& part, int i, u32 bits) {
+// Sets number `i` of a fragment. The high number is rounded to nearest: so the low one is half as large, no more than one of
+// its bits is cut, and a product of two low numbers is below what float32 rounds.
+template <class Fragment>
+__device__ __forceinline__ void set_number(Fragment& fragment, int i, u32 bits) {
 #if SPLIT
-    part.big[i] = (bits + 0x1000u) & 0xffffe000u;
-    part.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(part.big[i]));
+    fragment.big[i] = (bits + 0x1000u) & 0xffffe000u;
+    fragment.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(fragment.big[i]));
 #else
-    set_tf32(part, i, bits);
+    set_tf32(fragment, i, bits);
 #endif
 }
 
-// A of rows `row` to row + 15 and B of columns `column` to column + 15, places 8 j to 8 j + 7.
+// Read A's rows `row` to row + 15, or B's columns `column` to column + 15, at places 8 j to 8 j + 7.
 template <bool ALONG>
 __device__ __forceinline__ Left read_left(const float* tile, int row, int j) {
     u32 numbers[4];
@@ -147,51 +147,51 @@ __device__ __forceinline__ void read_right(Right& first, Right& second, const fl
     }
 }
 
-// D += A B of all parts; with FIRST D = A B. Products of one kind follow each other, so that as many independent sums as
-// there are parts are in flight.
+// D += A B of all fragments; with FIRST D = A B. Products of one kind follow each other, so that as many independent sums as
+// there are fragments are in flight.
 template <bool FIRST>
-__device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_PARTS], const Right (&b)[N_PARTS]) {
+__device__ __forceinline__ void multiply(Sums& d, const Left (&a)[M_FRAGMENTS], const Right (&b)[N_FRAGMENTS]) {
 #if SPLIT
 #pragma unroll
-    for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
-        mma<FIRST>(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].small, b[i % N_PARTS].big);
+    for (int i = 0; i < M_FRAGMENTS * N_FRAGMENTS; ++i) {
+        mma<FIRST>(d.x[i / N_FRAGMENTS][i % N_FRAGMENTS], a[i / N_FRAGMENTS].small, b[i % N_FRAGMENTS].big);
     }
 #pragma unroll
-    for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
-        mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].small);
+    for (int i = 0; i < M_FRAGMENTS * N_FRAGMENTS; ++i) {
+        mma(d.x[i / N_FRAGMENTS][i % N_FRAGMENTS], a[i / N_FRAGMENTS].big, b[i % N_FRAGMENTS].small);
     }
 #endif
 #pragma unroll
-    for (int i = 0; i < M_PARTS * N_PARTS; ++i) {
-        mma(d.x[i / N_PARTS][i % N_PARTS], a[i / N_PARTS].big, b[i % N_PARTS].big);
+    for (int i = 0; i < M_FRAGMENTS * N_FRAGMENTS; ++i) {
+        mma(d.x[i / N_FRAGMENTS][i % N_FRAGMENTS], a[i / N_FRAGMENTS].big, b[i % N_FRAGMENTS].big);
     }
 }
 
 template <bool A_ALONG, bool B_ALONG, bool FIRST>
 __device__ __forceinline__ void add_places(Sums& sums, const float* a, const float* b, int j) {
-    Left x[M_PARTS];
-    Right y[N_PARTS];
+    Left x[M_FRAGMENTS];
+    Right y[N_FRAGMENTS];
 #pragma unroll
-    for (int n = 0; n < N_PARTS; n += 2) read_right<B_ALONG>(y[n], y[n + 1], b, warp_column() + 8 * n, j);
+    for (int n = 0; n < N_FRAGMENTS; n += 2) read_right<B_ALONG>(y[n], y[n + 1], b, warp_column() + 8 * n, j);
 #pragma unroll
-    for (int m = 0; m < M_PARTS; ++m) x[m] = read_left<A_ALONG>(a, warp_row() + 16 * m, j);
+    for (int m = 0; m < M_FRAGMENTS; ++m) x[m] = read_left<A_ALONG>(a, warp_row() + 16 * m, j);
     multiply<FIRST>(sums, x, y);
 }
 
-// What DEPTH places add to the tile.
+// Adds the products of DEPTH places to the tile.
 template <bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void add_stage(Sums& sums, const float* a, const float* b) {
 #if SPLIT
-    Sums parts;
-    add_places<A_ALONG, B_ALONG, true>(parts, a, b, 0);
+    Sums stage_sums;
+    add_places<A_ALONG, B_ALONG, true>(stage_sums, a, b, 0);
 #pragma unroll
-    for (int j = 1; j < DEPTH / 8; ++j) add_places<A_ALONG, B_ALONG, false>(parts, a, b, j);
+    for (int j = 1; j < DEPTH / 8; ++j) add_places<A_ALONG, B_ALONG, false>(stage_sums, a, b, j);
 #pragma unroll
-    for (int m = 0; m < M_PARTS; ++m) {
+    for (int m = 0; m < M_FRAGMENTS; ++m) {
 #pragma unroll
-        for (int n = 0; n < N_PARTS; ++n) {
+        for (int n = 0; n < N_FRAGMENTS; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums.x[m][n][i] += parts.x[m][n][i];
+            for (int i = 0; i < 4; ++i) sums.x[m][n][i] += stage_sums.x[m][n][i];
         }
     }
 #else
@@ -217,9 +217,9 @@ __device__ __forceinline__ void add_steps(Sums& sums, int steps, Next next, Look
         free_stage = free_stage == stages() + (STAGES - 1) * STAGE_NUMBERS ? stages() : free_stage + STAGE_NUMBERS;
     };
 #pragma unroll
-    for (int m = 0; m < M_PARTS; ++m) {
+    for (int m = 0; m < M_FRAGMENTS; ++m) {
 #pragma unroll
-        for (int n = 0; n < N_PARTS; ++n) {
+        for (int n = 0; n < N_FRAGMENTS; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.x[m][n][i] = 0.0f;
         }
@@ -243,19 +243,19 @@ __device__ __forceinline__ void add_steps(Sums& sums, int steps, Next next, Look
 __device__ __forceinline__ void write_tile(const Sums& sums, float* to, i64 stride, int rows, int columns,
                                            const float* added) {
     const int column = warp_column() + 2 * lane_pos();
-    float2 more[N_PARTS];
+    float2 more[N_FRAGMENTS];
 #pragma unroll
-    for (int n = 0; n < N_PARTS; ++n) {
+    for (int n = 0; n < N_FRAGMENTS; ++n) {
         const bool reads = added != nullptr && column + 8 * n < columns;
         more[n] = reads ? make_float2(added[column + 8 * n], added[column + 8 * n + 1]) : make_float2(0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * M_PARTS; ++i) {
+    for (int i = 0; i < 2 * M_FRAGMENTS; ++i) {
         const int row = warp_row() + 8 * i + lane_group();
         float* const line = to + (row * stride + column);
         if (row >= rows) continue;
 #pragma unroll
-        for (int n = 0; n < N_PARTS; ++n) {
+        for (int n = 0; n < N_FRAGMENTS; ++n) {
             const float *pair = sums.x[i / 2][n] + i % 2 * 2;
             if (column + 8 * n >= columns) continue;
             *reinterpret_cast<float2*>(line + 8 * n) = make_float2(pair[0] + more[n].x, pair[1] + more[n].y);

@@ -1,13 +1,13 @@
-// Products on tensor cores by a warpgroup, four warps: D (64 x N, fp32) += A (64 x K) B (K x N), with K 16 in fp16 or 8 in
-// tf32, on compute capability 9.0 with its own features (sm_90a).
+// Warpgroup products on tensor cores (wgmma), by four warps: D (64 x N, fp32) += A (64 x K) B (K x N), with K 16 in fp16 or
+// 8 in tf32, on compute capability 9.0 with its own features (sm_90a).
 //
-// A comes from registers of two fp16 numbers or one tf32 number: with group = lane / 4 and pos = lane % 4 a lane holds the
-// rows group and group + 8 of its warp's 16, there words pos and pos + 4; of D the same rows, and of each 8 columns 2 pos
-// and 2 pos + 1. B lies in shared memory in pieces of 8 columns by 16 bytes, 8 or 4 places: `leading` bytes from the first
-// half of the places to the others, 128 from 8 columns to the next.
+// A comes from registers of two fp16 numbers or one tf32 number: with group = lane / 4 and pos = lane % 4 a lane holds words
+// pos and pos + 4 of the rows group and group + 8 of its warp's 16. Of D it holds the same rows, and columns 2 pos and
+// 2 pos + 1 of every 8. B lies in shared memory in pieces of 8 columns by 16 bytes, 8 or 4 places: there are `leading` bytes
+// from the first half of the places to the second, and 128 bytes from 8 columns to the next.
 
-// Where B is.
-__device__ __forceinline__ u64 described(const void* b, u32 leading) {
+// The descriptor of B.
+__device__ __forceinline__ u64 matrix_descriptor(const void* b, u32 leading) {
 #ifdef PYG_DFGNN_EMULATOR
     const u32 address = (u32)(reinterpret_cast<const char*>(b) - emu::launch->shared);
 #else
@@ -16,33 +16,33 @@ __device__ __forceinline__ u64 described(const void* b, u32 leading) {
     return (u64)((address & 0x3ffffu) >> 4) | (u64)(leading >> 4) << 16 | (u64)(128 >> 4) << 32;
 }
 
-// What threads have written to shared memory is seen by the products that start after the next barrier.
-__device__ __forceinline__ void show_products() {
+// Lets products that start after the next barrier see what this thread has written to shared memory.
+__device__ __forceinline__ void fence_proxy_async() {
 #ifndef PYG_DFGNN_EMULATOR
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Before the first of some products, whose registers have been written.
-__device__ __forceinline__ void open_products() {
+// Comes before the first product of a group, after their registers have been written.
+__device__ __forceinline__ void wgmma_fence() {
 #ifndef PYG_DFGNN_EMULATOR
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void close_products() {
+__device__ __forceinline__ void wgmma_commit() {
 #ifndef PYG_DFGNN_EMULATOR
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
 #ifdef PYG_DFGNN_EMULATOR
-    emu_wait_products();
+    emu_wgmma_wait();
 #else
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
 }
 
-// Registers that products read or write stay where they are up to here.
+// Keeps registers that products read or write where they are up to here.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&x)[COUNT]) {
 #ifndef PYG_DFGNN_EMULATOR
@@ -58,15 +58,15 @@ __device__ __forceinline__ void pin(u32 (&x)[COUNT][4]) {
 #endif
 }
 
-// Named barriers, after which those who wait go on: all of `threads` have to come, some only arrive.
-__device__ __forceinline__ void wait_named(int id, int threads) {
+// Named barriers: threads that sync go on when `threads` threads have synced or arrived.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
 #ifdef PYG_DFGNN_EMULATOR
     emu_named_barrier(id, threads, true);
 #else
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 #endif
 }
-__device__ __forceinline__ void arrive_named(int id, int threads) {
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
 #ifdef PYG_DFGNN_EMULATOR
     emu_named_barrier(id, threads, false);
 #else
@@ -74,27 +74,27 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
 #endif
 }
 
-// What products of STEPS steps multiply, in registers: of each number one word's share, with SPLIT of a second word too.
+// The left factors of STEPS steps in registers: the words of the high numbers, and with SPLIT of the low ones.
 template <int STEPS>
 struct Factors {
-    u32 first[STEPS][4];
+    u32 high[STEPS][4];
 #if SPLIT
-    u32 second[STEPS][4];
+    u32 low[STEPS][4];
 #endif
 };
 template <int STEPS>
 __device__ __forceinline__ void pin(Factors<STEPS>& factors) {
-    pin(factors.first);
+    pin(factors.high);
 #if SPLIT
-    pin(factors.second);
+    pin(factors.low);
 #endif
 }
-// The same in shared memory, the second words `offset` further.
-__device__ __forceinline__ void hold(const Factors<1>& factors, u32* at, int offset) {
-    const u32(&x)[4] = factors.first[0];
+// Stores factors in shared memory, the low words `offset` words after the high ones.
+__device__ __forceinline__ void store_factors(const Factors<1>& factors, u32* at, int offset) {
+    const u32(&x)[4] = factors.high[0];
     *reinterpret_cast<uint4*>(at) = make_uint4(x[0], x[1], x[2], x[3]);
 #if SPLIT
-    const u32(&y)[4] = factors.second[0];
+    const u32(&y)[4] = factors.low[0];
     *reinterpret_cast<uint4*>(at + offset) = make_uint4(y[0], y[1], y[2], y[3]);
 #endif
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void hold(const Factors<1>& factors, u32* at, int off
     "%" #ten "0, %" #ten "1, %" #ten "2, %" #ten "3, %" #ten "4, %" #ten "5, %" #ten "6, %" #ten "7, %" #ten "8, %" #ten "9"
 #define WGMMA_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_16(i) WGMMA_SUMS(i), WGMMA_SUMS(i + 4), WGMMA_SUMS(i + 8), WGMMA_SUMS(i + 12)
-// A product for 128 columns, from `a` and `b` to `d`.
+// The product for 128 columns, of `a` and `b`, to `d`.
 #define WGMMA_128(shape, more)                                                                                        \
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %69, 0;"                                                        \
                  "wgmma.mma_async.sync.aligned." shape " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " WGMMA_10(1)       \

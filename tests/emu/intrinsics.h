@@ -78,7 +78,7 @@ template <int COUNT>
 static inline void emu_wgmma_tf32(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
     emu_wgmma(d, a, b, adds, false, file, line);
 }
-static inline void emu_wait_products(EMU_HERE) {
+static inline void emu_wgmma_wait(EMU_HERE) {
     static unsigned exchange[1024][4];
     const unsigned first = emu::current / 128 * 128, thread = emu::current % 128, row = thread / 4 * 4;
     for (const emu::Product& product : emu::products[emu::current]) {

@@ -317,7 +317,7 @@ PRODUCT = """
     for (int i = 0; i < 4; ++i) mine[i] = word(a, row + i % 2 * 8, pos + i / 2 * 4);
     float sums[32];
     emu_wgmma_KIND(sums, mine, AT | 64ull << 16 | 8ull << 32, 0);
-    emu_wait_products();
+    emu_wgmma_wait();
     for (int i = 0; i < 32; ++i) c[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * pos + i % 2] = sums[i];
 """
 # Of a row of numbers those that word k holds.
@@ -339,6 +339,6 @@ def test_products_of_a_warpgroup(kind):
     product = WORDS[kind] + PRODUCT.replace("KIND", kind)
     run(product.replace("AT", "0ull"), a, b, found, block=128, shared_bytes=2048)
     np.testing.assert_array_equal(found, a @ b.T)
-    unwaited = product.replace("AT", "0ull").replace("emu_wait_products();", "")
+    unwaited = product.replace("AT", "0ull").replace("emu_wgmma_wait();", "")
     fails("does not wait for its products", unwaited, a, b, found, block=128, shared_bytes=2048)
     fails("reaches beyond the shared memory", product.replace("AT", "1ull"), a, b, found, block=128, shared_bytes=2048)

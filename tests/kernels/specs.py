@@ -179,8 +179,8 @@ def node_specs() -> list[Spec]:
     ]
 
 
-def products_specs() -> list[Spec]:
-    """The products of linear layers, in every tile, and by warpgroups."""
+def gemm_specs() -> list[Spec]:
+    """The GEMMs of linear layers, in every tile, and by warpgroups."""
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
     shapes = [
@@ -224,7 +224,7 @@ def warpgroup_specs(layers: int, interleaved: bool, split: bool) -> list[Spec]:
 
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    return rows + paper_specs() + tiles_specs() + products_specs()
+    return rows + paper_specs() + tiles_specs() + gemm_specs()
 
 
 def label(spec: Spec) -> str:
