@@ -1,4 +1,4 @@
-"""The processes of a run."""
+"""The group of processes of a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _dropout(module: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """This process among those that train together; alone, every method returns what it was given.
+    """The processes that train together, seen from one of them; in a group of one, methods return their argument.
 
     Args:
         rank: Number of this process, from 0.
         size: Number of processes.
-        device: Where this process computes.
+        device: Device of this process.
 
     Example:
         >>> group = Group.of_environment("auto")  # torchrun --nproc_per_node=2 script.py
@@ -43,10 +43,10 @@ class Group:
 
     @staticmethod
     def of_environment(device: str | torch.device = "auto") -> Group:
-        """The group that torchrun or submitit started this process in; a process started alone is a group of one.
+        """Return the group in which torchrun or submitit started this process, else a group of one.
 
         Args:
-            device: "auto", "cpu" or "cuda"; with several processes each takes the GPU of its local rank.
+            device: "auto", "cpu" or "cuda"; each of several processes takes the GPU of its local rank.
 
         Raises:
             ValueError: `device` names one GPU for several processes, or there are more processes than GPUs.
@@ -66,11 +66,11 @@ class Group:
                 raise ValueError(f"'device' needs auto, cpu or cuda with {size} processes (got '{device}')")
             local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if local >= gpus:
-                given = f"{gpus} found (got {local + 1} or more)"
-                raise ValueError(f"'nproc_per_node' needs at most one process per GPU: {given}")
+                need = f"at most one process per GPU: {gpus} found"
+                raise ValueError(f"'nproc_per_node' needs {need} (got {local + 1} or more)")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-        # Kept for the life of the process: the store of torchrun cannot serve a second group under the same keys.
+        # The group lives as long as the process, since torchrun's store cannot serve a second one under the same keys.
         if not dist.is_initialized():
             if device.type == "cuda":
                 dist.init_process_group("nccl", device_id=device)
@@ -84,7 +84,7 @@ class Group:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, without a gradient; the same bits on each."""
+        """Return the sum of a tensor over all processes, with equal bits on each process and without a gradient."""
         tensor = tensor.detach()
         if self.size > 1:
             tensor = tensor.clone()
@@ -92,7 +92,7 @@ class Group:
         return tensor
 
     def start_average(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start :meth:`average`, which the returned call ends; the device computes on meanwhile."""
+        """Start :meth:`average` while the device goes on computing, and return a function that ends it."""
         tensor = tensor.detach()
         if self.size == 1:
             return lambda: tensor
@@ -106,25 +106,25 @@ class Group:
         return end
 
     def average(self, tensor: Tensor) -> Tensor:
-        """The mean of a tensor over all processes, without a gradient; the same bits on each."""
+        """Return the mean of a tensor over all processes, with equal bits on each process and without a gradient."""
         return self.sum(tensor) / self.size if self.size > 1 else tensor.detach()
 
     def mean(self, total: Tensor, weight: float | Tensor) -> Tensor:
-        """A process's part of a mean over all: `total / average of weight`.
+        """Return a process's part of a mean over all processes, `total / average of weight`.
 
-        The parts average to the mean, and gradients that are averaged over the processes, as DistributedDataParallel
-        does, become those of the mean, however unevenly the terms are spread.
+        The average of the parts is the mean, and the average of their gradients, which DistributedDataParallel takes,
+        is the gradient of the mean, however unevenly the terms are spread.
 
         Args:
-            total: Sum of this process's terms.
-            weight: Sum of this process's weights.
+            total: Sum of the terms of this process.
+            weight: Sum of the weights of this process.
         """
         if not isinstance(weight, Tensor):
             weight = total.new_full((), weight)
         return total / self.average(weight.to(total))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows `[N_rank, ...]` of all processes in the order of their ranks, `[N, ...]`, without a gradient."""
+        """Concatenate the rows `[N_rank, ...]` of all processes by rank to `[N, ...]`, without a gradient."""
         rows = rows.detach()
         if self.size == 1:
             return rows
@@ -136,16 +136,16 @@ class Group:
         return torch.cat([part[:count] for part, count in zip(parts, counts)])
 
     def counts(self, count: int) -> list[int]:
-        """A number of each process, by rank."""
+        """Return the numbers of all processes by rank."""
         own = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         own[self.rank] = count
         return self.sum(own).tolist()
 
     def seed_dropout(self, model: nn.Module, seed: int, epoch: int, *, alike: bool = False) -> None:
-        """Give each process random numbers of its own for an epoch, or all the same, if the model drops anything.
+        """Seed each process differently for an epoch, or all processes `alike`, if the model has dropout.
 
-        Without dropout all processes go on drawing alike, so that what is drawn once per step, such as the signs of
-        encodings, is the same as in one process. The numbers depend on nothing else, so a resumed run draws them too.
+        Without dropout the processes stay equally seeded, so that what is drawn once per step, such as the signs of
+        encodings, is equal to that of one process. The seed depends on nothing else, so that a resumed run has it too.
         """
         if self.size > 1 and any(_dropout(module) > 0 for module in model.modules()):
             words = [seed, epoch] if alike else [seed, epoch, self.rank]
@@ -159,7 +159,7 @@ class Group:
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """A block that one process of each machine runs before the others, which then find the files it has made."""
+        """A block that one process of each machine runs before the others, which then find its files."""
         first = int(os.environ.get("LOCAL_RANK", 0)) == 0
         if not first:
             self.barrier()
@@ -171,6 +171,6 @@ class Group:
     def close() -> None:
         """End the communication of this process, if there is any."""
         if dist.is_initialized():
-            # Captured steps that use it have to go first.
+            # Captured steps that use the communication must be freed first.
             gc.collect()
             dist.destroy_process_group()

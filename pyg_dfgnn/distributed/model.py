@@ -15,8 +15,8 @@ from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.norm import SyncBatchNorm
 from pyg_dfgnn.distributed.partition import PartitionedGraph
 
-# Convs on a pair of node sets, and one that takes a single set. Others may read more of a source than its features,
-# such as its degree in the whole graph.
+# These convs take a pair of node sets or a single set. Others may read more of a source than its features, such as its
+# degree in the whole graph.
 PAIR = (upstream.GATConv, upstream.GATv2Conv, upstream.TransformerConv)
 SINGLE = (upstream.AGNNConv,)
 
@@ -25,20 +25,20 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
     """Make a model train on several processes: gradients are averaged, batch statistics are those of all nodes.
 
     The model may be called with a :class:`PartitionedGraph` in place of `edge_index`; each conv then fetches the halo
-    of its input first. Parameter names, checkpoints and calls with a tensor `edge_index` stay as they are. The same
-    parameters have to take part in each step.
+    of its input first. Parameter names, checkpoints and calls with a tensor `edge_index` do not change. The same
+    parameters must take part in each step.
 
     Args:
-        model: On the group's device; changed in place.
-        group: The processes.
-        stream: Where the steps will be captured as CUDA graphs; None: they will not be.
+        model: Model on the group's device, changed in place.
+        group: Processes of the run.
+        stream: Stream on which the steps will be captured as CUDA graphs; None: they will not be captured.
 
     Returns:
         The module to call in training: `model` under DistributedDataParallel, or `model` itself in a group of one.
 
     Raises:
-        TypeError: The model has another batch norm than BatchNorm1d, or, in a call with a partitioned graph, a conv
-            that is not among those that can take one.
+        TypeError: The model has another batch norm than BatchNorm1d, or a conv that cannot take a partitioned graph is
+            called with one.
     """
     for module in model.modules():
         if isinstance(module, MessagePassing) and not hasattr(module, "halo"):
@@ -53,15 +53,15 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
             raise TypeError(f"'model' needs BatchNorm1d on several processes (got {type(module).__name__})")
     ids = [group.device] if group.device.type == "cuda" else None
-    # Static: the first step finds the parameters that take no part, such as PyG's `lin_skip` without a root weight.
-    # Gradients go to the buckets on the stream that is current here.
+    # With static_graph, the first step finds unused parameters, such as PyG's `lin_skip` without root weight.
+    # Gradients are copied to the buckets on the current stream of this call.
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(stream):
         parallel = DistributedDataParallel(model, device_ids=ids, static_graph=True, gradient_as_bucket_view=True)
     if stream is not None:
         torch.cuda.current_stream(group.device).wait_stream(stream)
-    # The statistics are equal already. As an argument it has another name in each version of torch.
+    # The statistics are equal already; the argument of this attribute changes its name between versions of torch.
     parallel.broadcast_buffers = False
     return parallel
 
@@ -74,16 +74,16 @@ class _Halo:
         self.targets: int | None = None
 
     def fetch(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(isinstance(given, PartitionedGraph) for given in (*args, *kwargs.values())):
+        if not any(isinstance(argument, PartitionedGraph) for argument in (*args, *kwargs.values())):
             return None
         if not isinstance(conv, (*PAIR, *SINGLE)):
-            known = ", ".join(each.__name__ for each in (*PAIR, *SINGLE))
+            known = ", ".join(kind.__name__ for kind in (*PAIR, *SINGLE))
             raise TypeError(f"'model' needs convs among {known} on a partitioned graph (got {type(conv).__name__})")
         call = self.signature.bind(conv, *args, **kwargs)
         x, graph = call.arguments["x"], call.arguments["edge_index"]
         sources = graph.exchange(x)
         if isinstance(conv, SINGLE):
-            # The halo is a target too, without in-edges: its rows of the result are dropped.
+            # The halo is a target without in-edges, whose rows of the result are dropped.
             self.targets = graph.num_nodes
         call.arguments["x"] = sources if isinstance(conv, SINGLE) else (sources, x)
         call.arguments["edge_index"] = graph.edge_index

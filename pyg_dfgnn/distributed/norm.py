@@ -11,18 +11,18 @@ from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.errors import check_shape
 
-# The name since torch 2.13, and the one before.
+# torch 2.13 renames the function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
-    """`BatchNorm1d` with the statistics of all processes in training; inputs `[N, C]`, where N may be 0.
+    """`BatchNorm1d` whose statistics in training are those of all processes, for inputs `[N, C]` where N may be 0.
 
-    torch's SyncBatchNorm needs a GPU and waits for it in each forward; this one does so only if `momentum` is None.
+    torch's SyncBatchNorm needs a GPU and waits for it in each forward; this class waits only if `momentum` is None.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised `x`.
+        """Normalise `x`.
 
         Raises:
             ValueError: In training, `x` has another shape.
@@ -39,7 +39,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 
 class _Normalize(torch.autograd.Function):
-    """One collective each way: statistics forward, the two sums of the gradient backward."""
+    """Batch norm with one collective each way: statistics forward, two sums of the gradient backward."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class _Normalize(torch.autograd.Function):
         kernels, (rows, channels) = _kernels(x), x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         own = kernels.batch_norm_stats(x, eps) if rows else (x.new_ones(2 * channels, dtype=dtype),)
-        # The merge divides by the rows so far, and a process without any may come first.
+        # The merge divides by the rows so far, and the first process may have none.
         count = x.new_full((1,), rows or torch.finfo(dtype).tiny, dtype=dtype)
         parts = count.new_empty(dist.get_world_size() * (2 * channels + 1))
         _all_gather(parts, torch.cat([*own, count]))
@@ -80,12 +80,12 @@ class _Normalize(torch.autograd.Function):
             dist.all_reduce(total)
             if len(x):
                 grad_x = kernels.batch_norm_backward_elemt(grad, x, mean, invstd, weight, *total.chunk(2), counts)
-        found = [each if is_needed else None for each, is_needed in zip((grad_x, grad_weight, grad_bias), needed)]
-        return *found, None, None, None, None
+        grads = [grad if is_needed else None for grad, is_needed in zip((grad_x, grad_weight, grad_bias), needed)]
+        return *grads, None, None, None, None
 
 
 class _OnCpu:
-    """What torch has for GPUs alone, under the names and with the arguments that it has there."""
+    """The batch norm kernels that torch has only for GPUs, with their names and arguments."""
 
     @staticmethod
     def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""One graph whose nodes are spread over processes, for graphs that exceed one card."""
+"""One graph whose nodes are spread over processes, for graphs that exceed one GPU."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from pyg_dfgnn.graph.forms import check_edge_index
 class PartitionedGraph:
     """A process's part of a graph: a range of nodes with all their in-edges.
 
-    Sources are numbered own nodes first, then the halo: the remote nodes with an edge to an own one. Own nodes thus
-    have one id on both sides, as the self-loops of PyG's convs on a pair of node sets need it. Before a layer
-    :meth:`exchange` fetches the halo's features. It moves the input of the layer, F values per halo node, rather than
-    projected keys and values: those are 2HC values for dot-product attention, so that even F = 2HC costs no more
-    bytes, and the conv stays as it is; each process projects its halo itself.
+    Sources are the own nodes, followed by the halo: the remote nodes with an edge to an own node. Own nodes thus have
+    the same id as source and as target, which the self-loops of PyG's convs on a pair of node sets need. Before a layer
+    :meth:`exchange` fetches the halo's features. It moves the input of the layer, F values per halo node, and each
+    process projects its halo itself; projected keys and values would be 2HC values for dot-product attention.
 
     Attributes:
-        group: The processes.
+        group: Processes of the graph.
         bounds: Process r owns the nodes `bounds[r]` to `bounds[r + 1]` (excluded).
-        edge_index: Own in-edges [2, E_own], row 0 sources (own, then halo), row 1 own targets; on `group.device`.
+        edge_index: Own in-edges [2, E_own] on `group.device`, row 0 sources (own, then halo), row 1 own targets.
         edge_ids: Positions of the own edges in the edges of the whole graph, int64 [E_own].
-        num_halo: Remote sources.
-        send_index: Own nodes that others need, int64, by receiving process.
-        send_counts: Rows sent to each process.
-        receive_counts: Rows received from each process.
+        num_halo: Number of remote sources.
+        send_index: Own nodes that other processes need, int64, by receiving process.
+        send_counts: Number of rows sent to each process.
+        receive_counts: Number of rows received from each process.
     """
 
     group: Group
@@ -48,17 +47,17 @@ class PartitionedGraph:
 
     @property
     def nodes(self) -> slice:
-        """The own nodes in the whole graph."""
+        """Own nodes in the whole graph."""
         return slice(self.bounds[self.group.rank], self.bounds[self.group.rank + 1])
 
     @property
     def num_nodes(self) -> int:
-        """Own nodes."""
+        """Number of own nodes."""
         return self.nodes.stop - self.nodes.start
 
     @property
     def num_sources(self) -> int:
-        """Own nodes and halo."""
+        """Number of own nodes and halo nodes."""
         return self.num_nodes + self.num_halo
 
     def __repr__(self) -> str:
@@ -66,25 +65,27 @@ class PartitionedGraph:
         return f"PartitionedGraph({self.num_nodes} + {self.num_halo} nodes, {self.edge_index.size(1)} edges, {place})"
 
     def local(self, nodes: Tensor) -> Tensor:
-        """The own rows of a tensor `[N, ...]` of the whole graph, on the group's device.
+        """Return the own rows of a tensor `[N, ...]` of the whole graph, on the group's device.
 
         Raises:
-            ValueError: The tensor has not one row per node of the whole graph.
+            ValueError: The tensor does not have one row per node of the whole graph.
         """
         check_shape("nodes", nodes, (self.bounds[-1], *nodes.shape[1:]), f"[N={self.bounds[-1]}, ...]")
         return nodes[self.nodes].to(self.group.device)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """The features of all sources, differentiable: gradients of the halo flow back to the processes that own it.
+        """Fetch the features of the halo; their gradients flow back to the processes that own the nodes.
+
+        Every process of the group must make the call.
 
         Args:
-            x: Features of the own nodes `[num_nodes, ...]`. Every process of the group has to call.
+            x: Features of the own nodes `[num_nodes, ...]`.
 
         Returns:
             Features of own nodes and halo, `[num_sources, ...]`.
 
         Raises:
-            ValueError: `x` has not one row per own node.
+            ValueError: `x` does not have one row per own node.
         """
         check_shape("x", x, (self.num_nodes, *x.shape[1:]), f"[num_nodes={self.num_nodes}, ...]")
         return x if self.group.size == 1 else _Exchange.apply(self, x)
@@ -107,23 +108,23 @@ class _Exchange(torch.autograd.Function):
         rows = grad.new_empty((graph.send_index.numel(), *grad.shape[1:]))
         dist.all_to_all_single(rows, grad[graph.num_nodes :].contiguous(), graph.send_counts, graph.receive_counts)
         grad_x = grad[: graph.num_nodes].clone()
-        # One process at a time: no node repeats within, so the sum has one order and equal bits in each run.
+        # No node repeats within the rows of a process, so that sums have one order and equal bits in each run.
         for index, part in zip(graph.send_index.split(graph.send_counts), rows.split(graph.send_counts)):
             grad_x.index_add_(0, index, part)
         return None, grad_x
 
 
 def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGraph:
-    """Cut a graph into contiguous ranges of nodes with about the same number of in-edges and keep this process's.
+    """Cut a graph into contiguous ranges of nodes with similar numbers of in-edges and return this process's part.
 
     A conv then runs unchanged as `conv((graph.exchange(x), x), graph.edge_index)`, where `x` holds the own nodes;
-    :func:`wrap` makes that call in every conv of a model. Neighbours should have close ids: what crosses a cut is
-    communicated.
+    :func:`wrap` makes that call in every conv of a model. Edges between ranges cost communication, so that neighbours
+    should have close ids.
 
     Args:
-        edge_index: The edges of the whole graph, int64 or int32 [2, E], equal on every process; may lie on the CPU.
+        edge_index: Edges of the whole graph on any device, int64 or int32 [2, E], equal on every process.
         num_nodes: N.
-        group: The processes, all of which have to call.
+        group: Processes, all of which must make the call.
 
     Raises:
         TypeError: `edge_index` is no integer tensor, or `group` no :class:`Group`.
@@ -145,7 +146,7 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
     source -= first
     source[remote] = place + (last - first)
 
-    # The halo ascends, and so do the ranges: what one process owns of it is contiguous.
+    # Halo and ranges ascend, so that the part of the halo that one process owns is contiguous.
     cuts = torch.searchsorted(halo, torch.tensor(bounds, device=halo.device))
     received = cuts.diff().to(group.device)
     sent, wanted = received.clone(), halo.to(group.device)
@@ -168,11 +169,11 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
 
 
 def own_part(graph: Data, group: Group) -> Data:
-    """A process's part of a graph as data: its own rows of what belongs to nodes or edges, on the group's device.
+    """Return a process's part of a graph: its own rows of node and edge attributes, on the group's device.
 
     Args:
-        graph: The whole graph, equal on every process.
-        group: The processes, all of which have to call.
+        graph: Whole graph, equal on every process.
+        group: Processes, all of which must make the call.
 
     Returns:
         Data whose `edge_index` is a :class:`PartitionedGraph`, for models that went through :func:`wrap`.
@@ -189,9 +190,9 @@ def own_part(graph: Data, group: Group) -> Data:
 
 
 def edge_cuts(target: Tensor, num_nodes: int, parts: int) -> list[int]:
-    """Bounds of `parts` ranges of nodes with even numbers of in-edges, a node itself counting as one more."""
+    """Return bounds of `parts` ranges of nodes with similar numbers of nodes plus in-edges."""
     weight = target.bincount(minlength=num_nodes) + 1
     ends = weight.cumsum(0)
     wanted = torch.arange(1, parts, device=ends.device) * ends[-1] / parts
-    # A node belongs to the range that holds its middle.
+    # A node belongs to the range that holds the middle of its weight.
     return [0, *torch.searchsorted(ends - weight / 2, wanted.double()).tolist(), num_nodes]

@@ -1,4 +1,4 @@
-"""Each process's share of the mini-batches."""
+"""Shares of mini-batches for several processes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from pyg_dfgnn.graph.batch import BY_SOURCE
 
 
 def own_share(batch: Tensor, group: Group, costs: Tensor | None = None) -> Tensor:
-    """A process's share of the samples of a batch: their numbers differ by at most one, their costs by little.
+    """Return a process's share of the samples of a batch; sizes of shares differ by at most one, costs by little.
 
     Args:
-        batch: Indices [B], the same on every process.
-        group: The processes.
-        costs: What each sample of the data set costs, such as its number of edges; None: all the same.
+        batch: Indices [B], equal on every process.
+        group: Processes that share the batch.
+        costs: Cost of each sample of the data set, such as its number of edges; None: equal costs.
     """
     if group.size == 1:
         return batch
     if costs is not None:
         batch = batch[costs[batch].argsort(descending=True, stable=True)]
-    # Dealt out to and fro: who takes the larger of a round takes the smaller of the next.
+    # The process that takes the largest sample of a round takes the smallest of the next.
     turns = 2 * group.size
     return torch.cat([batch[group.rank :: turns], batch[turns - 1 - group.rank :: turns]])
 
 
 class SharedBatches(Sampler[list[int]]):
-    """The batches of a run on one process, each dealt out to all processes.
+    """This process's share of each batch of a run.
 
-    torch's DistributedSampler repeats or drops samples where they do not divide evenly, which changes gradients. Here
-    every sample counts once. A process that goes without in a short last batch takes `filler`, which must count for
-    nothing: see :func:`empty_graph`.
+    torch's DistributedSampler repeats or drops samples that do not divide evenly, which changes gradients. Here every
+    sample occurs once. A process without a share of a short last batch takes `filler`, whose loss and gradient must be
+    0: see :func:`empty_graph`.
 
     Args:
-        sampler: Draws the same indices on every process.
-        batch_size: Of all processes together.
-        group: The processes.
-        filler: Index of the sample that fills an empty share.
+        sampler: Sampler that draws the same indices on every process.
+        batch_size: Batch size of all processes together.
+        group: Processes that share each batch.
+        filler: Index of the sample for an empty share.
         costs: As in :func:`own_share`.
 
     Raises:
@@ -68,28 +68,28 @@ class SharedBatches(Sampler[list[int]]):
 
 
 def empty_graph(graph: Data, label: int = -100) -> Data:
-    """A graph without nodes, of the attributes and dtypes of another, whose own label, if any, is one to ignore."""
+    """Return a graph without nodes, with the attributes and dtypes of another; a label of the graph is `label`."""
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
     empty.y = torch.full_like(empty.y, label)
     return SortEdges()(empty) if BY_SOURCE in empty else empty
 
 
 def edges_of(graphs: Sequence[Data]) -> Tensor:
-    """The number of edges of each graph [G], what it costs to train on it."""
+    """Return the number of edges of each graph [G], the cost of training on it."""
     return torch.tensor([graph.num_edges for graph in graphs])
 
 
 def shared_loader(
     graphs: Sequence[Data], group: Group, *, batch_size: int, shuffle: bool, generator: torch.Generator, **options: Any
 ) -> DataLoader:
-    """PyG's DataLoader over this process's shares; what it draws from `generator` is what the loader of one would.
+    """Return PyG's DataLoader over this process's shares; it draws from `generator` as the loader of one process does.
 
     Args:
-        graphs: The same on every process.
-        group: The processes.
-        batch_size: Of all processes together.
-        shuffle: Whether to draw a new order in each epoch.
-        generator: In the same state on every process.
+        graphs: Graphs, equal on every process.
+        group: Processes that share each batch.
+        batch_size: Batch size of all processes together.
+        shuffle: Whether each epoch has a new order.
+        generator: Generator in the same state on every process.
         **options: Further arguments of the loader.
     """
     sampler: Sampler[int] = RandomSampler(graphs, generator=generator) if shuffle else SequentialSampler(graphs)
