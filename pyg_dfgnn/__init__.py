@@ -10,13 +10,16 @@ from pyg_dfgnn.settings import settings
 
 if TYPE_CHECKING:
     from pyg_dfgnn.graph import Graph
-    from pyg_dfgnn.nn import accelerate, describe_plan
+    from pyg_dfgnn.nn import accelerate, describe_plan, report
 
 __version__ = "0.1.0"
-__all__ = ["Graph", "__version__", "accelerate", "describe_plan", "settings"]
+__all__ = ["Graph", "__version__", "accelerate", "describe_plan", "report", "settings"]
 
 # Resolved on first use, so that `import pyg_dfgnn` does not pay for PyTorch Geometric.
-_LAZY = {"Graph": "pyg_dfgnn.graph", "accelerate": "pyg_dfgnn.nn", "describe_plan": "pyg_dfgnn.nn"}
+_LAZY = {
+    "Graph": "pyg_dfgnn.graph",
+    **dict.fromkeys(("accelerate", "describe_plan", "report"), "pyg_dfgnn.nn"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -213,18 +213,25 @@ def runs_on(device: torch.device) -> bool:
     return _HAS_CUPY and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def device_reasons(device: torch.device) -> list[str]:
+    """Return every reason why no kernel can run on a device; one that is not there is planned for as an H200."""
+    if device.type not in fused_device_types:
+        return [f"tensors are on {device.type}, the kernels run on CUDA devices"]
+    reasons = []
+    if device.type == "cuda" and torch.cuda.is_available():
+        if not _HAS_CUPY:
+            reasons.append("CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')")
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            reasons.append("the kernels need compute capability 8.0 or newer")
+    return reasons
+
+
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Return every reason why no fused kernel can run ``problem``; empty when one can."""
     reasons = []
     if problem.score not in SCORES:
         reasons.append(f"score {problem.score!r} has no fused kernel (one of {', '.join(SCORES)})")
-    if problem.device.type not in fused_device_types:
-        reasons.append(f"tensors are on {problem.device.type}, the kernels run on CUDA devices")
-    elif problem.device.type == "cuda":
-        if not _HAS_CUPY:
-            reasons.append("CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')")
-        if torch.cuda.get_device_capability(problem.device) < (8, 0):
-            reasons.append("the kernels need compute capability 8.0 or newer")
+    reasons += device_reasons(problem.device)
     if problem.dtype not in STORAGE:
         reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
     if not 1 <= problem.channels <= MAX_CHANNELS:

@@ -60,10 +60,10 @@ known: dict[torch.device, Gpu] = {}
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The constants of a device: those measured on an H200, scaled by what the driver says of this one."""
+    """Return the constants of a device: those measured on an H200, scaled by what the driver says of a GPU here."""
     found = known.get(device)
     if found is None:
-        found = known[device] = _scaled(device) if device.type == "cuda" else H200
+        found = known[device] = _scaled(device) if device.type == "cuda" and torch.cuda.is_available() else H200
     return found
 
 

@@ -69,7 +69,7 @@ class Row(NamedTuple):
 def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
     """Yield every layer that passes messages or that is, or derives from, a class with a drop-in.
 
-    The layers inside a drop-in are part of it.
+    The layers inside a layer that has a drop-in are part of it.
     """
     replaced, ours = tuple(DROP_INS), tuple(DROP_INS.values())
     inside: set[torch.nn.Module] = set()
@@ -77,8 +77,9 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
         kind, layer = type(module), cast(Any, module)
         if module in inside:
             continue
-        if isinstance(module, ours):
+        if isinstance(module, ours) or kind in DROP_INS:
             inside.update(module.modules())
+        if isinstance(module, ours):
             reasons = layer._standing_reasons()
             yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
         elif isinstance(module, (MessagePassing, *replaced)):

@@ -1,5 +1,6 @@
 """Every form of edges that a conv takes, turned into what the fused ops and PyG's own forward need."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,29 @@ def declared_sizes(edge_index: Any, form: str, flow: str) -> tuple[int | None, i
         return edge_index.size(1), edge_index.size(0)
     sizes = edge_index.num_src, edge_index.num_dst
     return sizes if flow == "source_to_target" else sizes[::-1]
+
+
+def check_sizes(
+    graph: Graph, flow: str, sizes: Sequence[int | None], size: tuple[int | None, int | None] | None
+) -> None:
+    """Check a graph against the numbers of nodes that features have and that the user declares.
+
+    Args:
+        graph: The user's graph.
+        flow: The flow of the conv.
+        sizes: Rows of the features of the nodes that row 0 and row 1 point to, None without features.
+        size: What the user declares, likewise.
+
+    Raises:
+        ValueError: The numbers differ.
+    """
+    declared = declared_sizes(graph, "Graph", flow)
+    if size is not None and tuple(size) != declared:
+        raise ValueError(f"'size' needs {declared}, the numbers of nodes of the Graph (got {size})")
+    ends = ("sources", "targets") if flow == "source_to_target" else ("targets", "sources")
+    for end, rows, count in zip(ends, sizes, declared, strict=True):
+        if rows is not None and rows != count:
+            raise ValueError(f"'edge_index' needs {rows} {end}, as many as x (got {graph})")
 
 
 def rows_of(graph: Graph, flow: str) -> Tensor:

@@ -301,20 +301,15 @@ class FusedConv(MessagePassing):
         against += edge_reasons(edge_index, form, flow, device)
 
         sizes = [None if first is None else first.size(0), None if second is None else second.size(0)]
+        if form == "Graph":
+            edges.check_sizes(edge_index, flow, sizes, size)
         if form != "tensor":
-            declared = edges.declared_sizes(edge_index, form, flow)
-            if form == "Graph" and size is not None and tuple(size) != declared:
-                raise ValueError(f"'size' needs {declared}, the numbers of nodes of the Graph (got {size})")
-            size = declared
+            size = edges.declared_sizes(edge_index, form, flow)
         if size is not None:
             for dim in (0, 1):
                 if sizes[dim] is None:
                     sizes[dim] = size[dim]
                 elif size[dim] is not None and size[dim] != sizes[dim]:
-                    if form == "Graph":
-                        raise ValueError(
-                            f"'edge_index' needs {sizes[dim]} nodes on side {dim}, as x (got {edge_index})"
-                        )
                     against.append(f"x has {sizes[dim]} nodes on side {dim} and the adjacency {size[dim]}")
         if form == "EdgeIndex" and self_loops and second is None and sizes[0] != sizes[1]:
             # PyG makes a square adjacency of it as it adds loops.

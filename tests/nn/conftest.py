@@ -1,9 +1,11 @@
-"""The seam that lets the fused branch of the convs run on the CPU."""
+"""What lets the fused branch of the convs run on the CPU, and features for it."""
 
 import pytest
+import torch
 
 from pyg_dfgnn.nn import fallback, gate
 from pyg_dfgnn.nn.conv.attention import AttentionConv
+from tests.nn.convs import FEATURES, NUM_NODES
 
 
 @pytest.fixture
@@ -17,3 +19,9 @@ def fused_on_cpu(monkeypatch):
 def forget_logged(monkeypatch):
     """Reasons are logged once per process; start without a memory."""
     monkeypatch.setattr(fallback, "logged", set())
+
+
+@pytest.fixture
+def x():
+    """Features of the nodes of the small graph."""
+    return torch.randn(NUM_NODES, FEATURES)

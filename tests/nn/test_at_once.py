@@ -17,7 +17,6 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.gate import HOOKS, METHODS, FusedConv
 from tests.kernels.emulated import emulated_device
 
 NODES, FEATURES = 12, 8
@@ -92,25 +91,6 @@ def first_call(conv, *given):
     assert "attention_forward" in launched
 
 
-# It is taken ---------------------------------------------------------------------------------------------------------
-
-
-@BOTH
-def test_the_gate_is_asked_once(name, x, edge_index, monkeypatch):
-    conv, oracle = build(name)
-    first_call(conv, x, edge_index)
-
-    def asked(*_, **__):
-        raise AssertionError("the gate was asked")
-
-    monkeypatch.setattr(FusedConv, "_gate", asked)
-    assert_passes(conv, oracle, x.flip(0), edge_index, fused=True)
-    with emulated_device():
-        for edges in (edge_index.clone(), edge_index.mul_(1)):
-            with pytest.raises(AssertionError, match="asked"):
-                conv(x, edges)
-
-
 @BOTH
 def test_the_second_call_gives_what_the_first_gave(name, x, edge_index):
     conv, _ = build(name, dropout=0.4)
@@ -144,34 +124,6 @@ def test_a_changed_module(name, change, x, edge_index):
         found = outcome(trained, conv, x, edge_index)
     assert not launched
     assert_same(found, outcome(trained, oracle, x, edge_index))
-
-
-@BOTH
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_of_message_passing(name, hook, x, edge_index):
-    conv, oracle = build(name)
-    first_call(conv, x, edge_index)
-    calls = []
-    handles = [getattr(each, f"register{hook[:-1]}")(lambda *_: calls.append(1)) for each in (conv, oracle)]
-    assert_passes(conv, oracle, x, edge_index, fused=False)
-    assert len(calls) % 2 == 0
-    handles[0].remove()
-    assert_passes(conv, oracle, x, edge_index, fused=True)
-
-
-@BOTH
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("where", ["instance", "class", "upstream"])
-def test_a_replaced_method(name, method, where, x, edge_index, monkeypatch):
-    kind = type("Own", (getattr(ours, name),), {})
-    conv = kind(FEATURES, 4, heads=2, **SKIP[name])
-    first_call(conv, x, edge_index)
-    places = {"instance": conv, "class": kind, "upstream": getattr(pyg, name)}
-    original = getattr(places[where], method)
-    monkeypatch.setattr(places[where], method, lambda *given, **named: original(*given, **named), raising=False)
-    with emulated_device() as launched:
-        outcome(conv, x, edge_index)
-    assert not launched
 
 
 class Negated(pyg.Linear):

@@ -13,6 +13,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn import Graph
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
@@ -56,6 +57,10 @@ FORMS = {
     "coo": lambda: adjacency(simple(EDGES), "coo"),
     "csr": lambda: adjacency(simple(EDGES), "csr"),
     "sparse_tensor": lambda: sparse_tensor(simple(EDGES)),
+    "graph": lambda: Graph.of(EDGES, NUM_NODES),
+    "graph_with_loops": lambda: Graph.of(EDGES, NUM_NODES, self_loops=True),
+    "graph_transposed": lambda: Graph.of(EDGES.flip(0), NUM_NODES, flow="target_to_source"),
+    "graph_of_adjacency": lambda: Graph.of(adjacency(simple(EDGES), "csr"), NUM_NODES),
 }
 
 
@@ -82,8 +87,10 @@ def leaves(value):
     return value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def widened(edge_index):
-    """In int64: the backward of `scatter` in torch 2.13 reads an int32 index wrongly on the CPU."""
+def as_pyg_takes(edge_index, flow="source_to_target"):
+    """A graph as tensor; int32 as int64, since `scatter` in torch 2.13 reads it wrongly on the CPU."""
+    if isinstance(edge_index, Graph):
+        edge_index = edge_index.edge_index if flow == "source_to_target" else edge_index.edge_index.flip(0)
     return edge_index.long() if getattr(edge_index, "dtype", None) == torch.int32 else edge_index
 
 
@@ -112,7 +119,7 @@ def assert_parity(name, convs, x, edge_index, *args, **kwargs):
         if conv is ours_conv:
             assert conv._call(inputs, edge_index, *rest, **kwargs).reasons == []
         else:
-            edge_index = widened(edge_index)
+            edge_index = as_pyg_takes(edge_index, conv.flow)
         out = conv(inputs, edge_index, *rest, **kwargs)
         generator = torch.Generator().manual_seed(1)
         (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum().backward()
@@ -138,7 +145,9 @@ def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
     kwargs["return_attention_weights"] = True
     with torch.no_grad():
         assert ours_conv._call(x, edge_index, *args, **kwargs).reasons == []
-        actual, expected = ours_conv(x, edge_index, *args, **kwargs), pyg_conv(x, edge_index, *args, **kwargs)
+        actual = ours_conv(x, edge_index, *args, **kwargs)
+        edge_index = as_pyg_takes(edge_index, pyg_conv.flow) if isinstance(edge_index, Graph) else edge_index
+        expected = pyg_conv(x, edge_index, *args, **kwargs)
     assert len(actual) == len(expected) == 2
     for i, (a, b) in enumerate(zip(flat(actual), flat(expected))):
         assert_same(a, b, f"result {i}")
@@ -196,14 +205,16 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
 @pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
 @pytest.mark.parametrize("name,option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
-def test_every_option(name, option, edge_dim):
+def test_every_option(name, option, edge_dim, as_graph):
     convs = build(name, F_SRC, CHANNELS, **{"heads": HEADS, "edge_dim": edge_dim, **OPTIONS[name][option]})
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
     args = (torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
-    assert_parity(name, convs, x, EDGES, *args)
-    assert_weights_parity(convs, x, EDGES, *args)
+    edges = Graph.of(EDGES, NUM_NODES) if as_graph else EDGES
+    assert_parity(name, convs, x, edges, *args)
+    assert_weights_parity(convs, x, edges, *args)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -213,11 +224,12 @@ def test_agnn_options(flow, requires_grad):
     assert_parity("AGNNConv", convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
 
 
+@pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
 @pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_bipartite(name, flow, loops, edge_dim):
+def test_bipartite(name, flow, loops, edge_dim, as_graph):
     kwargs = {"heads": HEADS, "edge_dim": edge_dim, "flow": flow}
     if name != "TransformerConv":
         # PyG's reductions of edge features are out of bounds where there are more targets than sources.
@@ -229,6 +241,10 @@ def test_bipartite(name, flow, loops, edge_dim):
     x = torch.randn(num_src, F_SRC, dtype=torch.float64), torch.randn(5, F_DST, dtype=torch.float64)
     edges = BIPARTITE.flip(0) if flow == "target_to_source" else BIPARTITE
     args = (torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
+    if as_graph:
+        # Of TransformerConv x is a pair of source and target in either flow.
+        sizes = (num_src, 5) if name == "TransformerConv" or flow == "source_to_target" else (5, num_src)
+        edges = Graph.of(edges, *sizes, flow=flow)
     assert_parity(name, convs, x, edges, *args)
     assert_weights_parity(convs, x, edges, *args)
 
@@ -301,7 +317,7 @@ FILL_VALUES = {
 }
 
 
-@pytest.mark.parametrize("form", ["tensor", "int32", "edge_index", "edge_index_by_col"])
+@pytest.mark.parametrize("form", ["tensor", "int32", "edge_index", "edge_index_by_col", "graph"])
 @pytest.mark.parametrize("fill", FILL_VALUES)
 @pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
 def test_fill_value_of_self_loops(name, fill, form):

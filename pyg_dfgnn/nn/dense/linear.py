@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn import dense
 
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
-from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import backward_strips, forward_strips
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import scripted_twin
@@ -52,9 +52,7 @@ class Linear(dense.Linear):
         self, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None
     ) -> list[str]:
         """Return every reason why torch takes the product, as :func:`pyg_dfgnn.ops.gemm.kernel_is_faster` decides."""
-        reasons = []
-        if device.type not in fused_device_types:
-            reasons.append(f"tensors are on {device.type}, the kernels run on CUDA devices")
+        reasons = device_reasons(device)
         if dtype is not torch.float32 or torch.is_autocast_enabled(device.type):
             reasons.append(f"only float32 without autocast has a kernel (got {dtype})")
         elif tf32_allowed(torch.float32):

@@ -1,0 +1,204 @@
+"""What users see: the line of `accelerate`, the table of `report`, the plans of `describe_plan`, the line on a CPU."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+
+import pyg_dfgnn
+import pyg_dfgnn.nn as ours
+from pyg_dfgnn.ops import gemm
+from tests.kernels.emulated import emulated_device
+from tests.nn.convs import EDGES, NAMES, NUM_NODES, make, reasons_of
+
+
+class Special(pyg.GATConv):
+    """A user's subclass of PyG's class: it may mean something else."""
+
+
+class Model(torch.nn.Module):
+    """A layer of each kind: fused, of another aggregation, too wide in float64, without drop-in, never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = pyg.Linear(3, 4)
+        self.first = pyg.GATConv(4, 4, heads=2)
+        self.mean = pyg.TransformerConv(8, 4, aggr="mean")
+        self.norm = pyg.BatchNorm(4)
+        self.gcn = pyg.GCNConv(4, 4, cached=True)
+        self.wide = pyg.GATv2Conv(4, 600).double()
+        self.idle = pyg.AGNNConv()
+
+    def forward(self, x, edge_index):
+        x = self.norm(self.mean(self.first(self.lin(x), edge_index), edge_index))
+        return self.wide(self.gcn(x, edge_index).double(), edge_index)
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+def test_accelerate(x):
+    model = torch.nn.ModuleDict(
+        {
+            "nested": torch.nn.ModuleList([torch.nn.Sequential(pyg.GATConv(3, 4)), pyg.AGNNConv()]),
+            "model": pyg.GAT(3, 4, num_layers=2, v2=True),
+            "other": pyg.GCNConv(3, 4),
+            "special": Special(3, 4),
+        }
+    ).eval()
+    parameters = {name: parameter for name, parameter in model.named_parameters()}
+    expected = model["nested"][0][0](x, EDGES), model["model"](x, EDGES)
+    for _ in range(2):
+        assert pyg_dfgnn.accelerate(model) is model
+    assert type(model["nested"][0][0]) is ours.GATConv and type(model["nested"][1]) is ours.AGNNConv
+    assert all(type(conv) is ours.GATv2Conv for conv in model["model"].convs)
+    assert type(model["other"]) is pyg.GCNConv and type(model["special"]) is Special
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    actual = model["nested"][0][0](x, EDGES), model["model"](x, EDGES)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_a_bare_conv(name, x):
+    conv = make(name, pyg)
+    expected = conv(x, EDGES)
+    assert pyg_dfgnn.accelerate(conv) is conv and type(conv) is getattr(ours, name)
+    assert reasons_of(conv, x, EDGES) == []
+    torch.testing.assert_close(conv(x, EDGES), expected)
+    for other in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+        torch.testing.assert_close(other(x, EDGES), expected)
+
+
+@pytest.mark.parametrize("wrong", [None, "model", pyg.GATConv, [pyg.AGNNConv()]])
+def test_accelerate_wants_a_module(wrong):
+    with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
+        pyg_dfgnn.accelerate(wrong)
+
+
+# describe_plan -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("name", NAMES)
+def test_describe_plan(name, x):
+    conv = make(name)
+    description = pyg_dfgnn.describe_plan(conv, x, EDGES)
+    assert description.fused and description.reasons == () and description.plan is not None
+    loops = 0 if name == "TransformerConv" else NUM_NODES
+    text = str(description)
+    assert f"{EDGES.size(1) + loops} edges" in text and str(conv) in text and "schedule" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_describe_plan_under_autocast(name, x):
+    """Autocast is at work in linear layers, of which AGNNConv has none."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        problem = pyg_dfgnn.describe_plan(make(name), x, EDGES).problem
+    assert problem.dtype == (torch.float32 if name == "AGNNConv" else torch.bfloat16)
+
+
+def test_describe_plan_of_other_modules(x):
+    assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
+    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.GCNConv(3, 4), x, EDGES))
+    with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
+        pyg_dfgnn.describe_plan("conv", x, EDGES)
+
+
+def test_describe_plan_of_a_model(x):
+    """Each layer is described by its own call, every reason is listed, and the model stays as it was."""
+    model = pyg_dfgnn.accelerate(Model())
+    state, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with emulated_device():
+        description = pyg_dfgnn.describe_plan(model, x, EDGES)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(rng, torch.get_rng_state()) and model.gcn._cached_edge_index is None
+    layers = description.layers
+    assert list(layers) == ["lin", "first", "mean", "gcn", "gcn.lin", "wide", "idle"] and not description.fused
+    assert layers["first"].fused and layers["first"].plan is not None
+    assert layers["mean"].reasons == ("aggr is 'mean', only the sum is fused",)
+    assert layers["gcn"].reasons == ("GCNConv has no drop-in",)
+    wide = " ".join(layers["wide"].reasons)
+    assert len(layers["wide"].reasons) == 2 and "float64" in wide and "600 channels" in wide
+    assert layers["idle"].reasons == ("this forward does not call the layer",)
+    assert all(f"{name}: {layer.layer}" in str(description) for name, layer in layers.items())
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0)], ids=["named", "indexed"])
+def test_describe_plan_for_a_gpu_that_is_not_there(device, x, monkeypatch):
+    """It plans with the constants of an H200, whatever the device of the tensors."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in NAMES:
+        description = pyg_dfgnn.describe_plan(make(name), x, EDGES, device=device)
+        assert description.fused and description.problem.device == torch.device(device)
+        assert "backward over sources" in str(description.plan)
+    with torch.no_grad():
+        description = pyg_dfgnn.describe_plan(make("GATConv"), x, EDGES, device=device)
+    assert description.fused and "backward" not in str(description.plan)
+    wrong = make("GATConv", aggr="max", out_channels=600).double()
+    reasons = reasons_of(wrong, x.double(), EDGES, device=device)
+    assert len(reasons) == 3 and "tensors are on" not in str(reasons)
+
+
+@pytest.mark.parametrize("rows, features, channels", [(10, 8, 8), (1 << 16, 128, 128), (1 << 16, 999, 128)])
+def test_describe_plan_of_a_linear_layer(rows, features, channels):
+    """It says what the layer does."""
+    layer, x = ours.Linear(features, channels), torch.empty(rows, features)
+    assert str(torch.device("cpu")) in str(pyg_dfgnn.describe_plan(layer, x))
+    with emulated_device():
+        description = pyg_dfgnn.describe_plan(layer, x)
+        assert description.fused is gemm.kernel_is_faster(x, channels)
+        assert description.fused is (rows > 10 and features == 128)
+    assert "call pyg_dfgnn.accelerate(model)" in str(pyg_dfgnn.describe_plan(pyg.Linear(4, 4), torch.randn(3, 4)))
+
+
+def test_report():
+    model = Model()
+    model.special = Special(3, 4)
+    before = pyg_dfgnn.report(model)
+    assert not any(row.drop_in for row in before) and "accelerate" in before[0].why
+    with pyg_dfgnn.settings(fallback="silent"):
+        pyg_dfgnn.accelerate(model)
+    rows = {row.name: row for row in pyg_dfgnn.report(model)}
+    assert list(rows) == ["lin", "first", "mean", "gcn", "gcn.lin", "wide", "idle", "special", "special.lin"]
+    assert [name for name, row in rows.items() if not row.drop_in] == ["gcn", "special"]
+    assert rows["gcn"].why == "GCNConv has no drop-in" and "GATConv" in rows["special"].why
+    assert "aggr is 'mean'" in rows["mean"].why and "float64" in rows["wide"].why and "600" in rows["wide"].why
+    with emulated_device():
+        assert {row.name for row in pyg_dfgnn.report(model) if row.why} == {"mean", "gcn", "wide", "special"}
+    lines = str(pyg_dfgnn.report(model)).splitlines()
+    assert lines[0].split() == ["module", "class", "state", "why"] and len(lines) == 1 + len(rows)
+    assert lines[4].split()[:3] == ["gcn", "GCNConv", "left"]
+
+
+PROGRAM = """
+import torch, torch_geometric.nn as pyg, pyg_dfgnn
+model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.GCNConv(3, 4), pyg.Linear(3, 3)])
+{setup}
+pyg_dfgnn.accelerate(model)
+for conv in model[:2]:
+    conv(torch.randn(4, 3), torch.tensor([[0, 1], [1, 0]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "setup, lines",
+    [
+        ("", 2),
+        ("pyg_dfgnn.settings(fallback='silent')", 0),
+        ("import logging; logging.basicConfig(level=logging.INFO)", 2),
+        ("import logging; logging.basicConfig(level=logging.WARNING)", 0),
+    ],
+    ids=["plain", "silent", "info", "warning"],
+)
+def test_what_a_script_prints(setup, lines):
+    """Two lines without any set-up: what `accelerate` changed, and that PyG's code runs on a CPU."""
+    program = PROGRAM.replace("{setup}", setup)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown = [line for line in done.stderr.splitlines() if "pyg_dfgnn" in line]
+    assert len(shown) == lines and not done.stdout
+    if lines:
+        assert "2 GATConv, 2 Linear" in shown[0] and "left: 1 GCNConv" in shown[0]
+        assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]
