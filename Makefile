@@ -1,5 +1,5 @@
 # Each target builds .venv on its first call; PYTHON=/path/to/python uses a ready environment instead.
-#   make train ARGS="data=cora model=gat"     make test ARGS="tests/training -x"
+#   make train ARGS="data=cora"     make test ARGS="tests/training -x"
 
 SYSTEM_PYTHON = python3
 PYTHON = .venv/bin/python

@@ -1,10 +1,11 @@
 """Train a model for the classification of nodes or graphs.
 
 python train.py                                  small PATTERN, generated: no download
-python train.py data=cora model=gat              any data set with any model
+python train.py data=cora                        a data set with the model that suits it
+python train.py data=cora model=gatv2            any data set with any model
 python train.py experiment=gt_pattern            a named setting of configs/experiment
 python train.py -m seed=0,1,2 backend=auto,pyg   a sweep
-python train.py ... resume=outputs/...           go on with a stopped run, given its other arguments
+python train.py ... resume=outputs/...           resume a stopped run, given its other arguments
 torchrun --nproc_per_node=2 train.py             one process per GPU
 """
 

@@ -1,7 +1,7 @@
 """Check and time training on several GPUs: `torchrun --nproc_per_node=2 tools/multi_gpu.py`.
 
-Three things are compared with what process 0 does alone: the time of a training step on the same batch, forward and
-backward over a graph whose nodes are partitioned, and the losses of runs of `train.py` at the same global batch.
+The command compares all processes with process 0 alone in three ways: the time of a training step on the same batch,
+forward and backward over a graph with partitioned nodes, and the losses of runs of `train.py` at the same global batch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
 
 LOSS_TOLERANCE = 1e-3
-"""Relative, of a mean over an epoch: optimizers make differences of rounding grow."""
+"""Relative difference of a mean loss over an epoch; optimizers make differences of rounding grow."""
 GRADIENT_TOLERANCE = 5e-5
-"""Relative Frobenius norm in float32, over all layers of a model."""
+"""Relative error by the Frobenius norm in float32, over all layers of a model."""
 EFFICIENCY = 0.9
-"""Share of the ideal speed-up that a step needs: 1.8 on two GPUs."""
+"""Share of the ideal speed-up that a step needs; on two GPUs it needs 1.8."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One number: `value` needs to be at most, or for a speed-up at least, `needed`."""
+    """A measured number, which needs to be at most `needed`, or at least `needed` for a speed-up."""
 
     check: str
     model: str
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Either "ok" or "FAILED"; empty where nothing is needed."""
+        """ "ok" or "FAILED"; empty if no number is needed."""
         if self.needed is None:
             return ""
         good = self.value >= self.needed if self.quantity.startswith("speed-up") else self.value <= self.needed

@@ -1,4 +1,4 @@
-"""Node and graph classification tasks: published data sets from their files, and generated ones at their size."""
+"""Tasks of node and graph classification: published data sets from files, and generated data sets at their size."""
 
 from pyg_dfgnn.datasets.encoding import LaplacianEncoding
 from pyg_dfgnn.datasets.like import image_superpixels_like, log_normal_graph, photograph_superpixels_like

@@ -1,6 +1,6 @@
-"""Training on several processes, one per GPU: data parallel, or one graph with its nodes partitioned.
+"""Training on several processes, one per GPU, on shares of mini-batches or on one graph with partitioned nodes.
 
-Everything is a collective of torch.distributed: NCCL between GPUs, gloo between CPUs.
+Processes communicate by collectives of torch.distributed: NCCL between GPUs, gloo between CPUs.
 """
 
 from pyg_dfgnn.distributed.group import Group

@@ -1,7 +1,7 @@
-"""Attention models for classification of nodes or, through the mean over its nodes, of graphs.
+"""Attention models that classify nodes or, by the mean over their nodes, graphs.
 
-Each takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; parameters, their
-names and their initialisation are the same either way.
+A model takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; both give equal
+parameters with equal names and initialisation.
 """
 
 from pyg_dfgnn.models.agnn import AGNN

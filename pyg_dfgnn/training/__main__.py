@@ -1,4 +1,4 @@
-"""`python -m pyg_dfgnn.training` takes the arguments of train.py, where there is no checkout."""
+"""`python -m pyg_dfgnn.training` takes the arguments of train.py, for an installation without a checkout."""
 
 from __future__ import annotations
 

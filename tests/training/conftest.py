@@ -1,4 +1,4 @@
-"""Runs small enough for a test, composed as train.py composes them."""
+"""Tiny runs, composed as train.py composes them, and the folder of a sweep."""
 
 import json
 
