@@ -82,7 +82,6 @@ SCORE_COMPARED: set[str] = {
 # Files of more than 600 lines.
 LONG_FILES: set[str] = {
     "tests/kernels/test_block_mma_emulated.py",
-    "tests/ops/test_attention.py",
 }
 
 

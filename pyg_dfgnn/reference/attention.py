@@ -66,7 +66,7 @@ def edge_attention(
             at(source_scalars, src),
             parameter,
             edge,
-            value.size(-1) ** -0.5 if scale is None else scale,
+            max(value.size(-1), 1) ** -0.5 if scale is None else scale,
             slope,
         )
     )

@@ -1,6 +1,7 @@
 """Settings common to the tests of the operators."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch._functorch.config
@@ -11,6 +12,7 @@ from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
+from tests.ops.problems import SCORES
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,21 @@ def fused():
         pytest.skip("needs a host compiler (g++)")
     with emulated_device() as launched:
         yield launched
+
+
+@pytest.fixture(params=["reference", "fused"])
+def path(request):
+    """Both ways of an operator on the CPU; the value lists the launches, None for the reference."""
+    if request.param == "fused" and compiler() is None:
+        pytest.skip("needs a host compiler (g++)")
+    with emulated_device() if request.param == "fused" else nullcontext() as launched:
+        yield launched
+
+
+@pytest.fixture(params=SCORES)
+def score(request):
+    """Each score."""
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.library import opcheck
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split
-from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import arguments
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.arguments import draw_seed
@@ -21,29 +20,7 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
-from tests.emu.loader import compiler
-from tests.kernels.emulated import emulated_device
-from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, pairs, problem_of
-
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
-PATHS = ["reference", pytest.param("fused", marks=needs_compiler)]
-
-
-@pytest.fixture(params=PATHS)
-def path(request):
-    """Both ways of an operator; the value lists the launches, None for the reference."""
-    with emulated_device() if request.param == "fused" else nullcontext() as launched:
-        yield launched
-
-
-@pytest.fixture(params=SCORES)
-def score(request):
-    return request.param
-
-
-def assert_equal(actual, expected):
-    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
-
+from tests.ops.problems import DENSE, Problem, Recorder, assert_equal, pairs, problem_of
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
@@ -425,144 +402,6 @@ def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
         problem.call()
 
 
-# Layouts and dtypes ---------------------------------------------------------------------------------------------------
-
-
-def strided(tensor):
-    return torch.stack([tensor, torch.full_like(tensor, math.nan)], dim=-1)[..., 0]
-
-
-def misaligned(tensor):
-    return torch.cat([tensor.new_full((1,), math.nan), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def reversed_axes(tensor):
-    return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
-
-
-@pytest.mark.parametrize("layout", [strided, misaligned, reversed_axes], ids=lambda layout: layout.__name__)
-def test_layouts(score, layout, fused):
-    problem = problem_of(score, full=True)
-    torch.manual_seed(3)
-    expected = problem.run()
-    problem.grad_out = layout(problem.grad_out)
-    torch.manual_seed(3)
-    assert_equal(problem.run(**{name: layout(tensor) for name, tensor in problem.inputs.items()}), expected)
-    assert fused
-
-
-def test_expanded_tensors(score, fused):
-    """Stride 0 in inputs and, as `out.sum()` makes it, in the gradient of the output."""
-    problem = problem_of(score, full=True)
-    rows = {name: tensor[:1].expand_as(tensor) for name, tensor in problem.inputs.items()}
-    problem.grad_out = torch.ones(()).expand_as(problem.grad_out)
-    torch.manual_seed(3)
-    actual = problem.run(**rows)
-    problem.grad_out = problem.grad_out.clone()
-    torch.manual_seed(3)
-    assert_equal(actual, problem.run(**{name: tensor.clone() for name, tensor in rows.items()}))
-
-
-def test_inputs_are_not_changed(score, fused):
-    problem = problem_of(score, full=True)
-    before = {name: tensor.clone() for name, tensor in problem.inputs.items()}
-    grad_out = problem.grad_out.clone()
-    problem.run()
-    assert_equal(problem.inputs, before)
-    assert torch.equal(problem.grad_out, grad_out)
-
-
-def test_heads_side_by_side(score, path):
-    problem = problem_of(score, full=True)
-    torch.manual_seed(3)
-    expected = problem.run()
-    torch.manual_seed(3)
-    out, weights = problem.call(concat=True, return_weights=True)
-    assert torch.equal(out, expected["out"].flatten(1)) and weights.dim() == 2
-    for _ in range(2):
-        # The second time the kernels are known.
-        torch.manual_seed(3)
-        assert_equal(
-            problem.run(lambda **inputs: problem.call(**inputs, concat=True).view_as(expected["out"])), expected
-        )
-
-
-@pytest.mark.parametrize("intercepted", [False, True], ids=["eager", "intercepted"])
-@pytest.mark.parametrize("concat", [False, True], ids=["apart", "concat"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_editable_output(score, dtype, concat, intercepted, path):
-    problem = problem_of(score, dtype=dtype)
-    problem.grad_out = problem.grad_out.flatten(1) if concat else problem.grad_out
-    results = []
-    for edit in (torch.relu, torch.relu_):
-        with Recorder() if intercepted else nullcontext():
-            results.append(problem.run(lambda **inputs: edit(problem.call(**inputs, concat=concat))))  # noqa: B023
-    assert_equal(*results)
-
-
-@pytest.mark.parametrize("schedule", ["smem", "block_mma", "smmf", "pmf"])
-def test_an_editable_output_of_other_schedules(schedule, fused):
-    case = EdgeList("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
-    problem = problem_of("dot", case, channels=16)
-    with settings(schedule=schedule, fallback="error"):
-        expected = problem.run(lambda **inputs: torch.relu(problem.call(**inputs)))
-        assert_equal(problem.run(lambda **inputs: torch.relu_(problem.call(**inputs))), expected)
-
-
-def test_a_graph_that_is_kept(score, fused):
-    """Backward lets go of the output; another one computes it again, with the gradient of the first."""
-    problem = problem_of(score)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()}
-    out = problem.call(**leaves)
-    node = out.grad_fn
-    assert node.out is not None
-    first = torch.autograd.grad(out, list(leaves.values()), problem.grad_out, retain_graph=True)
-    assert node.out is None
-    assert all(map(torch.equal, first, torch.autograd.grad(out, list(leaves.values()), problem.grad_out)))
-    assert fused.count("attention_forward") == 2
-
-
-MIXED = {
-    "dot": ({"query": torch.bfloat16}, torch.float32),
-    "cosine": ({"x_src": torch.bfloat16, "beta": torch.float64}, torch.float32),
-    "add": ({"alpha_src": torch.bfloat16, "alpha_dst": torch.float16}, torch.float32),
-    "gatv2": ({"x_dst": torch.bfloat16, "att": torch.bfloat16}, torch.float32),
-}
-
-
-def test_mixed_dtypes(score, path):
-    """Features are promoted to their common dtype; each gradient has the dtype of its tensor."""
-    dtypes, common = MIXED[score]
-    problem = problem_of(score)
-    for name, dtype in dtypes.items():
-        problem.inputs[name] = problem.inputs[name].to(dtype)
-    actual = problem.run()
-    assert actual["out"].dtype == common
-    for name, tensor in problem.inputs.items():
-        assert actual[f"grad {name}"].dtype == tensor.dtype
-    expected = problem.expected()
-    for dtype in {tensor.dtype for tensor in actual.values()}:
-        some = {name: tensor for name, tensor in actual.items() if tensor.dtype == dtype}
-        # A gradient in float64 has been computed in float32.
-        assert_all_close(pairs(some, expected), torch.float32 if dtype == torch.float64 else dtype)
-
-
-def test_two_half_types_meet_in_float32(fused):
-    problem = problem_of("dot")
-    out = problem.call(query=problem.inputs["query"].half(), key=problem.inputs["key"].bfloat16())
-    assert out.dtype == torch.float32 and fused == ["attention_forward"]
-
-
-def test_autocast_changes_nothing(score, path):
-    """The operators take what they are given; under autocast the layers around them decide the dtypes."""
-    problem = problem_of(score)
-    plain = problem.run()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = problem.run()
-    assert {tensor.dtype for tensor in under.values()} == {torch.float32}
-    assert_equal(under, plain)
-
-
 # Dropout --------------------------------------------------------------------------------------------------------------
 
 
@@ -680,114 +519,3 @@ def test_nan_in_the_gradient_of_one_row(score, path):
             touched = senders
         assert grad[touched].isnan().any(), name
         assert torch.equal(grad[~touched], clean[name][~touched]), name
-
-
-# torch.library and torch.compile --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
-def test_opcheck(score, full, fused):
-    problem = problem_of(score, full=full)
-    with Recorder() as recorder:
-        problem.run()
-        problem.call(return_weights=True)
-    names = {func.name() for func in recorder.calls}
-    expected = {"attention_forward", "attention_backward", "attention_weights"}
-    expected |= {"attention_inverse_norm"} if score == "cosine" else set()
-    assert names == {f"pyg_dfgnn::{name}" for name in expected}
-    for func, args in recorder.calls.items():
-        opcheck(func, args)
-
-
-def compiled(function, **options):
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
-
-
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
-def test_compile(score, full, fused):
-    problem = problem_of(score, full=full)
-    torch.manual_seed(3)
-    expected = problem.run()
-    call = compiled(problem.op)
-    for _ in range(2):
-        torch.manual_seed(3)
-        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=problem.dropout_p))
-        assert_equal(actual, expected)
-
-
-def test_compile_with_weights(score, fused):
-    problem = problem_of(score)
-    call = compiled(problem.op)
-    actual = call(problem.edges, **problem.inputs, return_weights=True)
-    expected = problem.call(return_weights=True)
-    assert all(map(torch.equal, actual, expected))
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["source-first", "target-first"])
-def test_compile_with_self_loops(score, transposed, fused):
-    problem = problem_of(score)
-    edges = EdgeSet(problem.edge_index, 8, 8, True, transposed)
-    expected = problem.run(lambda **inputs: problem.op(Graph.resolve(*edges.key), **inputs))
-    call = compiled(problem.op)
-    assert_equal(problem.run(lambda **inputs: call(edges, **inputs)), expected)
-    assert_equal(problem.run(lambda **inputs: problem.op(edges, **inputs)), expected)
-
-
-def test_compile_once_for_all_sizes(score, fused):
-    from torch._dynamo.utils import counters
-
-    def op(edge_index, num_src, num_dst, inputs):
-        return problem_op(EdgeSet(edge_index, num_src, num_dst), **inputs)
-
-    problem_op = Problem(score, SPARSE).op
-    counters.clear()
-    call = compiled(op, dynamic=True)
-    for num_src, num_dst in ((8, 9), (14, 11), (21, 30)):
-        problem = problem_of(score, random(num_src, num_dst, 2 * num_dst))
-        actual = problem.run(
-            lambda **inputs: call(problem.edge_index, len(inputs[SOURCES[score]]), len(inputs[TARGETS[score]]), inputs)  # noqa: B023
-        )
-        assert_equal(actual, problem.run())
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-SOURCES = {"dot": "key", "cosine": "x_src", "add": "alpha_src", "gatv2": "x_src"}
-TARGETS = {"dot": "query", "cosine": "x_dst", "add": "alpha_dst", "gatv2": "x_dst"}
-
-
-@pytest.mark.parametrize("score", ["dot", "cosine", "gatv2"])
-def test_compile_with_one_tensor_in_several_roles(score, fused):
-    problem = problem_of(score)
-    roles = [name for name in problem.inputs if name not in ("beta", "att")]
-    rest = {name: tensor for name, tensor in problem.inputs.items() if name not in roles}
-    x = problem.inputs[roles[0]].requires_grad_()
-    eager = problem.call(**dict.fromkeys(roles, x))
-    traced = compiled(problem.op)(problem.edges, **dict.fromkeys(roles, x), **rest)
-    assert torch.equal(traced, eager)
-    grads = [torch.autograd.grad(out, x, problem.grad_out)[0] for out in (eager, traced)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-6)
-
-
-def test_double_backward_of_a_compiled_call(fused):
-    problem = problem_of("dot")
-    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
-    out = compiled(problem.op)(problem.edges, **inputs)
-    with pytest.raises(RuntimeError, match="double backward|once_differentiable"):
-        grads = torch.autograd.grad(out.sum(), list(inputs.values()), create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-
-
-def test_edge_features_that_do_not_fit_the_loops(fused):
-    """While tracing, the number of edges with self-loops is unknown: the operator itself refuses."""
-    problem = problem_of("dot", edge=True)
-    edges = EdgeSet(problem.edge_index, 8, 8, self_loops=True)
-    with pytest.raises(ValueError, match=r"'edge' needs shape \[E=16"):
-        compiled(problem.op)(edges, **problem.inputs)
-
-
-def test_compile_with_inductor(fused):
-    problem = problem_of("gatv2", edge=True)
-    torch._dynamo.reset()
-    call = torch.compile(problem.op, fullgraph=True)
-    assert_equal(problem.run(lambda **inputs: call(problem.edges, **inputs)), problem.run())

@@ -14,7 +14,7 @@ from pyg_dfgnn.reference.zoo import EdgeList, sbm
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
-from tests.ops.problems import Problem, pairs
+from tests.ops.problems import Problem, assert_like_rows, pairs
 from tests.ops.test_attention_cuda import DEVICE, SLEEP_CYCLES, assert_equal, capture, compiled
 
 pytestmark = pytest.mark.cuda
@@ -122,18 +122,6 @@ def assert_matches(problem, actual, expected, kind):
         got, want = compared.pop("grad beta")
         assert abs(float(got - want)) <= tolerance(kind).relative * beta_size(problem)
     assert_all_close(compared, kind)
-
-
-def assert_like_rows(problem, actual):
-    """Every result as `row_split` has it, up to the rounding of both."""
-    with settings(schedule="row_split"):
-        expected = problem.run()
-    bound = 2 * tolerance(problem.dtype).relative
-    largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
-    for name, tensor in actual.items():
-        scale = expected[name].norm() if name == "out" else largest
-        difference = (tensor.double() - expected[name].double()).norm()
-        assert difference <= bound * scale, f"{name}: {float(difference / scale):.1e}"
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, hub, random, zoo
 from pyg_dfgnn.runtime import launcher
-from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, pairs
+from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, assert_equal, pairs
 
 pytestmark = pytest.mark.cuda
 
@@ -57,15 +57,6 @@ def compiled_kernels(compile_once):
             problem.run()
             problem.call(return_weights=True)
     compile_once(specs)
-
-
-@pytest.fixture(params=SCORES)
-def score(request):
-    return request.param
-
-
-def assert_equal(actual, expected):
-    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
 
 
 def keep_of(problem, weights):

@@ -11,11 +11,10 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.arguments import draw_seed
-from pyg_dfgnn.reference.tolerances import tolerance
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
-from tests.ops.problems import DENSE
+from tests.ops.problems import DENSE, assert_like_rows
 from tests.ops.test_attention_cuda import CASES, DEVICE, SETUPS, assert_equal, assert_matches, problem_of, setup_of
 
 pytestmark = pytest.mark.cuda
@@ -56,19 +55,6 @@ def schedule(request):
 @pytest.fixture(params=SCORES)
 def score(request):
     return request.param
-
-
-def assert_like_rows(problem, actual):
-    """Every result as `row_split` has it, up to the rounding of both."""
-    with settings(schedule="row_split"):
-        torch.manual_seed(3)
-        expected = problem.run()
-    bound = 2 * tolerance(problem.dtype).relative
-    largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
-    for name, tensor in actual.items():
-        scale = expected[name].norm() if name == "out" else largest
-        difference = (tensor.double() - expected[name].double()).norm()
-        assert difference <= bound * scale, f"{name}: {float(difference / scale):.1e}"
 
 
 @pytest.mark.parametrize("case", [*CASES, DENSE], ids=str)

@@ -48,7 +48,6 @@ def compiled_kernels(compile_once):
 
 
 @pytest.mark.parametrize(("schedule", "case"), GRID, ids=str)
-@pytest.mark.parametrize("score", SCORES)
 def test_against_float64(score, schedule, case):
     for setup in SETUPS:
         problem = setup_of(score, case, *setup)

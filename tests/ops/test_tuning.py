@@ -13,7 +13,7 @@ from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
-from tests.ops.problems import DENSE, SCORES, SPARSE, pairs, problem_of
+from tests.ops.problems import DENSE, SPARSE, pairs, problem_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
@@ -47,7 +47,6 @@ def timer(monkeypatch):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
-@pytest.mark.parametrize("score", SCORES)
 def test_values_and_gradients_stay(score, full, timer):
     problem = problem_of(score, DENSE, full=full)
     torch.manual_seed(3)
@@ -129,7 +128,6 @@ def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, capl
     assert "nothing is timed for a choice by autotune: too much" in caplog.text
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("walks", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda walks: walks[0])
 def test_every_candidate_is_measured(score, walks, timer):
     """With edge features and dropout too, in every storage."""

@@ -11,7 +11,7 @@ from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import random
 from pyg_dfgnn.settings import Settings, current, settings
-from tests.ops.problems import SCORES, pairs, problem_of
+from tests.ops.problems import pairs, problem_of
 
 pytestmark = pytest.mark.cuda
 
@@ -32,7 +32,6 @@ def asked_of(score, heads=2, channels=4):
     return dispatch.AttentionProblem(score, heads, channels, torch.float32, DEVICE, False, False, True)
 
 
-@pytest.mark.parametrize("score", SCORES)
 def test_the_fastest_is_taken_and_right(score, own_folder):
     problem = problem_of(score, CASE, device=DEVICE)
     with settings(schedule="autotune"):

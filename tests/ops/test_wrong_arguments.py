@@ -120,7 +120,6 @@ def test_none_where_a_tensor_is_needed(score, name):
     refuse(TypeError, f"'{name}' needs a torch.Tensor (got None)", score, **{name: None})
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -165,13 +164,11 @@ def test_beta(given, error, message):
     refuse(error, message, "cosine", beta=given)
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("given", [CASE.edge_index, (CASE.edge_index, 4, 3), "graph"], ids=["tensor", "tuple", "str"])
 def test_graph_of_another_type(score, given):
     refuse(TypeError, f"'graph' needs a Graph or an EdgeSet (got {type(given).__name__})", score, graph=given)
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(5, 3), (4, 5)])
 def test_graph_of_another_size(score, num_src, num_dst):
     graph = Graph.of(CASE.edge_index, num_src, num_dst)
@@ -192,7 +189,6 @@ def test_edge_features_without_those_of_the_loops(score):
             problem.op(graph, **problem.inputs)
 
 
-@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     ("edges", "error", "message"),
     [
@@ -218,7 +214,6 @@ def test_targets_may_only_be_left_out_where_they_are_the_sources():
         problem.op(problem.graph, x, x, beta=1.0)
 
 
-@pytest.mark.parametrize("score", SCORES)
 def test_unknown_argument(score):
     problem = Problem(score, CASE, H, C)
     with pytest.raises(TypeError, match="unexpected keyword argument 'slope'"):

@@ -1,0 +1,117 @@
+"""The operators under torch.library and torch.compile, with their launches emulated."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.reference.zoo import random
+from tests.ops.problems import SPARSE, Problem, Recorder, assert_equal, problem_of
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_opcheck(score, full, fused):
+    problem = problem_of(score, full=full)
+    with Recorder() as recorder:
+        problem.run()
+        problem.call(return_weights=True)
+    names = {func.name() for func in recorder.calls}
+    expected = {"attention_forward", "attention_backward", "attention_weights"}
+    expected |= {"attention_inverse_norm"} if score == "cosine" else set()
+    assert names == {f"pyg_dfgnn::{name}" for name in expected}
+    for func, args in recorder.calls.items():
+        opcheck(func, args)
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_compile(score, full, fused):
+    problem = problem_of(score, full=full)
+    torch.manual_seed(3)
+    expected = problem.run()
+    call = compiled(problem.op)
+    for _ in range(2):
+        torch.manual_seed(3)
+        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=problem.dropout_p))
+        assert_equal(actual, expected)
+
+
+def test_compile_with_weights(score, fused):
+    problem = problem_of(score)
+    call = compiled(problem.op)
+    actual = call(problem.edges, **problem.inputs, return_weights=True)
+    expected = problem.call(return_weights=True)
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["source-first", "target-first"])
+def test_compile_with_self_loops(score, transposed, fused):
+    problem = problem_of(score)
+    edges = EdgeSet(problem.edge_index, 8, 8, True, transposed)
+    expected = problem.run(lambda **inputs: problem.op(Graph.resolve(*edges.key), **inputs))
+    call = compiled(problem.op)
+    assert_equal(problem.run(lambda **inputs: call(edges, **inputs)), expected)
+    assert_equal(problem.run(lambda **inputs: problem.op(edges, **inputs)), expected)
+
+
+def test_compile_once_for_all_sizes(score, fused):
+    from torch._dynamo.utils import counters
+
+    def op(edge_index, num_src, num_dst, inputs):
+        return problem_op(EdgeSet(edge_index, num_src, num_dst), **inputs)
+
+    problem_op = Problem(score, SPARSE).op
+    counters.clear()
+    call = compiled(op, dynamic=True)
+    for num_src, num_dst in ((8, 9), (14, 11), (21, 30)):
+        problem = problem_of(score, random(num_src, num_dst, 2 * num_dst))
+        actual = problem.run(
+            lambda **inputs: call(problem.edge_index, len(inputs[SOURCES[score]]), len(inputs[TARGETS[score]]), inputs)  # noqa: B023
+        )
+        assert_equal(actual, problem.run())
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+SOURCES = {"dot": "key", "cosine": "x_src", "add": "alpha_src", "gatv2": "x_src"}
+TARGETS = {"dot": "query", "cosine": "x_dst", "add": "alpha_dst", "gatv2": "x_dst"}
+
+
+@pytest.mark.parametrize("score", ["dot", "cosine", "gatv2"])
+def test_compile_with_one_tensor_in_several_roles(score, fused):
+    problem = problem_of(score)
+    roles = [name for name in problem.inputs if name not in ("beta", "att")]
+    rest = {name: tensor for name, tensor in problem.inputs.items() if name not in roles}
+    x = problem.inputs[roles[0]].requires_grad_()
+    eager = problem.call(**dict.fromkeys(roles, x))
+    traced = compiled(problem.op)(problem.edges, **dict.fromkeys(roles, x), **rest)
+    assert torch.equal(traced, eager)
+    grads = [torch.autograd.grad(out, x, problem.grad_out)[0] for out in (eager, traced)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-6)
+
+
+def test_double_backward_of_a_compiled_call(fused):
+    problem = problem_of("dot")
+    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
+    out = compiled(problem.op)(problem.edges, **inputs)
+    with pytest.raises(RuntimeError, match="double backward|once_differentiable"):
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()), create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_edge_features_that_do_not_fit_the_loops(fused):
+    """While tracing, the number of edges with self-loops is unknown: the operator itself refuses."""
+    problem = problem_of("dot", edge=True)
+    edges = EdgeSet(problem.edge_index, 8, 8, self_loops=True)
+    with pytest.raises(ValueError, match=r"'edge' needs shape \[E=16"):
+        compiled(problem.op)(edges, **problem.inputs)
+
+
+def test_compile_with_inductor(fused):
+    problem = problem_of("gatv2", edge=True)
+    torch._dynamo.reset()
+    call = torch.compile(problem.op, fullgraph=True)
+    assert_equal(problem.run(lambda **inputs: call(problem.edges, **inputs)), problem.run())
