@@ -92,9 +92,9 @@ def beside_published(groups: Groups, published: Published) -> str:
     rows = []
     for row in table(groups):
         known = published.get(tuple(row[name] for name in PUBLISHED_KEY))
-        made = row.pop("made up")
+        synthetic = row.pop("made up")
         result = f"{known['mean']} +- {known['std']}" if known else "-"
-        rows.append({**row, "published, %": result, "source": known["source"] if known else "-", "made up": made})
+        rows.append({**row, "published, %": result, "source": known["source"] if known else "-", "made up": synthetic})
     return markdown(rows)
 
 

@@ -26,8 +26,8 @@ from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn.nn as convs
 from pyg_dfgnn import models
+from pyg_dfgnn.bench.generators import chung_lu
 from pyg_dfgnn.datasets import pattern
-from pyg_dfgnn.datasets.generators import chung_lu
 from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.paths import configs_dir
@@ -71,8 +71,8 @@ def same_losses(group: Group, small: bool) -> list[Result]:
     results = []
     for model in ("gt_small", "transformer_stack"):
         losses = [
-            _losses([f"model={model}", *overrides], each) if each is group or group.is_main else None
-            for each in (group, Group(device=group.device))
+            _losses([f"model={model}", *overrides], party) if party is group or group.is_main else None
+            for party in (group, Group(device=group.device))
         ]
         group.barrier()
         if group.is_main:
@@ -113,7 +113,8 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
             wrapped = wrap(model, group, recorder.stream if recorder else None)
             shared = _Pass(wrapped, part, part.local(x), part.local(y), group, recorder)
             shared_ms = group_time_ms(shared, group, small)
-            found = [group.gather(each) for each in (shared(), shared.x_grad() / group.size)] + [_flat_grad(model)]
+            rows = shared(), shared.x_grad() / group.size
+            computed = [*map(group.gather, rows), _flat_grad(model)]
             group.barrier()
             if group.is_main:
                 whole = edge_index.to(group.device)
@@ -122,7 +123,7 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
                 alone = _Pass(single, whole, x.to(group.device), y.to(group.device), own, recorder)
                 alone_ms = group_time_ms(alone, own, small)
                 expected = [alone(), alone.x_grad(), _flat_grad(single)]
-                for quantity, left, right in zip(("logits", "dx", "dW"), found, expected):
+                for quantity, left, right in zip(("logits", "dx", "dW"), computed, expected):
                     error = float((left - right).norm() / right.norm())
                     quantity = f"error of {quantity}{mode}"
                     results.append(Result("partition", name, group.size, quantity, error, GRADIENT_TOLERANCE))
@@ -179,7 +180,7 @@ class _Pass:
 
 
 def _flat_grad(model: nn.Module) -> Tensor:
-    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def throughput(group: Group, small: bool) -> list[Result]:
@@ -193,21 +194,21 @@ def throughput(group: Group, small: bool) -> list[Result]:
     for graph in graphs:
         # In place of encodings, which take long to make.
         graph.pe = torch.randn(graph.x.size(0), 2)
-    groups = [each for each in (Group(device=group.device), group) if each is group or group.is_main]
-    batches = [_share(graphs, each) for each in groups]
+    parties = [Group(device=group.device), group] if group.is_main else [group]
+    batches = [_share(graphs, party) for party in parties]
     results = []
     for name, make in makers.items():
         for mode in modes(group):
             rates = []
-            for each, batch in zip(groups, batches):
-                if each is group:
+            for party, batch in zip(parties, batches):
+                if party is group:
                     group.barrier()
                 torch.manual_seed(0)
-                step = _make_step(make().to(group.device), each, captured=bool(mode))
-                given = copy.copy(batch)
+                step = _make_step(make().to(group.device), party, captured=bool(mode))
+                inputs = copy.copy(batch)
                 if "attention" in name:
-                    del given.pe
-                rates.append(1e3 * num_graphs / group_time_ms(partial(step, given), each, small))
+                    del inputs.pe
+                rates.append(1e3 * num_graphs / group_time_ms(partial(step, inputs), party, small))
             if group.is_main:
                 for size, rate in zip((1, group.size), rates):
                     results.append(Result("throughput", name, size, f"graphs per second{mode}", rate))
@@ -273,10 +274,10 @@ def main(arguments: list[str] | None = None) -> bool:
     results: list[Result] = []
     for check in (throughput, same_partitioned, same_losses):
         start = time.perf_counter()
-        found = check(group, chosen.small)
+        measured = check(group, chosen.small)
         if group.is_main:
-            results += found
-            for result in found:
+            results += measured
+            for result in measured:
                 needed = "" if result.needed is None else f"(needs {result.needed:g})"
                 print(
                     f"{result.check:11}{result.model:24}{result.processes:2}  {result.quantity:28}"

@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.bench import real_graphs
+from pyg_dfgnn.bench.generators import chung_lu, nearest_neighbour_batch, random_graph_batch, task_batch
 from pyg_dfgnn.bench.real_graphs import real_graph
 from pyg_dfgnn.datasets import cluster, pattern
-from pyg_dfgnn.datasets.generators import (
-    Edges,
-    chung_lu,
-    log_normal_chung_lu,
-    nearest_neighbour_batch,
-    random_graph_batch,
-    region_adjacency_batch,
-    superpixel_batch,
-    task_batch,
-)
+from pyg_dfgnn.datasets.generators import Edges, log_normal_chung_lu, region_adjacency_batch, superpixel_batch
 from pyg_dfgnn.errors import check_choice
 
 

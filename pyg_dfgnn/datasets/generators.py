@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch
-
-from pyg_dfgnn.datasets.task import Task
 
 Device = torch.device | str
 
@@ -27,6 +23,7 @@ class Edges(NamedTuple):
 
 
 def generator_of(seed: int, device: Device) -> torch.Generator:
+    """Return a seeded generator on a device."""
     return torch.Generator(device=device).manual_seed(seed)
 
 
@@ -43,42 +40,9 @@ def sorted_edges(source: Tensor, target: Tensor, num_nodes: int) -> Tensor:
     return torch.stack([key % num_nodes, key // num_nodes])
 
 
-def _offsets(sizes: Tensor) -> Tensor:
+def offsets(sizes: Tensor) -> Tensor:
+    """Return the offsets `[B + 1]` of groups with these sizes `[B]`."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-
-
-def random_graph_batch(
-    num_graphs: int, min_nodes: int, max_nodes: int, probability: float, seed: int, device: Device
-) -> Edges:
-    """Return a batch of graphs that have each unordered pair of nodes with one probability, without self-loops.
-
-    Sizes are uniform integers in ``min_nodes..max_nodes``; edges have both directions.
-    """
-    generator = generator_of(seed, device)
-    size = torch.randint(min_nodes, max_nodes + 1, (num_graphs,), generator=generator, device=device)
-    ptr = _offsets(size)
-    drawn = torch.rand(num_graphs, max_nodes, max_nodes, generator=generator, device=device) < probability
-    inside = torch.arange(max_nodes, device=device) < size[:, None]
-    drawn &= inside[:, :, None] & inside[:, None, :]
-    graph, u, v = drawn.triu_(1).nonzero(as_tuple=True)
-    num_nodes = int(ptr[-1])
-    return Edges(symmetric(ptr[graph] + u, ptr[graph] + v, num_nodes), num_nodes, ptr)
-
-
-def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, device: Device) -> Edges:
-    r"""Return a power-law graph drawn from node weights.
-
-    Weights are :math:`(i + i_0)^{-1/2}` with :math:`i_0 = N / (4 (\max / \mathrm{mean})^2)`, shuffled; ``N * mean / 2``
-    pairs are drawn with both ends by weight, then made symmetric without loops and duplicates.
-
-    Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
-    """
-    generator = generator_of(seed, device)
-    offset = num_nodes / (4 * (max_degree / mean_degree) ** 2)
-    weight = (torch.arange(num_nodes, device=device, dtype=torch.float64) + offset) ** -0.5
-    weight = weight[torch.randperm(num_nodes, generator=generator, device=device)]
-    u, v = _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
-    return Edges(symmetric(u, v, num_nodes), num_nodes)
 
 
 def log_normal_chung_lu(
@@ -106,7 +70,7 @@ def log_normal_chung_lu(
     for _ in range(20):
         weight = (weight * (mean_degree / weight.mean())).clamp_(max=max_degree)
     weight[:num_hubs] = max_degree
-    u, v = _weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    u, v = weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
     if label is not None:
         light = weight <= 4 * mean_degree
         free = light[u] & light[v] & (torch.rand(u.numel(), generator=generator, device=device) < homophily)
@@ -114,7 +78,7 @@ def log_normal_chung_lu(
     return Edges(symmetric(u, v, num_nodes), num_nodes)
 
 
-def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:
+def weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:
     """Return both ends of pairs, drawn by weight."""
     num_nodes = weight.numel()
     cumulative = torch.cumsum(weight, 0)
@@ -126,18 +90,7 @@ def _weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) 
     return ends
 
 
-def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
-    """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
-    generator = generator_of(seed, device)
-    point = torch.rand(num_graphs, num_points, 2, generator=generator, device=device)
-    near = _nearest(point, None, num_neighbours).sort(dim=-1).values
-    first = num_points * torch.arange(num_graphs + 1, device=device)
-    source = (first[:-1, None, None] + near).reshape(-1)
-    target = torch.arange(num_graphs * num_points, device=device).repeat_interleave(num_neighbours)
-    return Edges(torch.stack([source, target]), num_graphs * num_points, first)
-
-
-def _nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
+def nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
     """Return indices [B, n, count] of the nearest other points among those that are ``inside`` [B, n]."""
     distance = torch.cdist(point, point)
     distance.diagonal(dim1=1, dim2=2).fill_(float("inf"))
@@ -166,13 +119,13 @@ def superpixel_batch(
         rate = torch.tensor(deficit / (deficit + 1.0), dtype=torch.float64, device=device)
         size = max_nodes - (torch.log1p(-drawn) / rate.log()).long()
     size.clamp_(min_nodes, max_nodes)
-    ptr = _offsets(size)
+    ptr = offsets(size)
     side = int(max_nodes**0.5) + 1
     cell = torch.rand(num_graphs, side * side, generator=generator, device=device).argsort(1)[:, :max_nodes]
     jitter = torch.rand(num_graphs, max_nodes, 2, generator=generator, device=device)
     point = torch.stack([cell // side, cell % side], dim=-1) + jitter
     inside = torch.arange(max_nodes, device=device) < size[:, None]
-    near = _nearest(point, inside, 8)
+    near = nearest(point, inside, 8)
     graph, node = inside.nonzero(as_tuple=True)
     source = (ptr[graph] + node).repeat_interleave(8)
     target = ptr[graph].repeat_interleave(8) + near[inside].reshape(-1)
@@ -192,7 +145,7 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
     height = torch.randint(18, 23, (num_graphs,), generator=generator, device=device)
     wished = mean_nodes / height
     width = (wished + torch.rand(num_graphs, generator=generator, device=device)).long()
-    ptr = _offsets(height * width)
+    ptr = offsets(height * width)
     rows, columns = int(height.max()), int(width.max())
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     shape = num_graphs, rows, columns
@@ -212,12 +165,3 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
     num_nodes = int(ptr[-1])
     pos = ((row < tall) & (column < wide)).nonzero()[:, 1:]
     return Edges(symmetric(u, v, num_nodes), num_nodes, ptr, pos)
-
-
-def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> Edges:
-    """Return the first training graphs of a generated data set, collated by PyG."""
-    task = make(num_train=num_graphs, num_val=1, num_test=1, **arguments)
-    batch = Batch.from_data_list(task.splits["train"])
-    source, target = batch.edge_index.to(device)
-    num_nodes = int(batch.num_nodes)
-    return Edges(sorted_edges(source, target, num_nodes), num_nodes, batch.ptr.to(device))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pyg_dfgnn.bench import generators as bench_generators
 from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
 from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, BenchGraph, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.datasets import generators
@@ -33,7 +34,7 @@ def test_both_directions_are_present(name):
 
 
 def test_random_graph_batch_keeps_pairs_at_its_rate_inside_its_graphs():
-    edge_index, num_nodes, ptr, _ = generators.random_graph_batch(64, 20, 30, 0.43, seed=0, device="cpu")
+    edge_index, num_nodes, ptr, _ = bench_generators.random_graph_batch(64, 20, 30, 0.43, seed=0, device="cpu")
     possible = 64 * 25 * 24
     assert 64 * 20 <= num_nodes <= 64 * 30
     assert edge_index.size(1) / possible == pytest.approx(0.43, rel=0.15)
@@ -103,7 +104,7 @@ def test_a_count_makes_another_batch():
 
 
 def test_nearest_neighbours_are_the_nearest():
-    edge_index, num_nodes, ptr, _ = generators.nearest_neighbour_batch(2, 10, 3, seed=5, device="cpu")
+    edge_index, num_nodes, ptr, _ = bench_generators.nearest_neighbour_batch(2, 10, 3, seed=5, device="cpu")
     point = torch.rand(2, 10, 2, generator=torch.Generator().manual_seed(5)).reshape(-1, 2)
     assert num_nodes == 20 and ptr.tolist() == [0, 10, 20]
     assert torch.equal(torch.bincount(edge_index[1]), torch.full((20,), 3))
