@@ -1,4 +1,4 @@
-"""Linear layers of one input: under one node of autograd they give what each gives alone."""
+"""Projections of one input: under one node of autograd they give what each layer gives alone."""
 
 from types import SimpleNamespace
 
@@ -78,10 +78,13 @@ def test_gradients_that_are_not_wanted(most, monkeypatch):
     torch.testing.assert_close(x.grad, grad)
 
 
-def test_an_edited_input_is_noticed():
-    layers, x = layers_of(2), torch.randn(9, 5)
-    out = project(x, 2, *layers)
-    x.mul_(2)
+@pytest.mark.parametrize("edited", ["input", "weight"])
+def test_an_edit_after_the_forward_pass_is_noticed(edited):
+    layers, x = [Linear(8, 12) for _ in range(2)], torch.randn(9, 8)
+    with emulated_device():
+        out = project(x, 2, *layers)
+    with torch.no_grad():
+        (x if edited == "input" else layers[0].weight).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out[0].sum().backward()
 
@@ -187,7 +190,7 @@ def test_by_kernel(count, monkeypatch):
     expected = apart(x, 3, layers)
     want = torch.autograd.grad([each.square().sum() for each in expected[:2]], leaves, allow_unused=True)
     torch.testing.assert_close(list(found), expected)
-    for got, each in zip(grads, want, strict=True):
-        assert (got is None) == (each is None)
+    for got, expected in zip(grads, want, strict=True):
+        assert (got is None) == (expected is None)
         if got is not None:
-            torch.testing.assert_close(got, each, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

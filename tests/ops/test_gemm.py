@@ -1,4 +1,4 @@
-"""Products of linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
+"""Linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close, assert_close, relative_error
 from tests.kernels.emulated import emulated_device
 
-# Rows, features, channels, layers, biases: tiles filled and unfilled, steps and shares whole and not, one of each.
+# Rows, features, channels, layers, biases: tiles filled and unfilled, steps and splits whole and not, one of each.
 SIZES = [
     (200, 32, 64, 3, True),
     (70, 36, 20, 2, True),
@@ -45,28 +45,28 @@ def draw(rows, features, channels, layers, biased, device="cpu"):
     return x, weights, biases, [torch.randn(rows, channels, device=device) for _ in range(layers)]
 
 
-def run(x, weights, biases, grads, beside, needed=ALL):
+def run(x, weights, biases, grads, interleaved, needed=ALL):
     """Results, gradient of x and those of the parameters."""
-    if beside:
+    if interleaved:
         rows, kept = gemm.interleaved(x, weights, biases)
-        found = rows.chunk(len(weights), 1)
+        results = rows.chunk(len(weights), 1)
         grads = [torch.cat(grads, 1)] if len(weights) > 1 else grads
     else:
-        found, kept = gemm.separate(x, weights, biases), weights
-    return found, *gemm.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
+        results, kept = gemm.separate(x, weights, biases), weights
+    return results, *gemm.gradients(x, len(weights), kept, [*weights, *biases], grads, needed)
 
 
 PRECISIONS = pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"], indirect=True)
 
 
-def check(tensors, found, grad_x, of_parameters, tf32=False):
+def check(tensors, results, grad_x, of_parameters, tf32=False):
     x, weights, biases, grads = (
         [each.double() for each in part] if isinstance(part, list) else part.double() for part in tensors
     )
     biases = biases or [None] * len(weights)
     pairs = {"grad x": (grad_x, sum(grad @ weight for grad, weight in zip(grads, weights, strict=True)))}
     for layer, (weight, bias, grad) in enumerate(zip(weights, biases, grads, strict=True)):
-        pairs[f"y {layer}"] = found[layer], F.linear(x, weight, bias)
+        pairs[f"y {layer}"] = results[layer], F.linear(x, weight, bias)
         pairs[f"grad weight {layer}"] = of_parameters[layer], grad.t() @ x
         if bias is not None:
             # Never rounded.
@@ -78,24 +78,24 @@ def check(tensors, found, grad_x, of_parameters, tf32=False):
 
 
 @pytest.fixture
-def in_shares(monkeypatch):
-    """Rows are divided however few they are, as in a capture."""
+def in_splits(monkeypatch):
+    """Rows are split however few they are, as in a capture."""
     monkeypatch.setattr(gemm, "SPLIT_ROWS", 0)
 
 
 @PRECISIONS
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_against_float64(sizes, beside, tf32, fused, in_shares):
+def test_against_float64(sizes, interleaved, tf32, fused, in_splits):
     tensors = draw(*sizes)
-    found = run(*tensors, beside)
-    check(tensors, *found, tf32)
+    computed = run(*tensors, interleaved)
+    check(tensors, *computed, tf32)
     assert fused[:2] == ["gemm_forward", "gemm_backward"] and set(fused[2:]) <= {"gemm_sums"}
-    assert all(map(torch.equal, found[0], run(*tensors, beside)[0]))
+    assert all(map(torch.equal, computed[0], run(*tensors, interleaved)[0]))
 
 
 @pytest.mark.parametrize("rows", [330, gemm.SPLIT_ROWS, gemm.SPLIT_ROWS + 1])
-def test_few_rows_are_one_share(rows, fused):
+def test_few_rows_are_one_split(rows, fused):
     """Two launches for forward and backward, where the host is the limit."""
     tensors = draw(rows, 8, 12, 2, True)
     check(tensors, *run(*tensors, False))
@@ -110,22 +110,18 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
     if many:
         few_multiprocessors(monkeypatch, 4)
     x, weights, biases, grads = draw(200, 64, 32, 2, True)
-    found, kept = gemm.interleaved(x, weights, biases)
+    rows, kept = gemm.interleaved(x, weights, biases)
     torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
     grad_x, of_parameters = gemm.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
     x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
-    results = {f"y {i}": (found[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
+    results = {f"y {i}": (rows[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
     gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
     gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
     for rounded, pairs in ((tf32, results), (not tf32, gradients)):
         assert_all_close(pairs, "tf32" if rounded else None, op="gemm")
         errors = [relative_error(*pair) for pair in pairs.values()]
         assert not rounded or min(errors) > 1e-5, f"not rounded: {errors}"
-    kernels = (
-        ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
-        if many
-        else ["gemm_forward", "gemm_backward"]
-    )
+    kernels = BY_WARPGROUPS if many else ["gemm_forward", "gemm_backward"]
     assert fused[: len(kernels)] == kernels
 
 
@@ -134,16 +130,16 @@ def test_forward_tiles(tile, fused, monkeypatch):
     monkeypatch.setattr(gemm, "forward_tile", lambda *_: tile)
     gemm._forward.cache_clear()
     x, weights, biases, _ = draw(150, 68, 140, 2, True)
-    found = gemm.separate(x, weights, biases)
-    pairs = zip(found, weights, biases, strict=True)
+    results = gemm.separate(x, weights, biases)
+    pairs = zip(results, weights, biases, strict=True)
     assert_all_close(
         {str(i): (y, F.linear(x.double(), w.double(), b.double())) for i, (y, w, b) in enumerate(pairs)}, op="gemm"
     )
 
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
-def test_backward_tiles(tile, fused, in_shares, monkeypatch):
-    """Also with many shares."""
+def test_backward_tiles(tile, fused, in_splits, monkeypatch):
+    """Also with many splits."""
     monkeypatch.setattr(gemm, "backward_tile", lambda *_: tile)
     gemm._backward.cache_clear()
     tensors = draw(330, 68, 140, 2, True)
@@ -151,15 +147,19 @@ def test_backward_tiles(tile, fused, in_shares, monkeypatch):
     assert fused == ["gemm_forward", "gemm_backward", "gemm_sums"]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_gradients_that_are_not_needed(beside, fused):
+@pytest.mark.parametrize("many", [False, True], ids=["tiles", "warpgroups"])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_gradients_that_are_not_needed(interleaved, many, fused, monkeypatch):
+    if many:
+        few_multiprocessors(monkeypatch, 4)
     tensors = draw(90, 32, 16, 3, True)
-    _, full_x, full = run(*tensors, beside)
-    _, grad_x, none = run(*tensors, beside, (True, False, False))
+    _, full_x, full = run(*tensors, interleaved)
+    _, grad_x, none = run(*tensors, interleaved, (True, False, False))
     assert torch.equal(grad_x, full_x) and none == [None] * 6
     for needed in ((False, True, True), (False, True, False), (False, False, True)):
-        _, missing, of_parameters = run(*tensors, beside, needed)
+        _, missing, of_parameters = run(*tensors, interleaved, needed)
         assert missing is None and all(map(torch.equal, of_parameters, full))
+    assert ("gemm_weight_grad" in fused) is many
 
 
 def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
@@ -168,12 +168,13 @@ def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
     monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
     monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
-    found = replace(gpu.H200, multiprocessors=count, capability=capability)
-    monkeypatch.setitem(gpu.known, torch.device("cpu"), found)
+    known = replace(gpu.H200, multiprocessors=count, capability=capability)
+    monkeypatch.setitem(gpu.known, torch.device("cpu"), known)
     gemm._forward.cache_clear()
     gemm._backward.cache_clear()
 
 
+BY_WARPGROUPS = ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
 # Strips and sections whole and not, warpgroups with as many strips and with one less, or none; one to four layers.
 WARPGROUP_SIZES = [
     (450, 128, 128, 3, True),
@@ -187,26 +188,21 @@ WIDE_SIZES = [(200, 500, 128, 1, False), (150, 132, 232, 2, True), (70, 512, 384
 
 
 @PRECISIONS
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sizes", WARPGROUP_SIZES, ids=str)
-def test_warpgroups(sizes, beside, tf32, fused, monkeypatch):
-    """By one launch each."""
+def test_warpgroups(sizes, interleaved, tf32, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4)
     tensors = draw(*sizes)
-    check(tensors, *run(*tensors, beside), tf32)
-    expected = ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
-    assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"gemm_sums"}
+    check(tensors, *run(*tensors, interleaved), tf32)
+    assert fused[:3] == BY_WARPGROUPS and set(fused[3:]) <= {"gemm_sums"}
 
 
 @pytest.mark.parametrize("sizes", WIDE_SIZES, ids=str)
 def test_wide_warpgroups(sizes, fused, monkeypatch):
-    """By one launch each; two of them for one block where several are less than a share."""
     few_multiprocessors(monkeypatch, 4)
-    beside = sizes[3] > 1
     tensors = draw(*sizes)
-    check(tensors, *run(*tensors, beside))
-    expected = ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
-    assert fused[: len(expected)] == expected and set(fused[len(expected) :]) <= {"gemm_sums"}
+    check(tensors, *run(*tensors, sizes[3] > 1))
+    assert fused[:3] == BY_WARPGROUPS and set(fused[3:]) <= {"gemm_sums"}
 
 
 @pytest.mark.parametrize("tf32", [True], indirect=True)
@@ -233,18 +229,18 @@ MAGNITUDES = {
 
 
 def check_magnitudes(key, rows, device):
-    """Each error against what is added up, of which float32 loses 6e-8 in each product and sum."""
+    """Check each error against the sum of magnitudes, of which float32 loses 6e-8 in each product and sum."""
     x, (weight,), _, (grad,) = draw(rows, 128, 100, 1, False, device)
     factors = MAGNITUDES[key](device, rows, 128, 100)
     x, grad, weight = (tensor * factor for tensor, factor in zip((x, grad, weight), factors, strict=True))
     (y,), grad_x, (grad_weight,) = run(x, [weight], [], [grad], False)
-    for name, found, a, b in (
+    for name, product, a, b in (
         ("y", y, x, weight.t()),
         ("x", grad_x, grad, weight),
         ("weight", grad_weight, grad.t(), x),
     ):
         a, b = a.double(), b.double()
-        error = ((found.double() - a @ b).abs() / (a.abs() @ b.abs())).max()
+        error = ((product.double() - a @ b).abs() / (a.abs() @ b.abs())).max()
         assert error < 1e-6, f"{name} {error}"
 
 
@@ -252,7 +248,7 @@ def check_magnitudes(key, rows, device):
 def test_warpgroups_with_numbers_of_any_magnitude(key, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4)
     check_magnitudes(key, 200, "cpu")
-    assert fused[:3] == ["gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
+    assert fused[:3] == BY_WARPGROUPS
 
 
 @pytest.mark.parametrize("order", ["reverse", "random"])
@@ -268,41 +264,6 @@ def test_warpgroups_in_any_order(order, monkeypatch):
     assert all(map(torch.equal, (*first[0], first[1], *first[2]), (*second[0], second[1], *second[2])))
 
 
-def test_warpgroups_keep_numbers_that_are_not_finite_in_their_row(fused, monkeypatch):
-    few_multiprocessors(monkeypatch, 4)
-    x, weights, biases, grads = draw(200, 32, 16, 2, True)
-    x[3, 5], x[140, 1], weights[1][7, 2], grads[0][9, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
-    found, grad_x, of_parameters = run(x, weights, biases, grads, False)
-    touched = torch.zeros(200, 16, dtype=torch.bool)
-    touched[[3, 140]] = True
-    assert torch.equal(~found[0].isfinite(), touched)
-    touched[:, 7] = True
-    assert torch.equal(~found[1].isfinite(), touched)
-    # Column 2 meets the infinite weight in every row.
-    rows = torch.zeros(200, 32, dtype=torch.bool)
-    rows[9] = rows[:, 2] = True
-    assert torch.equal(~grad_x.isfinite(), rows)
-    columns = torch.zeros(16, 32, dtype=torch.bool)
-    columns[:, [5, 1]] = True
-    assert torch.equal(~of_parameters[1].isfinite(), columns)
-    columns[3] = True
-    assert torch.equal(~of_parameters[0].isfinite(), columns)
-    assert torch.equal(of_parameters[2].isnan(), columns.all(1)) and of_parameters[3].isfinite().all()
-    assert "gemm_forward_strips" in fused and "gemm_weight_grad" in fused
-
-
-def test_warpgroups_leave_out_what_is_not_needed(fused, monkeypatch):
-    few_multiprocessors(monkeypatch, 4)
-    tensors = draw(90, 68, 84, 3, True)
-    _, full_x, full = run(*tensors, True)
-    fused.clear()
-    _, grad_x, none = run(*tensors, True, (True, False, False))
-    assert torch.equal(grad_x, full_x) and none == [None] * 6
-    _, missing, of_parameters = run(*tensors, True, (False, True, True))
-    assert missing is None and all(map(torch.equal, of_parameters, full))
-    assert fused[:4] == ["gemm_forward_strips", "gemm_forward_strips", "gemm_forward_strips", "gemm_weight_grad"]
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4, capability)
@@ -310,14 +271,13 @@ def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
     assert fused[:2] == ["gemm_forward", "gemm_backward"]
 
 
-@pytest.mark.parametrize("features", rule._WARPGROUP_WIDTHS)
 @pytest.mark.parametrize("layers", range(1, rule.MAX_LAYERS + 1))
 @pytest.mark.parametrize("split", [True, False])
-def test_what_warpgroups_hold_fits(split, layers, features):
+def test_what_warpgroups_hold_fits(split, layers):
     cpu = torch.device("cpu")
-    for rows in (1 << 14, 1 << 20):
+    for features in rule._WARPGROUP_WIDTHS:
         for channels in (68, 100, 128, 132, 256, 500, 512):
-            sizes = layers, rows, features, channels, split, cpu
+            sizes = layers, 1 << 20, features, channels, split, cpu
             forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
             if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
                 assert forward is backward is rule.weight_grad(*sizes) is None
@@ -328,10 +288,10 @@ def test_what_warpgroups_hold_fits(split, layers, features):
                 if strips is not None:
                     assert strips.ring and strips.shared_bytes < gpu.H200.shared_bytes
                     assert strips.fits or not split
-                    assert strips.blocks(rows, cpu) <= gpu.H200.multiprocessors
-    assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
-    for channels in (60, 516):
-        assert rule.forward_strips(layers, 1 << 20, features, channels, split, cpu) is None
+                    assert strips.blocks(1 << 20, cpu) <= gpu.H200.multiprocessors
+        assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
+        for channels in (60, 516):
+            assert rule.forward_strips(layers, 1 << 20, features, channels, split, cpu) is None
 
 
 def unaligned(tensor):
@@ -379,59 +339,60 @@ def test_gradients_in_other_memory(fused):
     """They are copied first, such as the one number that stands for all in the gradient of a sum."""
     x, weights, biases, grads = draw(50, 32, 16, 2, True)
     grads = [grads[0].t().contiguous().t(), torch.ones(()).expand(50, 16)]
-    found = gemm.separate(x, weights, biases)
-    check((x, weights, biases, grads), found, *gemm.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
+    results = gemm.separate(x, weights, biases)
+    check((x, weights, biases, grads), results, *gemm.gradients(x, 2, weights, [*weights, *biases], grads, ALL))
     assert fused == ["gemm_forward", "gemm_backward"]
 
 
 def test_errors_are_those_of_float32(fused):
     """Cutting the first part of a number instead of rounding it gives 3e-7."""
     x, weights, biases, grads = draw(200, 128, 64, 2, False)
-    found, grad_x, of_weights = run(x, weights, biases, grads, False)
-    for y, weight, grad, of_weight in zip(found, weights, grads, of_weights, strict=True):
+    results, grad_x, of_weights = run(x, weights, biases, grads, False)
+    for y, weight, grad, of_weight in zip(results, weights, grads, of_weights, strict=True):
         assert relative_error(y, x.double() @ weight.double().t()) < 2.2e-7
         assert relative_error(of_weight, grad.double().t() @ x.double()) < 2.2e-7
     want = sum(grad.double() @ weight.double() for grad, weight in zip(grads, weights, strict=True))
     assert relative_error(grad_x, want) < 2.2e-7
 
 
-def test_numbers_that_are_not_finite_stay_in_their_row(fused):
-    x, weights, biases, _ = draw(70, 32, 16, 2, True)
-    x[3, 5], x[40, 1], weights[1][7, 2] = float("nan"), float("inf"), float("-inf")
-    first, second = gemm.separate(x, weights, biases)
-    touched = torch.zeros(70, 16, dtype=torch.bool)
-    touched[[3, 40]] = True
-    assert torch.equal(~first.isfinite(), touched)
+@pytest.mark.parametrize("many", [False, True], ids=["tiles", "warpgroups"])
+def test_numbers_that_are_not_finite_stay_in_their_row(many, fused, monkeypatch):
+    if many:
+        few_multiprocessors(monkeypatch, 4)
+    x, weights, biases, grads = draw(200, 32, 16, 2, True)
+    x[3, 5], x[140, 1], weights[1][7, 2], grads[0][9, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
+    results, grad_x, of_parameters = run(x, weights, biases, grads, False)
+    touched = torch.zeros(200, 16, dtype=torch.bool)
+    touched[[3, 140]] = True
+    assert torch.equal(~results[0].isfinite(), touched)
     touched[:, 7] = True
-    assert torch.equal(~second.isfinite(), touched)
+    assert torch.equal(~results[1].isfinite(), touched)
+    # Column 2 meets the infinite weight in every row.
+    rows = torch.zeros(200, 32, dtype=torch.bool)
+    rows[9] = rows[:, 2] = True
+    assert torch.equal(~grad_x.isfinite(), rows)
+    columns = torch.zeros(16, 32, dtype=torch.bool)
+    columns[:, [5, 1]] = True
+    assert torch.equal(~of_parameters[1].isfinite(), columns)
+    columns[3] = True
+    assert torch.equal(~of_parameters[0].isfinite(), columns)
+    assert torch.equal(of_parameters[2].isnan(), columns.all(1)) and of_parameters[3].isfinite().all()
+    assert ("gemm_weight_grad" in fused) is many
 
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 65, 2708, 19717, 120_000, 490_000, 10_000_000])
 @pytest.mark.parametrize("layers, features, channels", [(1, 4, 4), (3, 128, 128), (4, 1024, 512)])
-def test_shares_cover_every_row_once(rows, layers, features, channels):
+def test_splits_cover_every_row_once(rows, layers, features, channels):
     tile = rule.backward_tile(rows)
-    shares = rule.split_k(tile, layers, rows, features, channels, torch.device("cpu"))
-    assert shares.rows % rule.DEPTH == 0
-    partial = 4 * shares.splits * layers * channels * (features + 1)
-    assert partial <= rule._PARTIAL_BYTES and (shares.rows <= rule.SPLIT_ROWS or 2 * partial > rule._PARTIAL_BYTES)
-    assert shares.rows * (shares.splits - 1) < rows <= shares.rows * shares.splits
-    assert shares.weight_blocks % shares.splits == 0
+    division = rule.split_k(tile, layers, rows, features, channels, torch.device("cpu"))
+    assert division.rows % rule.DEPTH == 0
+    partial = 4 * division.splits * layers * channels * (features + 1)
+    assert partial <= rule._PARTIAL_BYTES and (division.rows <= rule.SPLIT_ROWS or 2 * partial > rule._PARTIAL_BYTES)
+    assert division.rows * (division.splits - 1) < rows <= division.rows * division.splits
+    assert division.weight_blocks % division.splits == 0
 
 
-def test_weights_edited_after_the_forward_pass_are_noticed(fused):
-    from torch_geometric.nn.dense.linear import Linear
-
-    from pyg_dfgnn.nn.projection import project
-
-    layers, x = [Linear(8, 8) for _ in range(2)], torch.randn(9, 8, requires_grad=True)
-    out = project(x, 2, *layers)
-    with torch.no_grad():
-        layers[0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out[0].sum().backward()
-
-
-# Of whole and unfilled groups of columns, and rows of one share, of several, of less than a block reads at a time.
+# Whole and unfilled groups of columns; rows of one split, of several, and fewer than a block reads at a time.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(700, 384), (129, 8), (40, 520), (1, 64), (300, 72)], ids=str)
 def test_sums_over_rows(shape, dtype, fused, monkeypatch):
@@ -466,7 +427,7 @@ def test_sums_that_torch_takes(key, fused, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 4097, 19_717, 10_000_000])
 @pytest.mark.parametrize("groups", [1, 3, 8, 1000])
-def test_shares_of_sums_cover_every_row_once(rows, groups):
-    shares, share = rule.column_sum_splits(rows, groups, torch.device("cpu"))
-    assert share * (shares - 1) < rows <= share * shares
-    assert shares == 1 or (share >= 128 and shares * groups <= 4 * gpu.H200.multiprocessors)
+def test_splits_of_column_sums_cover_every_row_once(rows, groups):
+    splits, rows_per_split = rule.column_sum_splits(rows, groups, torch.device("cpu"))
+    assert rows_per_split * (splits - 1) < rows <= rows_per_split * splits
+    assert splits == 1 or (rows_per_split >= 128 and splits * groups <= 4 * gpu.H200.multiprocessors)

@@ -1,4 +1,4 @@
-"""Products of linear layers of one input on a GPU: against float64 and torch's own, in a CUDA graph, on a stream."""
+"""Linear layers of one input on a GPU: against float64 and torch's products, in a CUDA graph, on a stream."""
 
 import pytest
 import torch
@@ -33,19 +33,19 @@ LARGE = [
 
 
 @PRECISIONS
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sizes", SIZES + LARGE, ids=str)
-def test_against_float64(sizes, beside, tf32):
+def test_against_float64(sizes, interleaved, tf32):
     tensors = draw(*sizes, device="cuda")
-    found = run(*tensors, beside)
+    found = run(*tensors, interleaved)
     check(tensors, *found, tf32)
-    again = run(*tensors, beside)
+    again = run(*tensors, interleaved)
     assert all(map(torch.equal, (*found[0], found[1], *found[2]), (*again[0], again[1], *again[2])))
 
 
 @pytest.mark.parametrize("rows", [5000, 20_000])
 def test_errors_are_of_the_size_of_float32(rows):
-    """Rows of very different size, whose halves cancel; each against what float32 could lose of it."""
+    """Rows of very different size, whose halves cancel; each error against what float32 could lose."""
     x, weights, biases, _ = draw(rows, 128, 128, 2, False, device="cuda")
     x *= 10.0 ** torch.randint(-3, 4, (rows, 1), device="cuda")
     x[:, 64:] = -x[:, :64] * (1 + 1e-3 * torch.randn(rows, 64, device="cuda"))
@@ -106,7 +106,7 @@ def test_warpgroups_with_numbers_that_are_not_finite():
     ids=str,
 )
 def test_capture_and_replay(sizes):
-    """Also where a capture has shares of rows to add, whose kernel no call before has launched."""
+    """Also where a capture has splits to add, whose kernel no call before has launched."""
     torch.cuda.synchronize()
     gemm._column_sum_kernel(torch.float32)._loaded.clear()
     gemm._backward.cache_clear()

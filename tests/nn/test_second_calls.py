@@ -1,7 +1,5 @@
-"""Calls on a graph that is known skip the gate: what they must notice all the same, and what must stay as it was."""
+"""Second calls on a known graph: what has changed since the first call is noticed, and what has not stays as it was."""
 
-import copy
-import pickle
 from threading import Thread
 
 import pytest
@@ -27,7 +25,7 @@ LAYER = {"GATv2Conv": "lin_l", "TransformerConv": "lin_key"}
 
 @pytest.fixture(autouse=True)
 def rows():
-    """Small graphs would take another schedule, whose projections are made apart."""
+    """Small graphs would take another schedule, which reads separate projections."""
     with pyg_dfgnn.settings(schedule="row_split"):
         yield
 
@@ -78,7 +76,7 @@ def assert_same(found, expected):
 
 
 def assert_passes(conv, oracle, x, edge_index, fused):
-    """After a first call elsewhere: the result is PyG's, and by kernels or not."""
+    """Check that the result is PyG's, and computed by kernels or not."""
     with emulated_device() as launched:
         found = trained(conv, x, edge_index)
     assert ("attention_forward" in launched) is fused
@@ -239,7 +237,7 @@ def test_an_input_that_shrinks_between_the_passes(name, x, edge_index):
 def test_convs_on_one_graph(name, x, edge_index):
     """Of one width: with other heads, and without gradients before with them."""
     pairs = []
-    for heads in (2, 4, 1):
+    for heads in (2, 4):
         options = {**SKIP[name], "heads": heads}
         conv, oracle = (getattr(library, name)(FEATURES, 8 // heads, **options) for library in (ours, pyg))
         oracle.load_state_dict(conv.state_dict())
@@ -341,14 +339,6 @@ def test_dropout_in_training_alone(name, x, edge_index):
     assert not torch.equal(*results)
 
 
-@BOTH
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda conv: pickle.loads(pickle.dumps(conv))], ids=["copy", "pickle"])
-def test_copies(name, how, x, edge_index):
-    conv, oracle = build(name)
-    first_call(conv, x, edge_index)
-    assert_passes(how(conv), oracle, x, edge_index, fused=True)
-
-
 # The inputs ----------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +357,7 @@ INPUTS = {
     "subclass": lambda x, edges: (x.as_subclass(Marked), edges),
     "sparse": lambda x, edges: (x, torch.sparse_coo_tensor(edges, torch.ones(40), (NODES, NODES)).coalesce()),
     "edge features": lambda x, edges: (x, edges, torch.randn(40, 3)),
+    "weights": lambda x, edges: (x, edges, None, True),
     "edited": lambda x, edges: (x, edges.fill_(1)),
     "resized": lambda x, edges: (x, edges.resize_(2, 7)),
     "transposed": lambda x, edges: (x, edges.resize_(5, 2).t_().clamp_(max=4)),
@@ -383,15 +374,6 @@ def test_other_inputs(name, change, x, edge_index):
     with emulated_device():
         found = outcome(conv, *given)
     assert_same(found, outcome(oracle, *given))
-
-
-@BOTH
-def test_weights_are_asked_for(name, x, edge_index):
-    conv, oracle = build(name)
-    first_call(conv, x, edge_index)
-    with emulated_device():
-        found = conv(x, edge_index, return_attention_weights=True)
-    assert_same(found, oracle(x, edge_index, return_attention_weights=True))
 
 
 # The context ---------------------------------------------------------------------------------------------------------
@@ -487,7 +469,7 @@ def test_gradients_twice_and_of_less(name, x, edge_index):
 
 @BOTH
 def test_checkpoint_of_a_first_call(name, x, edge_index):
-    """The forward pass asks the gate and its repetition does not: both save the same tensors in the same order."""
+    """The forward pass and its repetition save the same tensors in the same order."""
     conv, oracle = build(name)
     with emulated_device():
         found = trained(conv, x, edge_index, call=lambda *given: checkpoint(conv, *given, use_reentrant=False))
