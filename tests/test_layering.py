@@ -47,7 +47,15 @@ CIRCLES: dict[str, set[str]] = {
     },
 }
 # Cores whose imports name attention.
-CORES = ("dispatch/core*.py", "dispatch/store.py", "ops/core*.py", "ops/core/*.py", "nn/gate.py", "runtime/*.py")
+CORES = (
+    "dispatch/core*.py",
+    "dispatch/store.py",
+    "ops/core*.py",
+    "ops/core/*.py",
+    "nn/gate.py",
+    "runtime/*.py",
+    "bench/*.py",
+)
 ATTENTION_IN_CORES: set[str] = {
     "pyg_dfgnn/dispatch/core.py",
     "pyg_dfgnn/dispatch/store.py",
@@ -68,12 +76,6 @@ SCORE_COMPARED: set[str] = {
     "kernels/attention/paper_forward.cuh",
     "kernels/attention/paper_sources.cu",
     "kernels/attention/score.cuh",
-    "pyg_dfgnn/bench/baselines.py",
-    "pyg_dfgnn/bench/cases/attention.py",
-    "pyg_dfgnn/bench/check.py",
-    "pyg_dfgnn/bench/experiment.py",
-    "pyg_dfgnn/bench/oracle.py",
-    "pyg_dfgnn/bench/overhead.py",
     "pyg_dfgnn/dispatch/core.py",
     "pyg_dfgnn/ops/attention/autograd.py",
     "pyg_dfgnn/ops/attention/launch.py",

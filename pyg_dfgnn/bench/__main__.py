@@ -3,7 +3,7 @@
 python -m pyg_dfgnn.bench                                the graphs of the targets with every implementation
 python -m pyg_dfgnn.bench experiment=fig9                a named experiment of configs/bench/experiment
 python -m pyg_dfgnn.bench -m experiment=fig9,fig11       several, one after the other
-python -m pyg_dfgnn.bench graphs=[a,e] scores=[dot]      any value of configs/bench/bench.yaml
+python -m pyg_dfgnn.bench graphs=[a,e] ops=[dot]         any value of configs/bench/bench.yaml
 python -m pyg_dfgnn.bench experiment=fig9 device=cpu small=true   miniature graphs on a CPU
 """
 

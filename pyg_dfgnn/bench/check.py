@@ -1,8 +1,8 @@
-"""Checks outputs and every gradient of the fused ops against float64 over a grid of problems and graphs.
+"""Checks outputs and every gradient of the fused operations against float64 over a grid of cases and graphs.
 
 ``python -m pyg_dfgnn.bench.check`` runs the cases that ``outputs/check/<gpu>-cases.csv`` lacks for the present sources,
-then prints the worst error per schedule, score and dtype. Where all cases of a score have run on a GPU, these errors
-replace the ones in ``results/check/<gpu>.csv``. Exit code: 0 all within bounds, 1 a breach, 2 stopped early.
+then prints the worst error per schedule, operation and dtype. Where all cases of an operation have run on a GPU, these
+errors replace the ones in ``results/check/<gpu>.csv``. Exit code: 0 all within bounds, 1 a breach, 2 stopped early.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import gc
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,52 +26,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.bench.cases.attention import (
-    SCORES,
-    AttentionCase,
-    Inputs,
-    forward_backward,
-    fused,
-)
-from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
-from pyg_dfgnn.bench.graphs import BenchGraph
-from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
-from pyg_dfgnn.bench.prepare import (
-    DTYPES,
-    Prepared,
-    collect_specs,
-    in_force,
-    problem_of,
-    rounded_problem,
-    unbounded_reasons,
-)
+from pyg_dfgnn.bench.case import DTYPES, Case, forward_backward
+from pyg_dfgnn.bench.cases import FAMILIES
+from pyg_dfgnn.bench.graphs import benchmark_graph, compressed
+from pyg_dfgnn.bench.prepare import collect_specs, in_force, rounded_problem
 from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown, source_digest
-from pyg_dfgnn.dispatch.core import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.arguments import draw_seed
-from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.zoo import ZOO, EdgeList, two_way_hub
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import SCHEDULES
 
-HEADS = (1, 3, 8)
-CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
-DROPOUTS = (0.0, 0.5)
-EDGES = {"no": False, "yes": True}
+CHECKED_DTYPES = ("float32", "bfloat16", "float16")
 FIELDS = (
-    "schedule graph score edge heads channels dropout dtype status worst worst_error bound out_error grad_error "
-    "hub_error digest"
+    "schedule graph op case dtype status worst worst_error bound output_error gradient_error hub_error digest"
 ).split()
-WORST_FIELDS = "schedule score dtype tensors cases not_run failed worst_error bound worst_case digest".split()
+KEY = ("schedule", "graph", "case", "dtype", "digest")
+WORST_FIELDS = "schedule op dtype tensors cases not_run failed worst_error bound worst_case digest".split()
 """Columns of the published results: `tensors` is a group of tensors, `worst_case` the case with its largest error."""
-GROUPS = {"output": "out_error", "gradients": "grad_error", "row of a hub": "hub_error"}
+TENSORS = {"output": "output_error", "gradients": "gradient_error", "row of a hub": "hub_error"}
 """Group of tensors -> column of its error in the rows per case."""
-KEY = ("schedule", "graph", "score", "edge", "heads", "channels", "dropout", "dtype", "digest")
 SEED = 20_240
 MEMORY_PER_EDGE_FEATURE = 32
-"""Bytes per element of an [E, H, C] input at the peak: input, two runs' gradients, float64 gradient, its block."""
+"""Bytes per element of an input per edge at the peak: input, gradients of two runs, float64 gradient, its block."""
 
-Op = Callable[[AttentionCase, Graph, Inputs], Tensor]
+REAL_GRAPHS = ("cora", "cornell5")
+CHECK_GRAPHS = (*ZOO, *REAL_GRAPHS)
+
+Op = Callable[[Case, Graph, Inputs], Tensor]
+Row = dict[str, Any]
+
+
+def fused(case: Case, graph: Graph, inputs: Inputs) -> Tensor:
+    """What is checked; tests pass a wrong one."""
+    return case.fused(graph, inputs)
 
 
 @contextmanager
@@ -87,48 +78,65 @@ def poisoned_memory() -> Iterator[None]:
         switches.fill_uninitialized_memory = fill
 
 
-def run_seeded(op: Op, case: AttentionCase, graph: Graph, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+def run_seeded(op: Op, case: Case, graph: Graph, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of one call that draws the dropout of ``keep_factors``."""
     torch.manual_seed(SEED)
     return forward_backward(op(case, graph, inputs), inputs, grad_out)
 
 
-def keep_factors(case: AttentionCase, graph: BenchGraph) -> Tensor | None:
-    """The dropout factors [E, H] that ``run_seeded`` draws, None without dropout."""
-    if not case.dropout:
-        return None
+def check_graph(name: str, device: torch.device, small: bool) -> EdgeList:
+    """A graph of the zoo, or a real one, with its edges shuffled so that their order matters.
+
+    Raises:
+        FileNotFoundError: The graph is a real one and its raw file is not there; the message says where to put it.
+    """
+    if small and name == "hub":
+        # The zoo's small hub is its only row of several edges, whose gradients cancel.
+        return replace(two_way_hub(300), name=name).shuffled().to(device)
+    if name in ZOO:
+        return ZOO[name](full=not small).shuffled().to(device)
+    return benchmark_graph(name, "cpu", small=small).shuffled().to(device)
+
+
+def keep_factors(case: Case, graph: EdgeList) -> Tensor | None:
+    """The dropout factors that ``run_seeded`` draws, None without dropout."""
     torch.manual_seed(SEED)
-    seed = draw_seed(graph.device)
-    ids = torch.arange(graph.num_edges, device=graph.device)
-    return dropout_factor(ids, case.heads, case.dropout, seed)
+    return case.keep(graph)
+
+
+def representable_factor(expected: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """A power of two for the output's gradient that keeps all gradients, linear in it, in the range of ``dtype``."""
+    sizes = [float(tensor.abs().max()) for name, tensor in expected.items() if name != "out" and tensor.numel()]
+    largest, limit = max(sizes, default=0.0), torch.finfo(dtype).max / 4
+    return 2.0 ** -math.ceil(math.log2(largest / limit)) if largest > limit else 1.0
 
 
 def check_dtype(
-    case: AttentionCase,
-    graph: Prepared,
+    case: Case,
+    graph: EdgeList,
     inputs: Inputs,
     grad_out: Tensor,
     expected: dict[str, Tensor],
-    name: str,
+    dtype_name: str,
     op: Op,
-) -> dict[str, Any]:
+) -> Row:
     """The result columns of one case in the dtype of that name: status, worst error and tensor, bound."""
-    problem = problem_of(case, name, graph.bench.device)
-    if problem.device.type == "cuda" and (reasons := unsupported_reasons(problem)):
+    if graph.device.type == "cuda" and (reasons := case.unsupported_reasons(dtype_name, graph.device)):
         return {"status": "refused: " + "; ".join(reasons)}
-    if reasons := unbounded_reasons(problem):
+    if reasons := case.unbounded_reasons(dtype_name, graph.device):
         return {"status": "not run: " + "; ".join(reasons)}
-    dtype = DTYPES[name]
+    dtype = DTYPES[dtype_name]
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
     factor = representable_factor(expected, dtype)
     expected = {name: tensor if name == "out" else tensor * factor for name, tensor in expected.items()}
     grad_out = (grad_out * factor).to(dtype)
-    first = run_seeded(op, case, graph.fused, leaves, grad_out)
+    first = run_seeded(op, case, compressed(graph), leaves, grad_out)
     with poisoned_memory():
-        second = run_seeded(op, case, graph.fused, leaves, grad_out)
-    errors = compare(case, graph.bench, second, expected, grad_out)
+        second = run_seeded(op, case, compressed(graph), leaves, grad_out)
+    errors = case.errors(graph, second, expected, grad_out)
+    bound = case.bound(dtype_name)
     different = [name for name in first if not torch.equal(first[name], second[name])]
     worst, worst_error = errors.worst
-    bound = BOUNDS[name]
     status = "ok" if worst_error <= bound else "breach"
     if status == "ok" and different:
         status = "not deterministic: " + " ".join(different)
@@ -138,63 +146,55 @@ def check_dtype(
         "worst": worst,
         "worst_error": f"{worst_error:.2e}",
         "bound": bound,
-        "out_error": f"{errors.whole['out']:.2e}",
-        "grad_error": f"{max(gradients):.2e}",
+        "output_error": f"{errors.whole['out']:.2e}",
+        "gradient_error": f"{max(gradients):.2e}",
         "hub_error": f"{max(errors.hub.values()):.2e}" if errors.hub else "",
     }
 
 
-def representable_factor(expected: dict[str, Tensor], dtype: torch.dtype) -> float:
-    """A power of two for the output's gradient that keeps all gradients, linear in it, in the range of ``dtype``."""
-    sizes = [float(tensor.abs().max()) for name, tensor in expected.items() if name != "out" and tensor.numel()]
-    largest = max(sizes, default=0.0)
-    limit = torch.finfo(dtype).max / 4
-    return 2.0 ** -math.ceil(math.log2(largest / limit)) if largest > limit else 1.0
-
-
-def _memory_reason(case: AttentionCase, graph: BenchGraph) -> str | None:
-    if graph.device.type != "cuda" or not case.edge or case.score == "add":
+def _memory_reason(case: Case, graph: EdgeList) -> str | None:
+    if graph.device.type != "cuda":
         return None
-    needed = graph.num_edges * case.heads * case.channels * MEMORY_PER_EDGE_FEATURE
+    shapes = [case.shape(name, graph) for name, role in case.roles(graph).items() if role == "edge"]
+    needed = sum(math.prod(shape) for shape in shapes) * MEMORY_PER_EDGE_FEATURE
     total = torch.cuda.get_device_properties(graph.device).total_memory
     return f"not run: needs {needed / 1e9:.0f} GB" if needed > 0.95 * total else None
 
 
 def check_point(
-    case: AttentionCase,
-    graph: Prepared,
+    case: Case,
+    graph: EdgeList,
     wanted: Sequence[tuple[str, str]],
     op: Op = fused,
     keep: Tensor | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Checks one case on one graph; what is rounded alike shares one float64 reference.
+) -> Iterator[Row]:
+    """Checks one case on one graph; dtypes that are rounded alike share one float64 reference.
 
     Args:
-        case: Score, heads, channels, edge features, dropout.
-        graph: Where.
+        case: What is computed.
+        graph: The graph.
         wanted: Pairs of a schedule of `settings` and a dtype of ``DTYPES``. A schedule asked for by name that cannot
             run the case is listed as not run.
-        op: What is checked; tests pass a wrong one.
+        op: What is checked.
         keep: Dropout factors of ``keep_factors``.
 
     Yields:
-        One row of result columns per pair.
+        One row per pair.
     """
-    reason = _memory_reason(case, graph.bench)
+    reason = _memory_reason(case, graph)
     for group in (("float32", "tf32"), ("bfloat16", "float16")):
         expected: dict[str, Tensor] | None = None
-        for schedule, name in (pair for pair in wanted if pair[1] in group):
-            row = {**_columns(schedule, case, graph.bench.name), "dtype": name, "digest": source_digest()}
+        for schedule, dtype in (pair for pair in wanted if pair[1] in group):
+            row = {**names_of(schedule, case, graph, dtype), "op": case.op}
             if reason is not None:
                 yield {**row, "status": reason}
                 continue
             try:
                 if expected is None:
-                    types = [DTYPES[other] for other in group]
-                    inputs, grad_out = rounded_problem(case, graph.bench, types)
-                    expected = float64_reference(case, graph.bench, inputs, grad_out, keep)
-                with in_force(schedule, name):
-                    columns = check_dtype(case, graph, inputs, grad_out, expected, name, op)
+                    inputs, grad_out = rounded_problem(case, graph, group)
+                    expected = case.reference(graph, inputs, grad_out, keep)
+                with in_force(schedule, dtype):
+                    columns = check_dtype(case, graph, inputs, grad_out, expected, dtype, op)
             except UnsupportedError as error:
                 columns = {"status": "not run: " + "; ".join(error.reasons)}
             except Exception as error:
@@ -202,98 +202,82 @@ def check_point(
             yield {**row, **columns}
 
 
-def _columns(schedule: str, case: AttentionCase, graph: str) -> dict[str, Any]:
-    return {
-        "schedule": schedule,
-        "graph": graph,
-        "score": case.score,
-        "edge": "yes" if case.edge else "no",
-        "heads": case.heads,
-        "channels": case.channels,
-        "dropout": case.dropout,
-    }
+def names_of(schedule: str, case: Case, graph: EdgeList, dtype: str) -> Row:
+    """The columns ``KEY`` of a row."""
+    return dict(zip(KEY, (schedule, graph.name, str(case), dtype, source_digest()), strict=True))
 
 
-def grid(options: argparse.Namespace) -> dict[str, list[AttentionCase]]:
-    """The selected cases, grouped so that the kernels of one group compile while another group is checked."""
-    groups: dict[str, list[AttentionCase]] = {}
-    for score, edge in product(options.scores, options.edges):
-        if score == "cosine" and EDGES[edge]:
-            continue
-        points = product(options.heads, options.widths, options.dropouts)
-        groups[f"{score} edge={edge}"] = [AttentionCase(score, h, c, EDGES[edge], p) for h, c, p in points]
-    return groups
-
-
-def _row_key(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in KEY)
-
-
-def worst_errors(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """The worst error per schedule, score, dtype, sources and group of tensors, with how many cases went which way."""
-    cases_of: dict[tuple[str, ...], list[dict[str, str]]] = {}
+def worst_errors(rows: Sequence[Mapping[str, str]]) -> list[Row]:
+    """The worst error per schedule, operation, dtype, sources and group of tensors, with the numbers of cases."""
+    cases_of: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
     for row in rows:
-        cases_of.setdefault(tuple(row[name] for name in ("schedule", "score", "dtype", "digest")), []).append(row)
+        cases_of.setdefault(tuple(row[name] for name in ("schedule", "op", "dtype", "digest")), []).append(row)
     worst = []
-    for (schedule, score, dtype, digest), cases in cases_of.items():
-        for tensors, column in GROUPS.items():
-            errors = {position: abs(float(case[column])) for position, case in enumerate(cases) if case[column]}
-            largest = max(errors, key=lambda position: (math.isnan(errors[position]), errors[position]), default=None)
-            not_run = sum(case["status"].startswith("not run") for case in cases)
+    for (schedule, op, dtype, digest), cases in cases_of.items():
+        not_run = sum(case["status"].startswith("not run") for case in cases)
+        failed = len(cases) - not_run - sum(case["status"] == "ok" for case in cases)
+        for tensors, column in TENSORS.items():
+            measured = [case for case in cases if case[column]]
+            largest = max(measured, key=lambda case: _size_of(case[column]), default=None)
             worst.append(
                 {
                     "schedule": schedule,
-                    "score": score,
+                    "op": op,
                     "dtype": dtype,
                     "tensors": tensors,
-                    "cases": len(errors),
+                    "cases": len(measured),
                     "not_run": not_run,
-                    "failed": len(cases) - not_run - sum(case["status"] == "ok" for case in cases),
-                    "worst_error": "" if largest is None else cases[largest][column],
-                    "bound": BOUNDS[dtype],
-                    "worst_case": "" if largest is None else describe(cases[largest]),
+                    "failed": failed,
+                    "worst_error": "" if largest is None else largest[column],
+                    "bound": cases[0]["bound"],
+                    "worst_case": "" if largest is None else f"{largest['case']} on {largest['graph']}",
                     "digest": digest,
                 }
             )
     return worst
 
 
-def publish(rows: Sequence[dict[str, str]], table: Table) -> None:
-    """Put the worst errors of each score whose cases have all run in place of earlier ones."""
-    sizes = {score: len(HEADS) * len(CHANNELS) * len(DROPOUTS) * (1 if score == "cosine" else 2) for score in SCORES}
-    counts = Counter((row["schedule"], row["score"], row["dtype"]) for row in rows)
+def _size_of(error: str) -> float:
+    """The error as a number; NaN counts as infinite."""
+    return float("inf") if math.isnan(float(error)) else float(error)
+
+
+def publish(rows: Sequence[Mapping[str, str]], table: Table) -> None:
+    """Put the worst errors of each operation whose cases have all run in place of earlier ones."""
+    sizes = Counter(case.op for cases in all_groups().values() for case in cases)
+    counts = Counter((row["schedule"], row["op"], row["dtype"]) for row in rows)
     complete = {key for key, count in counts.items() if count == sizes[key[1]] * len(CHECK_GRAPHS)}
 
-    def of_complete(row: dict[str, Any]) -> bool:
-        return (row["schedule"], row["score"], row["dtype"]) in complete
+    def is_complete(row: Mapping[str, Any]) -> bool:
+        return (row["schedule"], row["op"], row["dtype"]) in complete
 
     if complete:
-        earlier = [row for row in table.rows() if not of_complete(row)]
-        table.keep([*earlier, *filter(of_complete, worst_errors(rows))])
+        earlier = [row for row in table.rows() if not is_complete(row)]
+        table.keep([*earlier, *filter(is_complete, worst_errors(rows))])
 
 
-def describe(row: dict[str, str]) -> str:
-    """The case and the graph of a row, for a reader."""
-    case = AttentionCase(
-        row["score"], int(row["heads"]), int(row["channels"]), EDGES[row["edge"]], float(row["dropout"])
-    )
-    return f"{case} on {row['graph']}"
+def all_groups() -> dict[str, list[Case]]:
+    """The cases of all families."""
+    return {name: cases for family in FAMILIES for name, cases in family.check_groups().items()}
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"needs a regular expression (got {text!r}: {error})") from None
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def choice(name: str, values: Sequence[Any], kind: Callable[[str], Any] = str) -> None:
-        parser.add_argument(name, nargs="+", type=kind, default=list(values), metavar=name.strip("-").upper()[:-1])
-
-    choice("--scores", SCORES)
-    choice("--heads", HEADS, int)
-    choice("--widths", CHANNELS, int)
-    choice("--dtypes", ("float32", "bfloat16", "float16"))
-    choice("--schedules", ("auto",))
-    choice("--edges", list(EDGES))
-    choice("--dropouts", DROPOUTS, float)
-    choice("--graphs", list(CHECK_GRAPHS))
+    lists = {
+        "--dtypes": (CHECKED_DTYPES, tuple(DTYPES)),
+        "--schedules": (("auto",), SCHEDULES),
+        "--graphs": (tuple(CHECK_GRAPHS), tuple(CHECK_GRAPHS)),
+    }
+    for name, (default, allowed) in lists.items():
+        parser.add_argument(name, nargs="+", default=default, choices=allowed, metavar=name.strip("-").upper()[:-1])
+    parser.add_argument("--cases", type=_pattern, default=_pattern(""), metavar="REGEX", help="cases whose name has it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
@@ -303,25 +287,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--small", action="store_true", help="miniature generated graphs")
     parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
-    options = parser.parse_args(arguments)
-    known = {"scores": SCORES, "dtypes": DTYPES, "edges": EDGES, "graphs": CHECK_GRAPHS, "schedules": SCHEDULES}
-    for name, allowed in known.items():
-        unknown = [value for value in getattr(options, name) if value not in allowed]
-        if unknown:
-            parser.error(f"--{name} needs some of {', '.join(allowed)} (got {', '.join(unknown)})")
-    return options
-
-
-def _prepare_graphs(options: argparse.Namespace, device: torch.device) -> list[Prepared]:
-    graphs = []
-    for name in options.graphs:
-        try:
-            bench = check_graph(name, device, small=options.small)
-        except (FileNotFoundError, ImportError) as error:
-            print(f"skipped graph {name}: {error}")
-            continue
-        graphs.append(Prepared.of(bench))
-    return graphs
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
@@ -333,12 +299,7 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
     if options.restart:
         path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
-    groups = grid(options)
-    if not options.summary:
-        graphs = _prepare_graphs(options, device)
-        finished = _run(groups, graphs, options, table, started, op)
-    else:
-        finished = True
+    finished = options.summary or _Runner(options, device, table, op).run()
     rows = [row for row in table.rows() if row["digest"] == source_digest()]
     print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
     print(markdown(WORST_FIELDS, ([row[name] for name in WORST_FIELDS] for row in worst_errors(rows))))
@@ -348,74 +309,81 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
     bad = [row for row in rows if row["status"] != "ok" and not row["status"].startswith("not run")]
     for row in bad[:20]:
         what = f"{row['schedule']}, {row['dtype']}, {row['worst']} {row['worst_error']}"
-        print(f"{row['status'][:120]}: {describe(row)}, {what}")
+        print(f"{row['status'][:120]}: {row['case']} on {row['graph']}, {what}")
     if bad:
         return 1
     return 0 if finished else 2
 
 
-def _run(
-    groups: dict[str, list[AttentionCase]],
-    graphs: list[Prepared],
-    options: argparse.Namespace,
-    table: Table,
-    started: float,
-    op: Op,
-) -> bool:
-    """Runs what the table lacks; False when time ran out."""
-    done = {_row_key(row) for row in table.rows()}
-    todo: dict[str, list[tuple[Prepared, AttentionCase, list[tuple[str, str]]]]] = {}
-    for group, cases in groups.items():
-        todo[group] = []
-        for graph, case in product(graphs, cases):
-            missing = [
-                (schedule, dtype)
-                for schedule, dtype in product(options.schedules, options.dtypes)
-                if _row_key({**_columns(schedule, case, graph.bench.name), "dtype": dtype, "digest": source_digest()})
-                not in done
-            ]
-            if missing:
-                todo[group].append((graph, case, missing))
-    names = [group for group in todo if todo[group]]
-    compiles = options.workers > 0 and torch.device(options.device).type == "cuda"
+class _Runner:
+    """Runs the cases that a table lacks; the kernels of the next group compile while one group is checked."""
 
-    def compile_group(group: str, executor: ThreadPoolExecutor) -> Future[None] | None:
-        if not compiles:
-            return None
-        cases = list(dict.fromkeys(case for _, case, _ in todo[group]))
-        specs = [s for name in options.schedules for s in collect_specs(cases, graphs, options.dtypes, name)]
-        specs = list(dict.fromkeys(specs))
-        print(f"[{time.perf_counter() - started:5.0f} s] {group}: {len(specs)} kernels to compile", flush=True)
-        return executor.submit(precompile, specs, options.workers)
+    def __init__(self, options: argparse.Namespace, device: torch.device, table: Table, op: Op) -> None:
+        self.options, self.device, self.table, self.op = options, device, table, op
+        self.started = time.perf_counter()
 
-    with ThreadPoolExecutor(1) as executor:
-        pending = compile_group(names[0], executor) if names else None
-        for position, group in enumerate(names):
-            if pending is not None:
-                pending.result()
-            follows = names[position + 1 : position + 2]
-            pending = compile_group(follows[0], executor) if follows else None
-            count = len(todo[group])
-            print(f"[{time.perf_counter() - started:5.0f} s] {group}: {count} points to check", flush=True)
-            keep_of: dict[tuple[str, int, float], Tensor | None] = {}
-            for graph, case, wanted in todo[group]:
-                if time.perf_counter() - started > options.limit_seconds:
-                    print(f"stopped after {options.limit_seconds:g} s; run again to resume")
-                    return False
-                key = (graph.bench.name, case.heads, case.dropout)
-                if key not in keep_of:
-                    keep_of[key] = keep_factors(case, graph.bench)
-                table.append(check_point(case, graph, wanted, op, keep_of[key]))
-                _after_case(case, graph.bench)
-    return True
+    def run(self) -> bool:
+        """False when time ran out."""
+        graphs = self._graphs()
+        todo = self._todo(graphs)
+        names = list(todo)
+        compiles = self.options.workers > 0 and self.device.type == "cuda"
+        with ThreadPoolExecutor(1) as executor:
+            pending = executor.submit(self._compile, names[0], todo, graphs) if names and compiles else None
+            for position, name in enumerate(names):
+                if pending is not None:
+                    pending.result()
+                following = names[position + 1] if position + 1 < len(names) else None
+                pending = executor.submit(self._compile, following, todo, graphs) if following and compiles else None
+                self._print(f"{name}: {len(todo[name])} points to check")
+                for graph, case, missing in todo[name]:
+                    if time.perf_counter() - self.started > self.options.limit_seconds:
+                        print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
+                        return False
+                    self.table.append(check_point(case, graph, missing, self.op, keep_factors(case, graph)))
+                    _after_case(case, graph)
+        return True
+
+    def _print(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
+
+    def _graphs(self) -> list[EdgeList]:
+        graphs = []
+        for name in self.options.graphs:
+            try:
+                graphs.append(check_graph(name, self.device, small=self.options.small))
+            except (FileNotFoundError, ImportError) as error:
+                print(f"skipped graph {name}: {error}")
+        return graphs
+
+    def _todo(self, graphs: list[EdgeList]) -> dict[str, list[tuple[EdgeList, Case, list[tuple[str, str]]]]]:
+        """Group -> graph, case, and the pairs of schedule and dtype that the table lacks."""
+        done = {tuple(row[name] for name in KEY) for row in self.table.rows()}
+        todo: dict[str, list[tuple[EdgeList, Case, list[tuple[str, str]]]]] = {}
+        for name, cases in all_groups().items():
+            for graph, case in product(graphs, filter(lambda case: self.options.cases.search(str(case)), cases)):
+                pairs = product(self.options.schedules, self.options.dtypes)
+                missing = [
+                    pair for pair in pairs if tuple(names_of(pair[0], case, graph, pair[1]).values()) not in done
+                ]
+                if missing:
+                    todo.setdefault(name, []).append((graph, case, missing))
+        return todo
+
+    def _compile(self, name: str, todo: Mapping[str, Any], graphs: list[EdgeList]) -> None:
+        cases = list(dict.fromkeys(case for _, case, _ in todo[name]))
+        collected = (collect_specs(cases, graphs, self.options.dtypes, each) for each in self.options.schedules)
+        specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
+        self._print(f"{name}: {len(specs)} kernels to compile")
+        precompile(specs, self.options.workers)
 
 
-def _after_case(case: AttentionCase, graph: BenchGraph) -> None:
+def _after_case(case: Case, graph: EdgeList) -> None:
     """Surfaces a dead CUDA context at once, and returns large blocks so that the next shape finds room."""
     if graph.device.type != "cuda":
         return
     torch.cuda.synchronize(graph.device)
-    if graph.num_edges * case.heads * case.channels > 1 << 27:
+    if graph.num_edges * case.width > 1 << 27:
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS, Flex
-from pyg_dfgnn.bench.cases.attention import SCORES, AttentionCase
+from pyg_dfgnn.bench.case import DTYPES, Case
+from pyg_dfgnn.bench.cases import FAMILY_OF, PASSES, TITLES, case_of, implementation_of
 from pyg_dfgnn.bench.graphs import Recipe, recipe_of
-from pyg_dfgnn.bench.prepare import DTYPES
 from pyg_dfgnn.bench.results import Rows, default_folder
 from pyg_dfgnn.bench.timing import Pace
-from pyg_dfgnn.dispatch.attention.problem import WALKS
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.settings import SCHEDULES
 
-DIRECTIONS = ("fwd", "fwd+bwd", "bwd", *WALKS)
+DIRECTIONS = ("fwd", "fwd+bwd", "bwd", *PASSES)
 STATES = ("warm", "flushed", "replay")
-FLUSHED_BELOW_BYTES = 300e6
-"""Graphs with fewer compulsory forward bytes fit the cache: they are also timed flushed and as a replayed graph."""
-KEY = ("graph", "score", "heads", "channels", "dtype", "implementation", "schedule", "direction", "gpu", "torch")
+KEY = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "gpu", "torch")
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class Isolation:
 
     Attributes:
         implementations: Their names.
-        min_edges: On graphs with at least that many edges.
-        limit_s: Seconds after which the process is ended; 0: left to another experiment.
+        min_edges: They run apart on graphs with at least that many edges.
+        limit_s: Seconds after which the process is ended; 0 leaves them to another experiment.
     """
 
     implementations: tuple[str, ...]
@@ -48,16 +43,16 @@ class Job:
     """One implementation under one schedule on one case, in the directions that are still missing."""
 
     graph: str
-    case: AttentionCase
+    case: Case
     dtype: str
     implementation: str
     schedule: str
     directions: tuple[str, ...]
 
     def key(self, direction: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-        case = self.case
-        named = (self.graph, case.score, case.heads, case.channels, self.dtype, self.implementation, self.schedule)
-        return (*map(str, named), direction, environment["gpu"], environment["torch"])
+        """The columns ``KEY`` of a row of this job."""
+        columns = (self.graph, self.case.op, self.case.size, self.dtype, self.implementation, self.schedule)
+        return (*columns, direction, environment["gpu"], environment["torch"])
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,14 @@ class Experiment:
     name: str
     file: str
     graphs: tuple[str, ...]
-    scores: tuple[str, ...]
+    ops: tuple[str, ...]
     sizes: tuple[str, ...]
     dtypes: tuple[str, ...]
     directions: tuple[str, ...]
     implementations: tuple[str, ...]
     schedules: tuple[str, ...]
     states: tuple[str, ...]
+    baseline: str
     pace: Pace
     isolated: Isolation
     device: torch.device
@@ -93,20 +89,21 @@ class Experiment:
         """From a resolved config."""
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in config.items()}
         for name, allowed in (
-            ("scores", SCORES),
+            ("ops", tuple(FAMILY_OF)),
             ("dtypes", tuple(DTYPES)),
             ("directions", DIRECTIONS),
-            ("implementations", tuple(IMPLEMENTATIONS)),
+            ("implementations", tuple(TITLES)),
             ("schedules", SCHEDULES),
             ("states", STATES),
         ):
             for value in values[name]:
                 check_choice(name, value, allowed)
+        check_choice("baseline", values["baseline"], (*TITLES, *SCHEDULES))
         for name in values["graphs"]:
             recipe_of(name)
-        for size in values["sizes"]:
-            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
-                raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
+        for op in values["ops"]:
+            for size in values["sizes"]:
+                case_of(op, size)
         isolated = dict(values["isolated"])
         isolated["implementations"] = tuple(isolated["implementations"])
         device = values["device"]
@@ -122,22 +119,23 @@ class Experiment:
         return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})
 
     def recipe(self, graph: str) -> Recipe:
+        """How a graph is made, or its miniature."""
         recipe = recipe_of(graph)
         return recipe.miniature() if self.small else recipe
 
     def jobs(self, graph: str) -> Iterator[Job]:
-        """Everything to measure on a graph: inputs that are shared stand next to each other."""
-        for score in self.scores:
+        """Everything to measure on a graph; jobs that share inputs follow each other."""
+        for op in self.ops:
             for size in self.sizes:
-                heads, channels = map(int, size.split("x"))
-                case = AttentionCase(score, heads, channels)
+                case = case_of(op, size)
                 for dtype in self.dtypes:
                     for name in self.implementations:
-                        if dtype not in IMPLEMENTATIONS[name].dtypes:
+                        implementation = implementation_of(op, name)
+                        if implementation is None or dtype not in implementation.dtypes:
                             continue
-                        own = name == "fused"
-                        directions = tuple(d for d in self.directions if own or d in ("fwd", "fwd+bwd"))
-                        for schedule in self.schedules if own else ("",):
+                        is_ours = name == "fused"
+                        directions = tuple(d for d in self.directions if is_ours or d in ("fwd", "fwd+bwd"))
+                        for schedule in self.schedules if is_ours else ("",):
                             yield Job(graph, case, dtype, name, schedule, directions)
 
     def missing(self, graph: str, rows: Rows, environment: Mapping[str, str]) -> list[Job]:
@@ -153,48 +151,10 @@ class Experiment:
                 continue
             directions = tuple(d for d in job.directions if job.key(d, environment) not in done)
             if directions:
-                jobs.append(Job(**{**vars(job), "directions": directions}))
+                jobs.append(replace(job, directions=directions))
         return jobs
 
     def is_isolated(self, job: Job) -> bool:
         """Whether a job runs in a process of its own."""
-        large = self.recipe(job.graph).num_edges >= self.isolated.min_edges
-        return job.implementation in self.isolated.implementations and large
-
-
-_EDGES_PER_SECOND = {"fused": 1.7e10, "unfused": 8e9, "pyg": 6e8, "compile": 3e9, "flex": 3e9}
-"""Forward, one gather of 128 float32 features; rough, from an H200, for the estimate alone."""
-_SET_UP_S = {"compile": 5.0, "flex": 10.0}
-_GATHERS = {"dot": 2.0, "cosine": 1.3, "add": 1.0, "gatv2": 1.3}
-_SHARES = {"fwd": 1.0, "fwd+bwd": 3.3, "bwd": 2.3, "forward": 1.0, "targets": 1.1, "sources": 1.2}
-_MEMORY_BYTES = 127e9
-
-
-def expected_s(jobs: Sequence[Job], experiment: Experiment) -> float:
-    """Rough seconds that jobs take on an H200: float64 references, set-up, calls at their pace."""
-    total, references = 0.0, set()
-    for job in jobs:
-        case, recipe = job.case, experiment.recipe(job.graph)
-        features = case.heads * case.channels
-        elements = float(recipe.num_edges) * features / 128
-        masked = "num_graphs" not in recipe.arguments and recipe.num_nodes**2 > Flex.max_mask_bytes
-        if job.implementation == "flex" and (case.score != "dot" or masked):
-            continue
-        if (case, job.dtype) not in references:
-            references.add((case, job.dtype))
-            total += 0.05 + elements / 6e7
-        if experiment.is_isolated(job):
-            total += experiment.isolated.limit_s * len(job.directions)
-            continue
-        total += 0.3 + _SET_UP_S.get(job.implementation, 0.0)
-        small = 16 * recipe.num_nodes * features + 4 * recipe.num_edges < FLUSHED_BELOW_BYTES
-        states = len(experiment.states) if small else 1
-        implementation = IMPLEMENTATIONS[job.implementation]()
-        forward_ms = 0.03 + 1e3 * _GATHERS[case.score] * elements / _EDGES_PER_SECOND.get(job.implementation, 2e9)
-        for direction in job.directions:
-            if implementation.predicted_bytes(case, recipe.num_edges, direction != "fwd") > _MEMORY_BYTES:
-                continue
-            call_ms = forward_ms * _SHARES[direction]
-            calls = experiment.pace.repetitions(call_ms) + 8
-            total += 1e-3 * call_ms * calls * states
-    return total
+        is_large = self.recipe(job.graph).num_edges >= self.isolated.min_edges
+        return job.implementation in self.isolated.implementations and is_large

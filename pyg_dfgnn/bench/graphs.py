@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_dfgnn.bench import real_graphs
 from pyg_dfgnn.bench.generators import chung_lu, nearest_neighbour_batch, random_graph_batch, task_batch
@@ -20,53 +20,15 @@ from pyg_dfgnn.bench.real_graphs import real_graph
 from pyg_dfgnn.datasets import cluster, pattern
 from pyg_dfgnn.datasets.generators import Edges, log_normal_chung_lu, region_adjacency_batch, superpixel_batch
 from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.zoo import EdgeList
 
 
-@dataclass(frozen=True)
-class BenchGraph:
-    """One edge set: row 0 of ``edge_index [2, E]`` holds sources, row 1 targets; a batch has node offsets ``ptr``."""
-
-    name: str
-    edge_index: Tensor
-    num_src: int
-    num_dst: int
-    ptr: Tensor | None = None
-
-    @property
-    def num_edges(self) -> int:
-        return self.edge_index.size(1)
-
-    @property
-    def device(self) -> torch.device:
-        return self.edge_index.device
-
-    @cached_property
-    def in_degree(self) -> Tensor:
-        return torch.bincount(self.edge_index[1], minlength=self.num_dst)
-
-    @cached_property
-    def out_degree(self) -> Tensor:
-        return torch.bincount(self.edge_index[0], minlength=self.num_src)
-
-    @cached_property
-    def max_degree(self) -> int:
-        return int(self.in_degree.max()) if self.num_dst else 0
-
-    @cached_property
-    def hubs(self) -> dict[str, tuple[int, int]]:
-        """Side -> (node, number of edges) of the node with most edges on the 'dst' and 'src' side."""
-        degrees = {"dst": self.in_degree, "src": self.out_degree}
-        return {side: (int(d.argmax()), int(d.max())) for side, d in degrees.items() if d.numel()}
-
-    @cached_property
-    def row_ptr(self) -> Tensor:
-        """First edge of each target in ``by_target`` [N_dst + 1], on the CPU."""
-        return torch.cat([self.in_degree.new_zeros(1), self.in_degree.cumsum(0)]).cpu()
-
-    @cached_property
-    def by_target(self) -> Tensor:
-        """Edge positions grouped by target [E]; independent of the package's own CSR."""
-        return torch.argsort(self.edge_index[1], stable=True)
+def compressed(bench: EdgeList) -> Graph:
+    """The package's Graph of a benchmark graph, from its cache; a batch is announced with its node offsets."""
+    if bench.ptr is None:
+        return Graph.of(bench.edge_index, bench.num_src, bench.num_dst)
+    return Graph.of_batch(Data(edge_index=bench.edge_index, num_nodes=bench.num_src, ptr=bench.ptr))
 
 
 BATCH = 1024
@@ -246,7 +208,7 @@ def recipe_of(name: str) -> Recipe:
 
 
 @lru_cache(maxsize=4)
-def benchmark_graph(name: str, device: torch.device | str, *, small: bool = False) -> BenchGraph:
+def benchmark_graph(name: str, device: torch.device | str, *, small: bool = False) -> EdgeList:
     """Builds a graph by its recipe and refuses one whose size is not the recipe's; the last few are kept.
 
     Args:
@@ -259,15 +221,15 @@ def benchmark_graph(name: str, device: torch.device | str, *, small: bool = Fals
         RuntimeError: A size is too far from the recorded one.
     """
     recipe = recipe_of(name)
-    made = recipe.miniature() if small else recipe
-    edges = made.build(**made.arguments, device=device)
-    graph = BenchGraph(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)
+    built = recipe.miniature() if small else recipe
+    edges = built.build(**built.arguments, device=device)
+    graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)
     if not small:
         compare_with_recipe(graph, recipe)
     return graph
 
 
-def compare_with_recipe(graph: BenchGraph, recipe: Recipe) -> str:
+def compare_with_recipe(graph: EdgeList, recipe: Recipe) -> str:
     """One line with achieved and recorded sizes, ending in 'identical' or 'equivalent'; raises when neither holds."""
     achieved = (graph.num_src, graph.num_edges, graph.max_degree)
     recorded = (recipe.num_nodes, recipe.num_edges, recipe.max_degree)

@@ -1,66 +1,61 @@
-"""One measurement in a process of its own, ended when its time is up: a compiler that does not come back ends alone."""
+"""Work in a process of its own, ended when its time is up: a compiler that does not come back ends alone."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
-
-from pyg_dfgnn.bench.experiment import Experiment, Job
-from pyg_dfgnn.bench.results import Rows, Table
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 
-def command(experiment: Experiment, job: Job, direction: str, folder: str) -> list[str]:
-    """The bench command of this one measurement, with its CSV below ``folder``."""
-    values = {
-        "graphs": f"[{job.graph}]",
-        "scores": f"[{job.case.score}]",
-        "sizes": f"[{job.case.heads}x{job.case.channels}]",
-        "dtypes": f"[{job.dtype}]",
-        "directions": f"[{direction}]",
-        "implementations": f"[{job.implementation}]",
-        "states": f"[{','.join(experiment.states)}]",
-        **{f"pace.{name}": value for name, value in asdict(experiment.pace).items()},
-        "isolated.implementations": "[]",
-        "device": str(experiment.device),
-        "small": str(experiment.small).lower(),
-        "limit_s": "inf",
-        "workers": 0,
-        "folder": f"'{folder}'",
-    }
-    arguments = [f"{name}={value}" for name, value in values.items()]
-    return [sys.executable, "-m", "pyg_dfgnn.bench", "experiment=isolated", *arguments]
+class EndedError(RuntimeError):
+    """The process gave no result in time, or ended without one."""
 
 
-def measure(experiment: Experiment, job: Job, direction: str) -> tuple[Rows, str]:
-    """The rows that the process wrote; without any, the status says why."""
-    limit_s = experiment.isolated.limit_s
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command(experiment, job, direction, folder), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return [], f"no result within {limit_s:g} s"
-        finally:
-            # The group also holds the compiler's own processes.
-            _end(process)
-        rows = [row for path in Path(folder).rglob("*.csv") for row in Table.read(path) if row["score"] != "graph"]
-        if rows:
-            return rows, ""
-        output.seek(0)
-        lines = output.read().strip().splitlines() or ["no output"]
-        return [], f"failed: process ended with {process.returncode}: {lines[-1][:200]}"
+def results(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], limit_s: float) -> Iterator[Any]:
+    """What ``work`` yields in a process of its own; a None that it yields is a sign of life and left out.
 
+    Args:
+        work: A function of a module, which the process calls.
+        arguments: Its arguments; like all that it yields, they are pickled.
+        limit_s: Seconds without a sign of life after which the process is ended.
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+    Raises:
+        EndedError: The time is up, or the process ended by itself.
+    """
+    # Never forked: a child cannot use the CUDA context of its parent.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(work, arguments, sender))
+    process.start()
+    sender.close()
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        while True:
+            if not receiver.poll(limit_s):
+                raise EndedError(f"no result within {limit_s:g} s")
+            try:
+                is_last, message = receiver.recv()
+            except EOFError:
+                process.join()
+                raise EndedError(f"failed: process ended with {process.exitcode}") from None
+            if is_last:
+                return
+            if message is not None:
+                yield message
+    finally:
+        receiver.close()
+        # The group also holds the compiler's own processes.
+        with suppress(ProcessLookupError):
+            if process.pid is not None:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _send(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], sender: Any) -> None:
+    os.setsid()
+    for message in work(*arguments):
+        sender.send((False, message))
+    sender.send((True, None))

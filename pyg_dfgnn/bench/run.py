@@ -1,8 +1,8 @@
-"""Times attention layers side by side with the baselines, as an experiment of ``configs/bench`` says.
+"""Times operations side by side with their baselines, as an experiment of ``configs/bench`` says.
 
 ``python -m pyg_dfgnn.bench experiment=fig9`` appends to ``results/bench/<gpu>/fig9.csv`` what is not there yet for this
-state of the sources, prints the tables and writes the plots. An implementation is first compared with float64, outputs
-and gradients on every row; one that fails prints WRONG and no time.
+state of the sources, prints the tables and draws the figure. An implementation is first compared with float64, outputs
+and gradients on every row; one that fails prints WRONG and gets no time.
 """
 
 from __future__ import annotations
@@ -10,65 +10,61 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.bench import isolated, plots, tables
-from pyg_dfgnn.bench.baselines import IMPLEMENTATIONS
-from pyg_dfgnn.bench.cases.attention import LAYERS, AttentionCase, Inputs, forward_backward
-from pyg_dfgnn.bench.experiment import FLUSHED_BELOW_BYTES, Experiment, Job, expected_s
-from pyg_dfgnn.bench.graphs import BenchGraph, benchmark_graph, compare_with_recipe, recipe_of
-from pyg_dfgnn.bench.oracle import BOUNDS, compare, float64_reference
-from pyg_dfgnn.bench.prepare import (
-    DTYPES,
-    Prepared,
-    collect_specs,
-    compressed,
-    in_force,
-    problem_of,
-    rounded_problem,
-    unbounded_reasons,
-)
+from pyg_dfgnn.bench import plots, tables
+from pyg_dfgnn.bench.case import DTYPES, Case, forward_backward
+from pyg_dfgnn.bench.cases import FAMILY_OF, implementation_of
+from pyg_dfgnn.bench.experiment import Experiment, Job
+from pyg_dfgnn.bench.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
+from pyg_dfgnn.bench.isolated import EndedError, results
+from pyg_dfgnn.bench.prepare import collect_specs, in_force, rounded_problem
 from pyg_dfgnn.bench.results import Rows, Table, environment, file_stem, now
 from pyg_dfgnn.bench.timing import Call, Timer, Timing
-from pyg_dfgnn.bench.traffic import compulsory_bytes, gathered_bytes
-from pyg_dfgnn.dispatch.attention.problem import WALKS
-from pyg_dfgnn.dispatch.core import AttentionProblem, LaunchPlan, plan, unsupported_reasons
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile
 
 FIELDS = (
-    "experiment graph nodes edges max_degree score layer heads channels dtype implementation schedule direction state "
-    "status median_ms iqr_ms n forward_schedule targets_schedule sources_schedule compulsory_mb gathered_mb "
-    "utilisation gather_roof host_us peak_mb error worst bound gpu torch cuda pyg cupy commit "
-    "digest time"
+    "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "
+    "median_ms iqr_ms n ran compulsory_mb gathered_mb utilisation gather_roof host_us peak_mb error worst bound "
+    "gpu torch cuda pyg cupy commit digest time"
 ).split()
 
+FLUSHED_BELOW_BYTES = 300e6
+"""Graphs with fewer compulsory forward bytes fit the cache: they are also timed flushed and as a replayed graph."""
 RELEASED_ELEMENTS = 1 << 27
 """Features along all edges above which cached memory is given back between measurements."""
+ON_A_CPU = """\
+Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
+no speed-ups are drawn."""
 
 Row = dict[str, Any]
 Reference = tuple[Inputs, Tensor, dict[str, Tensor]]
+"""Rounded inputs, gradient of the output, and the float64 results."""
 
 
-def graph_columns(graph: BenchGraph) -> Row:
+def graph_columns(graph: EdgeList) -> Row:
+    """The columns that describe a graph."""
     return {"graph": graph.name, "nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
 
 
 def job_columns(job: Job, device: torch.device) -> Row:
-    """What names a measurement, and what it was made with."""
+    """The columns that name a measurement, and what it was made with."""
     case = job.case
     return {
         "graph": job.graph,
-        "score": case.score,
-        "layer": LAYERS[case.score],
-        "heads": case.heads,
-        "channels": case.channels,
+        "op": case.op,
+        "layer": case.layer,
+        "size": case.size,
         "dtype": job.dtype,
         "implementation": job.implementation,
         "schedule": job.schedule,
@@ -77,29 +73,36 @@ def job_columns(job: Job, device: torch.device) -> Row:
     }
 
 
+def timing_columns(timing: Timing) -> Row:
+    """The columns of a median."""
+    return {"median_ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "n": timing.n}
+
+
 class Measurement:
     """All rows of one job: correctness first, then times.
 
     Args:
         job: What to measure.
-        graph: Where.
-        reference: Rounded float32 inputs, gradient of the output, and the float64 results.
+        graph: The graph of the job.
+        reference: What the results are compared with.
         timer: The clock.
         states: Which of 'warm', 'flushed' and 'replay' to time.
     """
 
-    def __init__(self, job: Job, graph: BenchGraph, reference: Reference, timer: Timer, states: Sequence[str]) -> None:
+    def __init__(self, job: Job, graph: EdgeList, reference: Reference, timer: Timer, states: Sequence[str]) -> None:
         self.job, self.case, self.graph, self.timer = job, job.case, graph, timer
-        self.implementation = IMPLEMENTATIONS[job.implementation]()
+        implementation = implementation_of(job.case.op, job.implementation)
+        assert implementation is not None, job
+        self.implementation = implementation
         self.is_fused = job.implementation == "fused"
         inputs, grad_out, self.expected = reference
         self.dtype = DTYPES[job.dtype]
         self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
         self.grad_out = grad_out.to(self.dtype)
-        self.bound = max(BOUNDS[job.dtype], self.implementation.error_bound)
+        self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
         self.base: Row = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
-        small = compulsory_bytes(self.case, graph, "fwd") < FLUSHED_BELOW_BYTES
-        self.states = [state for state in states if state == "warm" or small]
+        is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
+        self.states = [state for state in states if state == "warm" or is_small]
 
     def rows(self, memory_bytes: float) -> Iterator[Row]:
         """One row per direction and state, or per direction the reason why there is none."""
@@ -108,12 +111,12 @@ class Measurement:
         with in_force(self.job.schedule or "auto", self.job.dtype):
             unbounded: list[str] = []
             if self.is_fused:
-                problem = problem_of(self.case, self.job.dtype, self.graph.device)
-                self.base.update(self._plan_columns(problem))
-                unbounded = unbounded_reasons(problem)
+                plan = self.case.plan(self.job.dtype, self.graph)
+                self.base["ran"] = " ".join(f"{name}={schedule}" for name, (schedule, _) in plan.items()) or "reference"
+                unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
             for directions in filter(None, (forward_only, training)):
-                own = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
-                if reasons := [*unbounded, *own]:
+                reasons = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
+                if reasons := [*unbounded, *reasons]:
                     yield from self._without_times(directions, "not run: " + "; ".join(reasons))
                     continue
                 try:
@@ -123,32 +126,18 @@ class Measurement:
                 except (RuntimeError, NotImplementedError, ValueError) as error:
                     message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     yield from self._without_times(directions, f"failed: {message}")
-                if self.graph.num_edges * self.case.heads * self.case.channels > RELEASED_ELEMENTS:
+                if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
                     self.timer.release()
 
     def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
-    def _plan_columns(self, problem: AttentionProblem) -> Row:
-        if unsupported_reasons(problem):
-            return {f"{walk}_schedule": "reference" for walk in WALKS}
-        return plan_columns(plan(problem, compressed(self.graph)))
-
     def _measure(self, directions: Sequence[str], training: bool) -> Iterator[Row]:
         forward = self.implementation.prepare(self.case, self.graph, self.leaves)
         leaves = list(self.leaves.values())
         with nullcontext() if training else torch.no_grad():
-            result: dict[str, Tensor] = {}
-
-            def once() -> None:
-                out = forward()
-                result.update(forward_backward(out, self.leaves, self.grad_out) if training else {"out": out})
-
-            once()
-            gate = self._gate(result, training)
-            result.clear()
-            base = {**self.base, **gate}
-            if gate["status"] != "ok":
+            base = {**self.base, **self._gate(forward(), training)}
+            if base["status"] != "ok":
                 yield from ({**base, "direction": direction} for direction in directions)
                 return
 
@@ -166,21 +155,24 @@ class Measurement:
                     return torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
 
                 yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
-            walks = [walk for walk in WALKS if walk in directions]
-            if walks:
-                timings = self.timer.walks(both)
+            family = FAMILY_OF[self.case.op]
+            passes = [name for name in family.passes if name in directions]
+            if passes:
+                timings = self.timer.passes(both, family.pass_of_kernel)
                 with torch.no_grad():
-                    timings.update(self.timer.walks(forward))
-                for walk in walks:
-                    row = {**base, "direction": walk, "state": "warm"}
-                    if walk in timings:
-                        yield self._timed(row, timings[walk])
+                    timings.update(self.timer.passes(forward, family.pass_of_kernel))
+                for name in passes:
+                    row = {**base, "direction": name, "state": "warm"}
+                    if name in timings:
+                        yield self._timed(row, timings[name])
                     else:
                         yield {**row, "status": "not run: launches no kernel"}
 
-    def _gate(self, result: dict[str, Tensor], training: bool) -> Row:
+    def _gate(self, out: Tensor, training: bool) -> Row:
+        """The comparison with float64: status, worst tensor and its error."""
+        actual = forward_backward(out, self.leaves, self.grad_out) if training else {"out": out}
         expected = self.expected if training else {"out": self.expected["out"]}
-        worst, error = compare(self.case, self.graph, result, expected, self.grad_out).worst
+        worst, error = self.case.errors(self.graph, actual, expected, self.grad_out).worst
         return {"status": "ok" if error <= self.bound else "WRONG", "worst": worst, "error": f"{error:.2e}"}
 
     def _times(self, call: Call, base: Row) -> Iterator[Row]:
@@ -205,8 +197,8 @@ class Measurement:
             return {**row, "status": f"failed: {' '.join(str(error).split())[:300]}"}
 
     def _timed(self, row: Row, timing: Timing) -> Row:
-        arguments = self.case, self.graph, row["direction"], self.dtype.itemsize
-        compulsory, gathered = compulsory_bytes(*arguments), gathered_bytes(*arguments)
+        arguments = self.graph, row["direction"], self.dtype.itemsize
+        compulsory, gathered = self.case.compulsory_bytes(*arguments), self.case.gathered_bytes(*arguments)
         gpu = gpu_of(self.graph.device)
         seconds = timing.median_ms / 1e3
         return {
@@ -219,26 +211,14 @@ class Measurement:
         }
 
 
-def plan_columns(chosen: LaunchPlan) -> Row:
-    """The schedule of each pass."""
-    return {f"{choice.walk}_schedule": choice.chosen.schedule for choice in chosen.choices}
-
-
-def timing_columns(timing: Timing) -> Row:
-    return {"median_ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "n": timing.n}
-
-
-def graph_build_rows(graph: BenchGraph, timer: Timer) -> list[Row]:
+def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
     """Wall time of building the cached CSR and CSC from ``edge_index``, each the median of five."""
     base: Row = {
         **graph_columns(graph),
-        "score": "graph",
+        "op": "graph",
         "layer": "graph build",
-        "heads": 0,
-        "channels": 0,
         "dtype": "int32",
         "implementation": "fused",
-        "schedule": "",
         "state": "warm",
         "status": "ok",
         "time": now(),
@@ -254,8 +234,27 @@ def graph_build_rows(graph: BenchGraph, timer: Timer) -> list[Row]:
     return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
 
 
+def reference_of(case: Case, graph: EdgeList, dtype: str) -> Reference:
+    """What the results of a case are compared with."""
+    inputs, grad_out = rounded_problem(case, graph, [dtype])
+    return inputs, grad_out, case.reference(graph, inputs, grad_out)
+
+
+def memory_bytes_of(device: torch.device) -> float:
+    """Memory of a device; unlimited without a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+
+
+def rows_of_job(experiment: Experiment, job: Job) -> Iterator[Row]:
+    """All rows of one job, from its graph on: the work of a process of its own."""
+    graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
+    timer = Timer(experiment.device, experiment.pace)
+    reference = reference_of(job.case, graph, job.dtype)
+    yield from Measurement(job, graph, reference, timer, experiment.states).rows(memory_bytes_of(experiment.device))
+
+
 def run(config: Mapping[str, Any]) -> int:
-    """Measures what the CSV of an experiment lacks, then prints its tables and writes its plots.
+    """Measures what the CSV of an experiment lacks, then prints its tables and draws its figure.
 
     Args:
         config: Composed from ``configs/bench/bench.yaml``, resolved.
@@ -264,18 +263,24 @@ def run(config: Mapping[str, Any]) -> int:
         0: all done; 1: a result of ours is wrong; 2: stopped early.
     """
     experiment = Experiment.of(config)
-    device = experiment.device
-    folder = experiment.folder / file_stem(device, experiment.small)
+    folder = experiment.folder / file_stem(experiment.device, experiment.small)
     path = folder / f"{experiment.file}.csv"
     if experiment.restart:
         path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
     finished = experiment.summary or _Runner(experiment, table).run()
-    rows = table.rows()
+    # Rows of other sources stay until the same thing has been measured anew.
+    rows = tables.latest(table.rows())
     if rows:
-        print(tables.of(experiment.name, rows))
-        for png in plots.draw(experiment.name, rows, folder):
-            print(png)
+        table.keep(rows)
+    on_gpu = experiment.device.type == "cuda"
+    if rows:
+        if not on_gpu:
+            print(ON_A_CPU)
+        print(tables.summary(rows, experiment.baseline, speedups=on_gpu))
+        if on_gpu:
+            drawn = plots.draw(rows, experiment.baseline, path.with_suffix(".png"))
+            print(drawn or "nothing was timed, so no figure is drawn")
     print(f"{len(rows)} rows in {path}")
     if any(row["status"] == "WRONG" and row["implementation"] == "fused" for row in rows):
         return 1
@@ -288,30 +293,25 @@ class _Runner:
         self.device = experiment.device
         self.timer = Timer(self.device, experiment.pace)
         self.environment = environment(self.device)
-        self.memory_bytes = (
-            torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else float("inf")
-        )
+        self.memory_bytes = memory_bytes_of(self.device)
         self.compiled: set[Spec] = set()
         self.started = time.perf_counter()
 
     def run(self) -> bool:
         """False when time ran out."""
-        experiment = self.experiment
         rows = self.table.rows()
-        todo = {graph: experiment.missing(graph, rows, self.environment) for graph in experiment.graphs}
-        jobs = sum(map(len, todo.values()))
-        expected = sum(expected_s(each, experiment) for each in todo.values())
-        print(f"{experiment.name}: {jobs} measurements, about {expected:.0f} s on an H200", flush=True)
+        todo = {graph: self.experiment.missing(graph, rows, self.environment) for graph in self.experiment.graphs}
+        print(f"{self.experiment.name}: {sum(map(len, todo.values()))} measurements", flush=True)
         return all(self._graph(graph, jobs) for graph, jobs in todo.items() if jobs)
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
+    def _print(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
 
     def _out_of_time(self) -> bool:
-        over = self._elapsed() > self.experiment.limit_s
-        if over:
+        is_over = time.perf_counter() - self.started > self.experiment.limit_s
+        if is_over:
             print(f"stopped after {self.experiment.limit_s:g} s; run again to resume")
-        return over
+        return is_over
 
     def _graph(self, name: str, jobs: Sequence[Job]) -> bool:
         """All jobs on one graph; False when time ran out."""
@@ -321,79 +321,78 @@ class _Runner:
         try:
             graph = benchmark_graph(name, self.device, small=small)
         except (FileNotFoundError, ImportError) as error:
-            print(f"[{self._elapsed():5.0f} s] skipped graph {name}: {error}", flush=True)
+            self._print(f"skipped graph {name}: {error}")
             return True
         if not small:
-            print(f"[{self._elapsed():5.0f} s] {compare_with_recipe(graph, recipe_of(name))}", flush=True)
+            self._print(compare_with_recipe(graph, recipe_of(name)))
         self._compile(jobs, graph)
-        if ("graph", name) not in {(row["score"], row["graph"]) for row in self.table.rows()}:
+        if ("graph", name) not in {(row["op"], row["graph"]) for row in self.table.rows()}:
             self._append(graph_build_rows(graph, self.timer))
-        kept: tuple[tuple[AttentionCase, torch.dtype], Reference] | None = None
+        kept: tuple[tuple[Case, str], Reference] | None = None
         for job in jobs:
             if self._out_of_time():
                 return False
             if self.experiment.is_isolated(job):
                 self._isolated(job, graph)
                 continue
-            refused = self._refused(job, graph)
-            if refused:
+            if refused := self._refused(job, graph):
                 self._append(refused)
                 continue
-            key = job.case, DTYPES[job.dtype]
+            key = job.case, job.dtype
             if kept is None or kept[0] != key:
                 # Not both at once: on the largest graphs each takes gigabytes.
                 kept = None
-                kept = key, _reference(job.case, graph, DTYPES[job.dtype])
+                kept = key, reference_of(job.case, graph, job.dtype)
             measurement = Measurement(job, graph, kept[1], self.timer, self.experiment.states)
             self._append(list(measurement.rows(self.memory_bytes)))
         Graph.clear_cache()
         self.timer.release()
         return True
 
-    def _refused(self, job: Job, graph: BenchGraph) -> list[Row]:
+    def _refused(self, job: Job, graph: EdgeList) -> list[Row]:
         """The rows of a job that cannot run in any direction: no reference is needed to say so."""
         base = {**job_columns(job, self.device), **graph_columns(graph)}
+        implementation = implementation_of(job.case.op, job.implementation)
+        assert implementation is not None, job
         rows = []
         for direction in job.directions:
-            training = direction != "fwd"
-            reasons = IMPLEMENTATIONS[job.implementation]().reasons(job.case, graph, training, self.memory_bytes)
+            reasons = implementation.reasons(job.case, graph, direction != "fwd", self.memory_bytes)
             if not reasons:
                 return []
             rows.append({**base, "direction": direction, "status": "not run: " + "; ".join(reasons)})
         return rows
 
-    def _isolated(self, job: Job, graph: BenchGraph) -> None:
-        base = {**job_columns(job, self.device), **graph_columns(graph)}
+    def _isolated(self, job: Job, graph: EdgeList) -> None:
+        """Each direction in a process of its own, with a limit of its own."""
         for direction in job.directions:
-            rows, status = isolated.measure(self.experiment, job, direction)
-            self._append(rows or [{**base, "direction": direction, "status": status}])
+            work = self.experiment, replace(job, directions=(direction,))
+            try:
+                self._append(list(results(rows_of_job, work, self.experiment.isolated.limit_s)))
+            except EndedError as ended:
+                base = {**job_columns(job, self.device), **graph_columns(graph)}
+                self._append([{**base, "direction": direction, "status": str(ended)}])
 
     def _append(self, rows: Rows) -> None:
         rows = [{**row, "experiment": self.experiment.name} for row in rows]
         self.table.append(rows)
         for row in rows:
-            print(f"[{self._elapsed():5.0f} s] {tables.line(row)}", flush=True)
+            self._print(tables.line(row))
 
-    def _compile(self, jobs: Sequence[Job], graph: BenchGraph) -> None:
+    def _compile(self, jobs: Sequence[Job], graph: EdgeList) -> None:
         """Compiles the fused kernels that no earlier graph needed, in parallel, before anything is timed."""
         workers = self.experiment.workers
         if not workers or graph.device.type != "cuda":
             return
         wanted = dict.fromkeys((job.case, job.dtype, job.schedule) for job in jobs if job.implementation == "fused")
-        found: dict[Spec, None] = {}
+        needed: dict[Spec, None] = {}
         for case, dtype, schedule in wanted:
-            found.update(dict.fromkeys(collect_specs([case], [Prepared.of(graph)], [dtype], schedule)))
-        new = [spec for spec in found if spec not in self.compiled]
+            needed.update(dict.fromkeys(collect_specs([case], [graph], [dtype], schedule)))
+        new = [spec for spec in needed if spec not in self.compiled]
         self.compiled.update(new)
         # A few kernels compile faster one by one than a pool of processes starts.
         if len(new) > workers:
             try:
                 precompile(new, workers)
             except CompileError as error:
-                # Found again, and listed, by the measurement that needs the kernel.
-                print(f"[{self._elapsed():5.0f} s] {str(error).splitlines()[0]}", flush=True)
-
-
-def _reference(case: AttentionCase, graph: BenchGraph, dtype: torch.dtype) -> Reference:
-    inputs, grad_out = rounded_problem(case, graph, [dtype])
-    return inputs, grad_out, float64_reference(case, graph, inputs, grad_out)
+                # The measurement that needs the kernel meets the error again and lists it.
+                self._print(str(error).splitlines()[0])

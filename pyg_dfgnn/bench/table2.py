@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from pyg_dfgnn.bench import table2_report, unfused_nn
+from pyg_dfgnn.bench import table2_report
+from pyg_dfgnn.bench.isolated import EndedError, results
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
     FROM_FLOAT64,
@@ -91,6 +89,7 @@ class Options:
     optimizer: dict[str, Any]
     datasets: list[str]
     backends: list[str]
+    convs: dict[str, str]
     last: list[str]
     batch_size: int
     num_batches: int
@@ -139,9 +138,8 @@ class Options:
         return [self._cell(dataset, name) for part in (first, last) for dataset in self.datasets for name in part]
 
     def _cell(self, dataset: str, backend: str) -> Cell:
-        # The unfused baseline is the bench's own: PyG's backend with other convs.
-        unfused = ["backend=pyg", f"backend.convs={unfused_nn.__name__}"]
-        chosen = unfused if backend == "unfused" else [f"backend={backend}"]
+        convs = self.convs.get(backend)
+        chosen = [f"backend={backend}"] if convs is None else ["backend=pyg", f"backend.convs={convs}"]
         cfg = compose("train", [f"data={dataset}", *chosen, "paths.run=unused"])
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
         task, trainer = config["data"]["task"], config["trainer"]
@@ -254,7 +252,7 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
 
 
 def run(options: Options) -> int:
-    """Measure what the results of a model lack, then write its table and figure.
+    """Measure what the results of a model lack, then print its table and draw its figure.
 
     Args:
         options: What to measure; Hydra must be set up.
@@ -270,8 +268,11 @@ def run(options: Options) -> int:
     finished = options.summary or _fill(options, table)
     rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
     if rows:
-        print(table2_report.write(stem, rows))
         print(table2_report.times_table(rows))
+        if options.device.type == "cuda":
+            print(table2_report.draw(rows, stem.with_suffix(".png")))
+        else:
+            print("Without a GPU our convs run PyG's code: no speed-ups are drawn.")
     if any(row["status"].startswith("WRONG") for row in rows):
         return 1
     return 0 if finished else 2
@@ -323,48 +324,25 @@ def _summary(row: Row) -> str:
 def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[Row]:
     """Rows of the cells in their order; ends early where a fresh process has to go on."""
     if options.limit_s is None:
-        yield from (message for message in Worker(options, folder).messages(cells) if message is not None)
+        yield from (row for row in work(options, cells, folder) if row is not None)
         return
-    # Never forked: a child cannot use the CUDA context of its parent.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(options, cells, folder, sender))
-    process.start()
-    sender.close()
+    done = 0
     try:
-        for cell in cells:
-            message: Message = None
-            reason = ""
-            while message is None and not reason:
-                if not receiver.poll(options.limit_s):
-                    reason = f"no result within {options.limit_s:g} s"
-                    continue
-                try:
-                    message = receiver.recv()
-                except EOFError:
-                    process.join()
-                    reason = f"failed: process ended with {process.exitcode}"
-            if message is None:
-                base = {**options.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "time": now()}
-                yield {**base, "status": reason}
-                return
-            yield message
+        for row in results(work, (options, cells, folder), options.limit_s):
+            done += 1
+            yield row
             # What failed may have left the device unusable.
-            if message["status"].startswith("failed"):
+            if row["status"].startswith("failed"):
                 return
-    finally:
-        receiver.close()
-        # The group also holds the compiler's own processes.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
+    except EndedError as ended:
+        cell = cells[done]
+        base = {**options.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "time": now()}
+        yield {**base, "status": str(ended)}
 
 
-def _work(options: Options, cells: Sequence[Cell], folder: Path, sender: Any) -> None:
-    os.setsid()
-    for message in Worker(options, folder).messages(cells):
-        sender.send(message)
+def work(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[Message]:
+    """One row per cell, from a worker of its own."""
+    yield from Worker(options, folder).messages(cells)
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="table2")

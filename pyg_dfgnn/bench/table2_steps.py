@@ -18,7 +18,6 @@ from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
 from pyg_dfgnn import nn as drop_ins
-from pyg_dfgnn.bench import unfused_nn
 from pyg_dfgnn.bench.timing import Timer, Timing
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
@@ -142,10 +141,11 @@ class Backend:
     def preparation(self, model: nn.Module) -> Prepare:
         """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
         loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
-        if self.convs == unfused_nn.__name__:
-            return lambda host, batch: unfused_nn.compress(batch.edge_index, batch.num_nodes, loops)
         if self.is_ours:
             return lambda host, batch: _graph(host, batch, loops).csc
+        compress = getattr(importlib.import_module(self.convs), "compress", None)
+        if compress is not None:
+            return lambda host, batch: compress(batch.edge_index, batch.num_nodes, loops)
         return lambda host, batch: None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -23,17 +23,6 @@ FLUSH_BYTES = 256 << 20
 # queue is long) and the events measure the device alone; host time has its own column.
 SHORT_CALL_MS, HEAD_START_CALLS, HEAD_START_FACTOR = 5.0, 10, 1.5
 CYCLES_PER_MS = 2_000_000
-
-
-# Word in the path of a kernel -> the pass it belongs to. Norms are computed before the forward pass or in it; with a
-# tangent, the pass over targets only visits nodes.
-_WALK_OF = {
-    "norm": "forward",
-    "forward": "forward",
-    "targets": "targets",
-    "backward_nodes": "targets",
-    "sources": "sources",
-}
 
 
 @dataclass(frozen=True)
@@ -133,7 +122,7 @@ class Timer:
         return once, self.host_us(call, WARM_UPS) / 1e3
 
     def time(self, call: Call, *, flushed: bool = False) -> Timing:
-        """Median time of ``call``, repeated as the pace says.
+        """Median time of ``call``, as often repeated as the pace says.
 
         Args:
             call: What to time.
@@ -156,26 +145,25 @@ class Timer:
         self.synchronize()
         return median(samples)
 
-    def walks(self, call: Call) -> dict[str, Timing]:
-        """Median device time of each pass of one attention call: from the first of its kernels to the end of the last.
-
-        A pass is named as in dispatch: 'forward', 'targets' or 'sources'; what else the call launches is left out.
+    def passes(self, call: Call, pass_of_kernel: Mapping[str, str]) -> dict[str, Timing]:
+        """Median device time of each pass of one call: from the start of its first kernel to the end of its last.
 
         Args:
             call: Launches each pass once.
+            pass_of_kernel: Word in the path of a kernel -> its pass; other kernels are left out.
         """
         once, host_ms = self._warm_up(call)
         marks = []
         for position in range(self.pace.repetitions(once)):
             # Marking costs the host about as much again.
             self._head_start(position, 2 * host_ms)
-            marks.append(self._marks(call))
+            marks.append(self._marks(call, pass_of_kernel))
         samples: dict[str, list[float]] = {}
         self.synchronize()
         for spans in marks:
-            for walk, start, end in spans:
-                samples.setdefault(walk, []).append(self._elapsed_ms(start, end))
-        return {walk: Timing.of(values) for walk, values in samples.items()}
+            for name, start, end in spans:
+                samples.setdefault(name, []).append(self._elapsed_ms(start, end))
+        return {name: Timing.of(values) for name, values in samples.items()}
 
     def _now(self) -> Any:
         if not self.on_gpu:
@@ -187,19 +175,19 @@ class Timer:
     def _elapsed_ms(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
 
-    def _marks(self, call: Call) -> list[tuple[str, Any, Any]]:
+    def _marks(self, call: Call, pass_of_kernel: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
         spans: list[tuple[str, Any, Any]] = []
 
         def marked(spec: Spec, entry: str, grid: Any, block: Any, arguments: Any, shared_bytes: int) -> None:
-            walk = next((walk for word, walk in _WALK_OF.items() if word in spec.path), "")
-            same = bool(spans) and spans[-1][0] == walk
-            start = spans[-1][1] if same else self._now()
+            name = next((name for word, name in pass_of_kernel.items() if word in spec.path), "")
+            continues = bool(spans) and spans[-1][0] == name
+            start = spans[-1][1] if continues else self._now()
             with launcher.override(before):
                 kernel = launcher.kernel_of(spec, entry)
                 launcher.launch(kernel, grid, block, arguments, self.device, shared_bytes)
-            if same:
+            if continues:
                 spans.pop()
-            spans.append((walk, start, self._now()))
+            spans.append((name, start, self._now()))
 
         with launcher.override(marked) as before:
             call()

@@ -1,13 +1,12 @@
 """The bench on a GPU: events, passes timed apart, replays, FlexAttention and compiled baselines on miniature graphs."""
 
 import pytest
-import torch
 
 from pyg_dfgnn.bench import run
-from pyg_dfgnn.bench.baselines import Flex
-from pyg_dfgnn.bench.cases.attention import AttentionCase, forward_backward
+from pyg_dfgnn.bench.case import forward_backward
+from pyg_dfgnn.bench.cases.attention.baselines import Flex
+from pyg_dfgnn.bench.cases.attention.case import AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph
-from pyg_dfgnn.bench.oracle import compare, float64_reference
 from pyg_dfgnn.bench.prepare import rounded_problem
 from tests.bench.test_run import composed, read
 
@@ -16,17 +15,17 @@ QUICK = ["pace.sampling_ms=1", "pace.min_repetitions=3", "device=cuda", "small=t
 
 
 def test_passes_of_each_schedule_are_timed_apart(tmp_path):
-    extra = ["experiment=choice", "graphs=[a,c]", "scores=[dot]", "schedules=[auto,rows,smmf,pmf]"]
+    extra = ["experiment=choice", "graphs=[a,c]", "ops=[dot]", "schedules=[auto,row_split,smmf,pmf]"]
     assert run.run(composed(*QUICK, f"folder={tmp_path}", *extra)) == 0
-    rows = [row for row in read(tmp_path) if row["score"] == "dot"]
+    rows = [row for row in read(tmp_path) if row["op"] == "dot"]
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 2 * 4 * 3
     assert all(0 < float(row["median_ms"]) < 100 for row in rows)
 
 
 def test_all_states_and_implementations(tmp_path):
-    extra = ["graphs=[a]", "scores=[dot]", "sizes=[2x16]", "dtypes=[float32]"]
+    extra = ["graphs=[a]", "ops=[dot]", "sizes=[2x16]", "dtypes=[float32]"]
     assert run.run(composed(*QUICK, f"folder={tmp_path}", *extra)) == 0
-    rows = [row for row in read(tmp_path) if row["score"] == "dot"]
+    rows = [row for row in read(tmp_path) if row["op"] == "dot"]
     assert {row["status"] for row in rows} == {"ok"}, {row["status"] for row in rows}
     assert {row["implementation"] for row in rows} == {"fused", "pyg", "unfused", "compile", "flex"}
     assert {row["state"] for row in rows if row["implementation"] == "fused"} == {"warm", "flushed", "replay"}
@@ -35,9 +34,9 @@ def test_all_states_and_implementations(tmp_path):
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_flex_attention_has_the_right_gradients(name):
     graph, case = benchmark_graph(name, "cuda", small=True), AttentionCase("dot", 2, 16)
-    inputs, grad_out = rounded_problem(case, graph, [torch.float32])
-    expected = float64_reference(case, graph, inputs, grad_out)
+    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    expected = case.reference(graph, inputs, grad_out)
     leaves = {key: tensor.requires_grad_() for key, tensor in inputs.items()}
     actual = forward_backward(Flex().prepare(case, graph, leaves)(), leaves, grad_out)
-    worst, error = compare(case, graph, actual, expected, grad_out).worst
+    worst, error = case.errors(graph, actual, expected, grad_out).worst
     assert error < 2e-3, f"{worst}: {error:.2e}"

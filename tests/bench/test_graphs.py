@@ -1,12 +1,12 @@
-"""The generators follow their recipes; the check graphs are what their names say."""
+"""The generators follow their recipes."""
 
 import pytest
 import torch
 
 from pyg_dfgnn.bench import generators as bench_generators
-from pyg_dfgnn.bench.check_graphs import CHECK_GRAPHS, check_graph
-from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, BenchGraph, benchmark_graph, compare_with_recipe, recipe_of
+from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.datasets import generators
+from pyg_dfgnn.reference.zoo import EdgeList
 
 BATCHES = [name for name, recipe in RECIPES.items() if "num_graphs" in recipe.arguments]
 REAL = [name for name, recipe in RECIPES.items() if "file" in recipe.arguments]
@@ -127,55 +127,23 @@ def test_another_graph_is_refused(change):
     else:
         edges = torch.cat([edges[:, 10:], torch.zeros(2, 10, dtype=torch.long)], 1)
     with pytest.raises(RuntimeError, match="another graph"):
-        compare_with_recipe(BenchGraph("e", edges, nodes, nodes), RECIPES["e"])
+        compare_with_recipe(EdgeList("e", edges, nodes, nodes), RECIPES["e"])
 
 
 def test_full_size_graphs_need_a_gpu():
     recipe = RECIPES["b"]
-    graph = BenchGraph("b", torch.zeros(2, 7, dtype=torch.long), recipe.num_nodes, recipe.num_nodes)
+    graph = EdgeList("b", torch.zeros(2, 7, dtype=torch.long), recipe.num_nodes, recipe.num_nodes)
     with pytest.raises(RuntimeError, match="full-size graphs need a GPU .*, or small=true"):
         compare_with_recipe(graph, recipe)
     with pytest.raises(RuntimeError, match="another graph; times would not be comparable"):
         compare_with_recipe(graph, RECIPES["cora"])
 
 
-def test_small_check_graphs_are_miniatures():
-    assert all(check_graph(name, "cpu", small=True).num_edges < 2000 for name in CHECK_GRAPHS)
-
-
-GENERATED = [name for name in CHECK_GRAPHS if name not in ("cora", "cornell5")]
-
-
-@pytest.mark.parametrize("name", GENERATED)
-def test_check_graph_ids_are_in_range(name):
-    graph = check_graph(name, "cpu", small=True)
-    assert graph.edge_index.dtype == torch.long and graph.edge_index.shape == (2, graph.num_edges)
-    if graph.num_edges:
-        assert int(graph.edge_index[0].max()) < graph.num_src and int(graph.edge_index[1].max()) < graph.num_dst
-
-
-def test_check_graphs_are_what_they_are_called():
-    small = {name: check_graph(name, "cpu", small=True) for name in GENERATED}
-    assert small["empty"].num_src == 0 and small["no_edges"].num_src > 0 == small["no_edges"].num_edges
-    assert (small["isolated"].in_degree == 0).sum() >= small["isolated"].num_dst / 2
-    assert len(edge_set(small["duplicates"])) <= small["duplicates"].num_edges / 3
-    assert (small["self_loops"].edge_index[0] == small["self_loops"].edge_index[1]).sum() >= 15
-    assert small["bipartite_wide"].num_src > small["bipartite_wide"].num_dst
-    assert small["bipartite_tall"].num_src < small["bipartite_tall"].num_dst
-    skewed = check_graph("skewed", "cpu")
-    assert skewed.num_edges < 3 * skewed.num_dst and 60 < skewed.in_degree.max() < 256 > skewed.out_degree.max() > 60
-
-
-def test_the_full_hub_has_100_000_neighbours():
-    hub = check_graph("hub", "cpu")
-    assert hub.hubs["dst"] == (0, 100_000) and hub.hubs["src"] == (0, 100_000)
-
-
 def test_a_missing_data_file_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PYG_DFGNN_DATA", str(tmp_path))
     benchmark_graph.cache_clear()
     with pytest.raises(FileNotFoundError, match="cora.*PYG_DFGNN_DATA"):
-        check_graph("cora", "cpu")
+        benchmark_graph("cora", "cpu")
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -7,7 +7,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.utils import coalesce
 
-from pyg_dfgnn.bench import unfused_nn
+from pyg_dfgnn.bench.cases.attention import unfused_nn
 from pyg_dfgnn.errors import UnsupportedError
 
 CONVS = {
@@ -57,13 +57,13 @@ def test_same_seed_same_parameters():
 
 def test_edges_are_compressed_once():
     edge_index = edges()
-    found = unfused_nn.compress(edge_index, 40)
-    assert unfused_nn.compress(edge_index, 40) is found
-    assert unfused_nn.compress(edge_index, 40, self_loops=True) is not found
+    sparse = unfused_nn.compress(edge_index, 40)
+    assert unfused_nn.compress(edge_index, 40) is sparse
+    assert unfused_nn.compress(edge_index, 40, self_loops=True) is not sparse
     edge_index[0, 0] = 5
-    assert unfused_nn.compress(edge_index, 40) is not found
+    assert unfused_nn.compress(edge_index, 40) is not sparse
     before = len(unfused_nn._compressed)
-    del edge_index, found
+    del edge_index, sparse
     gc.collect()
     assert len(unfused_nn._compressed) == before - 1
 

@@ -259,7 +259,7 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
         (["model.norm=none"], ValueError, r"'norm' needs one of 'batch', 'layer' \(got 'none'\)"),
         (["backend=auto", "backend.settings.fallback=no"], ValueError, r"'fallback' needs one of 'log', 'error'"),
         (
-            ["backend.convs=pyg_dfgnn.bench.unfused_nn", "model=gat"],
+            ["backend.convs=pyg_dfgnn.bench.cases.attention.unfused_nn", "model=gat"],
             UnsupportedError,
             r"attention dropout \(set model.dropout=0\)",
         ),

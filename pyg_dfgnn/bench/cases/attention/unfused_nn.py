@@ -1,7 +1,7 @@
 """PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
 
-A namespace for models, `convs: pyg_dfgnn.bench.unfused_nn`: parameters, initialisation and everything around attention
-are PyG's. What the sequence cannot do (attention dropout, edge features, sparse adjacencies) raises.
+A namespace for models, `convs: pyg_dfgnn.bench.cases.attention.unfused_nn`: parameters, initialisation and everything
+around attention are PyG's. What the sequence cannot do (attention dropout, edge features, sparse adjacencies) raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import Linear, conv
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_dfgnn.bench.baselines import Sparse, unfused_attention
+from pyg_dfgnn.bench.cases.attention.baselines import Sparse, unfused_attention
 from pyg_dfgnn.errors import UnsupportedError
 
 _compressed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -29,13 +29,13 @@ def compress(edge_index: Tensor, num_nodes: int, self_loops: bool = False) -> Sp
         self_loops: Replace self-loops by one per node, as GATConv and AGNNConv do.
     """
     key = num_nodes, self_loops, edge_index._version
-    found = _compressed.setdefault(edge_index, {})
-    if key not in found:
+    kept = _compressed.setdefault(edge_index, {})
+    if key not in kept:
         edges = edge_index
         if self_loops:
             edges, _ = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_nodes)
-        found[key] = Sparse(edges, num_nodes, num_nodes)
-    return found[key]
+        kept[key] = Sparse(edges, num_nodes, num_nodes)
+    return kept[key]
 
 
 def _refuse(module: torch.nn.Module, edge_index: Any, nodes: list[Tensor], edge_attr: Any = None) -> None:

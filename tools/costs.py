@@ -1,14 +1,13 @@
-"""Estimates of the cost models beside measured times of passes, the fit of their constants, and what `auto` loses.
+"""Estimates of attention's cost models beside measured times, the fit of their constants, and what `auto` loses.
 
-python -m pyg_dfgnn.bench experiment=choice                                  measures every pass by every schedule
-python -m pyg_dfgnn.bench.costs                                              compares, judges what auto takes today
-python -m pyg_dfgnn.bench.costs results/bench/<gpu>/choice.csv               with the times of another GPU
-python -m pyg_dfgnn.bench.costs --fit row_split.STEP row_split.ROW.forward gpu.cache_bytes_per_s
+python -m pyg_dfgnn.bench experiment=choice                      measures every pass by every schedule
+python tools/costs.py                                            compares, and judges what auto takes today
+python tools/costs.py results/bench/<gpu>/choice.csv             the same with the times of another GPU
+python tools/costs.py --fit row_split.STEP row_split.ROW.forward gpu.cache_bytes_per_s
 
-A constant is named by the candidate's module (``row_split``, ``block_mma``, ``paper``:
-pyg_dfgnn.dispatch.attention), its
-name there and, in a table, the key; or by ``gpu`` and a field of `Gpu`. Better values are printed, to be written there
-by hand. The graphs are made again by their recipes; without a GPU the device of reference is planned for.
+A constant is named by the module of its schedule in pyg_dfgnn/dispatch/attention (``row_split``, ``block_mma``, ...),
+its name there and, in a table, the key; or by ``gpu`` and a field of `Gpu`. Better values are printed, to be written
+there by hand. The graphs are built again by their recipes; without a GPU the device of reference is planned for.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ import random
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from pyg_dfgnn.bench.cases.attention import AttentionCase
-from pyg_dfgnn.bench.graphs import benchmark_graph
-from pyg_dfgnn.bench.prepare import compressed, problem_of
+from pyg_dfgnn.bench.cases.attention.case import AttentionCase
+from pyg_dfgnn.bench.graphs import benchmark_graph, compressed
 from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown
-from pyg_dfgnn.bench.tables import Choice, latest, tangent_cost
-from pyg_dfgnn.bench.targets import CHOICE_LOSS
+from pyg_dfgnn.bench.tables import timed
 from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention.row_split import has_tangent
 from pyg_dfgnn.dispatch.core import (
     BACKWARD,
     BY_NAME,
@@ -46,6 +45,11 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
 
 STEPS = 2000
+ALLOWED_LOSS = 0.05
+"""Fraction that the chosen schedule may lose to the fastest."""
+
+Times = Mapping[tuple[str, str], float]
+"""(schedule, pass) -> milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,13 @@ class Sample:
     """One measured pass.
 
     Attributes:
-        case: Graph, score, heads, channels and dtype, as the file has them.
+        case: Graph, score, size and dtype, as the file has them.
         problem: What was computed.
-        graph: On which graph.
-        walk: Which pass.
-        schedule: By which schedule.
-        chosen: How.
-        seconds: In which time.
+        graph: The graph.
+        walk: Name of the pass.
+        schedule: Name of the schedule.
+        chosen: The plan of the pass.
+        seconds: The measured time.
     """
 
     case: tuple[str, ...]
@@ -87,18 +91,16 @@ def read(path: Path, device: torch.device, small: bool = False, graphs: Containe
 
     Args:
         path: A CSV of the bench.
-        device: What is planned for; its graphs are made there, and skipped with a message where that is not possible.
+        device: What is planned for; its graphs are built there, and skipped with a message where that is not possible.
         small: Whether the graphs were miniatures.
-        graphs: Names of those to read; None: all.
+        graphs: Names of the graphs to read; None: all.
 
     Returns:
         A sample per pass.
     """
     rows_of: dict[str, list[Mapping[str, Any]]] = {}
-    for row in latest(Table.read(path)).values():
-        wanted = graphs is None or row["graph"] in graphs
-        timed = row["status"] == "ok" and row["state"] == "warm"
-        if wanted and timed and row["direction"] in WALKS and row["schedule"] in CANDIDATES:
+    for row in timed(Table.read(path)):
+        if (graphs is None or row["graph"] in graphs) and row["direction"] in WALKS and row["schedule"] in CANDIDATES:
             rows_of.setdefault(row["graph"], []).append(row)
     samples = []
     for graph_name, rows in rows_of.items():
@@ -109,12 +111,11 @@ def read(path: Path, device: torch.device, small: bool = False, graphs: Containe
             continue
         for row in rows:
             name, walk = row["schedule"], row["direction"]
-            attention = AttentionCase(row["score"], int(row["heads"]), int(row["channels"]))
-            problem = problem_of(attention, row["dtype"], device)
+            problem = AttentionCase.of(row["op"], row["size"]).problem(row["dtype"], device)
             walks = FORWARD if walk in FORWARD else BACKWARD
             problem = with_tangent(problem, graph, walks, Settings(schedule=name))
             if not BY_NAME[name].reasons_against(problem, walk, graph):
-                case = (graph_name, row["score"], row["heads"], row["channels"], row["dtype"])
+                case = (graph_name, row["op"], row["size"], row["dtype"])
                 chosen = BY_NAME[name].plan_pass(problem, walk, graph)
                 samples.append(Sample(case, problem, graph, walk, name, chosen, 1e-3 * float(row["median_ms"])))
     return samples
@@ -128,53 +129,68 @@ def spread(samples: Sequence[Sample]) -> float:
 def comparison(samples: Sequence[Sample]) -> str:
     """Estimated over measured, by schedule and pass."""
     body = []
-    for name in CANDIDATES:
-        for walk in WALKS:
-            mine = sorted((s for s in samples if (s.schedule, s.walk) == (name, walk)), key=lambda s: s.error)
-            if mine:
-                worst = max(mine, key=lambda s: abs(s.error))
-                ratios = [f"{math.exp(s):.2f}" for s in (mine[0].error, median(s.error for s in mine), mine[-1].error)]
-                shown = f"{' '.join(worst.case)}: {1e3 * worst.seconds:.4g} ms, estimated {1e3 * worst.estimate:.4g}"
-                body.append([name, walk, len(mine), *ratios, f"{spread(mine):.3f}", shown])
+    for name, walk in product(CANDIDATES, WALKS):
+        of_pass = [sample for sample in samples if (sample.schedule, sample.walk) == (name, walk)]
+        if of_pass:
+            errors = sorted(sample.error for sample in of_pass)
+            worst = max(of_pass, key=lambda sample: abs(sample.error))
+            ratios = [f"{math.exp(error):.2f}" for error in (errors[0], median(errors), errors[-1])]
+            shown = f"{' '.join(worst.case)}: {1e3 * worst.seconds:.4g} ms, estimated {1e3 * worst.estimate:.4g}"
+            body.append([name, walk, len(of_pass), *ratios, f"{spread(of_pass):.3f}", shown])
     return markdown(["schedule", "pass", "n", "least", "median", "most", "rms of log", "furthest"], body)
 
 
-def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], Choice]]:
-    """What `auto` loses by its estimates of today against the fastest schedule, worst first."""
+def totals(walks: tuple[str, ...], times: Times, tangent_ms: float = 0.0) -> dict[tuple[str, ...], float]:
+    """Schedules of the passes -> milliseconds together, of all schedules that can run together.
+
+    Schedules that hand over from one pass to the other run with themselves alone. Where `row_split` reads over targets
+    what a forward pass by `row_split` leaves, `tangent_ms` counts: what that pass takes longer than the one that ran.
+    """
+    sums = {}
+    for team in product(dict.fromkeys(schedule for schedule, _ in times), repeat=len(walks)):
+        passes = list(zip(team, walks, strict=True))
+        hands_over = any(BY_NAME[schedule].hands_over for schedule in team)
+        if all(each in times for each in passes) and (len(set(team)) == 1 or not hands_over):
+            extra = tangent_ms if walks == BACKWARD and team[0] == "row_split" else 0.0
+            sums[team] = sum(times[each] for each in passes) + extra
+    return sums
+
+
+def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], tuple[str, ...], tuple[str, ...]]]:
+    """What `auto` loses by its estimates of today: loss, case and direction, schedules taken, fastest; worst first."""
     times: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[str, str], float]] = {}
     first: dict[tuple[str, ...], Sample] = {}
     for sample in samples:
         walks: tuple[str, ...] = FORWARD if sample.walk in FORWARD else BACKWARD
         times.setdefault((sample.case, walks), {})[sample.schedule, sample.walk] = 1e3 * sample.seconds
         first.setdefault(sample.case, sample)
-    found = []
+    lost = []
     for (case, walks), measured in times.items():
         problem = replace(first[case].problem, tangent=False)
-        taken = tuple(c.chosen.schedule for c in choose(problem, first[case].graph, walks, Settings()))
+        taken = tuple(choice.chosen.schedule for choice in choose(problem, first[case].graph, walks, Settings()))
         forward = choose(problem, first[case].graph, FORWARD, Settings())[0].chosen.schedule
-        tangent_ms = tangent_cost(problem.score, times.get((case, FORWARD), {}), forward)
-        choice = Choice(walks, measured, taken, None, tangent_ms=tangent_ms)
-        if choice.loss is not None:
-            found.append((choice.loss, (*case, "forward" if walks == FORWARD else "backward"), choice))
-    return sorted(found, key=lambda each: -each[0])
+        tangent_ms = 0.0
+        of_forward = times.get((case, FORWARD), {})
+        if has_tangent(problem.score, False) and {("row_split", "forward"), (forward, "forward")} <= of_forward.keys():
+            tangent_ms = max(0.0, of_forward["row_split", "forward"] - of_forward[forward, "forward"])
+        sums = totals(walks, measured, tangent_ms)
+        if taken in sums:
+            fastest = min(sums, key=lambda team: sums[team])
+            direction = "forward" if walks == FORWARD else "backward"
+            lost.append((max(0.0, sums[taken] / sums[fastest] - 1.0), (*case, direction), taken, fastest))
+    return sorted(lost, key=lambda choice: -choice[0])
 
 
 def loss_table(samples: Iterable[Sample], count: int = 20) -> str:
     """The choices that lose most."""
-    found = losses(samples)
-    over = sum(loss > CHOICE_LOSS for loss, _, _ in found)
-    head = f"{len(found)} choices, {over} lose more than {100 * CHOICE_LOSS:.0f} %"
+    lost = losses(samples)
+    over = sum(loss > ALLOWED_LOSS for loss, *_ in lost)
     body = [
-        [
-            *case,
-            "/".join(dict.fromkeys(choice.taken)),
-            "/".join(dict.fromkeys(choice.best or ())),
-            f"{100 * loss:.1f} %",
-        ]
-        for loss, case, choice in found[:count]
+        [*case, *("/".join(dict.fromkeys(team)) for team in teams), f"{100 * loss:.1f} %"]
+        for loss, case, *teams in lost[:count]
     ]
-    header = ["graph", "score", "H", "d", "dtype", "pass", "auto takes", "fastest", "loss"]
-    return f"{head}\n\n{markdown(header, body)}"
+    header = ["graph", "score", "size", "dtype", "direction", "auto takes", "fastest", "loss"]
+    return f"{len(lost)} choices, {over} lose more than {100 * ALLOWED_LOSS:.0f} %\n\n{markdown(header, body)}"
 
 
 class Constant:
@@ -224,9 +240,9 @@ def fit(samples: Sequence[Sample], constants: Sequence[Constant], steps: int = S
         before = [constant.get() for constant in tried]
         for constant, value in zip(tried, before, strict=True):
             constant.set(value * math.exp(draw.gauss(0.0, width)))
-        found = spread(samples)
-        if found < best:
-            best = found
+        reached = spread(samples)
+        if reached < best:
+            best = reached
         else:
             for constant, value in zip(tried, before, strict=True):
                 constant.set(value)
@@ -243,19 +259,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", nargs="+", default=list(CANDIDATES), help="those whose times are fitted")
     parser.add_argument("--fit", nargs="+", default=[], metavar="CONSTANT")
     parser.add_argument("--steps", type=int, default=STEPS)
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
-    folder = default_folder("bench", device, given.small) / file_stem(device, given.small)
-    path = given.csv or folder / "choice.csv"
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
+    folder = default_folder("bench", device, options.small) / file_stem(device, options.small)
+    path = options.csv or folder / "choice.csv"
     if not path.exists():
         parser.error(f"there is no {path}: name another CSV, or run `python -m pyg_dfgnn.bench experiment=choice`")
 
-    samples = read(path, device, given.small, given.graphs)
+    samples = read(path, device, options.small, options.graphs)
     print(f"{comparison(samples)}\n\n{loss_table(samples)}")
-    if given.fit:
-        constants = [Constant(name, device) for name in given.fit]
-        fitted = [sample for sample in samples if sample.schedule in given.schedules]
-        before, after = spread(fitted), fit(fitted, constants, given.steps)
+    if options.fit:
+        constants = [Constant(name, device) for name in options.fit]
+        fitted = [sample for sample in samples if sample.schedule in options.schedules]
+        before, after = spread(fitted), fit(fitted, constants, options.steps)
         print(f"\nfitted to {len(fitted)} times: rms of log {before:.3f} -> {after:.3f}")
         for constant in constants:
             print(f"  {constant.name}: {constant.value:.4g} -> {constant.get():.4g}")

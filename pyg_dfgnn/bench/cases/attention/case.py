@@ -1,0 +1,241 @@
+"""The attention family as data: which tensors each score takes, and how the fused op and the reference are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn import ops
+from pyg_dfgnn.bench.case import DTYPES, Case
+from pyg_dfgnn.bench.graphs import compressed
+from pyg_dfgnn.dispatch.core import AttentionProblem, plan, unsupported_reasons
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.reference.zoo import EdgeList
+
+LAYERS = {"dot": "GT", "cosine": "AGNN", "add": "GAT", "gatv2": "GATv2"}
+SCORES = tuple(LAYERS)
+NEGATIVE_SLOPE = 0.2
+"""The slope of the leaky scores: the default of PyG, of the operators and of the reference."""
+INDEX_BYTES = 4
+
+CHECKED_HEADS = (1, 3, 8)
+CHECKED_CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
+CHECKED_DROPOUTS = (0.0, 0.5)
+
+ROLES = {
+    "dot": {"query": "dst", "key": "src", "value": "src"},
+    "cosine": {"x_src": "src", "beta": "param"},
+    "add": {"value": "src", "alpha_src": "src", "alpha_dst": "dst"},
+    "gatv2": {"x_src": "src", "x_dst": "dst", "att": "param"},
+}
+"""Score -> name -> role of every input without edge features."""
+BIPARTITE_ROLES = {"cosine": {"x_dst": "dst"}}
+"""Inputs that a score takes besides where sources and targets are different nodes."""
+EDGE_INPUTS = {"dot": "edge", "add": "alpha_edge", "gatv2": "edge"}
+"""Name of the edge features of each score that takes them."""
+
+
+def away_from_zero(tensor: Tensor) -> Tensor:
+    """Numbers that stay 0.25 away from zero, because the gradient of x / |x| grows like 1 / |x|."""
+    return tensor + torch.copysign(torch.tensor(0.25, device=tensor.device), tensor)
+
+
+def multiples(tensor: Tensor) -> Tensor:
+    """Multiples of 2^-16, so that the sign of their sum, which a leaky ReLU asks for, is exact in every precision."""
+    return tensor.mul(2.0**16).round_().mul_(2.0**-16)
+
+
+ADJUSTED = {"cosine": away_from_zero, "add": multiples, "gatv2": multiples}
+GRADIENT_PARTS: dict[str, Callable[[Inputs], Tensor | float]] = {
+    "cosine": lambda inputs: inputs.get("x_dst", inputs["x_src"]),
+    "gatv2": lambda inputs: 1.0,
+}
+"""Score with a parameter -> what its output's gradient has besides noise."""
+
+KERNEL_PASSES = {
+    "norm": "forward",
+    "forward": "forward",
+    "targets": "targets",
+    "backward_nodes": "targets",
+    "sources": "sources",
+}
+"""Word in the path of a kernel -> its pass. Norms are computed before the forward pass or in it."""
+
+GATHERS = {
+    "dot": {"forward": 2, "targets": 2, "sources": 2},
+    "cosine": {"forward": 1, "targets": 1, "sources": 2},
+    "add": {"forward": 1, "targets": 1, "sources": 1},
+    "gatv2": {"forward": 1, "targets": 1, "sources": 2},
+}
+"""Feature rows per edge that each pass reads."""
+BACKWARD_GATHERS = {"dot": 4, "cosine": 3, "add": 1, "gatv2": 3}
+"""Feature rows per edge that the leanest backward reads: for add, what the forward pass leaves spares the targets'."""
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """One point of the grid of scores, heads, channels per head, edge features and dropout."""
+
+    score: str
+    heads: int
+    channels: int
+    edge: bool = False
+    dropout: float = 0.0
+
+    family = "attention"
+
+    @staticmethod
+    def of(op: str, size: str) -> AttentionCase:
+        """The case of a score and a size, heads x channels.
+
+        Raises:
+            ValueError: The size has another form.
+        """
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
+        heads, channels = map(int, size.split("x"))
+        return AttentionCase(op, heads, channels)
+
+    @property
+    def op(self) -> str:  # type: ignore[override]
+        return self.score
+
+    @property
+    def size(self) -> str:  # type: ignore[override]
+        return f"{self.heads}x{self.channels}"
+
+    @property
+    def layer(self) -> str:  # type: ignore[override]
+        return LAYERS[self.score]
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.heads * self.channels
+
+    @property
+    def target_rows_of(self) -> dict[str, str]:  # type: ignore[override]
+        return {"x_dst": "x_src"} if self.score in BIPARTITE_ROLES else {}
+
+    def __str__(self) -> str:
+        edge = "-edge" if self.edge else ""
+        dropout = f"-p{self.dropout}" if self.dropout else ""
+        return f"{self.score}-H{self.heads}-C{self.channels}{edge}{dropout}"
+
+    def roles(self, graph: EdgeList) -> dict[str, str]:
+        roles = dict(ROLES[self.score])
+        if graph.num_src != graph.num_dst:
+            roles |= BIPARTITE_ROLES.get(self.score, {})
+        if self.edge:
+            roles[EDGE_INPUTS[self.score]] = "edge"
+        return roles
+
+    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
+        if name == "beta":
+            return (1,)
+        if name == "att":
+            return (self.heads, self.channels)
+        rows = {"src": graph.num_src, "dst": graph.num_dst, "edge": graph.num_edges}[self.roles(graph)[name]]
+        return (rows, self.heads) if name.startswith("alpha") else (rows, self.heads, self.channels)
+
+    def make_inputs(self, graph: EdgeList) -> Inputs:
+        """Standard normal inputs, adjusted so that errors are the kernels' and not those of an ill-conditioned formula.
+
+        The attention vector is scaled by C^-0.5 so that logits stay moderate; see also ``ADJUSTED``.
+        """
+        generator = torch.Generator(device=graph.device).manual_seed(0)
+        adjust = ADJUSTED.get(self.score, Tensor.clone)
+        inputs: Inputs = {}
+        for name in self.roles(graph):
+            tensor = torch.randn(self.shape(name, graph), generator=generator, device=graph.device)
+            if name == "att":
+                inputs[name] = adjust(tensor * self.channels**-0.5)
+            else:
+                inputs[name] = torch.full_like(tensor, 1.25) if name == "beta" else adjust(tensor)
+        return inputs
+
+    def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
+        """A standard normal gradient of the output [N_dst, H, C], plus a part that follows the values.
+
+        The added part gives every edge's share of the gradient of a parameter the same sign on average; without it they
+        are sums that cancel to rounding noise.
+        """
+        generator = torch.Generator(device=graph.device).manual_seed(1)
+        grad_out = torch.randn(graph.num_dst, self.heads, self.channels, generator=generator, device=graph.device)
+        added = GRADIENT_PARTS.get(self.score)
+        return grad_out if added is None else grad_out + added(inputs)
+
+    def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
+        attention = getattr(ops, f"{self.score}_attention")
+        return attention(graph, **inputs, dropout_p=self.dropout)
+
+    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+        attention = getattr(reference, f"{self.score}_attention")
+        return attention(edge_index, num_dst, **inputs, keep=keep)[0]
+
+    def keep(self, graph: EdgeList) -> Tensor | None:
+        if not self.dropout:
+            return None
+        ids = torch.arange(graph.num_edges, device=graph.device)
+        return dropout_factor(ids, self.heads, self.dropout, draw_seed(graph.device))
+
+    def problem(self, dtype: str, device: torch.device) -> AttentionProblem:
+        """What dispatch is asked in the dtype of that name."""
+        size = self.score, self.heads, self.channels
+        has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
+        return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, needs_grad=True, tf32=tf32)
+
+    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
+        problem = self.problem(dtype, graph.device)
+        if unsupported_reasons(problem):
+            return {}
+        choices = plan(problem, compressed(graph)).choices
+        return {choice.walk: (choice.chosen.schedule, repr(choice.chosen)) for choice in choices}
+
+    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
+        return unsupported_reasons(self.problem(dtype, device))
+
+    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
+        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.
+
+        GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
+        """
+        roles = self.roles(graph)
+        sizes = {name: prod(self.shape(name, graph)) for name in roles}
+        inputs, output = sum(sizes.values()), graph.num_dst * self.width
+        of_sources = sum(size for name, size in sizes.items() if roles[name] == "src")
+        elements, passes = {
+            "fwd": (inputs + output, 1),
+            "forward": (inputs + output, 1),
+            "bwd": (2 * (inputs + output), 2),
+            "fwd+bwd": (3 * (inputs + output), 3),
+            "targets": (inputs + 2 * output + inputs - of_sources, 1),
+            "sources": (inputs + output + of_sources, 1),
+        }[direction]
+        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
+
+    def gathered_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
+        """Bytes that the passes gather edge by edge without reuse: ``gathers (E D b + 4 E)``."""
+        gathers = {**GATHERS[self.score], "fwd": GATHERS[self.score]["forward"], "bwd": BACKWARD_GATHERS[self.score]}
+        rows = gathers["fwd"] + gathers["bwd"] if direction == "fwd+bwd" else gathers[direction]
+        return rows * float(graph.num_edges) * (self.width * itemsize + INDEX_BYTES)
+
+
+def check_groups() -> dict[str, list[Case]]:
+    """The correctness grid: every score with and without edge features, of each size, with and without dropout."""
+    groups: dict[str, list[Case]] = {}
+    for score in SCORES:
+        for edge in (False, True) if score in EDGE_INPUTS else (False,):
+            sizes = product(CHECKED_HEADS, CHECKED_CHANNELS, CHECKED_DROPOUTS)
+            name = f"{score} with edge features" if edge else score
+            groups[name] = [AttentionCase(score, heads, channels, edge, p) for heads, channels, p in sizes]
+    return groups

@@ -1,0 +1,57 @@
+"""Measures what ``results/`` lacks for the present sources on the GPU at hand, one command after the other.
+
+python tools/measure.py              all of it
+python tools/measure.py --list       the commands
+python tools/measure.py fig9 check   some of it
+
+Every command asks its own CSV which rows are there with the present digest, so the same line goes on where it was
+stopped. Rows of baselines stay. Exit code: 0 all is done; 1 a command failed or its results are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from pyg_dfgnn.paths import configs_dir
+
+TABLE_2_MODELS = ("transformer_stack", "gat_stack", "agnn_stack")
+STOPPED_EARLY = 2
+"""Exit code of a command that ran out of time and goes on when it is called again."""
+
+
+def commands() -> dict[str, list[str]]:
+    """Name -> words after ``python``, what the host limits first."""
+    named = {"overhead": ["tools/overhead.py"]}
+    for model in TABLE_2_MODELS:
+        named[f"table2-{model}"] = ["-m", "pyg_dfgnn.bench.table2", f"model={model}"]
+    for path in sorted((configs_dir() / "bench" / "experiment").glob("*.yaml")):
+        named[path.stem] = ["-m", "pyg_dfgnn.bench", f"experiment={path.stem}"]
+    named["check"] = ["-m", "pyg_dfgnn.bench.check", "--schedules", "row_split", "smem", "block_mma"]
+    return named
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    named = commands()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *named], metavar="NAME", help=", ".join(named))
+    parser.add_argument("--list", action="store_true", help="only name the commands")
+    options = parser.parse_args(arguments)
+    failed = []
+    for name in options.names or named:
+        words = [sys.executable, *named[name]]
+        print(f"{name}: {' '.join(words[1:])}", flush=True)
+        code = STOPPED_EARLY
+        while code == STOPPED_EARLY and not options.list:
+            code = subprocess.run(words).returncode
+        if code and not options.list:
+            failed.append(f"{name} (exit code {code})")
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
