@@ -180,46 +180,33 @@ def node_specs() -> list[Spec]:
 
 
 def gemm_specs() -> list[Spec]:
-    """The GEMMs of linear layers, in every tile, and by warpgroups."""
+    """The GEMMs of linear layers: a covering set of tiles and layouts, and of sizes by warpgroups."""
+    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True), "split": (False, True)}
+
+    def fits(row: Row) -> bool:
+        """One layer has nothing to interleave with; wide layers are measured as they come in models."""
+        wide = max(row.get("width", (0,))) > 128
+        return row["layers"] > row["interleaved"] and (not wide or (row["split"] and not row["interleaved"]))
+
+    specs = [_column_sum_kernel(dtype).spec for dtype in DTYPES]
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
-    shapes = [
-        (layers, interleaved, split)
-        for layers in range(1, MAX_LAYERS + 1)
-        for interleaved in (False, True)
-        for split in (False, True)
-        if layers > interleaved
-    ]
-    return (
-        [_column_sum_kernel(dtype).spec for dtype in DTYPES]
-        + [
-            Spec(f"gemm/{name}.cu", tile.constants(*shape))
-            for name, each in tiles.items()
-            for tile in sorted(each, key=str)
-            for shape in shapes
+    for name, choices in tiles.items():
+        for row in covering({"tile": sorted(choices, key=str), **layouts}, fits):
+            constants = row["tile"].constants(row["layers"], row["interleaved"], row["split"])
+            specs.append(Spec(f"gemm/{name}.cu", constants))
+    # Many rows and more; sizes that fill their places, that do not, and wide ones.
+    widths = ((128, 128), (68, 100), (500, 128), (160, 80), (128, 512))
+    for row in covering({"width": widths, "rows": (1 << 14, 1 << 20), **layouts}, fits):
+        sizes = row["layers"], row["rows"], *row["width"], row["split"], torch.device("cpu")
+        plans = [("forward_strips", forward_strips(*sizes)), ("forward_strips", backward_strips(*sizes))]
+        plans.append(("weight_grad", weight_grad(*sizes)))
+        specs += [
+            Spec(f"gemm/{name}.cu", plan.constants(row["interleaved"]), HOPPER)
+            for name, plan in plans
+            if plan is not None
         ]
-        + [spec for shape in shapes for spec in warpgroup_specs(*shape)]
-    )
-
-
-def warpgroup_specs(layers: int, interleaved: bool, split: bool) -> list[Spec]:
-    """Of so many layers: many rows and more, sizes that fill their places and that do not, and wide ones."""
-    found = []
-    wide = ((500, 128), (160, 80), (128, 512)) if split and not interleaved and layers in (1, 3) else ()
-    for features, channels in ((128, 128), (68, 100), *wide):
-        for rows in (1 << 14, 1 << 20):
-            sizes = layers, rows, features, channels, split, torch.device("cpu")
-            plans = {
-                "forward_strips": (forward_strips(*sizes), backward_strips(*sizes)),
-                "weight_grad": (weight_grad(*sizes),),
-            }
-            found += [
-                Spec(f"gemm/{name}.cu", plan.constants(interleaved), HOPPER)
-                for name, each in plans.items()
-                for plan in each
-                if plan is not None
-            ]
-    return found
+    return specs
 
 
 def all_specs() -> list[Spec]:
