@@ -30,6 +30,7 @@ import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
+from pyg_dfgnn.nn import fallback
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Options, Trainer, step_scheduler
@@ -114,7 +115,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         place = f"{device}" if group.size == 1 else f"{group.size} processes"
         log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
         if device.type == "cpu" and backend["convs"] == "pyg_dfgnn.nn":
-            log.info("on a CPU PyG's own code runs in place of the fused kernels, which need an NVIDIA GPU")
+            # Each run of a sweep reports this once, before its epochs.
+            fallback.logged.discard(("", fallback.NO_DEVICE))
+            fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
         try:
             trainer.fit()
         except KeyboardInterrupt:
