@@ -1,7 +1,7 @@
 """Every form of edges that a conv takes, turned into what the fused ops and PyG's own forward need."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,32 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor", "Graph")
+
+
+class Call(NamedTuple):
+    """One forward call as the gate saw it.
+
+    Attributes:
+        reasons: Why PyG's own path takes it; empty when the fused one does.
+        problem: The fields of the family's problem; empty where the inputs do not even allow the question.
+        edge_index: The edges as the user passed them.
+        form: One of `FORMS`, or the name of a type that no conv takes.
+        edge_attr: `[num_input_edges, ...]` edge features, also those that a sparse adjacency holds as values.
+        num_src: Number of nodes that send.
+        num_dst: Number of nodes that receive.
+        self_loops: Whether self-loops are replaced by one per node.
+        weights: Whether the caller wants the attention weights.
+    """
+
+    reasons: list[str]
+    problem: tuple[Any, ...]
+    edge_index: Any
+    form: str
+    edge_attr: Tensor | None = None
+    num_src: int = 0
+    num_dst: int = 0
+    self_loops: bool = False
+    weights: bool = False
 
 
 def form_of(edge_index: Any) -> str:
@@ -99,38 +125,24 @@ def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
 
 
 def resolve(
-    edge_index: Any,
-    form: str,
-    edge_attr: Tensor | None,
-    sizes: tuple[int, int],
-    flow: str,
-    *,
-    self_loops: bool,
-    weights: bool,
-    fill_value: float | Tensor | str | None,
-    edge_dim: int | None,
+    call: Call, flow: str, fill_value: float | Tensor | str | None, edge_dim: int | None
 ) -> tuple[Graph | EdgeSet, Tensor | None, Adj]:
-    """Return the edges of a call in the order of the fused ops.
+    """Return the edges of a call without reasons in the order of the fused ops.
 
     Args:
-        edge_index: The edges in one of `FORMS`.
-        form: Which one.
-        edge_attr: Edge features, `[E, edge_dim]`.
-        sizes: Number of sources and of targets.
+        call: The call.
         flow: The flow of the conv.
-        self_loops: Whether the conv replaces self-loops by one per node.
-        weights: Whether the caller wants the attention weights.
         fill_value: How the features of self-loops are made, as PyG's convs define it.
-        edge_dim: The width of `edge_attr`, None or -1 for any.
+        edge_dim: The width of the edge features, None or -1 for any.
 
     Returns:
         The graph; the edge features in the order of its `edge_index`; the adjacency that PyG returns with the weights.
 
     Raises:
-        ValueError: `edge_attr` has another shape.
+        ValueError: The edge features have another shape.
     """
-    num_src, num_dst = sizes
-    num_loops = min(sizes)
+    _, _, edge_index, form, edge_attr, num_src, num_dst, self_loops, weights = call
+    num_loops = min(num_src, num_dst)
     if edge_attr is not None:
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         width: int | str = "edge_dim" if edge_dim is None or edge_dim < 0 else edge_dim
@@ -171,7 +183,7 @@ def resolve(
         edge_attr = edge_attr.index_select(0, graph.kept)
         # A reduction sums at row 1, which may have more nodes than there are loops.
         kept = plain.index_select(1, graph.kept).long()
-        loop_attr = compute_loop_attr(kept, edge_attr, max(sizes), False, fill_value)
+        loop_attr = compute_loop_attr(kept, edge_attr, max(num_src, num_dst), False, fill_value)
         edge_attr = torch.cat([edge_attr, loop_attr[:num_loops]])
     if self_loops and weights:
         edge_index = graph.edge_index.flip(0) if transposed else graph.edge_index.clone()

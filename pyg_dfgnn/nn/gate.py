@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,34 +26,9 @@ HOOKS = tuple(
     for when in ("_pre", "")
 )
 _methods = attrgetter(*METHODS)
+_hooks = itemgetter(*HOOKS)
 _overrides: dict[type, tuple[str, ...]] = {}
 _answers: dict[tuple[Any, ...], tuple[str, ...]] = {}
-
-
-class Call(NamedTuple):
-    """One forward call as the gate saw it.
-
-    Attributes:
-        reasons: Why PyG's own path takes it; empty when the fused one does.
-        problem: The fields of the family's problem; empty where the inputs do not even allow the question.
-        edge_index: The edges as the user passed them.
-        form: One of :data:`pyg_dfgnn.nn.edges.FORMS`, or the name of a type that no conv takes.
-        edge_attr: `[num_input_edges, ...]` edge features, also those that a sparse adjacency holds as values.
-        num_src: Number of nodes that send.
-        num_dst: Number of nodes that receive.
-        self_loops: Whether self-loops are replaced by one per node.
-        weights: Whether the caller wants the attention weights.
-    """
-
-    reasons: list[str]
-    problem: tuple[Any, ...]
-    edge_index: Any
-    form: str
-    edge_attr: Tensor | None = None
-    num_src: int = 0
-    num_dst: int = 0
-    self_loops: bool = False
-    weights: bool = False
 
 
 def methods_of(conv_type: type[MessagePassing]) -> tuple[Any, ...]:
@@ -127,10 +102,11 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     reasons = []
     if own["_explain"]:
         reasons.append("an explainer is attached")
-    if any(map(own.__getitem__, HOOKS)):
+    # torch.compile cannot trace `itemgetter`.
+    if any(map(own.__getitem__, HOOKS) if compiling else _hooks(own)):
         reasons.append("message passing hooks are registered")
     replaced = overridden(type(conv))
-    if any(map(own.__contains__, METHODS)):
+    if compiling or not own.keys().isdisjoint(METHODS):
         replaced += tuple(name for name in METHODS if name in own)
     if replaced:
         reasons.append(f"'{', '.join(replaced)}' is overridden")
@@ -231,7 +207,7 @@ class FusedConv(MessagePassing):
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
         return Description(str(self), (), problem, self._plan(problem, graph), sizes)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Call:
+    def _call(self, *args: Any, **kwargs: Any) -> edges.Call:
         """Return the gate's view of a forward call with these arguments."""
         raise NotImplementedError
 
@@ -257,7 +233,7 @@ class FusedConv(MessagePassing):
         weights: bool = False,
         one_way: bool = False,
         reasons: Sequence[str] = (),
-    ) -> Call:
+    ) -> edges.Call:
         """Collect every reason to leave this call to PyG.
 
         Args:
@@ -288,13 +264,13 @@ class FusedConv(MessagePassing):
         x = first if first is not None else second
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
             against.append("x is not a matrix [N, F] per node set")
-            return Call(against, (), edge_index, form)
+            return edges.Call(against, (), edge_index, form)
         assert x is not None
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")
         if form not in edges.FORMS:
             against.append(f"edge_index is a {form}")
-            return Call(against, (), edge_index, form)
+            return edges.Call(against, (), edge_index, form)
         if not compiling and isinstance(x, FakeTensor):
             against.append("x is a FakeTensor")
         device, flow = x.device, self.flow
@@ -347,7 +323,9 @@ class FusedConv(MessagePassing):
             against += kernel_reasons(type(self), *problem)
         else:
             against.append(NO_DEVICE)
-        return Call(against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
+        return edges.Call(
+            against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights
+        )
 
     def _compile_reasons(
         self, tensors: Sequence[Tensor | None], form: str, self_loops: bool, has_edge_attr: bool, weights: bool
@@ -373,7 +351,7 @@ class FusedConv(MessagePassing):
             return torch.get_autocast_dtype(kind)
         return dtype
 
-    def _fall_back(self, call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Report the reasons of a call and return what PyG's forward makes of it.
 
         Args:
@@ -387,22 +365,10 @@ class FusedConv(MessagePassing):
         return super().forward(x, edge_index, *args, **kwargs)
 
     def _edges(
-        self, call: Call, fill_value: float | Tensor | str | None = None, edge_dim: int | None = None
+        self, call: edges.Call, fill_value: float | Tensor | str | None = None, edge_dim: int | None = None
     ) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         """Return the edges of a call without reasons for the fused ops; see :func:`pyg_dfgnn.nn.edges.resolve`."""
-        form, flow, sizes = call.form, self.flow, (call.num_src, call.num_dst)
-        self_loops, weights = call.self_loops, call.weights
-        if form == "tensor" and call.edge_attr is None and not weights and not torch.compiler.is_compiling():
-            edge_index = call.edge_index
-            return Graph.resolve(edge_index, *sizes, self_loops, flow != "source_to_target"), None, edge_index
-        return edges.resolve(
-            call.edge_index,
-            form,
-            call.edge_attr,
-            sizes,
-            flow,
-            self_loops=self_loops,
-            weights=weights,
-            fill_value=fill_value,
-            edge_dim=edge_dim,
-        )
+        if call.form == "tensor" and call.edge_attr is None and not call.weights and not torch.compiler.is_compiling():
+            edge_index, transposed = call.edge_index, self.flow != "source_to_target"
+            return Graph.resolve(edge_index, call.num_src, call.num_dst, call.self_loops, transposed), None, edge_index
+        return edges.resolve(call, self.flow, fill_value, edge_dim)

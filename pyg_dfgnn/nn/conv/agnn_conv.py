@@ -7,7 +7,8 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.gate import Call, methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.ops.attention.functional import cosine_attention_of_rows
 
 

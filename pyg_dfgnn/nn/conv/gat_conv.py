@@ -10,8 +10,8 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import declared_sizes, with_weights
-from pyg_dfgnn.nn.gate import Call, methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.edges import Call, declared_sizes, with_weights
+from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms

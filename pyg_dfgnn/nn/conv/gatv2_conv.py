@@ -8,8 +8,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import adjacency_features, with_weights
-from pyg_dfgnn.nn.gate import Call, methods_of
+from pyg_dfgnn.nn.edges import Call, adjacency_features, with_weights
+from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import attend
 from pyg_dfgnn.ops.attention.functional import gatv2_attention
 
