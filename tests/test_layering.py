@@ -37,15 +37,7 @@ ALLOWED = {
 }
 
 # Modules of one room that reach themselves through their imports.
-CIRCLES: dict[str, set[str]] = {
-    "graph": {
-        "pyg_dfgnn.graph.batch",
-        "pyg_dfgnn.graph.block_sparse",
-        "pyg_dfgnn.graph.cache",
-        "pyg_dfgnn.graph.graph",
-        "pyg_dfgnn.graph.node_ranges",
-    },
-}
+CIRCLES: dict[str, set[str]] = {}
 # Cores whose imports name attention.
 CORES = (
     "dispatch/core*.py",

@@ -257,10 +257,8 @@ def _kind(what: Any, problem: AttentionProblem, graph: Graph, settings: Settings
     facts = graph.facts
     if facts is None or settings.schedule != "auto" or _is_strict(settings):
         return None
-    segments = graph.node_segments
-    assert segments is not None
     sizes = (round(8 * math.log2(size + 1)) for size in (graph.num_dst, graph.num_edges))
-    most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, segments.longest))
+    most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, facts.max_nodes))
     return what, replace(problem, needs_grad=False), facts.is_simple, *sizes, *most
 
 

@@ -23,7 +23,6 @@ Seconds = dict[str, dict[str, float]]
 
 _logger = logging.getLogger("pyg_dfgnn")
 _remembered: dict[str, Seconds] = {}
-_DEGREES = "degrees"
 
 
 def folder() -> Path:
@@ -58,7 +57,7 @@ def _spread(side: Adjacency) -> list[float]:
 
 def _degrees(graph: Graph, walks: Sequence[str]) -> list[list[float]] | None:
     """Degrees of the sides that are walked, kept with the graph; one host sync each, None where none is allowed."""
-    kept = graph.plans.setdefault(_DEGREES, {})
+    kept = graph.derived("degrees", dict)
     names = ("csr", "csc") if "sources" in walks else ("csr",)
     for name in names:
         if name not in kept:

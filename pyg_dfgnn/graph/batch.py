@@ -2,95 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
 from pyg_dfgnn.graph import forms
-from pyg_dfgnn.graph.adjacency import Adjacency, Side, expand, from_degree, longest, pull
-from pyg_dfgnn.graph.block_sparse import Segments
-from pyg_dfgnn.graph.graph import Graph, batch_edge_index, build, check_edges, check_ids, refuse_ids
-
-IN_DEGREE, OUT_DEGREE, BY_SOURCE, FACTS = "csr_in_degree", "csr_out_degree", "csr_by_source", "csr_facts"
-_NUM_FACTS = 7
-
-
-@dataclass(frozen=True)
-class BatchFacts:
-    """What the host knows of a batch whose graphs went through :class:`SortEdges`, so that nobody asks the device.
-
-    Attributes:
-        nodes: Nodes of each graph, int64 [G].
-        edges: Edges of each graph, int64 [G].
-        loops: Edges from a node to itself of each graph, int64 [G].
-        num_edges: Edges of all graphs.
-        max_in_degree: Most edges into a node.
-        max_out_degree: Most edges out of a node.
-        max_kept_in: As `max_in_degree`, loops left out.
-        max_kept_out: As `max_out_degree`, loops left out.
-        is_simple: Whether no edge occurs twice.
-    """
-
-    nodes: Tensor
-    edges: Tensor
-    loops: Tensor
-    num_edges: int
-    max_in_degree: int
-    max_out_degree: int
-    max_kept_in: int
-    max_kept_out: int
-    is_simple: bool
-
-    @staticmethod
-    def of(batch: Any) -> BatchFacts:
-        """The facts of a batch that is still on the host.
-
-        Raises:
-            ValueError: Its graphs did not go through :class:`SortEdges`, or it has left the host.
-        """
-        facts = batch.get(FACTS)
-        if not isinstance(facts, Tensor) or facts.device.type != "cpu":
-            raise ValueError("'batch' needs graphs that went through SortEdges, and to be on the CPU still")
-        ptr = batch.get("ptr")
-        nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.diff()
-        return BatchFacts.merge(nodes, facts)
-
-    @staticmethod
-    def merge(nodes: Tensor, facts: Tensor) -> BatchFacts:
-        """The facts of graphs with so many nodes [G] from the rows [G, 7] that `SortEdges` has stored.
-
-        Raises:
-            ValueError: The rows are of another version.
-        """
-        if facts.size(1) != _NUM_FACTS:
-            given = f"(got {facts.size(1)} stored by another version)"
-            raise ValueError(
-                f"'batch' needs the {_NUM_FACTS} facts that SortEdges keeps of each graph {given}: sort again"
-            )
-        edges, loops = facts[:, 0].long(), facts[:, 1].long()
-        max_in, max_out, kept_in, kept_out, repeated = facts[:, 2:].amax(0).tolist()
-        return BatchFacts(nodes, edges, loops, int(edges.sum()), max_in, max_out, kept_in, kept_out, not repeated)
-
-    def with_loops(self) -> BatchFacts:
-        """The facts once loops are dropped and each node has got one."""
-        edges = self.edges - self.loops + self.nodes
-        most = (self.max_kept_in + 1, self.max_kept_out + 1) if int(self.nodes.sum()) else (0, 0)
-        return replace(
-            self,
-            edges=edges,
-            loops=self.nodes,
-            num_edges=int(edges.sum()),
-            max_in_degree=most[0],
-            max_out_degree=most[1],
-        )
-
-    def segments(self, ptr: Tensor) -> Segments:
-        """The graphs as segments, from their node offsets int32 [G + 1] on the device."""
-        return Segments.of_sizes(ptr, self.nodes, self.edges, self.is_simple)
+from pyg_dfgnn.graph.adjacency import Adjacency, Arrays, expand, from_degree, longest, pull
+from pyg_dfgnn.graph.build import Built, bounds_of, build, check_edges, refuse_ids
+from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts
 
 
 class SortEdges(BaseTransform):
@@ -118,7 +42,7 @@ class SortEdges(BaseTransform):
         """
         edge_index, num_nodes = batch_edge_index(data), data.num_nodes
         num_edges = edge_index.size(1)
-        refuse_ids(pull(*check_ids(*edge_index)), num_nodes, num_nodes, num_edges)
+        refuse_ids(pull(*bounds_of(*edge_index)), num_nodes, num_nodes, num_edges)
         order = edge_index[0].argsort(stable=True)
         order = order[edge_index[1, order].argsort(stable=True)]
         for store in data.edge_stores:
@@ -140,98 +64,101 @@ class SortEdges(BaseTransform):
         return data
 
 
-class BatchAdjacency(Adjacency):
-    """A side of a batch with facts, where a bound does that needs no host sync."""
+def batch_edge_index(batch: Any) -> Tensor:
+    """Return the plain `edge_index` tensor of a homogeneous batch, the one that convs will be given.
 
-    def block_edges(self, rows: int) -> int:
-        """At least the most edges of any block of `rows` consecutive rows."""
-        return min(self.num_edges, rows * self.max_degree)
+    Raises:
+        TypeError: There is none.
+    """
+    edge_index = None if hasattr(batch, "edge_types") else getattr(batch, "edge_index", None)
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(f"'batch' needs one edge type with a tensor 'edge_index' (got {type(batch).__name__})")
+    edge_index = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
+    forms.check_edge_index(edge_index)
+    return edge_index
 
 
-def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Graph:
-    """Build the graph of a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
+def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Built:
+    """Build a batch as its graphs were stored by :class:`SortEdges`: no sort, no check, no host sync."""
     num_nodes, num_edges = batch.num_nodes, facts.num_edges
     if (edge_index.size(1), num_nodes) != (num_edges, int(facts.nodes.sum())):
         raise _changed("edge_index")
     check_edges(num_edges)
     in_degree, out_degree, by_source = _stored(batch, num_nodes, num_edges)
-    segments = _segments(batch, edge_index.device)
-    ptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
+    graph_ptr = _graph_ptr(batch, edge_index.device)
+    rowptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
     source, target = edge_index.to(torch.int32, copy=True)
-    edge_ptr = ptr[segments.long()]
+    edge_ptr = rowptr[graph_ptr.long()]
     by_source = by_source + edge_ptr[:-1].repeat_interleave(edge_ptr.diff(), output_size=num_edges)
-    csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=ptr.device))
-    csc = Side(source_ptr, target.index_select(0, by_source), by_source)
-    return assemble(csr, csc, segments, facts, anchor=edge_index)
+    csr = Arrays(rowptr, source, torch.arange(num_edges, dtype=torch.int32, device=rowptr.device))
+    csc = Arrays(source_ptr, target.index_select(0, by_source), by_source)
+    return trusted(csr, csc, graph_ptr, facts)
 
 
-def assemble(csr: Side, csc: Side, segments: Tensor, facts: BatchFacts, **options: Any) -> Graph:
-    """The graph of a batch from its finished sides, the node offsets of its graphs int32 [G + 1] and its facts."""
-    found = facts.segments(segments)
-    return Graph(
-        BatchAdjacency(csr, facts.max_in_degree),
-        csr.rowptr.numel() - 1,
-        csc=BatchAdjacency(csc, facts.max_out_degree),
-        graph_ptr=segments,
-        max_graph_nodes=found.longest,
-        node_segments=found,
+def trusted(csr: Arrays, csc: Arrays, graph_ptr: Tensor, facts: BatchFacts) -> Built:
+    """Join the finished arrays of a batch, the node offsets of its graphs int32 [G + 1] and its facts."""
+    nodes = csr.rowptr.numel() - 1
+    return Built(
+        Adjacency(*csr, nodes, facts.max_in_degree, is_trusted=True),
+        Adjacency(*csc, nodes, facts.max_out_degree, "sources", "targets", is_trusted=True),
+        graph_ptr=graph_ptr,
+        max_graph_nodes=facts.max_nodes,
         facts=facts,
-        **options,
     )
 
 
-def build_batch(batch: Any, edge_index: Tensor) -> Graph:
-    """Build the graph of a batch with its segments: no sort if its members went through :class:`SortEdges`."""
+def build_batch(batch: Any, edge_index: Tensor) -> Built:
+    """Build a batch with its node offsets: no sort if its graphs went through :class:`SortEdges`."""
     num_nodes, num_edges = batch.num_nodes, edge_index.size(1)
-    segments = _segments(batch, edge_index.device)
+    graph_ptr = _graph_ptr(batch, edge_index.device)
     source, target = edge_index
+    source_graph, target_graph = (
+        torch.bucketize(nodes.to(graph_ptr.dtype), graph_ptr[1:], right=True, out_int32=True) for nodes in edge_index
+    )
+    same_graph = (source_graph == target_graph).all()
     if BY_SOURCE not in batch:
-        graph = build(forms.read_tensor(edge_index, False), num_nodes, num_nodes, anchor=edge_index)
-        same_graph = (_owner(segments, source) == _owner(segments, target)).all()
-        inside, graph.max_graph_nodes = pull(same_graph, longest(segments))
+        built = build(forms.read_tensor(edge_index, False), num_nodes, num_nodes)
+        inside, max_graph_nodes = pull(same_graph, longest(graph_ptr))
         _refuse_crossing(inside)
-        graph.graph_ptr = segments
-        return graph
+        return replace(built, graph_ptr=graph_ptr, max_graph_nodes=max_graph_nodes)
 
     in_degree, out_degree, by_source = _stored(batch, num_nodes, num_edges)
     source, target = source.to(torch.int32, copy=True), target.to(torch.int32)
-    ptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
+    rowptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
     # Positions count from the first edge of each graph; edges of a graph are contiguous in both orders.
-    edge_ptr = ptr[segments.clamp(0, num_nodes).long()]
+    edge_ptr = rowptr[graph_ptr.clamp(0, num_nodes).long()]
     graph_of_edge = expand(edge_ptr, num_edges).clamp(max=max(edge_ptr.numel() - 2, 0)).long()
     by_source = (by_source + edge_ptr[graph_of_edge]).clamp(0, max(num_edges - 1, 0))
-    csr = Side(ptr, source, torch.arange(num_edges, dtype=torch.int32, device=ptr.device))
-    csc = Side(source_ptr, target[by_source.long()], by_source)
-    seen = torch.zeros(num_edges, dtype=torch.bool, device=ptr.device)
-    seen[by_source.long()] = True
+    place = by_source.long()
+    csr = Arrays(rowptr, source, torch.arange(num_edges, dtype=torch.int32, device=rowptr.device))
+    csc = Arrays(source_ptr, target[place], by_source)
+    seen = torch.zeros(num_edges, dtype=torch.bool, device=rowptr.device)
+    seen[place] = True
     unchanged = torch.stack(
         [
-            (expand(ptr, num_edges) == target).all(),
-            (expand(source_ptr, num_edges) == source[by_source.long()]).all(),
+            (expand(rowptr, num_edges) == target).all(),
+            (expand(source_ptr, num_edges) == source[place]).all(),
             seen.all(),
-            ptr[-1] == num_edges,
+            rowptr[-1] == num_edges,
             source_ptr[-1] == num_edges,
         ]
     ).all()
-    same_graph = (_owner(segments, source) == _owner(segments, target)).all()
-    *bounds, unchanged_, inside, max_in, max_out, max_graph_nodes = pull(
-        *check_ids(*edge_index), unchanged, same_graph, longest(ptr), longest(source_ptr), longest(segments)
+    *bounds, is_unchanged, inside, max_in, max_out, max_graph_nodes = pull(
+        *bounds_of(*edge_index), unchanged, same_graph, longest(rowptr), longest(source_ptr), longest(graph_ptr)
     )
     refuse_ids(bounds, num_nodes, num_nodes, num_edges)
-    if not unchanged_:
+    if not is_unchanged:
         raise _changed("edge_index")
     _refuse_crossing(inside)
-    return Graph(
-        Adjacency(csr, max_in),
-        num_nodes,
-        csc=Adjacency(csc, max_out),
-        anchor=edge_index,
-        graph_ptr=segments,
+    return Built(
+        Adjacency(*csr, num_nodes, max_in),
+        Adjacency(*csc, num_nodes, max_out, "sources", "targets"),
+        graph_ptr=graph_ptr,
         max_graph_nodes=max_graph_nodes,
     )
 
 
-def _segments(batch: Any, device: torch.device) -> Tensor:
+def _graph_ptr(batch: Any, device: torch.device) -> Tensor:
     """Node offsets of the graphs of a batch, int32 [G + 1]; a single graph has none."""
     ptr = batch.get("ptr")
     return (torch.tensor([0, batch.num_nodes], device=device) if ptr is None else ptr).to(torch.int32, copy=True)
@@ -243,22 +170,17 @@ def _stored(batch: Any, num_nodes: int, num_edges: int) -> list[Tensor]:
     Raises:
         ValueError: One is missing or of another size.
     """
-    found = []
+    stored = []
     for name, size in ((IN_DEGREE, num_nodes), (OUT_DEGREE, num_nodes), (BY_SOURCE, num_edges)):
         tensor = batch.get(name)
         if not isinstance(tensor, Tensor) or list(tensor.shape) != [size]:
             raise _changed(name)
-        found.append(tensor)
-    return found
+        stored.append(tensor)
+    return stored
 
 
 def _changed(name: str) -> ValueError:
     return ValueError(f"'{name}' needs the edges that SortEdges saw: they or the nodes were changed after it")
-
-
-def _owner(segments: Tensor, nodes: Tensor) -> Tensor:
-    # The graph of each node.
-    return torch.bucketize(nodes.to(segments.dtype), segments[1:], right=True, out_int32=True)
 
 
 def _refuse_crossing(inside: int) -> None:

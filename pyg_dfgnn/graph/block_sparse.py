@@ -1,69 +1,31 @@
 """Dense blocks of an adjacency: windows of consecutive rows, the columns each one meets, and one bit per possible edge.
 
-Two ways to list the columns of a window. Where the nodes fall into segments that no edge leaves, as in a batch of
-graphs, the columns of a window are the nodes of its segment. Otherwise they are the columns that occur in its rows.
+Two ways to list the columns of a window. Where the nodes fall into diagonal blocks, which no edge leaves, as in a
+batch of graphs, the columns of a window are the nodes of its diagonal block. Otherwise they are the columns that occur
+in its rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull
-
-if TYPE_CHECKING:
-    from pyg_dfgnn.graph.graph import Graph
+from pyg_dfgnn.graph.graph import Graph
+from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, ceil_div, diagonal_blocks
 
 BLOCK = 32
 """Columns of a block: one word of bits per row."""
-TILE_ROWS = 16
-"""Rows of a warp."""
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows or the graphs of a batch.
-
-    Attributes:
-        ptr: Node offsets, int32 [num_segments + 1].
-        num_segments: Their number.
-        longest: Nodes of the longest one.
-        histogram: Number of segments by size, (size in units of 16 nodes rounded up, count), ascending.
-        sizes: Nodes of each one on the host, int64 [num_segments], where they are known there.
-        edges: Edges between the nodes of each one on the host, int64 [num_segments], where they are known there.
-        is_simple: Whether no edge occurs twice; None where nobody has looked.
-    """
-
-    ptr: Tensor
-    num_segments: int
-    longest: int
-    histogram: tuple[tuple[int, int], ...]
-    sizes: Tensor | None = None
-    edges: Tensor | None = None
-    is_simple: bool | None = None
-
-    @cached_property
-    def on_host(self) -> tuple[Tensor, Tensor] | None:
-        """Node offsets and edge offsets on the host, int32 [num_segments + 1] each; None where it knows none."""
-        if self.sizes is None or self.edges is None:
-            return None
-        return from_degree(self.sizes), from_degree(self.edges)
-
-    @staticmethod
-    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> Segments:
-        """Segments of known sizes (see the attributes): nothing is asked of the device."""
-        units = torch.bincount(_ceil_div(sizes, TILE_ROWS)).tolist()
-        histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
-        return Segments(ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, edges, is_simple)
+KEY = "block_sparse"
+"""Where the first part of a key says so, a derived value is a :class:`BlockSparse`."""
 
 
 @dataclass(frozen=True)
 class BlockSparse:
-    """One side of a graph as dense blocks (see the module).
+    """An adjacency as dense blocks (see the module).
 
     Attributes:
         windows: First row, one past the last row, first block, number of columns and first column of each window, then
@@ -85,39 +47,53 @@ class BlockSparse:
     max_columns: int
     has_duplicates: bool
 
-    def tensors(self) -> list[Tensor]:
-        """All arrays."""
-        return [t for t in (self.windows, self.columns, self.bits) if t is not None]
+
+def side_of(graph: Graph, direction: str) -> Adjacency:
+    """Return the adjacency that a pass works on: rows are sources for the pass over sources, else targets."""
+    return graph.csc if direction == "sources" else graph.csr
 
 
-def find_segments(graph: Graph) -> Segments | None:
-    """The segments of a square graph; None if sources and targets are not the same nodes."""
-    if graph.num_src != graph.num_dst or graph.num_src == 0:
-        return None
-    csr, nodes = graph.csr, graph.num_dst
-    row = expand(csr.rowptr, csr.num_edges)
-    # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
-    across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.rowptr.device)
-    one = torch.ones_like(row)
-    across.index_add_(0, torch.minimum(row, csr.col), one)
-    across.index_add_(0, torch.maximum(row, csr.col), one, alpha=-1)
-    # The boundary before node b, b = 1 ... nodes.
-    free = across.cumsum(0)[:nodes] == 0
-    ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
-    size = ptr.diff()
-    counts = torch.bincount(_ceil_div(size, TILE_ROWS))
-    (longest,) = pull(size.max())
-    histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
-    return Segments(ptr, size.numel(), longest, histogram)
+def of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
+    """Return the dense blocks that a pass works on.
+
+    Args:
+        graph: Keeps the blocks.
+        direction: Direction of the pass, `"forward"`, `"targets"` or `"sources"`.
+        rows: Rows of a window.
+        compact: List the columns that occur, rather than the nodes of the window's diagonal block.
+    """
+    domain = "sources" if direction == "sources" else "targets"
+
+    def build() -> BlockSparse:
+        blocks = None if compact else diagonal_blocks(graph)
+        stored = None if compact else stored_bits(graph)
+        bits = None if stored is None else stored(domain, rows)
+        return make_blocks(side_of(graph, direction), rows, blocks, bits)
+
+    return graph.derived((KEY, domain, rows, compact), build)
 
 
-def _ceil_div(sizes: Tensor, unit: int) -> Tensor:
-    return (sizes + unit - 1) // unit
+def stored_bits(graph: Graph, bits: Callable[[str, int], Tensor] | None = None) -> Callable[[str, int], Tensor] | None:
+    """Return what gives the bits of the blocks of (domain, rows), where the maker of a batch keeps them ready.
+
+    Args:
+        graph: The graph of the batch.
+        bits: What the maker of the batch leaves with the graph, before anything else asks.
+    """
+    return graph.derived("stored_bits", lambda: bits)
 
 
-def area_of(segments: Segments) -> int:
-    """Area of the blocks of all segments, in pairs of nodes."""
-    return sum(count * (TILE_ROWS * units) ** 2 for units, count in segments.histogram)
+def fill(graph: Graph, rows: int, compact: bool) -> float:
+    """Return the edges over the area of the dense blocks of the targets, measured on some windows if `compact`."""
+    blocks = None if compact else diagonal_blocks(graph)
+    if blocks is not None:
+        return graph.num_edges / max(1, area_of(blocks))
+    return graph.derived(("fill", rows), lambda: sample_fill(graph.csr, rows))
+
+
+def area_of(blocks: DiagonalBlocks) -> int:
+    """Return the area of square blocks over all diagonal blocks, in pairs of nodes."""
+    return sum(count * (TILE_ROWS * units) ** 2 for units, count in blocks.histogram)
 
 
 def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
@@ -134,19 +110,19 @@ def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
     distinct = torch.unique(owner << 32 | side.col[edge])
     counts = torch.zeros(first.numel(), dtype=torch.int64, device=ptr.device)
     counts.index_add_(0, distinct >> 32, torch.ones_like(distinct))
-    (blocks,) = pull(_ceil_div(counts, BLOCK).sum())
+    (blocks,) = pull(ceil_div(counts, BLOCK).sum())
     return total / max(1, blocks * BLOCK * rows)
 
 
 def block_count(sizes: Tensor, rows: int) -> Tensor:
-    """Blocks of the windows of each segment, whose columns are its nodes."""
-    return _ceil_div(sizes, rows) * _ceil_div(sizes, BLOCK)
+    """Blocks of the windows of each diagonal block, whose columns are its nodes."""
+    return ceil_div(sizes, rows) * ceil_div(sizes, BLOCK)
 
 
 def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Cut ranges of rows into windows of at most `rows`: first and last row of each, and the range it is from."""
     size = ptr.diff()
-    count = _ceil_div(size, rows)
+    count = ceil_div(size, rows)
     first_window = from_degree(count)
     if num_windows is None:
         (num_windows,) = pull(first_window[-1])
@@ -165,21 +141,19 @@ def _place(side: Adjacency, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor
     return window, row - first[window]
 
 
-def make_tiles(
-    side: Adjacency, num_columns: int, rows: int, segments: Segments | None, bits: Tensor | None = None
-) -> BlockSparse:
-    """The dense blocks of a side; no host sync where the host knows the sizes of the segments.
+def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bits: Tensor | None = None) -> BlockSparse:
+    """Return the dense blocks of an adjacency; no host sync where the host knows the sizes of the diagonal blocks.
 
     Args:
-        side: The side.
-        num_columns: Number of nodes at the other end.
+        side: The adjacency.
         rows: Rows of a window.
-        segments: The segments whose nodes are the columns; None lists the columns that occur.
-        bits: `BlockSparse.bits` of the segments where they are known, for a graph in which no edge occurs twice.
+        diagonal: The diagonal blocks whose nodes are the columns; None lists the columns that occur.
+        bits: `BlockSparse.bits` where they are known, for a graph in which no edge occurs twice.
     """
+    num_columns = side.num_cols
     device = side.rowptr.device
-    sizes = None if segments is None else segments.sizes
-    if segments is None:
+    sizes = None if diagonal is None else diagonal.sizes
+    if diagonal is None:
         everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
         first, last, _ = _windows(everything, rows, -(-side.num_rows // rows))
         num_windows = first.numel()
@@ -190,21 +164,21 @@ def make_tiles(
         begin = from_degree(count)[:-1]
         position = (position - begin[window]).to(torch.int32)
     else:
-        first, last, of = _windows(segments.ptr, rows, None if sizes is None else int(_ceil_div(sizes, rows).sum()))
+        first, last, of = _windows(diagonal.ptr, rows, None if sizes is None else int(ceil_div(sizes, rows).sum()))
         num_windows = first.numel()
-        begin = segments.ptr[of]
-        count = segments.ptr[of + 1] - begin
+        begin = diagonal.ptr[of]
+        count = diagonal.ptr[of + 1] - begin
         if bits is None:
             window, row = _place(side, first, last)
             position = side.col - begin[window]
 
-    first_block = from_degree(_ceil_div(count, BLOCK))
-    if segments is not None and sizes is not None:
-        num_blocks, max_columns = int(block_count(sizes, rows).sum()), segments.longest
+    first_block = from_degree(ceil_div(count, BLOCK))
+    if diagonal is not None and sizes is not None:
+        num_blocks, max_columns = int(block_count(sizes, rows).sum()), diagonal.longest
     else:
         num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
     columns = None
-    if segments is None:
+    if diagonal is None:
         owner = expand(first_block, num_blocks).long()
         block = torch.arange(num_blocks, dtype=torch.int32, device=device) - first_block[owner]
         column = block[:, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32, device=device)
@@ -216,8 +190,8 @@ def make_tiles(
         bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
         word = (first_block[window] + position // BLOCK).long() * rows + row
         bits.index_add_(0, word, torch.ones_like(position) << position % BLOCK)
-        if segments is not None and segments.is_simple is not None:
-            duplicates = not segments.is_simple
+        if diagonal is not None and diagonal.is_simple is not None:
+            duplicates = not diagonal.is_simple
         else:
             # Adding an edge twice carries into other bits, and every carry lowers their number.
             (set_bits,) = pull(_count_bits(bits).sum())

@@ -1,33 +1,26 @@
-"""The graph cache: one entry per edge set in use, found by identity, gone with the tensor it was built from."""
+"""The cache of graphs: found by the identity of what they were built from, and gone with it."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from pyg_dfgnn.graph.graph import Graph
+from pyg_dfgnn.graph.derived import Anchored, Derived
 
-
-class Entry:
-    """A graph, what it was built from (weakly), and the version that was read."""
-
-    __slots__ = ("graph", "ref", "version")
-
-    def __init__(self, ref: weakref.ref, version: Hashable, graph: Graph) -> None:
-        self.ref, self.version, self.graph = ref, version, graph
+Kept = TypeVar("Kept", bound=Derived)
+Key = tuple[Hashable, ...]
 
 
-class GraphCache:
-    """Graphs keyed by the identity of the object they were built from.
+class GraphCache(Generic[Kept]):
+    """Graphs keyed by the identities of their anchors, the objects they were built from, and by their sizes.
 
-    An address alone proves nothing, because it is used again after a tensor dies. An entry therefore holds a weak
-    reference and counts only while that is the very object asked for, at the same version (an in-place edit raises it).
-    The weak reference also removes the entry when the object dies. Reading takes no lock.
+    An address alone proves nothing, because it is used again after a tensor dies. An entry therefore holds weak
+    references and counts only while they lead to the very objects asked for, each at the same version (an in-place edit
+    raises it). The weak references also remove the entry when an anchor dies. Reading takes no lock.
 
     Args:
         max_graphs: The oldest graph that is not pinned leaves when there are more.
@@ -35,7 +28,7 @@ class GraphCache:
 
     def __init__(self, max_graphs: int) -> None:
         self.max_graphs = max_graphs
-        self.entries: dict[tuple[Any, ...], Entry] = {}
+        self.entries: dict[Key, Anchored] = {}
         self._lock = threading.Lock()
         # A child forked while another thread holds the lock would wait forever.
         if hasattr(os, "register_at_fork"):
@@ -44,16 +37,16 @@ class GraphCache:
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[Any, ...], anchor: object, version: Hashable) -> Graph | None:
-        """The graph built from `anchor` at `version`, if it is here."""
+    def get(self, key: Key, anchors: Sequence[Any], versions: Sequence[Hashable]) -> Kept | None:
+        """Return the graph built from `anchors` at `versions`, if it is here."""
         entry = self.entries.get(key)
-        if entry is not None and entry.ref() is anchor and entry.version == version:
-            return entry.graph
-        return None
+        return entry.value if entry is not None and entry.is_of(anchors, versions) else None
 
-    def put(self, key: tuple[Any, ...], anchor: object, version: Hashable, graph: Graph) -> None:
-        """Keep `graph` for as long as `anchor` lives."""
-        entry = Entry(weakref.ref(anchor, partial(self._drop, key)), version, graph)
+    def put(self, key: Key, anchors: Sequence[Any], versions: Sequence[Hashable], graph: Kept) -> None:
+        """Keep `graph` while all anchors live, unless an edit of one would leave no trace."""
+        if None in versions:
+            return
+        entry = Anchored(graph, anchors, versions, partial(self._drop, key))
         with self._lock:
             self.entries.pop(key, None)
             self.entries[key] = entry
@@ -62,14 +55,14 @@ class GraphCache:
             # Listing entries would allocate, and with that collect garbage and drop entries meanwhile; keys do not.
             for old in list(self.entries):
                 held = self.entries.get(old)
-                if held is not None and not held.graph.pinned:
+                if held is not None and not held.value.pinned:
                     self.entries.pop(old, None)
                     return
 
-    def _drop(self, key: tuple[Any, ...], ref: weakref.ref) -> None:
+    def _drop(self, key: Key, ref: weakref.ref) -> None:
         # Runs whenever the garbage collector does, perhaps inside `put`: it must not take the lock.
         entry = self.entries.get(key)
-        if entry is not None and entry.ref is ref:
+        if entry is not None and any(ref is held for held in entry.refs):
             self.entries.pop(key, None)
 
     def clear(self) -> None:

@@ -11,10 +11,13 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.collate import collate
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph.adjacency import INT32_MAX, Side, from_degree, push
-from pyg_dfgnn.graph.batch import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts, assemble
-from pyg_dfgnn.graph.block_sparse import block_count, make_tiles
-from pyg_dfgnn.graph.graph import Graph, check_edges, keep
+from pyg_dfgnn.graph.adjacency import INT32_MAX, Arrays, from_degree, push
+from pyg_dfgnn.graph.batch import trusted
+from pyg_dfgnn.graph.block_sparse import block_count, make_blocks, side_of, stored_bits
+from pyg_dfgnn.graph.build import check_edges
+from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts
+from pyg_dfgnn.graph.graph import Graph, keep
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 
 # Graphs whose dense blocks are made at a time.
 _GROUP = 1024
@@ -122,26 +125,23 @@ class DeviceDataset:
         by_source = self._ends[2].index_select(0, edge).add_(table[3].index_select(0, graph_of_edge))
         target = self._ends[3].index_select(0, edge).add_(shift)
         in_ptr, out_ptr = (from_degree(degree.index_select(0, node)) for degree in self._degrees)
-        csr, csc = Side(in_ptr, source, edge_id), Side(out_ptr, target, by_source)
         facts = BatchFacts.merge(nodes, self.facts[ids])
-
-        def bits(rows_are: str, rows: int) -> Tensor:
-            return self._gather_bits(ids, rows_are, rows)
-
-        graph = assemble(
-            csr, csc, ptr.to(torch.int32), facts, anchor=batch.edge_index, bits=bits if facts.is_simple else None
-        )
-        keep((id(batch.edge_index), num_nodes, num_nodes, False, False), batch.edge_index, graph)
+        csr, csc = Arrays(in_ptr, source, edge_id), Arrays(out_ptr, target, by_source)
+        anchors, sizes = (batch.edge_index,), (num_nodes, num_nodes, False, False)
+        graph = Graph(trusted(csr, csc, ptr.to(torch.int32), facts), anchors, sizes)
+        if facts.is_simple:
+            stored_bits(graph, lambda domain, rows: self._gather_bits(ids, domain, rows))
+        keep(graph, anchors, sizes)
         return batch
 
-    def _gather_bits(self, ids: Tensor, rows_are: str, rows: int) -> Tensor:
+    def _gather_bits(self, ids: Tensor, domain: str, rows: int) -> Tensor:
         """The bits of the dense blocks of a batch, gathered from those of all graphs, which are made once."""
-        found = self._bits.get((rows_are, rows))
+        found = self._bits.get((domain, rows))
         if found is None:
-            parts = [self._make_bits(part, rows_are, rows) for part in torch.arange(len(self)).split(_GROUP)]
+            parts = [self._make_bits(part, domain, rows) for part in torch.arange(len(self)).split(_GROUP)]
             bits, counts = torch.cat(parts), block_count(self.nodes, rows)
             made = torch.cuda.current_stream(self.device).record_event() if bits.is_cuda else None
-            self._bits[rows_are, rows] = _Bits(bits, counts, made)
+            self._bits[domain, rows] = _Bits(bits, counts, made)
         else:
             bits, counts, made = found
             if made is not None:
@@ -154,11 +154,10 @@ class DeviceDataset:
         place = shift[0].repeat_interleave(shift[1], output_size=total).add_(torch.arange(total, device=self.device))
         return bits.index_select(0, place)
 
-    def _make_bits(self, ids: Tensor, rows_are: str, rows: int) -> Tensor:
+    def _make_bits(self, ids: Tensor, domain: str, rows: int) -> Tensor:
         batch = self.batch(ids)
         graph = Graph.of_batch(batch)
-        side, columns = (graph.csr, graph.num_src) if rows_are == "targets" else (graph.csc, graph.num_dst)
-        return make_tiles(side, columns, rows, graph.node_segments).bits
+        return make_blocks(side_of(graph, domain), rows, diagonal_blocks(graph)).bits
 
 
 def first(lengths: Tensor) -> Tensor:

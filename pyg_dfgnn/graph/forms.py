@@ -13,6 +13,7 @@ from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops
 
 from pyg_dfgnn.errors import check_dtype, check_shape
 from pyg_dfgnn.graph.adjacency import MAX_EDGES, expand
+from pyg_dfgnn.graph.derived import version_of
 
 INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -31,11 +32,6 @@ class Edges(NamedTuple):
     target: Tensor
     by_target: Tensor | None = None
     target_sorted: bool = False
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """The number that every in-place edit of a tensor raises; None for inference tensors, which do not count edits."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def check_edge_index(edge_index: Any) -> None:
@@ -80,7 +76,10 @@ def is_adjacency(edges: Any) -> bool:
 
 
 def adjacency_anchor(adj: Any) -> tuple[object, Hashable]:
-    """What tells whether a sparse matrix is still the same: an object to hold weakly, and its indices' versions."""
+    """What tells whether a sparse matrix is still the same: an object to hold weakly, and its indices' versions.
+
+    The versions are None if an edit would leave no trace.
+    """
     if isinstance(adj, torch_geometric.typing.SparseTensor):
         rowptr, col, _ = adj.csr()
         # Setting values makes a new SparseTensor, changing indices makes a new storage.

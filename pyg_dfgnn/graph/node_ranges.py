@@ -1,15 +1,59 @@
-"""Segments of nodes packed into ranges of limited length, one for each thread block."""
+"""Ranges of nodes that no edge leaves: the diagonal blocks of a graph, and several of them joined."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, push
-from pyg_dfgnn.graph.block_sparse import Segments
+from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull, push
+from pyg_dfgnn.graph.graph import Graph
+
+TILE_ROWS = 16
+"""Unit in which the histogram of :class:`DiagonalBlocks` counts nodes: rows of a warp."""
+KEY = "diagonal_blocks"
+
+
+@dataclass(frozen=True)
+class DiagonalBlocks:
+    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows or the graphs of a batch.
+
+    Attributes:
+        ptr: Node offsets, int32 [num_blocks + 1].
+        num_blocks: Their number.
+        longest: Nodes of the longest one.
+        histogram: Number of blocks by size, (size in units of 16 nodes rounded up, count), ascending.
+        sizes: Nodes of each one on the host, int64 [num_blocks], where they are known there.
+        edges: Edges between the nodes of each one on the host, int64 [num_blocks], where they are known there.
+        is_simple: Whether no edge occurs twice; None where nobody has looked.
+    """
+
+    ptr: Tensor
+    num_blocks: int
+    longest: int
+    histogram: tuple[tuple[int, int], ...]
+    sizes: Tensor | None = None
+    edges: Tensor | None = None
+    is_simple: bool | None = None
+
+    @cached_property
+    def on_host(self) -> tuple[Tensor, Tensor] | None:
+        """Node offsets and edge offsets on the host, int32 [num_blocks + 1] each; None where it knows none."""
+        if self.sizes is None or self.edges is None:
+            return None
+        return from_degree(self.sizes), from_degree(self.edges)
+
+    @staticmethod
+    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> DiagonalBlocks:
+        """DiagonalBlocks of known sizes (see the attributes): nothing is asked of the device."""
+        units = torch.bincount(ceil_div(sizes, TILE_ROWS)).tolist()
+        histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
+        return DiagonalBlocks(
+            ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, edges, is_simple
+        )
 
 
 @dataclass(frozen=True)
@@ -31,21 +75,70 @@ class NodeRanges:
     bound: int
 
 
-def pack_segments(side: Adjacency, segments: Segments, most: int) -> NodeRanges:
-    """Join neighbouring segments to ranges of at most `most` nodes, which no segment may exceed.
+def ceil_div(sizes: Tensor, unit: int) -> Tensor:
+    """Units that hold each size, the last one perhaps in part."""
+    return (sizes + unit - 1) // unit
 
-    A range holds the segments that begin in the same interval of `most - segments.longest + 1` nodes. The device is
-    asked for the sizes of the segments only where the host does not know them.
+
+def diagonal_blocks(graph: Graph) -> DiagonalBlocks | None:
+    """Return the diagonal blocks of a graph, those of a batch with facts being its graphs.
+
+    None if sources and targets are not the same nodes.
+    """
+
+    def build() -> DiagonalBlocks | None:
+        facts, graph_ptr = graph.facts, graph.graph_ptr
+        if facts is not None and graph_ptr is not None:
+            return DiagonalBlocks.of_sizes(graph_ptr, facts.nodes, facts.edges, facts.is_simple)
+        return find_blocks(graph)
+
+    return graph.derived(KEY, build)
+
+
+def find_blocks(graph: Graph) -> DiagonalBlocks | None:
+    """The blocks of a square graph; None if sources and targets are not the same nodes."""
+    if graph.num_src != graph.num_dst or graph.num_src == 0:
+        return None
+    csr, nodes = graph.csr, graph.num_dst
+    row = expand(csr.rowptr, csr.num_edges)
+    # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
+    across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.rowptr.device)
+    one = torch.ones_like(row)
+    across.index_add_(0, torch.minimum(row, csr.col), one)
+    across.index_add_(0, torch.maximum(row, csr.col), one, alpha=-1)
+    # The boundary before node b, b = 1 ... nodes.
+    free = across.cumsum(0)[:nodes] == 0
+    ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
+    size = ptr.diff()
+    counts = torch.bincount(ceil_div(size, TILE_ROWS))
+    (longest,) = pull(size.max())
+    histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
+    return DiagonalBlocks(ptr, size.numel(), longest, histogram)
+
+
+def node_ranges(graph: Graph, most: int) -> NodeRanges | None:
+    """Return ranges of at most `most` nodes that no edge leaves; None if there is a longer diagonal block."""
+    blocks = diagonal_blocks(graph)
+    if blocks is None or blocks.longest > most:
+        return None
+    return graph.derived(("node_ranges", most), lambda: pack_blocks(graph.csr, blocks, most))
+
+
+def pack_blocks(side: Adjacency, blocks: DiagonalBlocks, most: int) -> NodeRanges:
+    """Join neighbouring blocks to ranges of at most `most` nodes, which no block may exceed.
+
+    A range holds the blocks that begin in the same interval of `most - blocks.longest + 1` nodes. The device is
+    asked for the sizes of the blocks only where the host does not know them.
 
     Args:
-        side: Either side of the graph: no edge leaves a segment, so that both have the same edges in each.
-        segments: What to join.
+        side: Either side of the graph: no edge leaves a block, so that both have the same edges in each.
+        blocks: What to join.
         most: Nodes of a range.
     """
-    ptr, edge_ptr = segments.on_host or torch.stack([segments.ptr, side.rowptr[segments.ptr.long()]]).cpu()
+    ptr, edge_ptr = blocks.on_host or torch.stack([blocks.ptr, side.rowptr[blocks.ptr.long()]]).cpu()
     # On arrays as short as these, torch takes several times as long.
     nodes, edges = ptr.numpy(), edge_ptr.numpy()
-    interval = nodes[:-1] // (most - segments.longest + 1)
+    interval = nodes[:-1] // (most - blocks.longest + 1)
     ends = np.concatenate([[0], np.flatnonzero(np.diff(interval)) + 1, [len(interval)]])
     range_ptr = nodes[ends]
     most_nodes, most_edges = (int(np.diff(offsets).max()) for offsets in (range_ptr, edges[ends]))

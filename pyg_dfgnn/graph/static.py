@@ -2,168 +2,166 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph.adjacency import Adjacency, Side
-from pyg_dfgnn.graph.batch import BatchFacts
-from pyg_dfgnn.graph.block_sparse import BlockSparse, block_count
+from pyg_dfgnn.graph.adjacency import Adjacency
+from pyg_dfgnn.graph.block_sparse import KEY, BlockSparse, block_count, of
+from pyg_dfgnn.graph.build import Built
+from pyg_dfgnn.graph.derived import Value
+from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import Graph, keep
+from pyg_dfgnn.graph.node_ranges import KEY as DIAGONAL
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 
-# Blocks of dense bits that a batch may have, over those of the batch that a frame was made for.
+# Blocks of dense bits that a batch may have, over those of the batch that the graph was made for.
 _BLOCK_ROOM = 1.25
-_SEGMENT_UNIT = 64
+_NODE_UNIT = 64
 
 
-class Frame:
+class StaticGraph(Graph):
     """Room for the graphs of batches at fixed addresses; what is behind the nodes of a batch has no edges.
 
-    Kernels captured on the framed graph run on every batch that is put in later, since all they hold are addresses and
-    bounds. Rows are not split, for a list of long rows has another length in each batch; windows of dense blocks are as
-    many as any batch may have, idle ones without columns.
+    Kernels captured on it run on every batch that is put in later, since all they hold are addresses and bounds. Rows
+    are not split, for a list of long rows has another length in each batch; windows of dense blocks are as many as any
+    batch may have, idle ones without columns.
 
     Args:
         batch: The graph of a first batch, made with facts.
-        edge_index: Fixed edges that convs will be given, int64 [2, room for edges].
+        edge_index: Fixed edges that convs will be given, int64 [2, room for edges]; only weakly referred to.
         num_nodes: Room for nodes.
         num_graphs: Room for graphs.
+        plain: The graph whose variant with self-loops this is.
 
     Raises:
         ValueError: The batch has no facts, or does not fit.
+
+    Attributes:
+        looped: The variant with self-loops, once it was asked for.
+        max_degree: Edges that a row of a batch may have.
+        max_graph_nodes: Nodes that a graph of a batch may have.
     """
 
-    def __init__(self, batch: Graph, edge_index: Tensor, num_nodes: int, num_graphs: int) -> None:
-        facts = _facts(batch)
-        self.edge_index, self.num_nodes, self.num_graphs = edge_index, num_nodes, num_graphs
-        self.num_edges = edge_index.size(1)
-        check_range("num_nodes", num_nodes, batch.num_dst)
-        check_range("num_edges", self.num_edges, batch.num_edges)
-        self.max_degree = 1 << max(facts.max_in_degree, facts.max_out_degree, 1).bit_length()
-        self.longest = -(-_longest(facts) // _SEGMENT_UNIT) * _SEGMENT_UNIT
-        self.is_simple = facts.is_simple
-        self.batch = batch
-        self.plain = StaticGraph(self, batch)
-        self.looped: StaticGraph | None = None
+    is_static = True
 
-    @property
-    def graphs(self) -> list[StaticGraph]:
-        """The framed graph and, if it was asked for, its variant with self-loops."""
-        return [self.plain] if self.looped is None else [self.plain, self.looped]
+    def __init__(
+        self, batch: Graph, edge_index: Tensor, num_nodes: int, num_graphs: int, plain: StaticGraph | None = None
+    ) -> None:
+        facts, loops = _facts(batch), batch.self_loops
+        room = edge_index.size(1) + (num_nodes if loops else 0)
+        check_range("num_nodes", num_nodes, batch.num_dst)
+        check_range("num_edges", room, batch.num_edges)
+        if plain is None:
+            max_degree = 1 << max(facts.max_in_degree, facts.max_out_degree, 1).bit_length()
+            longest = -(-facts.max_nodes // _NODE_UNIT) * _NODE_UNIT
+        else:
+            max_degree, longest = plain.max_degree, plain.max_graph_nodes
+
+        def side(rows: str, cols: str) -> Adjacency:
+            rowptr, col, perm = (
+                torch.zeros(n, dtype=torch.int32, device=batch.device) for n in (num_nodes + 1, room, room)
+            )
+            return Adjacency(rowptr, col, perm, num_nodes, max_degree, rows, cols)
+
+        built = Built(side("targets", "sources"), side("sources", "targets"), max_graph_nodes=longest)
+        super().__init__(built, (edge_index,), (num_nodes, num_nodes, loops, False), self_loops=loops)
+        self.num_graphs = num_graphs
+        self.max_degree: int = max_degree
+        self.max_graph_nodes: int = longest
+        self.is_simple: bool = facts.is_simple if plain is None else plain.is_simple
+        self.looped: StaticGraph | None = None
+        diagonal = diagonal_blocks(batch)
+        assert diagonal is not None
+        self.derived(DIAGONAL, lambda: replace(diagonal, longest=longest, sizes=None))
+        self.put(batch)
+        self.pin()
 
     def takes(self, batch: Graph) -> bool:
         """Whether a batch is within all bounds."""
         facts = _facts(batch)
+        degrees = (facts.max_in_degree, facts.max_out_degree, facts.max_kept_in + 1, facts.max_kept_out + 1)
         return (
-            batch.num_dst <= self.num_nodes
+            batch.num_dst <= self.num_dst
             and batch.num_edges <= self.num_edges
             and len(facts.nodes) <= self.num_graphs
-            and max(facts.max_in_degree, facts.max_out_degree, facts.max_kept_in + 1, facts.max_kept_out + 1)
-            <= self.max_degree
-            and _longest(facts) <= self.longest
+            and max(degrees) <= self.max_degree
+            and facts.max_nodes <= self.max_graph_nodes
             and (facts.is_simple or not self.is_simple)
-            and all(graph.takes_blocks(facts) for graph in self.graphs)
+            and all(
+                int(block_count(facts.nodes, rows).sum()) <= blocks.num_blocks
+                for graph in (self, self.looped)
+                if graph is not None
+                for (_, _, rows, _), blocks in graph._block_sparse().items()
+            )
         )
 
     def put(self, batch: Graph) -> None:
         """Put a batch in that :meth:`takes` has nothing against; later work of this stream reads it."""
-        self.batch = batch
-        self.plain.put(batch)
-        if self.looped is not None:
-            self.looped.put(_looped(batch))
-
-    def register(self) -> None:
-        """Let convs find the graph by `edge_index` as it is now; an edit of `edge_index` ends that."""
-        for graph in self.graphs:
-            keep((id(self.edge_index), *(self.num_nodes,) * 2, graph.self_loops, False), self.edge_index, graph)
-
-    def with_loops(self) -> StaticGraph:
-        """The variant with self-loops on the nodes of the batch."""
-        if self.looped is None:
-            self.looped = StaticGraph(self, _looped(self.batch))
-        return self.looped
-
-
-class StaticGraph(Graph):
-    """A graph of a frame, which plans and captures see; made by :class:`Frame`."""
-
-    is_static = True
-
-    def __init__(self, frame: Frame, batch: Graph) -> None:
-        loops, device, nodes = batch.self_loops, batch.device, frame.num_nodes
-        room = frame.num_edges + (nodes if loops else 0)
-
-        def side() -> Adjacency:
-            arrays = (torch.zeros(size, dtype=torch.int32, device=device) for size in (nodes + 1, room, room))
-            return Adjacency(Side(*arrays), frame.max_degree)
-
-        segments = batch.node_segments
-        assert segments is not None
-        super().__init__(
-            side(),
-            nodes,
-            csc=side(),
-            self_loops=loops,
-            anchor=frame.edge_index,
-            graph_ptr=batch.graph_ptr,
-            max_graph_nodes=frame.longest,
-            node_segments=replace(segments, longest=frame.longest, sizes=None),
-        )
-        self.frame = frame
-        self.put(batch)
-        self.pin()
-
-    def put(self, batch: Graph) -> None:
-        """Copy a batch into the arrays."""
         self.batch = batch
         for mine, theirs in ((self.csr, batch.csr), (self.csc, batch.csc)):
             mine.rowptr[: theirs.num_rows + 1] = theirs.rowptr
             mine.rowptr[theirs.num_rows + 1 :] = theirs.num_edges
             mine.col[: theirs.num_edges] = theirs.col
             mine.perm[: theirs.num_edges] = theirs.perm
-        for key, tiles in self._tiles.items():
-            self._put_tiles(tiles, key)
+        for key, blocks in self._block_sparse().items():
+            self._put_blocks(blocks, key)
+        if self.looped is not None:
+            self.looped.put(_looped(batch))
 
-    def with_loops(self) -> Graph:
-        """The frame's variant with self-loops."""
-        return self.frame.with_loops()
+    def register(self) -> None:
+        """Let convs find the graph by `edge_index` as it is now; an edit of `edge_index` ends that."""
+        for graph in (self, self.looped):
+            if graph is not None:
+                anchors: tuple[Any, ...] = tuple(ref() for ref in graph._anchors)
+                graph._versions = tuple(anchor._version for anchor in anchors)
+                keep(graph, anchors, graph._sizes)
 
-    def takes_blocks(self, facts: BatchFacts) -> bool:
-        """Whether the dense blocks of a batch fit into those that were made."""
-        return all(
-            int(block_count(facts.nodes, rows).sum()) <= tiles.num_blocks for (_, rows, _), tiles in self._tiles.items()
-        )
+    def with_loops(self) -> StaticGraph:
+        """The variant with self-loops on the nodes of the batch."""
+        if self.looped is None:
+            edge_index: Any = self._anchors[0]()
+            self.looped = StaticGraph(_looped(self.batch), edge_index, self.num_dst, self.num_graphs, plain=self)
+        return self.looped
 
-    def tiles(self, rows_are: str, rows: int, compact: bool) -> BlockSparse:
-        """Dense blocks of one side with room for other batches, made on first use.
+    def derived(self, key: Hashable, build: Callable[[], Value], anchors: Sequence[Tensor] = ()) -> Value:
+        """As :meth:`Graph.derived`; dense blocks get room for those of other batches.
 
         Raises:
-            ValueError: They should list the columns that occur, whose number is not bounded.
+            ValueError: The blocks should list the columns that occur, whose number is not bounded.
         """
-        key = (rows_are, rows, compact)
-        found = self._tiles.get(key)
-        if found is None:
-            if compact:
-                raise ValueError("'compact' needs False on a graph whose edges change (got True)")
-            # Each graph ends with a window that may not be full, and so do the nodes behind the batch.
-            num_windows = self.num_dst // rows + self.frame.num_graphs + 2
-            num_blocks = int(_BLOCK_ROOM * self.batch.tiles(*key).num_blocks) + self.frame.num_graphs
-            made = torch.zeros(num_windows, 8, dtype=torch.int32, device=self.device)
-            bits = torch.zeros(num_blocks, rows, dtype=torch.int32, device=self.device)
-            found = BlockSparse(made, None, bits, num_windows, num_blocks, self.frame.longest, not self.frame.is_simple)
-            self._put_tiles(found, key)
-            self._tiles[key] = found
-            self.reset_streams()
-        return found
+        if isinstance(key, tuple) and key[0] == KEY:
+            return super().derived(key, lambda: self._make_blocks(key))  # type: ignore[arg-type, return-value]
+        return super().derived(key, build, anchors)
 
-    def _put_tiles(self, room: BlockSparse, key: tuple[str, int, bool]) -> None:
-        tiles, rows = self.batch.tiles(*key), key[1]
-        room.windows[: tiles.num_windows] = tiles.windows
-        room.bits[: tiles.num_blocks] = tiles.bits
+    def _block_sparse(self) -> dict[tuple[str, str, int, bool], BlockSparse]:
+        return {key: blocks for key, blocks in self._derived.items() if key[0] == KEY}  # type: ignore[index, misc]
+
+    def _make_blocks(self, key: tuple[str, str, int, bool]) -> BlockSparse:
+        _, domain, rows, compact = key
+        if compact:
+            raise ValueError("'compact' needs False on a graph whose edges change (got True)")
+        # Each graph ends with a window that may not be full, and so do the nodes behind the batch.
+        num_windows = self.num_dst // rows + self.num_graphs + 2
+        num_blocks = int(_BLOCK_ROOM * of(self.batch, domain, rows, False).num_blocks) + self.num_graphs
+        windows = torch.zeros(num_windows, 8, dtype=torch.int32, device=self.device)
+        bits = torch.zeros(num_blocks, rows, dtype=torch.int32, device=self.device)
+        longest = self.max_graph_nodes
+        blocks = BlockSparse(windows, None, bits, num_windows, num_blocks, longest, not self.is_simple)
+        self._put_blocks(blocks, key)
+        return blocks
+
+    def _put_blocks(self, room: BlockSparse, key: tuple[str, str, int, bool]) -> None:
+        _, domain, rows, _ = key
+        blocks = of(self.batch, domain, rows, False)
+        room.windows[: blocks.num_windows] = blocks.windows
+        room.bits[: blocks.num_blocks] = blocks.bits
         # The rows behind the batch have no columns, and so give zeros; windows past the last row have nothing at all.
-        idle = room.windows[tiles.num_windows :]
+        idle = room.windows[blocks.num_windows :]
         first = torch.arange(len(idle), dtype=torch.int32, device=self.device).mul_(rows).add_(self.batch.num_dst)
         idle.zero_()
         idle[:, 0] = first.clamp(max=self.num_dst)
@@ -174,10 +172,6 @@ def _facts(batch: Graph) -> BatchFacts:
     if batch.facts is None:
         raise ValueError("'batch' needs facts: graphs that went through SortEdges")
     return batch.facts
-
-
-def _longest(facts: BatchFacts) -> int:
-    return int(facts.nodes.max()) if len(facts.nodes) else 0
 
 
 def _looped(batch: Graph) -> Graph:

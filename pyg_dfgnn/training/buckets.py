@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import norm as graph_norms
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph import Frame, Graph
+from pyg_dfgnn.graph import Graph, StaticGraph
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.training.metrics import IGNORED
 
@@ -193,13 +193,13 @@ class Bucket:
         if graph_level:
             self.batch.batch = batch.batch.new_empty(self.num_nodes)
         self.mask = RowMask(self.num_nodes, batch.x)
-        self.frame = None
+        self.static: StaticGraph | None = None
         if graph is not None:
-            self.frame = Frame(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
+            self.static = StaticGraph(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
 
     def takes(self, graph: Graph | None, level: int) -> bool:
         """Return whether the bucket has this level and takes a batch with this graph."""
-        return level == self.level and (self.frame is None or graph is None or self.frame.takes(graph))
+        return level == self.level and (self.static is None or graph is None or self.static.takes(graph))
 
     def put(self, batch: Data, graph: Graph | None) -> None:
         """Copy a batch that the bucket :meth:`takes` into the tensors, and fill the rest with padding."""
@@ -213,9 +213,9 @@ class Bucket:
         self.batch.edge_index[:, batch.num_edges :] = self.num_nodes - 1
         assert batch.num_nodes is not None
         self.mask.set(batch.num_nodes)
-        if self.frame is not None:
+        if self.static is not None:
             assert graph is not None
-            self.frame.put(graph)
+            self.static.put(graph)
 
 
 class Buckets:
@@ -264,8 +264,8 @@ class Buckets:
     @contextmanager
     def active(self, bucket: Bucket) -> Iterator[Data]:
         """A block in which the model leaves out the padding of a bucket; yields the padded batch."""
-        if bucket.frame is not None:
-            bucket.frame.register()
+        if bucket.static is not None:
+            bucket.static.register()
         for module in self.norms:
             module.mask = bucket.mask
         try:

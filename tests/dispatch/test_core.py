@@ -363,7 +363,7 @@ def test_a_graph_that_is_no_batch_needs_no_segments():
     graph = graph_of(random(64, 64, 512, seed=1))
     for walks in (FORWARD, BACKWARD):
         choose(replace(PROBLEM, score="add"), graph, walks, Settings(schedule="row_split"))
-    assert "node_segments" not in vars(graph)
+    assert "diagonal_blocks" not in graph.derived_bytes()
 
 
 # Autotune -------------------------------------------------------------------------------------------------------------

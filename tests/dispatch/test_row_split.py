@@ -480,9 +480,12 @@ class FakeGraph:
 
     def __init__(self, num_nodes, num_edges, max_degree, max_graph_nodes=None):
         self.num_src = self.num_dst = num_nodes
-        self.num_edges, self.max_graph_nodes, self.node_segments = num_edges, max_graph_nodes, None
+        self.num_edges, self.max_graph_nodes = num_edges, max_graph_nodes
         self.csr = self.csc = FakeSide(num_nodes, num_edges)
         self.csr.max_degree = max_degree
+
+    def derived(self, key, build):
+        assert key == "diagonal_blocks"
 
 
 # Batches of 1024 graphs with 53 and 8 edges per node, a Reddit-like and a proteins-like graph.

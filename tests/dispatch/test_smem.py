@@ -12,6 +12,7 @@ from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention import smem as resident
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, SCORES, WALKS, AttentionProblem, choose
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.settings import Settings
 
 PROBLEM = AttentionProblem("dot", 1, 128, torch.float32, torch.device("cpu"), False, False, True)
@@ -62,7 +63,7 @@ def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
         for walk in WALKS:
             assert not resident.reasons_against(problem, walk, superpixels)
             found = resident.plan_pass(problem, walk, superpixels)
-            ranges = superpixels.node_ranges(found.bound)
+            ranges = node_ranges(superpixels, found.bound)
             assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["RESIDENT"] == 1
             if found.constants["IN_SHARED"]:
                 assert found.shared_bytes >= 71 * resident.node_bytes(problem, walk) + 4 * ranges.most_edges
@@ -167,9 +168,9 @@ def test_the_ranges_that_run_are_those_that_were_sized():
         for problem in problems:
             for walk in WALKS:
                 found = resident.plan_pass(problem, walk, graph)
-                ranges = graph.node_ranges(found.bound)
+                ranges = node_ranges(graph, found.bound)
                 assert resident.shared_bytes(problem, walk, ranges) == found.shared_bytes
-                others += graph.node_ranges(found.most_nodes).most_edges > ranges.most_edges
+                others += node_ranges(graph, found.most_nodes).most_edges > ranges.most_edges
     assert others
 
 

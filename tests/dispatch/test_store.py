@@ -158,5 +158,5 @@ def test_no_key_while_a_new_graph_is_captured(monkeypatch):
     assert key_of(graph=graph) == seen
     other = graph_of(random(64, 64, 512, seed=2))
     monkeypatch.setattr(other, "device", torch.device("cuda"))
-    monkeypatch.setattr(other, "reset_streams", lambda: None)
+    monkeypatch.setattr(other, "_reset_streams", lambda: None)
     assert key_of(graph=other) is None

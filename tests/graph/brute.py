@@ -5,6 +5,7 @@ from torch import Tensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.chunks import rows_of
 
 
 def with_loops(edge_index: Tensor, num_src: int, num_dst: int) -> Tensor:
@@ -12,22 +13,22 @@ def with_loops(edge_index: Tensor, num_src: int, num_dst: int) -> Tensor:
     return add_self_loops(remove_self_loops(edge_index)[0], num_nodes=min(num_src, num_dst))[0]
 
 
-def check_side(side: Adjacency, rows: Tensor, ends: Tensor, num_rows: int) -> None:
+def check_side(graph: Graph, side: Adjacency, rows: Tensor, ends: Tensor, num_rows: int) -> None:
     """Check one side against rows [E] and their other ends [E] in input order."""
     assert side.rowptr.dtype == side.col.dtype == side.perm.dtype == torch.int32
-    assert all(tensor.is_contiguous() for tensor in side.tensors())
+    assert all(tensor.is_contiguous() for tensor in side.arrays)
     assert (side.num_rows, side.num_edges) == (num_rows, rows.numel())
     members: list[list[int]] = [[] for _ in range(num_rows)]
     for edge, row in enumerate(rows.tolist()):
         members[row].append(edge)
-    ptr, index, edge_id, end = side.rowptr.tolist(), side.col.tolist(), side.perm.tolist(), ends.tolist()
-    assert ptr[0] == 0 and len(ptr) == num_rows + 1 and ptr[-1] == len(index) == len(edge_id)
+    rowptr, col, perm, end = side.rowptr.tolist(), side.col.tolist(), side.perm.tolist(), ends.tolist()
+    assert rowptr[0] == 0 and len(rowptr) == num_rows + 1 and rowptr[-1] == len(col) == len(perm)
     for row in range(num_rows):
-        here = edge_id[ptr[row] : ptr[row + 1]]
+        here = perm[rowptr[row] : rowptr[row + 1]]
         assert sorted(here) == members[row]
-        assert index[ptr[row] : ptr[row + 1]] == [end[edge] for edge in here]
+        assert col[rowptr[row] : rowptr[row + 1]] == [end[edge] for edge in here]
     assert side.max_degree == max(map(len, members), default=0)
-    assert side.row.tolist() == [row for row in range(num_rows) for _ in members[row]]
+    assert rows_of(graph, side).tolist() == [row for row in range(num_rows) for _ in members[row]]
 
 
 def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) -> None:
@@ -35,10 +36,13 @@ def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) ->
     source, target = edge_index.long()
     assert (graph.num_src, graph.num_dst, graph.num_edges) == (num_src, num_dst, source.numel())
     assert torch.equal(graph.edge_index, edge_index.long())
-    check_side(graph.csr, target, source, num_dst)
-    check_side(graph.csc, source, target, num_src)
+    check_side(graph, graph.csr, target, source, num_dst)
+    check_side(graph, graph.csc, source, target, num_src)
     assert Graph.resolve(*graph.key) is graph
-    stats = graph.stats()
-    assert stats["max_in_degree"] == graph.csr.max_degree and stats["max_out_degree"] == graph.csc.max_degree
-    assert stats["mean_in_degree"] == (source.numel() / num_dst if num_dst else 0)
-    assert stats["mean_out_degree"] == (source.numel() / num_src if num_src else 0)
+
+
+def assert_same(ours: Graph, theirs: Graph) -> None:
+    """Check that two graphs of a batch hold the same arrays and facts."""
+    for a, b in ((ours.csr, theirs.csr), (ours.csc, theirs.csc)):
+        assert all(torch.equal(x, y) for x, y in zip(a.arrays, b.arrays)) and a.max_degree == b.max_degree
+    assert torch.equal(ours.graph_ptr, theirs.graph_ptr) and ours.max_graph_nodes == theirs.max_graph_nodes

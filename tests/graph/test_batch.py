@@ -5,9 +5,9 @@ import torch
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
-from pyg_dfgnn.graph import Graph, SortEdges, adjacency
+from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
 from pyg_dfgnn.graph import graph as graph_module
-from pyg_dfgnn.graph.batch import FACTS, BatchFacts
+from pyg_dfgnn.graph.facts import FACTS
 from pyg_dfgnn.reference.zoo import random, zoo
 from tests.graph.brute import check_graph, with_loops
 
@@ -28,19 +28,6 @@ def members(num=6):
     ]
 
 
-@pytest.fixture
-def no_sort(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("sorted")
-
-    def start():
-        monkeypatch.setattr(adjacency, "sort_rows", refuse)
-        monkeypatch.setattr(torch.Tensor, "sort", refuse)
-        monkeypatch.setattr(torch.Tensor, "argsort", refuse)
-
-    yield start
-
-
 def test_transform_sorts_edges_and_their_features():
     for before in members():
         after = SortEdges()(before)
@@ -54,37 +41,25 @@ def test_transform_sorts_edges_and_their_features():
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-def test_batch_without_a_sort(self_loops, no_sort):
+def test_batch_without_a_sort(self_loops, sorts):
     data = [SortEdges()(member) for member in members()]
     batch = Batch.from_data_list(data)
-    no_sort()
     graph = Graph.of_batch(batch, self_loops=self_loops)
-    assert graph.csc.num_edges == graph.num_edges
+    assert graph.csc.num_edges == graph.num_edges and sorts == []
     want = with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes) if self_loops else batch.edge_index
     check_graph(graph, want, batch.num_nodes, batch.num_nodes)
     assert graph.graph_ptr.dtype == torch.int32 and torch.equal(graph.graph_ptr.long(), batch.ptr)
     assert graph.max_graph_nodes == max(member.num_nodes for member in data)
-    assert graph.stats()["num_segments"] == len(data)
     # Convs only see batch.edge_index.
     assert Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops) is graph
     assert Graph.of_batch(batch, self_loops=self_loops) is graph
 
 
-def test_batch_costs_one_host_sync(monkeypatch):
-    from pyg_dfgnn.graph import batch as batch_module
-
-    pulls = []
-
-    def counted(*values):
-        pulls.append(len(values))
-        return original(*values)
-
-    original = adjacency.pull
+def test_batch_costs_one_host_sync(host_syncs):
     batch = Batch.from_data_list([SortEdges()(member) for member in members()])
-    monkeypatch.setattr(batch_module, "pull", counted)
-    monkeypatch.setattr(graph_module, "pull", counted)
+    del host_syncs[:]
     assert Graph.of_batch(batch).csc.max_degree > 0
-    assert len(pulls) == 1
+    assert len(host_syncs) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph import block_sparse as tiles_module
-from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, Segments, area_of, find_segments, make_tiles, sample_fill
+from pyg_dfgnn.graph import Graph, block_sparse
+from pyg_dfgnn.graph.block_sparse import BLOCK, area_of, make_blocks, sample_fill
+from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.graph.derived import tensors_of
+from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, diagonal_blocks
 from pyg_dfgnn.reference.zoo import EdgeList, random, sbm, zoo
 
 ROWS = (32, 64, 80)
@@ -49,9 +51,9 @@ def brute_segments(graph):
     return [b for b in range(graph.num_dst + 1) if not any(low < b <= high for low, high in ends)]
 
 
-def dense_of(side, num_columns):
-    dense = torch.zeros(side.num_rows, num_columns, dtype=torch.int32)
-    for row, column in zip(side.row.tolist(), side.col.tolist(), strict=True):
+def dense_of(graph, side):
+    dense = torch.zeros(side.num_rows, side.num_cols, dtype=torch.int32)
+    for row, column in zip(rows_of(graph, side).tolist(), side.col.tolist(), strict=True):
         dense[row, column] += 1
     return dense
 
@@ -61,7 +63,7 @@ def decode(tiles, num_rows, num_columns, rows):
     dense = torch.zeros(num_rows, num_columns, dtype=torch.int32)
     seen = torch.zeros(num_rows, dtype=torch.int32)
     assert tiles.windows.shape == (tiles.num_windows, 8) and tiles.bits.shape == (tiles.num_blocks, rows)
-    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tiles.tensors())
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors_of(tiles))
     next_block = 0
     for first, last, block, count, first_column, *zeros in tiles.windows.tolist():
         assert last - first <= rows and zeros == [0, 0, 0]
@@ -84,18 +86,18 @@ def decode(tiles, num_rows, num_columns, rows):
     return dense
 
 
-# Segments -------------------------------------------------------------------------------------------------------------
+# Diagonal blocks ------------------------------------------------------------------------------------------------------
 
 
 def test_segments_against_every_boundary(graph):
-    segments = find_segments(graph)
+    segments = diagonal_blocks(graph)
     if graph.num_src != graph.num_dst or graph.num_src == 0:
         assert segments is None
         return
     ptr = brute_segments(graph)
     sizes = [last - first for first, last in zip(ptr, ptr[1:], strict=False)]
     assert segments.ptr.dtype == torch.int32 and segments.ptr.tolist() == ptr
-    assert (segments.num_segments, segments.longest) == (len(sizes), max(sizes))
+    assert (segments.num_blocks, segments.longest) == (len(sizes), max(sizes))
     units = [-(-size // TILE_ROWS) for size in sizes]
     assert segments.histogram == tuple((unit, units.count(unit)) for unit in sorted(set(units)))
     assert area_of(segments) == sum((TILE_ROWS * unit) ** 2 for unit in units)
@@ -105,22 +107,22 @@ def test_segments_against_every_boundary(graph):
 def test_an_edge_in_either_direction_joins(flip):
     edge_index = torch.tensor([[0, 3], [2, 4]])
     graph = Graph.of(edge_index.flip(0) if flip else edge_index, 6)
-    assert find_segments(graph).ptr.tolist() == [0, 3, 5, 6]
+    assert diagonal_blocks(graph).ptr.tolist() == [0, 3, 5, 6]
 
 
 def test_a_loop_joins_nothing():
     graph = Graph.of(torch.tensor([[0, 1, 2, 2], [0, 1, 2, 2]]), 4)
-    assert find_segments(graph).ptr.tolist() == [0, 1, 2, 3, 4]
+    assert diagonal_blocks(graph).ptr.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_segments_of_a_batch_are_its_connected_graphs():
     case = sbm(num_graphs=5, nodes=40)
-    assert find_segments(graph_of(case)).ptr.tolist() == list(range(0, 201, 40))
+    assert diagonal_blocks(graph_of(case)).ptr.tolist() == list(range(0, 201, 40))
 
 
 def test_sources_that_are_not_the_targets_have_no_segments():
-    assert find_segments(Graph.of(torch.tensor([[0], [0]]), 3, 2)) is None
-    assert find_segments(Graph.of(torch.zeros(2, 0, dtype=torch.long), 0)) is None
+    assert diagonal_blocks(Graph.of(torch.tensor([[0], [0]]), 3, 2)) is None
+    assert diagonal_blocks(Graph.of(torch.zeros(2, 0, dtype=torch.long), 0)) is None
 
 
 # Blocks ---------------------------------------------------------------------------------------------------------------
@@ -129,28 +131,28 @@ def test_sources_that_are_not_the_targets_have_no_segments():
 @pytest.mark.parametrize("rows", ROWS)
 def test_tiles_decode_to_the_graph(graph, rows):
     """Both sides, with the columns that occur and, where there are segments, with all nodes of those."""
-    found = find_segments(graph)
+    found = diagonal_blocks(graph)
     for segments in (None, found) if found else (None,):
         for side, num_columns in ((graph.csr, graph.num_src), (graph.csc, graph.num_dst)):
-            tiles = make_tiles(side, num_columns, rows, segments)
+            tiles = make_blocks(side, rows, segments)
             assert not tiles.has_duplicates
             assert (tiles.columns is None) == (segments is not None)
-            assert torch.equal(decode(tiles, side.num_rows, num_columns, rows), dense_of(side, num_columns))
+            assert torch.equal(decode(tiles, side.num_rows, num_columns, rows), dense_of(graph, side))
 
 
 def test_segments_can_be_coarser_than_needed():
     """The columns of a window are whatever range it is given, as long as no edge leaves it."""
     graph = graph_of(batch([20, 1, 70, 130, 33], 0.3, "batch"))
     ptr = torch.tensor([0, 91, 254], dtype=torch.int32)
-    tiles = make_tiles(graph.csc, 254, 64, Segments(ptr, 2, 163, ((6, 1), (11, 1))))
-    assert torch.equal(decode(tiles, 254, 254, 64), dense_of(graph.csc, 254))
+    tiles = make_blocks(graph.csc, 64, DiagonalBlocks(ptr, 2, 163, ((6, 1), (11, 1))))
+    assert torch.equal(decode(tiles, 254, 254, 64), dense_of(graph, graph.csc))
 
 
 def test_windows_share_a_segment_evenly():
     """130 rows in windows of up to 80 are 80 and 50, those of up to 64 are three of 48, 48 and 34."""
     graph = graph_of(batch([130], 0.3, "one"))
     spans = {
-        rows: [last - first for first, last, *_ in graph.tiles("targets", rows, False).windows.tolist()]
+        rows: [last - first for first, last, *_ in block_sparse.of(graph, "targets", rows, False).windows.tolist()]
         for rows in (64, 80)
     }
     assert spans == {64: [48, 48, 34], 80: [80, 50]}
@@ -159,7 +161,7 @@ def test_windows_share_a_segment_evenly():
 def test_listed_columns_are_those_that_occur():
     """In ascending order and once each, however many rows meet them."""
     edge_index = torch.tensor([[7, 3, 9, 3, 40, 2], [0, 0, 1, 31, 32, 39]])
-    tiles = make_tiles(Graph.of(edge_index, 41, 40).csr, 41, 32, None)
+    tiles = make_blocks(Graph.of(edge_index, 41, 40).csr, 32, None)
     assert tiles.windows[:, :4].tolist() == [[0, 32, 0, 3], [32, 40, 1, 2]]
     assert tiles.columns.tolist() == [[3, 7, *[9] * 30], [2, *[40] * 31]]
     assert tiles.bits[0, [0, 1, 31]].tolist() == [0b011, 0b100, 0b001] and tiles.bits[1, [0, 7]].tolist() == [2, 1]
@@ -174,16 +176,16 @@ def test_duplicates_are_seen(rows, compact, copies):
     for edge in ([0, 0], [31, 5], [32, 32]):
         more = torch.tensor(edge)[:, None].expand(2, copies)
         graph = Graph.of(torch.cat([dense, more], dim=1), 33)
-        assert graph.tiles("targets", rows, compact).has_duplicates
-        assert graph.tiles("sources", rows, compact).has_duplicates
-    assert not Graph.of(dense, 33).tiles("targets", rows, compact).has_duplicates
+        assert block_sparse.of(graph, "targets", rows, compact).has_duplicates
+        assert block_sparse.of(graph, "sources", rows, compact).has_duplicates
+    assert not block_sparse.of(Graph.of(dense, 33), "targets", rows, compact).has_duplicates
 
 
 def test_the_zoo_with_its_duplicates(case):
     graph = graph_of(case)
     expected = case.edge_index.unique(dim=1).size(1) < case.edge_index.size(1)
     for rows_are in ("targets", "sources"):
-        assert graph.tiles(rows_are, 64, True).has_duplicates == expected
+        assert block_sparse.of(graph, rows_are, 64, True).has_duplicates == expected
 
 
 # Fill -----------------------------------------------------------------------------------------------------------------
@@ -205,55 +207,50 @@ def test_sampled_fill_is_near_the_exact_one():
     graph = graph_of(without_duplicates(random(6000, 6000, 60_000, seed=7)))
     exact, sampled = (sample_fill(graph.csr, 32, samples) for samples in (1000, 40))
     assert sampled != exact and sampled == pytest.approx(exact, rel=0.05)
-    tiles = graph.tiles("targets", 32, True)
+    tiles = block_sparse.of(graph, "targets", 32, True)
     assert exact == pytest.approx(graph.num_edges / (tiles.num_blocks * BLOCK * 32), rel=0.01)
 
 
 def test_fill_of_a_graph():
     graph = graph_of(batch([20, 1, 70, 130, 33], 0.3, "batch"))
     area = 32**2 + 16**2 + 80**2 + 144**2 + 48**2
-    assert graph.tile_fill(64, compact=False) == graph.tile_fill(32, compact=False) == graph.num_edges / area
-    assert graph.tile_fill(64, compact=True) == sample_fill(graph.csr, 64)
+    assert (
+        block_sparse.fill(graph, 64, compact=False)
+        == block_sparse.fill(graph, 32, compact=False)
+        == graph.num_edges / area
+    )
+    assert block_sparse.fill(graph, 64, compact=True) == sample_fill(graph.csr, 64)
     # Without segments there are only listed columns.
     wide = graph_of(CASES[10])
-    assert wide.node_segments is None
-    assert wide.tile_fill(64, compact=False) == wide.tile_fill(64, compact=True) == sample_fill(wide.csr, 64)
+    assert diagonal_blocks(wide) is None
+    assert (
+        block_sparse.fill(wide, 64, compact=False)
+        == block_sparse.fill(wide, 64, compact=True)
+        == sample_fill(wide.csr, 64)
+    )
 
 
 # Keeping --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_graph_keeps(monkeypatch):
+def test_what_a_graph_keeps(host_syncs):
     graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
-    keys = [(rows_are, rows, compact) for rows_are in ("targets", "sources") for rows in ROWS for compact in (0, 1)]
-    made = {key: graph.tiles(*key) for key in keys}
-    assert len({id(tiles) for tiles in made.values()}) == len(keys)
-    segments, fills = graph.node_segments, [graph.tile_fill(rows, True) for rows in ROWS]
-
-    def refuse(*values):
-        raise AssertionError("host sync for what is known")
-
-    monkeypatch.setattr(tiles_module, "pull", refuse)
-    assert all(graph.tiles(*key) is tiles for key, tiles in made.items())
-    assert graph.node_segments is segments
-    assert [graph.tile_fill(rows, True) for rows in ROWS] == fills
-    with pytest.raises(AssertionError, match="host sync"):
-        graph.tiles("targets", 48, True)
-
-
-def test_streams_know_the_arrays():
-    """What is recorded on another stream includes the tiles, and a graph on a CPU records nothing."""
-    graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
-    tiles = [graph.tiles("targets", 64, False), graph.tiles("sources", 64, True)]
-    kept = graph._tensors()
-    assert all(any(tensor is other for other in kept) for each in tiles for tensor in each.tensors())
-    assert graph._streams is None and graph.on_this_stream() is graph
+    keys = [(domain, rows, compact) for domain in ("targets", "sources") for rows in ROWS for compact in (False, True)]
+    made = {key: block_sparse.of(graph, *key) for key in keys}
+    assert len({id(blocks) for blocks in made.values()}) == len(keys)
+    diagonal, fills = diagonal_blocks(graph), [block_sparse.fill(graph, rows, True) for rows in ROWS]
+    count = len(host_syncs)
+    assert all(block_sparse.of(graph, *key) is blocks for key, blocks in made.items())
+    assert block_sparse.of(graph, "forward", 64, True) is made["targets", 64, True]
+    assert diagonal_blocks(graph) is diagonal
+    assert [block_sparse.fill(graph, rows, True) for rows in ROWS] == fills
+    assert len(host_syncs) == count
 
 
 def test_made_in_inference_mode_serves_training():
     graph = graph_of(batch([20, 1, 70], 0.3, "batch"))
     with torch.inference_mode():
-        tiles = graph.tiles("targets", 64, False), graph.tiles("sources", 64, True)
-        graph.tile_fill(64, True)
-    assert not any(tensor.is_inference() for each in tiles for tensor in each.tensors())
-    assert not graph.node_segments.ptr.is_inference()
+        tiles = block_sparse.of(graph, "targets", 64, False), block_sparse.of(graph, "sources", 64, True)
+        block_sparse.fill(graph, 64, True)
+    assert not any(tensor.is_inference() for each in tiles for tensor in tensors_of(each))
+    assert not diagonal_blocks(graph).ptr.is_inference()

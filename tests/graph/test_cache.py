@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric import EdgeIndex
 
-from pyg_dfgnn.graph import EdgeSet, Graph, adjacency
+from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.reference.zoo import random
@@ -26,37 +26,15 @@ def entries():
     return graph_module._cache.entries
 
 
-def test_hit_is_the_same_graph_and_needs_no_host_sync(edge_index, monkeypatch):
+def test_hit_is_the_same_graph_and_needs_no_host_sync(edge_index, host_syncs):
     graph = Graph.of(edge_index, 20, self_loops=True)
-    assert graph.csc.num_edges == graph.num_edges
-
-    def refuse(*values):
-        raise AssertionError("host sync on a cache hit")
-
-    monkeypatch.setattr(adjacency, "pull", refuse)
-    monkeypatch.setattr(graph_module, "pull", refuse)
+    assert len(host_syncs) == 1
+    assert graph.csc.num_edges == graph.num_edges and len(host_syncs) == 2
     assert Graph.of(edge_index, 20, self_loops=True) is graph
     assert Graph.resolve(edge_index, 20, 20, True, False) is graph
     assert Graph.resolve(*graph.key) is graph
     assert Graph.resolve(*EdgeSet(edge_index, 20, 20, True, False).key) is graph
-    assert graph.csc is graph.csc
-    with pytest.raises(AssertionError, match="host sync"):
-        Graph.of(edge_index.clone(), 20)
-
-
-def test_one_host_sync_per_side(edge_index, monkeypatch):
-    pulls = []
-
-    def counted(*values):
-        pulls.append(len(values))
-        return original(*values)
-
-    original = adjacency.pull
-    monkeypatch.setattr(graph_module, "pull", counted)
-    graph = Graph.of(edge_index, 20, self_loops=True)
-    assert len(pulls) == 1
-    assert graph.csc.max_degree > 0
-    assert len(pulls) == 2
+    assert graph.csc is graph.csc and len(host_syncs) == 2
 
 
 def test_key_parts_are_told_apart(edge_index):
@@ -112,7 +90,7 @@ def test_edges_own_their_memory():
     graph = Graph.of(edge_index, 20)
     given = EdgeIndex(edge_index[:, edge_index[1].argsort()].contiguous(), sparse_size=(20, 20), sort_order="col")
     used = {edge_index.untyped_storage().data_ptr(), given.as_tensor().untyped_storage().data_ptr()}
-    for tensor in (*graph.csr.tensors(), *Graph.of(given, 20).csr.tensors()):
+    for tensor in (*graph.csr.arrays, *Graph.of(given, 20).csr.arrays):
         assert tensor.untyped_storage().data_ptr() not in used
 
 
@@ -225,14 +203,14 @@ def test_garbage_may_be_collected_while_the_oldest_graph_is_looked_for():
     try:
         anchors = [_Anchor() for _ in range(size + 1)]
         for number, anchor in enumerate(anchors[:-1]):
-            cache.put((number,), anchor, 0, graph)
+            cache.put((number,), (anchor,), (0,), graph)
         # Tuples that were freed would be used again without a collection.
         tuples = [(number, number) for number in range(5000)]
         gc.collect(0)
         del anchors[:-1], anchor
         gc.set_threshold(50, 0, 0)
         gc.enable()
-        cache.put((size,), anchors[0], 0, graph)
+        cache.put((size,), (anchors[0],), (0,), graph)
     finally:
         gc.set_threshold(*threshold)
         gc.enable()
@@ -253,7 +231,7 @@ def test_inference_tensors_are_rebuilt_but_resolvable():
         check_graph(graph, edge_index, 20, 20)
         edge_index[0, 0] = (edge_index[0, 0] + 1) % 20
         check_graph(Graph.of(edge_index, 20), edge_index, 20, 20)
-    assert not any(tensor.is_inference() for tensor in graph.csr.tensors())
+    assert not any(tensor.is_inference() for tensor in graph.csr.arrays)
 
 
 def test_built_in_inference_mode_serves_training(edge_index):
@@ -304,7 +282,6 @@ def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
-    monkeypatch.setattr(Graph, "_tensors", lambda self: [])
     graph._streams, graph._made = {1}, object()
     graph.on_this_stream()
     assert graph._streams == {1}

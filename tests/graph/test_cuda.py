@@ -5,7 +5,10 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, adjacency
+from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, block_sparse
+from pyg_dfgnn.graph.chunks import heavy_rows
+from pyg_dfgnn.graph.derived import tensors_of
+from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.reference.zoo import hub, random, zoo
 from tests.graph.brute import check_graph, with_loops
 
@@ -28,10 +31,10 @@ def test_equals_the_cpu_bit_by_bit(case, dtype, self_loops):
     check_graph(graph, on_cpu.edge_index.cuda(), case.num_src, case.num_dst)
     for ours, theirs in ((graph.csr, on_cpu.csr), (graph.csc, on_cpu.csc)):
         for max_edges in (1, 7, 64):
-            a, b = ours.chunks(max_edges), theirs.chunks(max_edges)
+            a, b = heavy_rows(graph, ours, max_edges), heavy_rows(on_cpu, theirs, max_edges)
             assert (a is None) == (b is None)
-            assert a is None or all(torch.equal(x.cpu(), y) for x, y in zip(a.tensors(), b.tensors()))
-        assert all(torch.equal(x.cpu(), y) for x, y in zip(ours.side, theirs.side))
+            assert a is None or all(torch.equal(x.cpu(), y) for x, y in zip(tensors_of(a), tensors_of(b)))
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(ours.arrays, theirs.arrays))
 
 
 def test_large_graph_equals_the_cpu():
@@ -41,7 +44,7 @@ def test_large_graph_equals_the_cpu():
         on_cpu = Graph.of(case.edge_index, case.num_src, case.num_dst, self_loops=self_loops)
         graph = Graph.of(edge_index, case.num_src, case.num_dst, self_loops=self_loops)
         for ours, theirs in ((graph.csr, on_cpu.csr), (graph.csc, on_cpu.csc)):
-            assert all(torch.equal(x.cpu(), y) for x, y in zip(ours.side, theirs.side))
+            assert all(torch.equal(x.cpu(), y) for x, y in zip(ours.arrays, theirs.arrays))
 
 
 def test_deterministic_mode():
@@ -50,42 +53,27 @@ def test_deterministic_mode():
     torch.use_deterministic_algorithms(True)
     try:
         graph = Graph.of(case.edge_index.cuda(), case.num_src, self_loops=True)
-        assert all(torch.equal(x.cpu(), y) for x, y in zip(graph.csc.side, want.csc.side))
-        assert torch.equal(graph.csr.chunks(256).row.cpu(), want.csr.chunks(256).row)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(graph.csc.arrays, want.csc.arrays))
+        assert torch.equal(heavy_rows(graph, graph.csr, 256).row.cpu(), heavy_rows(want, want.csr, 256).row)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-def test_a_build_syncs_once_and_a_hit_never(self_loops, syncs_are_errors, monkeypatch):
-    pulls = []
-    original = adjacency.pull
-
-    def allowed(*values):
-        pulls.append(len(values))
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return original(*values)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
-
-    from pyg_dfgnn.graph import graph as graph_module
-
-    monkeypatch.setattr(graph_module, "pull", allowed)
-    monkeypatch.setattr(adjacency, "pull", allowed)
+def test_a_build_syncs_once_and_a_hit_never(self_loops, host_syncs, syncs_are_errors):
     torch.cuda.set_sync_debug_mode("default")
     edge_index = hub(3000).edge_index.cuda()
     torch.cuda.set_sync_debug_mode("error")
     graph = Graph.of(edge_index, 16, self_loops=self_loops)
-    assert len(pulls) == 1
+    assert len(host_syncs) == 1
     assert graph.csc.num_rows == 16
-    assert len(pulls) == 2
-    assert graph.csr.chunks(256).num_heavy == 1
-    assert len(pulls) == 3
+    assert len(host_syncs) == 2
+    assert heavy_rows(graph, graph.csr, 256).num_heavy == 1
+    assert len(host_syncs) == 3
     for _ in range(3):
         assert Graph.of(edge_index, 16, self_loops=self_loops) is graph
-        assert Graph.resolve(*graph.key) is graph and graph.csc.chunks(10**6) is None
-    assert len(pulls) == 3
+        assert Graph.resolve(*graph.key) is graph and heavy_rows(graph, graph.csc, 10**6) is None
+    assert len(host_syncs) == 3
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -142,25 +130,25 @@ def test_a_resident_batch_never_syncs(syncs_are_errors):
     resident = DeviceDataset(data, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     graph = Graph.of_batch(resident.batch(ids))
-    ranges, tiles = graph.node_ranges(150), graph.tiles("sources", 32, compact=False)
+    ranges, blocks = node_ranges(graph, 150), block_sparse.of(graph, "sources", 32, compact=False)
     torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(ranges.ptr.cpu(), want.node_ranges(150).ptr) and ranges.num_ranges > 1
-    assert torch.equal(tiles.bits.cpu(), want.tiles("sources", 32, compact=False).bits)
+    assert torch.equal(ranges.ptr.cpu(), node_ranges(want, 150).ptr) and ranges.num_ranges > 1
+    assert torch.equal(blocks.bits.cpu(), block_sparse.of(want, "sources", 32, compact=False).bits)
 
 
 def test_streams_share_the_bits_of_resident_graphs():
     """A stream that finds them waits for the one that makes them."""
     data, side = sorted_graphs(), torch.cuda.Stream()
     first, second = torch.tensor([0, 4, 9]), torch.tensor([9, 2, 5])
-    want = Graph.of_batch(DeviceDataset(data).batch(second)).tiles("targets", 32, compact=False)
+    want = block_sparse.of(Graph.of_batch(DeviceDataset(data).batch(second)), "targets", 32, compact=False)
     resident = DeviceDataset(data, "cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         graph = Graph.of_batch(resident.batch(first))
         torch.cuda._sleep(50_000_000)
-        graph.tiles("targets", 32, compact=False)
-    tiles = Graph.of_batch(resident.batch(second)).tiles("targets", 32, compact=False)
-    assert torch.equal(tiles.bits.cpu(), want.bits)
+        block_sparse.of(graph, "targets", 32, compact=False)
+    blocks = block_sparse.of(Graph.of_batch(resident.batch(second)), "targets", 32, compact=False)
+    assert torch.equal(blocks.bits.cpu(), want.bits)
 
 
 def test_capture_pins_the_graph():

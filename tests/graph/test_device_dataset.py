@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, adjacency
-from pyg_dfgnn.graph import batch as batch_module
-from pyg_dfgnn.graph import block_sparse as tiles_module
-from pyg_dfgnn.graph import graph as graph_module
-from pyg_dfgnn.graph import node_ranges as ranges_module
-from tests.graph.brute import check_graph
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
+from pyg_dfgnn.graph.chunks import most_edges
+from pyg_dfgnn.graph.node_ranges import DiagonalBlocks, diagonal_blocks, node_ranges, pack_blocks
+from tests.graph.brute import assert_same, check_graph
 from tests.graph.test_batch import members
 
 PICKS = ([0, 1, 2], [5, 3, 3, 0, 9], list(range(15)), [4])
@@ -24,26 +22,6 @@ def simple(member):
     return Data(x=member.x, edge_index=edge_index, edge_attr=edge_attr, y=member.y, num_nodes=member.num_nodes)
 
 
-@pytest.fixture
-def no_sync(monkeypatch):
-    def start():
-        def refuse(*values):
-            raise AssertionError("the device was asked")
-
-        for module in (adjacency, batch_module, graph_module, tiles_module):
-            monkeypatch.setattr(module, "pull", refuse)
-        monkeypatch.setattr(torch.Tensor, "cpu", refuse)
-
-    yield start
-    monkeypatch.undo()
-
-
-def assert_same(ours, theirs):
-    for a, b in ((ours.csr, theirs.csr), (ours.csc, theirs.csc)):
-        assert all(torch.equal(x, y) for x, y in zip(a.side, b.side)) and a.max_degree == b.max_degree
-    assert torch.equal(ours.graph_ptr, theirs.graph_ptr) and ours.max_graph_nodes == theirs.max_graph_nodes
-
-
 def test_facts_are_those_of_the_batch():
     data = [SortEdges()(member) for member in members()]
     batch = Batch.from_data_list(data)
@@ -54,32 +32,34 @@ def test_facts_are_those_of_the_batch():
     assert BatchFacts.of(Batch.from_data_list([SortEdges()(simple(member)) for member in members()])).is_simple
 
 
-def test_trusted_batch_equals_the_checked_one(no_sync):
+def test_trusted_batch_equals_the_checked_one(host_syncs):
     data = [SortEdges()(member) for member in members()]
     checked = Graph.of_batch(Batch.from_data_list(data))
-    most = checked.csr.block_edges(8)
+    most = most_edges(checked, checked.csr, 8)
     batch = Batch.from_data_list(data)
-    no_sync()
+    del host_syncs[:]
     graph = Graph.of_batch(batch, facts=BatchFacts.of(batch))
     assert_same(graph, checked)
     assert Graph.of(batch.edge_index, batch.num_nodes) is graph
-    assert graph.node_segments.longest == graph.max_graph_nodes
-    assert graph.csr.num_edges >= graph.csr.block_edges(8) >= most
+    assert diagonal_blocks(graph).longest == graph.max_graph_nodes
+    assert graph.csr.num_edges >= most_edges(graph, graph.csr, 8) >= most
+    assert host_syncs == []
 
 
 @pytest.mark.parametrize("made_by", ["trusted", "resident"])
-def test_self_loops_without_a_sync(made_by, no_sync):
+def test_self_loops_without_a_sync(made_by, host_syncs):
     data = [SortEdges()(member) for member in members()]
     plain = Batch.from_data_list(data)
     want = Graph.of_batch(plain, self_loops=True)
     assert want.num_edges < plain.num_edges + plain.num_nodes and want.csc.max_degree > 0
     batch = Batch.from_data_list(data) if made_by == "trusted" else DeviceDataset(data).batch(torch.arange(len(data)))
-    no_sync()
+    del host_syncs[:]
     if made_by == "trusted":
         Graph.of_batch(batch, facts=BatchFacts.of(batch))
     graph = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
     assert_same(graph, want)
-    assert graph.node_segments.longest == want.max_graph_nodes and graph.num_edges == want.num_edges
+    assert diagonal_blocks(graph).longest == want.max_graph_nodes and graph.num_edges == want.num_edges
+    assert host_syncs == []
 
 
 def test_facts_need_sorted_edges():
@@ -89,14 +69,14 @@ def test_facts_need_sorted_edges():
 
 @pytest.mark.parametrize("ids", PICKS, ids=str)
 @pytest.mark.parametrize("is_sorted", [True, False], ids=["sorted", "plain"])
-def test_resident_batch_equals_pygs(ids, is_sorted, no_sync):
+def test_resident_batch_equals_pygs(ids, is_sorted, host_syncs):
     data = [SortEdges()(member) if is_sorted else member for member in members()]
     picked = [data[i] for i in ids]
     want = Batch.from_data_list(picked)
     resident = DeviceDataset(data)
     assert len(resident) == len(data)
     checked = Graph.of_batch(want)
-    no_sync()
+    del host_syncs[:]
     batch = resident.batch(torch.tensor(ids))
     graph = Graph.of_batch(batch) if is_sorted else None
     assert batch.num_graphs == want.num_graphs and batch.num_nodes == want.num_nodes
@@ -104,6 +84,7 @@ def test_resident_batch_equals_pygs(ids, is_sorted, no_sync):
         assert torch.equal(batch[name], want[name]) and batch[name].dtype == want[name].dtype, name
     if is_sorted:
         assert_same(graph, checked)
+    assert host_syncs == []
 
 
 def test_resident_batch_is_a_whole_graph():
@@ -113,41 +94,43 @@ def test_resident_batch_is_a_whole_graph():
 
 
 @pytest.mark.parametrize("rows", [32, 64, 80])
-@pytest.mark.parametrize("rows_are", ["targets", "sources"])
-def test_dense_blocks_without_a_sync(rows, rows_are, no_sync):
+@pytest.mark.parametrize("domain", ["targets", "sources"])
+def test_dense_blocks_without_a_sync(rows, domain, host_syncs):
     data = [SortEdges()(simple(member)) for member in members()]
     ids = torch.tensor([7, 2, 11, 3, 14, 3])
     plain = Batch.from_data_list([data[i] for i in ids])
     facts = BatchFacts.of(plain)
     trusted, resident = Graph.of_batch(plain, facts=facts), DeviceDataset(data)
     graph = Graph.of_batch(resident.batch(ids))
-    side = graph.csr if rows_are == "targets" else graph.csc
-    counted = tiles_module.Segments.of_sizes(graph.graph_ptr, facts.nodes, facts.edges, is_simple=True)
-    want = tiles_module.make_tiles(side, graph.num_src, rows, replace(counted, sizes=None, is_simple=None))
-    no_sync()
+    side = graph.csr if domain == "targets" else graph.csc
+    counted = DiagonalBlocks.of_sizes(graph.graph_ptr, facts.nodes, facts.edges, is_simple=True)
+    want = block_sparse.make_blocks(side, rows, replace(counted, sizes=None, is_simple=None))
+    del host_syncs[:]
     for each in (graph, trusted):
-        found = each.tiles(rows_are, rows, compact=False)
+        found = block_sparse.of(each, domain, rows, compact=False)
         assert torch.equal(found.windows, want.windows) and torch.equal(found.bits, want.bits)
         assert (found.num_windows, found.num_blocks) == (want.num_windows, want.num_blocks)
         assert found.max_columns == want.max_columns and not found.has_duplicates and not want.has_duplicates
+    assert host_syncs == []
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-def test_ranges_without_a_sync(self_loops, no_sync):
+def test_ranges_without_a_sync(self_loops, host_syncs):
     data = [SortEdges()(member) for member in members()]
     ids = torch.tensor([7, 2, 11, 3, 14, 3])
     plain = Batch.from_data_list([data[i] for i in ids])
     trusted = Graph.of_batch(plain, self_loops=self_loops, facts=BatchFacts.of(plain))
     graph = Graph.of_batch(DeviceDataset(data).batch(ids), self_loops=self_loops)
-    unknown, longest = replace(graph.node_segments, edges=None), graph.node_segments.longest
+    unknown, longest = replace(diagonal_blocks(graph), edges=None), diagonal_blocks(graph).longest
     bounds = (longest, longest + 3, 4 * longest)
-    asked = [ranges_module.pack_segments(graph.csr, unknown, most) for most in bounds]
-    no_sync()
+    asked = [pack_blocks(graph.csr, unknown, most) for most in bounds]
+    del host_syncs[:]
     for most, want in zip(bounds, asked, strict=True):
         for each in (graph, trusted):
-            found = each.node_ranges(most)
+            found = node_ranges(each, most)
             assert torch.equal(found.ptr, want.ptr) and found.num_ranges == want.num_ranges
             assert (found.most_nodes, found.most_edges) == (want.most_nodes, want.most_edges)
+    assert host_syncs == []
 
 
 def test_repeated_edges_are_told():
@@ -155,7 +138,7 @@ def test_repeated_edges_are_told():
     resident = DeviceDataset(data)
     batch = resident.batch(torch.arange(len(data)))
     assert batch.edge_index.unique(dim=1).size(1) < batch.num_edges
-    assert Graph.of_batch(batch).tiles("targets", 32, compact=False).has_duplicates
+    assert block_sparse.of(Graph.of_batch(batch), "targets", 32, compact=False).has_duplicates
 
 
 def test_what_cannot_be_gathered():

@@ -1,4 +1,4 @@
-"""Every form of edges against the obvious version."""
+"""Every form of edges against the obvious version; wrong ones give one clear error."""
 
 from types import SimpleNamespace
 
@@ -6,23 +6,13 @@ import pytest
 import torch
 import torch_geometric.typing
 from torch_geometric import EdgeIndex
+from torch_geometric.data import HeteroData
 from torch_geometric.utils import coalesce
 
-from pyg_dfgnn.graph import Graph, adjacency
-from pyg_dfgnn.reference.zoo import hub, random
+from pyg_dfgnn.graph import Graph, SortEdges
+from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
-
-
-def count_sorts(monkeypatch) -> list:
-    sorts = []
-    original = adjacency.sort_rows
-
-    def counted(rows, num_rows):
-        sorts.append(rows.numel())
-        return original(rows, num_rows)
-
-    monkeypatch.setattr(adjacency, "sort_rows", counted)
-    return sorts
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
@@ -65,13 +55,13 @@ def test_ids_around_the_narrow_sort_key(num_nodes):
 
 
 def test_order_inside_a_row_is_the_input_order(case):
-    csr = Graph.of(case.edge_index, case.num_src, case.num_dst).csr
-    same_row = csr.row[1:] == csr.row[:-1]
+    graph = Graph.of(case.edge_index, case.num_src, case.num_dst)
+    csr, row = graph.csr, rows_of(graph, graph.csr)
+    same_row = row[1:] == row[:-1]
     assert (csr.perm.diff()[same_row] > 0).all()
 
 
-def test_one_sort_per_side(monkeypatch):
-    sorts = count_sorts(monkeypatch)
+def test_one_sort_per_side(sorts):
     case = random(30, 30, 200)
     graph = Graph.of(case.edge_index, 30)
     assert len(sorts) == 1
@@ -81,8 +71,7 @@ def test_one_sort_per_side(monkeypatch):
     assert len(sorts) == 2
 
 
-def test_sources_in_order_need_no_second_sort(monkeypatch):
-    sorts = count_sorts(monkeypatch)
+def test_sources_in_order_need_no_second_sort(sorts):
     edge_index = coalesce(random(30, 30, 200).edge_index)
     check_graph(Graph.of(edge_index, 30), edge_index, 30, 30)
     assert len(sorts) == 1
@@ -104,8 +93,7 @@ def test_edge_index_class(case, order, dtype, self_loops):
 
 
 @pytest.mark.parametrize("flow, order", [("source_to_target", "col"), ("target_to_source", "row")])
-def test_sorted_edge_index_needs_no_sort(flow, order, monkeypatch):
-    sorts = count_sorts(monkeypatch)
+def test_sorted_edge_index_needs_no_sort(flow, order, sorts):
     edge_index = random(20, 20, 90).edge_index
     edge_index = edge_index[:, edge_index[0 if order == "row" else 1].argsort(stable=True)]
     given = EdgeIndex(edge_index, sparse_size=(20, 20), sort_order=order)
@@ -114,8 +102,7 @@ def test_sorted_edge_index_needs_no_sort(flow, order, monkeypatch):
     check_graph(graph, edge_index if flow == "source_to_target" else edge_index.flip(0), 20, 20)
 
 
-def test_edge_index_permutation_is_reused(monkeypatch):
-    sorts = count_sorts(monkeypatch)
+def test_edge_index_permutation_is_reused(sorts):
     edge_index = random(20, 20, 90).edge_index
     edge_index = edge_index[:, edge_index[0].argsort(stable=True)]
     given = EdgeIndex(edge_index, sparse_size=(20, 20), sort_order="row").fill_cache_()
@@ -252,33 +239,78 @@ def test_loops_from_a_cached_base_equal_loops_from_scratch(case):
     derived = Graph.of(case.edge_index, case.num_src, case.num_dst, self_loops=True)
     assert derived is not base
     check_graph(derived, scratch.edge_index, case.num_src, case.num_dst)
-    assert all(torch.equal(a, b) for a, b in zip(derived.csr.tensors(), scratch.csr.tensors()))
+    assert all(torch.equal(a, b) for a, b in zip(derived.csr.arrays, scratch.csr.arrays))
 
 
-@pytest.mark.parametrize("max_edges", [1, 2, 7, 64, 299, 301])
-def test_chunks(case, max_edges):
-    graph = Graph.of(case.edge_index, case.num_src, case.num_dst)
-    for side in (graph.csr, graph.csc):
-        degree = side.rowptr.diff().tolist()
-        heavy = [row for row, length in enumerate(degree) if length > max_edges]
-        chunks = side.chunks(max_edges)
-        if not heavy:
-            assert chunks is None
-            continue
-        assert chunks is side.chunks(max_edges)
-        want, heavy_ptr = [], [0]
-        for row in heavy:
-            end = int(side.rowptr[row + 1])
-            want += [(row, b, min(b + max_edges, end)) for b in range(int(side.rowptr[row]), end, max_edges)]
-            heavy_ptr.append(len(want))
-        assert list(zip(chunks.row.tolist(), chunks.begin.tolist(), chunks.end.tolist())) == want
-        assert (chunks.heavy_row.tolist(), chunks.heavy_ptr.tolist()) == (heavy, heavy_ptr)
-        assert (chunks.num_chunks, chunks.num_heavy) == (len(want), len(heavy))
-        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in chunks.tensors())
+# Wrong edges ----------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_a_large_hub():
-    case = hub(100_003)
-    chunks = Graph.of(case.edge_index, case.num_src).csr.chunks(256)
-    assert chunks.num_heavy == 1 and chunks.num_chunks == -(-100_004 // 256)
-    assert (chunks.end - chunks.begin).sum() == 100_004
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+@pytest.mark.parametrize(
+    "edges, message",
+    [
+        ([[0, 5], [0, 0]], r"needs source ids in \[0, num_src=5\) \(got 0 to 5\)"),
+        ([[-1, 4], [0, 0]], r"needs source ids in \[0, num_src=5\) \(got -1 to 4\)"),
+        ([[0, 4], [2, 3]], r"needs target ids in \[0, num_dst=3\) \(got 2 to 3\)"),
+        ([[0, 4], [-7, 2]], r"needs target ids in \[0, num_dst=3\) \(got -7 to 2\)"),
+        ([[0, 4], [0, 2**16]], r"needs target ids in \[0, num_dst=3\) \(got 0 to 65536\)"),
+        ([[0, 2**32], [0, 0]], r"needs source ids in \[0, num_src=5\) \(got 0 to 4294967296\)"),
+    ],
+)
+def test_id_out_of_range(edges, message, self_loops):
+    with pytest.raises(ValueError, match="'edge_index' " + message):
+        Graph.of(torch.tensor(edges), 5, 3, self_loops=self_loops)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (4, 2), (2, 2, 2), ()])
+def test_shape(shape):
+    with pytest.raises(ValueError, match=r"'edge_index' needs shape \[2, E\]"):
+        Graph.of(torch.zeros(shape, dtype=torch.int64), 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool], ids=str)
+def test_dtype(dtype):
+    with pytest.raises(TypeError, match="'edge_index' needs dtype torch.int64 or torch.int32"):
+        Graph.of(torch.zeros(2, 3, dtype=dtype), 5)
+
+
+def test_not_a_tensor():
+    with pytest.raises(TypeError, match="'edge_index' needs a torch.Tensor"):
+        Graph.of([[0], [1]], 2)
+
+
+@pytest.mark.parametrize("sizes, name", [((-1, 2), "num_src"), ((2, -1), "num_dst"), ((2**31, 2), "num_src")])
+def test_sizes(sizes, name):
+    with pytest.raises(ValueError, match=f"'{name}' needs a value in"):
+        Graph.of(torch.zeros(2, 0, dtype=torch.int64), *sizes)
+
+
+def test_flow():
+    with pytest.raises(ValueError, match="'flow' needs one of"):
+        Graph.of(torch.zeros(2, 0, dtype=torch.int64), 2, flow="upstream")
+
+
+def test_more_edges_than_int32_counts():
+    edge_index = torch.zeros(1, 1, dtype=torch.int64).expand(2, 2**31)
+    with pytest.raises(ValueError, match="at most 2147479551 edges"):
+        Graph.of(edge_index, 1)
+
+
+def test_loops_count_as_edges():
+    edge_index = torch.zeros(1, 1, dtype=torch.int64).expand(2, 2**31 - 4097)
+    with pytest.raises(ValueError, match="self-loops included"):
+        Graph.of(edge_index, 1, self_loops=True)
+
+
+def test_failed_build_leaves_nothing_behind():
+    edge_index = torch.tensor([[0, 9], [0, 0]])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="source ids"):
+            Graph.of(edge_index, 5)
+
+
+def test_heterogeneous_batch():
+    with pytest.raises(TypeError, match="'batch' needs one edge type"):
+        Graph.of_batch(HeteroData())
+    with pytest.raises(TypeError, match="'batch' needs one edge type"):
+        SortEdges()(HeteroData())

@@ -11,6 +11,7 @@ import torch
 from pyg_dfgnn.dispatch.core import CANDIDATES, WALKS, AttentionProblem
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.reference import attention as reference
@@ -261,10 +262,10 @@ def test_rows_without_edges(score, listed, kind):
     """Exact zeros, in the output and in every gradient that has a row per node."""
     graph = build_graph("isolated")
     if listed:
-        graph.__dict__["node_segments"] = None
+        graph.derived(KEY, lambda: None)
     with products(kind):
         actual, _ = run(problem_of(score, graph, dtype=KINDS[kind]), graph)
-    empty = {side: (adjacency.ptr.diff() == 0) for side, adjacency in (("dst", graph.csr), ("src", graph.csc))}
+    empty = {side: (adjacency.rowptr.diff() == 0) for side, adjacency in (("dst", graph.csr), ("src", graph.csc))}
     assert int(empty["dst"].sum()) >= 10 and int(empty["src"].sum()) >= 14
     rows = {"out": "dst", "grad query": "dst", "grad alpha_dst": "dst"}
     rows |= {f"grad {name}": "src" for name in ("key", "value", "alpha_src")}
@@ -285,10 +286,10 @@ def test_segments_and_listed_columns_agree(score, kind):
     for listed in (False, True):
         graph = build_graph("batch")
         if listed:
-            graph.__dict__["node_segments"] = None
+            graph.derived(KEY, lambda: None)
         with products(kind):
             actual, launched = run(problem, graph)
-        assert ENTRIES["forward"] in launched and (graph.node_segments is None) == listed
+        assert ENTRIES["forward"] in launched and (diagonal_blocks(graph) is None) == listed
         results.append(actual)
     found = errors(results[1], {name: tensor.double() for name, tensor in results[0].items()})
     assert max(found.values()) < tolerance("tf32" if kind == "tf32" else KINDS[kind]).relative, found
@@ -652,7 +653,8 @@ def test_weights_of_large_scalars_sum_to_one(number):
 def test_bound_of_the_longest_segment(longest):
     """A graph whose edges are refilled has shorter segments than it has room for; factors take 512 columns at most."""
     graph = build_graph("batch")
-    graph.__dict__["node_segments"] = replace(graph.node_segments, longest=longest)
+    blocks = replace(diagonal_blocks(build_graph("batch")), longest=longest)
+    graph.derived(KEY, lambda: blocks)
     problem = problem_of("add", graph, channels=8)
     _, maxima, _ = forward_pass(problem, graph)
     is_largest = torch.isclose(maxima.double(), largest(add_logits(problem, 0.2), graph), rtol=1e-6, atol=1e-6)

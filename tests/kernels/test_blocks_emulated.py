@@ -8,6 +8,7 @@ import torch
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch.attention import row_split, smem
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.ops.attention.operators import Operands
@@ -83,7 +84,7 @@ def small_blocks(monkeypatch, default_settings):
     settings(schedule="smem", fallback="error")
     constants = smem.constants_of
     monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
-    monkeypatch.setattr(smem, "_ranges", lambda problem, walk, graph: graph.node_ranges(14))
+    monkeypatch.setattr(smem, "_ranges", lambda problem, walk, graph: node_ranges(graph, 14))
     monkeypatch.setattr(row_split, "has_tangent", lambda *a: False)
 
 

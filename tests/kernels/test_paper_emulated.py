@@ -9,6 +9,7 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import paper
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.settings import settings
@@ -84,7 +85,7 @@ def test_wide_rows(schedule, score, dtype, shape):
 def test_heads_that_do_not_fit_in_one_block(score, room_heads, monkeypatch):
     """With little shared memory, heads go to blocks of their own and edges take their lanes."""
     graph = build_graph(*heavy_graph())
-    needed = graph.csr.block_edges(8) * 4 * (1 if score == "add" else 2) * room_heads
+    needed = most_edges(graph, graph.csr, 8) * 4 * (1 if score == "add" else 2) * room_heads
     monkeypatch.setitem(gpu.known, CPU, replace(gpu.H200, shared_bytes=4 * needed))
     check_schedule("smmf", Problem(score, graph, 7, 8, torch.float32, edge=False), graph, 0.3, "random")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch_geometric.data import Batch, Data
 
-from pyg_dfgnn.graph import BatchFacts, Frame, Graph, SortEdges
+from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges, StaticGraph, block_sparse
+from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
@@ -32,15 +33,16 @@ def batch_of(sizes, seed):
 
 
 @pytest.fixture
-def frame_of():
-    def make(graph):
+def static_of():
+    kept = []
+
+    def make(batch):
         edge_index = torch.full((2, EDGES), NODES - 1)
-        frame = Frame(graph, edge_index, NODES, GRAPHS)
-        frame.max_degree = 64
-        for framed in frame.graphs:
-            framed.csr.max_degree = framed.csc.max_degree = 64
-        frame.register()
-        return frame
+        kept.append(edge_index)
+        static = StaticGraph(batch, edge_index, NODES, GRAPHS)
+        static.max_degree = static.csr.max_degree = static.csc.max_degree = 64
+        static.register()
+        return static
 
     return make
 
@@ -54,18 +56,18 @@ def dot(graph, tensors):
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
 @pytest.mark.parametrize("schedule", ["row_split", "block_mma"])
-def test_same_launches_on_each_batch(frame_of, schedule, self_loops):
+def test_same_launches_on_each_batch(static_of, schedule, self_loops):
     batches = [batch_of(sizes, seed) for seed, sizes in enumerate(SIZES)]
-    frame = frame_of(batches[0][1])
-    graph = Graph.resolve(frame.edge_index, NODES, NODES, self_loops, False)
-    assert graph in frame.graphs and graph.is_static
+    static = static_of(batches[0][1])
+    graph = Graph.resolve(static.key[0], NODES, NODES, self_loops, False)
+    assert graph is (static.looped if self_loops else static) and graph.is_static
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(NODES, 2, 16, generator=generator) for _ in range(3)]
     recorded = []
 
     def record(spec, entry, grid, block, arguments, shared_bytes):
         # As a captured graph holds a launch: addresses, sizes, numbers. Tensors in between are the allocator's.
-        mine = {t.data_ptr() for t in (*graph._tensors(), *tensors)}
+        mine = {t.data_ptr() for t in (*tensors_of(graph._derived), *tensors)}
         found = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         held = [a for a, given in zip(found, arguments) if not isinstance(given, torch.Tensor) or a in mine]
         recorded.append((spec, entry, grid, block, held, shared_bytes))
@@ -76,8 +78,8 @@ def test_same_launches_on_each_batch(frame_of, schedule, self_loops):
     with settings(schedule=schedule, fallback="error"), emulated_device() as launched:
         with launcher.override(record) as before:
             for batch, source in batches:
-                assert frame.takes(source)
-                frame.put(source)
+                assert static.takes(source)
+                static.put(source)
                 recorded.clear()
                 results = dot(graph, tensors)
                 seen.append([(entry, grid, held) for _, entry, grid, _, held, _ in recorded])
@@ -92,30 +94,29 @@ def test_same_launches_on_each_batch(frame_of, schedule, self_loops):
     assert all(launches == seen[0] for launches in seen)
 
 
-def test_what_does_not_fit(frame_of):
+def test_what_does_not_fit(static_of):
     _, first = batch_of([17, 1, 40], 0)
-    frame = frame_of(first)
+    static = static_of(first)
     for sizes, why in (([70, 20], "nodes"), ([1] * 6, "graphs"), ([70], "a longer graph")):
-        assert not frame.takes(batch_of(sizes, 1)[1]), why
+        assert not static.takes(batch_of(sizes, 1)[1]), why
     hub = SortEdges()(Data(edge_index=torch.stack([torch.arange(60) % 50, torch.zeros(60).long()]), num_nodes=50))
     again = SortEdges()(Data(edge_index=torch.zeros(2, 2, dtype=torch.long), num_nodes=3))
-    frame.max_degree = 40
+    static.max_degree = 40
     for data, why in ((hub, "degree"), (again, "an edge twice")):
         batch = Batch.from_data_list([data])
-        assert not frame.takes(Graph.of_batch(batch, facts=BatchFacts.of(batch))), why
-    frame.plain.tiles("targets", 32, False)
-    frame.plain._tiles[("targets", 32, False)] = frame.plain._tiles[("targets", 32, False)].__class__(
-        **{**vars(frame.plain._tiles[("targets", 32, False)]), "num_blocks": 1}
-    )
-    assert not frame.takes(first)
+        assert not static.takes(Graph.of_batch(batch, facts=BatchFacts.of(batch))), why
+    small, crowded = static_of(batch_of([1], 0)[1]), batch_of([33, 33], 1)[1]
+    assert small.takes(crowded)
+    block_sparse.of(small, "targets", 32, False)
+    assert not small.takes(crowded), "dense blocks"
 
 
-def test_framing_needs_facts():
+def test_a_static_graph_needs_facts():
     edge_index = torch.tensor([[0, 1], [1, 0]])
     with pytest.raises(ValueError, match="'batch' needs facts"):
-        Frame(Graph.of(edge_index, 2), edge_index, 4, 2)
+        StaticGraph(Graph.of(edge_index, 2), edge_index, 4, 2)
 
 
-def test_listed_columns_are_refused(frame_of):
+def test_listed_columns_are_refused(static_of):
     with pytest.raises(ValueError, match="'compact' needs False"):
-        frame_of(batch_of([17, 1, 40], 0)[1]).plain.tiles("targets", 32, True)
+        block_sparse.of(static_of(batch_of([17, 1, 40], 0)[1]), "targets", 32, True)

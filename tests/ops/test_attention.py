@@ -362,7 +362,7 @@ def test_a_graph_remembers_a_bounded_number_of_calls(fused, monkeypatch):
     problem = problem_of("dot")
     for step in range(10):
         problem.call(scale=1.0 + step)
-    assert len(problem.graph.plans) == 5
+    assert len(problem.graph.derived("plans", dict)) == 5
     assert_all_close({"out": (problem.call(scale=0.5), problem.expected()["out"])})
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, sbm
@@ -196,7 +197,7 @@ def test_another_stream(score):
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(SLEEP_CYCLES)
         actual = problem.run()
-    shapes = [tensor.shape for tensor in problem.graph._tensors()]
+    shapes = [tensor.shape for tensor in tensors_of(problem.graph._derived)]
     problem.edge_index = None
     Graph.clear_cache()
     # Freed memory that the other stream still reads must not be handed out here.

@@ -8,13 +8,14 @@ from torch_geometric.data import Batch
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
 from pyg_dfgnn.training.step import CapturedStep, Step
-from tests.graph.test_device_dataset import assert_same
+from tests.graph.brute import assert_same
 from tests.training.test_step import SCHEDULES, graph, train
 
 pytestmark = pytest.mark.cuda
@@ -128,18 +129,18 @@ def test_a_batch_costs_no_sync(made_by):
             batch = pinned.to(CUDA, non_blocking=True)
             graph_of = Graph.of_batch(batch, facts=facts)
         looped = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
-        tiles = [graph_of.tiles(side, 64, False) for side in ("targets", "sources")]
+        tiles = [block_sparse.of(graph_of, side, 64, False) for side in ("targets", "sources")]
         assert looped.csc.max_degree > 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_same(graph_of, checked)
     for side, found in zip(("targets", "sources"), tiles):
-        want = checked.tiles(side, 64, False) if checked.node_segments is not None else None
+        want = block_sparse.of(checked, side, 64, False) if diagonal_blocks(checked) is not None else None
         assert found.num_windows > 0 and (want is None or not want.has_duplicates)
     # The variant with loops takes its order from the graph without, which lives with its batch.
     kept = Batch.from_data_list(data).to(CUDA)
     want = Graph.of_batch(kept, self_loops=True)
-    assert all(torch.equal(a, b) for a, b in zip(looped.csc.side, want.csc.side))
+    assert all(torch.equal(a, b) for a, b in zip(looped.csc.arrays, want.csc.arrays))
 
 
 def test_prefetched_batches_are_whole():

@@ -15,8 +15,9 @@ import torch
 
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.block_sparse import BLOCK, TILE_ROWS, BlockSparse
+from pyg_dfgnn.graph import Graph, block_sparse
+from pyg_dfgnn.graph.block_sparse import BLOCK, BlockSparse
+from pyg_dfgnn.graph.node_ranges import TILE_ROWS, diagonal_blocks
 
 hands_over = False
 deterministic = True
@@ -85,7 +86,7 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     # on an H200.
     choices = (2,) if _splits(problem) or block_heads(problem, "forward") > 1 else (4, 5)
     # A row with more edges lies in a longer segment: then the edges need no scan.
-    segments = graph.node_segments if graph.csr.max_degree <= MAX_SEGMENT else None
+    segments = diagonal_blocks(graph) if graph.csr.max_degree <= MAX_SEGMENT else None
     if segments is None or segments.longest > MAX_SEGMENT:
         return choices[0], True
     return _window_warps(segments.histogram, choices), False
@@ -93,7 +94,7 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
 
 def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> BlockSparse:
     """The dense blocks that a pass works on, kept with the graph."""
-    return graph.tiles("sources" if walk == "sources" else "targets", rows, compact)
+    return block_sparse.of(graph, walk, rows, compact)
 
 
 def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
@@ -119,7 +120,7 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     if compact and _splits(problem):
         # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.
         return ["listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"]
-    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
     if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
@@ -148,7 +149,7 @@ def _step(problem: AttentionProblem, walk: str) -> int:
 
 
 def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
-    segments = None if compact else graph.node_segments
+    segments = None if compact else diagonal_blocks(graph)
     longest = math.inf if segments is None else segments.longest
     factored = {"FACTORED": int(problem.record.has_factors and longest <= _MAX_FACTORED)} if walk == "forward" else {}
     return {
@@ -211,8 +212,9 @@ def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: 
     scalars = heads * (4 + (16 if walk == "sources" else 0))
     factors = 0
     if constants.get("FACTORED"):
-        assert graph.node_segments is not None
-        columns = -(-graph.node_segments.longest // step) * step
+        diagonal = diagonal_blocks(graph)
+        assert diagonal is not None
+        columns = -(-diagonal.longest // step) * step
         factors = -(-8 * constants["WARPS"] // 16) * 16 + 8 * heads * columns
     return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars) + factors
 
@@ -221,7 +223,7 @@ def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
     """The pass of one walk."""
     warps, compact = _window(problem, graph)
     constants = _constants(problem, walk, graph, warps, compact)
-    fill = graph.tile_fill(TILE_ROWS * warps, compact)
+    fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     return TilesPass(constants, compact, shared_bytes(problem, walk, graph, constants), fill)
 
 

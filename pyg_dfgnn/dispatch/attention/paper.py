@@ -29,6 +29,7 @@ from pyg_dfgnn.dispatch.attention.row_split import (
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.chunks import most_edges
 
 BLOCK_ROWS = 8
 """Consecutive rows of a block of `smmf`, and its warps."""
@@ -214,7 +215,7 @@ class Smmf:
         """Every reason why it cannot run a pass: the scores of one head must fit in shared memory."""
         reasons = _reasons(problem)
         if walk != "sources":
-            needed = graph.csr.block_edges(BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+            needed = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
             room = gpu_of(problem.device).shared_bytes
             if needed > room:
                 reasons.append(
@@ -226,7 +227,7 @@ class Smmf:
         """The pass of one walk, with as many heads in a block as leave room for several blocks."""
         if walk == "sources":
             return _sources(self.name, problem, graph)
-        head_bytes = graph.csr.block_edges(BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+        head_bytes = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
         comfortable = gpu_of(problem.device).shared_bytes // _RESIDENT_BLOCKS
         lanes = _lanes(problem, max(1, min(_GROUP_HEADS, comfortable // max(1, head_bytes))))
         constants = {**_constants(problem, walk, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS, "ROW_WARPS": 1}
@@ -240,7 +241,7 @@ class Smmf:
         if walk == "sources":
             return _cost(problem, walk, graph, chosen, gpu, _BUSY_WARPS, 0, 2)
         warps = BLOCK_ROWS * max(1, min(64 // BLOCK_ROWS, gpu.shared_bytes // max(1, chosen.shared_bytes)))
-        share = -(-graph.csr.block_edges(BLOCK_ROWS) // BLOCK_ROWS)
+        share = -(-most_edges(graph, graph.csr, BLOCK_ROWS) // BLOCK_ROWS)
         return _cost(problem, walk, graph, chosen, gpu, warps, share, 2 if walk == "targets" else 0)
 
 

@@ -16,6 +16,7 @@ import torch
 from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 
@@ -492,8 +493,8 @@ def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
     """Whether what is gathered of the nodes of a segment, such as a graph of a batch, fits on a multiprocessor."""
     longest = graph.max_graph_nodes
     if longest is None:
-        segments = graph.node_segments
-        longest = None if segments is None else segments.longest
+        blocks = diagonal_blocks(graph)
+        longest = None if blocks is None else blocks.longest
     return longest is not None and longest * node_bytes <= gpu.shared_bytes
 
 

@@ -12,7 +12,7 @@ from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.node_ranges import NodeRanges
+from pyg_dfgnn.graph.node_ranges import NodeRanges, diagonal_blocks, node_ranges
 from pyg_dfgnn.statements.tuning import SmemLayout
 
 hands_over = False
@@ -79,10 +79,10 @@ def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | 
     constants, per_node = constants_of(problem, walk), node_bytes(problem, walk)
     for blocks in range(constants["MIN_BLOCKS"], 0, -1):
         room = capacity // blocks - _RESERVED - _static_bytes(problem, walk, constants)
-        ranges = graph.node_ranges(room // per_node)
+        ranges = node_ranges(graph, room // per_node)
         # What the edges take is known only now.
         while ranges is not None and (excess := shared_bytes(problem, walk, ranges) - room) > 0:
-            ranges = graph.node_ranges(ranges.most_nodes - -(-excess // per_node))
+            ranges = node_ranges(graph, ranges.most_nodes - -(-excess // per_node))
         if ranges is not None:
             return ranges
     return None
@@ -104,7 +104,7 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
         reasons.append(f"a row has {longest} edges, a warp takes up to {MAX_DEGREE}")
     if reasons:
         return reasons
-    segments = graph.node_segments
+    segments = diagonal_blocks(graph)
     if segments is None:
         return ["sources and targets are not the same nodes"]
     if _ranges(problem, walk, graph) is None:

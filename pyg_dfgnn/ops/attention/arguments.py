@@ -87,7 +87,7 @@ def recall(graph: Any, signature: Any) -> Any:
     if signature is None:
         return None
     try:
-        kernels = graph.plans.get(signature)
+        kernels = graph.derived("plans", dict).get(signature)
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
@@ -99,14 +99,14 @@ def recall(graph: Any, signature: Any) -> Any:
         return None
     if kernels.problem.tf32 is not tf32_allowed(kernels.problem.dtype):
         return None
-    graph.on_this_stream()
     return kernels
 
 
 def remember(graph: Graph, signature: Any, kernels: Any) -> None:
     """Keep the kernels for arguments like these with the graph, while there is room."""
-    if signature is not None and len(graph.plans) < MAX_PLANS:
-        graph.plans[signature] = kernels
+    plans: dict[Any, Any] = graph.derived("plans", dict)
+    if signature is not None and len(plans) < MAX_PLANS:
+        plans[signature] = kernels
 
 
 def num_edges(graph: Edges) -> int | None:

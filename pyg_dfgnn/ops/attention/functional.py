@@ -104,7 +104,7 @@ def _run(
         # No closures: their cells would cost every call.
         weigh = partial(run_weights, kernels, graph, inputs, softmax)  # type: ignore[arg-type]
         return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
-    arguments = Operands(*graph.key, score, *inputs)  # type: ignore[arg-type]
+    arguments = Operands(*graph.key, score, *inputs)  # type: ignore[call-arg]
     if torch.compiler.is_compiling():
         arguments = _without_repeats(arguments)
     # Backward may run under other settings than these, so what forward leaves is not up to the plan. The output may be

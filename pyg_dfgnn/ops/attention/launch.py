@@ -201,7 +201,6 @@ class Kernels:
             tune(problem, graph, walks, self.settings)
         choices = choose(problem, graph, walks, self.settings)
         made = tuple(walk_of(choice.walk, choice.chosen, graph) for choice in choices)
-        graph.reset_streams()
         return made, all(choice.final for choice in choices)
 
     @staticmethod
@@ -209,11 +208,12 @@ class Kernels:
         """The kernels kept with the graph, planned on first use."""
         settings = current()
         key = (problem, settings)
-        found = graph.plans.get(key)
+        plans: dict[Any, Any] = graph.derived("plans", dict)
+        found = plans.get(key)
         if found is None:
             found = Kernels(problem, graph, settings)
             if found.final:
-                graph.plans[key] = found
+                plans[key] = found
         return found
 
     def backward(self, graph: Graph) -> tuple[Walk, ...]:
@@ -248,7 +248,6 @@ class Kernels:
             for walk, each in zip((*FORWARD, *BACKWARD), passes)
         ]
         made._backward = tuple(backward)
-        graph.reset_streams()
         return made, final
 
     def weights(self, graph: Graph) -> RowsWalk:
@@ -271,7 +270,6 @@ class Kernels:
 
     def _rows_walk(self, walk: str, graph: Graph) -> RowsWalk:
         made = RowsWalk(walk, row_split.plan_pass(self.problem, walk, graph), graph)
-        graph.reset_streams()
         return made
 
 

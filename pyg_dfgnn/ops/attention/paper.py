@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.paper import PaperPass
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.chunks import positions, rows_of
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 
@@ -47,9 +48,9 @@ class PaperWalk:
         # Kept for their addresses: two threads may make an array of the graph at once, of which it keeps one.
         self.arrays: tuple[Tensor, ...]
         if walk == "sources":
-            self.arrays = (side.rowptr, side.col, side.position_in(graph.csr))
+            self.arrays = (side.rowptr, side.col, positions(graph, side, graph.csr))
         else:
-            self.arrays = (side.rowptr, side.row, side.col, side.perm)
+            self.arrays = (side.rowptr, rows_of(graph, side), side.col, side.perm)
             if not chosen.one_kernel:
                 self.score_kernel = kernel_of(spec, f"attention_{stem}_scores")
                 self.score_edges = addresses((*self.arrays[1:], self.num_edges, chosen.warp_edges))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.row_split import RowsPass, items_per_block, node_constants, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
+from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
 from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 from pyg_dfgnn.statements.scores import SCORES
@@ -59,16 +60,15 @@ class RowsWalk:
         ordered, joined = bool(constants["ORDERED"]), bool(constants["JOINED"])
         self.chunks: Sequence[Chunks | None]
         if chosen.blocks == 1:
-            self.chunks = [side.chunks(chosen.max_edges, self.items_per_block if joined else 0, ordered)]
+            self.chunks = [heavy_rows(graph, side, chosen.max_edges, self.items_per_block if joined else 0, ordered)]
             arrays = (side.rowptr, side.col, side.perm)
         else:
-            _, num_columns = side_of(walk, graph)
-            swept = side.column_blocks(chosen.blocks, chosen.max_edges, num_columns, ordered)
+            swept = column_blocks(graph, side, chosen.blocks, chosen.max_edges, ordered)
             self.chunks = swept.chunks
             arrays = (swept.rowptr, swept.col, swept.perm)
         self.max_chunks = max((c.num_chunks for c in self.chunks if c is not None), default=0)
         self.shared_bytes = 4 * self.items_per_block * self.state_elements if joined and self.max_chunks else 0
-        order = side.row_order if ordered else None
+        order = row_order(graph, side) if ordered else None
         self.sweeps = [self._arguments(arrays, block, chunks, order) for block, chunks in enumerate(self.chunks)]
         # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
         self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)

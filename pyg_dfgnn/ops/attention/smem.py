@@ -3,6 +3,7 @@
 from typing import Any
 
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.ops.attention.row_split import RowsWalk
 
 
@@ -12,7 +13,7 @@ class ResidentWalk(RowsWalk):
     chosen: Any
 
     def _lay_out(self, walk: str, graph: Graph, side: Adjacency) -> None:
-        ranges = graph.node_ranges(self.chosen.bound)
+        ranges = node_ranges(graph, self.chosen.bound)
         assert ranges is not None
         self.chunks = [None]
         self.max_chunks = 0

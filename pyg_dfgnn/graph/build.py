@@ -1,0 +1,185 @@
+"""From edges, an index or offsets to a finished CSR, checked on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.errors import check_dtype, check_range, check_shape
+from pyg_dfgnn.graph.adjacency import (
+    INT32_MAX,
+    MAX_EDGES,
+    Adjacency,
+    group,
+    longest,
+    offsets,
+    pull,
+    replace_self_loops,
+    sort_rows,
+    trim,
+)
+from pyg_dfgnn.graph.facts import BatchFacts
+from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build has made of its input (see :class:`~pyg_dfgnn.graph.Graph`).
+
+    Attributes:
+        csr: Rows are targets.
+        csc: Rows are sources, if the build has made it.
+        source_sorted: Whether the sources ascend in the input order.
+        stays: With replaced self-loops which input edges stay, bool [E].
+        graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1].
+        max_graph_nodes: Nodes of the largest graph of a batch.
+        facts: What the host knows of a batch that it trusts.
+    """
+
+    csr: Adjacency
+    csc: Adjacency | None = None
+    source_sorted: bool = False
+    stays: Tensor | None = None
+    graph_ptr: Tensor | None = None
+    max_graph_nodes: int | None = None
+    facts: BatchFacts | None = None
+
+
+def check_sizes(num_src: int, num_dst: int) -> None:
+    """Check both numbers of nodes.
+
+    Raises:
+        ValueError: One is negative or exceeds 2^31 - 1.
+    """
+    check_range("num_src", num_src, 0, INT32_MAX)
+    check_range("num_dst", num_dst, 0, INT32_MAX)
+
+
+def check_edges(num_edges: int, name: str = "edge_index") -> None:
+    """Raise ValueError if int32 cannot count the edges."""
+    if num_edges > MAX_EDGES:
+        raise ValueError(f"'{name}' needs at most {MAX_EDGES} edges, self-loops included (got {num_edges})")
+
+
+def bounds_of(*ids: Tensor) -> list[Tensor]:
+    """Smallest and largest of each list of ids, to be pulled; zeros for an empty one."""
+    zero = torch.zeros((), dtype=torch.int64, device=ids[0].device)
+    return [bound for each in ids for bound in (each.aminmax() if each.numel() else (zero, zero))]
+
+
+def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) -> None:
+    """Raise ValueError if ids are out of range."""
+    if num_edges == 0:
+        return
+    ends = (("source", "num_src", num_src, bounds[0], bounds[1]), ("target", "num_dst", num_dst, bounds[2], bounds[3]))
+    for end, name, size, low, high in ends:
+        if low < 0 or high >= size:
+            raise ValueError(f"'edge_index' needs {end} ids in [0, {name}={size}) (got {low} to {high})")
+
+
+def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
+    """Build the CSR of edges: at most one sort, one host sync.
+
+    Raises:
+        ValueError: An id is out of range, or the order that an `EdgeIndex` claims is false.
+    """
+    source, target = edges.source, edges.target
+    num_edges, num_loops = source.numel(), min(num_src, num_dst)
+    check_edges(num_edges + num_loops * self_loops)
+    arrays, in_order = group(target, source, num_dst, edges.by_target, edges.target_sorted)
+    stays, num_kept = None, in_order
+    if self_loops:
+        arrays, stays, num_kept = replace_self_loops(arrays, num_loops)
+    source_sorted = (source[1:] >= source[:-1]).all()
+    *bounds, is_ordered, sorted_by_source, kept, max_degree = pull(
+        *bounds_of(source, target), in_order, source_sorted, num_kept, longest(arrays.rowptr)
+    )
+    refuse_ids(bounds, num_src, num_dst, num_edges)
+    if not is_ordered:
+        raise ValueError("'edge_index' needs the order it claims: its targets do not ascend")
+    if self_loops:
+        arrays = trim(arrays, kept + num_loops)
+    csr = Adjacency(*arrays, num_src, max_degree)
+    return Built(csr, source_sorted=bool(sorted_by_source) and not self_loops, stays=stays)
+
+
+def build_relation(edge_type: Tensor, num_edges: int, num_relations: int) -> Tensor:
+    """Return the relation of each edge in input order, int32 [E], checked in one host sync.
+
+    Raises:
+        TypeError: `edge_type` is no int64 or int32 tensor.
+        ValueError: It has another shape or a relation outside of [0, num_relations).
+    """
+    check_range("num_relations", num_relations, 0, INT32_MAX)
+    check_shape("edge_type", edge_type, (num_edges,), f"[E={num_edges}]")
+    check_dtype("edge_type", edge_type, INDEX_DTYPES)
+    _refuse_range("edge_type", pull(*bounds_of(edge_type)), "num_relations", num_relations, num_edges)
+    return edge_type.to(torch.int32, copy=True)
+
+
+def build_index(index: Tensor, num_groups: int) -> Built:
+    """Build the CSR whose rows are the groups of `index [E]` and whose columns are the positions 0 ... E - 1.
+
+    An ascending index takes one host sync and no sort, another one a sort and a second sync.
+
+    Raises:
+        TypeError: `index` is no int64 or int32 tensor.
+        ValueError: It is not one-dimensional, or a group is outside of [0, num_groups).
+    """
+    check_range("num_groups", num_groups, 0, INT32_MAX)
+    check_shape("index", index, ("E",), "[E]")
+    check_dtype("index", index, INDEX_DTYPES)
+    num_edges = index.numel()
+    check_edges(num_edges, "index")
+    rowptr = offsets(index.contiguous(), num_groups)
+    low, high, is_sorted, max_degree = pull(*bounds_of(index), (index[1:] >= index[:-1]).all(), longest(rowptr))
+    _refuse_range("index", [low, high], "num_groups", num_groups, num_edges)
+    if is_sorted:
+        perm = torch.arange(num_edges, dtype=torch.int32, device=index.device)
+    else:
+        rows, order = sort_rows(index, num_groups)
+        rowptr, perm = offsets(rows, num_groups), order.to(torch.int32)
+        (max_degree,) = pull(longest(rowptr))
+    return Built(Adjacency(rowptr, perm, perm, num_edges, max_degree), source_sorted=True)
+
+
+def build_ptr(ptr: Tensor) -> Built:
+    """Build the CSR whose row g has the columns ptr[g] ... ptr[g + 1] - 1: one host sync.
+
+    Raises:
+        TypeError: `ptr` is no int64 or int32 tensor.
+        ValueError: It is not one-dimensional, is empty, does not begin at 0, or descends.
+    """
+    check_shape("ptr", ptr, ("num_groups + 1",), "[num_groups + 1]")
+    check_dtype("ptr", ptr, INDEX_DTYPES)
+    if ptr.numel() == 0:
+        raise ValueError("'ptr' needs shape [num_groups + 1] (got [0])")
+    first, num_edges, shortest, max_degree = pull(ptr[0], ptr[-1], *bounds_of(ptr.diff()))
+    if first != 0 or shortest < 0:
+        given = f"begins at {first}" if first else f"descends by {-shortest}"
+        raise ValueError(f"'ptr' needs offsets that begin at 0 and never descend (got one that {given})")
+    check_edges(num_edges, "ptr")
+    perm = torch.arange(num_edges, dtype=torch.int32, device=ptr.device)
+    return Built(Adjacency(ptr.to(torch.int32, copy=True), perm, perm, num_edges, max_degree), source_sorted=True)
+
+
+def _refuse_range(name: str, bounds: list[int], size_name: str, size: int, num_edges: int) -> None:
+    low, high = bounds
+    if num_edges and (low < 0 or high >= size):
+        raise ValueError(f"'{name}' needs values in [0, {size_name}={size}) (got {low} to {high})")
+
+
+def add_loops(csr: Adjacency, base_facts: BatchFacts | None, num_loops: int) -> Built:
+    """Build the CSR with self-loops replaced: no sort, one host sync, none for a batch with facts."""
+    check_edges(csr.num_edges + num_loops)
+    arrays, stays, num_kept = replace_self_loops(csr.arrays, num_loops)
+    if base_facts is None:
+        facts = None
+        kept, max_degree = pull(num_kept, longest(arrays.rowptr))
+    else:
+        facts = base_facts.with_loops()
+        kept, max_degree = facts.num_edges - num_loops, facts.max_in_degree
+    looped = Adjacency(*trim(arrays, kept + num_loops), csr.num_cols, max_degree, is_trusted=csr.is_trusted)
+    return Built(looped, stays=stays, facts=facts)

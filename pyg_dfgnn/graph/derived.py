@@ -1,0 +1,161 @@
+"""What is derived from the edges of a graph: kept by key, and known to the allocator on every stream that reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+Value = TypeVar("Value")
+_MISSING: Any = object()
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return the number that every in-place edit of a tensor raises; None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Anchored:
+    """A value with what it was made from: weak references to its anchors and the versions that were read.
+
+    Args:
+        value: What was made.
+        anchors: Objects that can be referred to weakly, most often tensors.
+        versions: One per anchor; None for one whose edits leave no trace.
+        on_death: Called with the reference to an anchor that has died.
+    """
+
+    __slots__ = ("refs", "value", "versions")
+
+    def __init__(
+        self,
+        value: Any,
+        anchors: Sequence[Any],
+        versions: Sequence[Hashable],
+        on_death: Callable[[weakref.ref], None] | None = None,
+    ) -> None:
+        self.value = value
+        self.refs = tuple(weakref.ref(anchor, on_death) for anchor in anchors)
+        self.versions = tuple(versions)
+
+    def is_of(self, anchors: Sequence[Any], versions: Sequence[Hashable]) -> bool:
+        """Return whether the value was made from these very objects as they are now."""
+        if len(anchors) != len(self.refs) or None in versions:
+            return False
+        return all(ref() is anchor for ref, anchor in zip(self.refs, anchors)) and self.versions == tuple(versions)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a derived value: of tensors, containers and data classes, nested as they come."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Anchored):
+        yield from tensors_of(value.value)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, dict):
+        for part in list(value.values()):
+            yield from tensors_of(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+class Derived:
+    """A container of derived values.
+
+    Attributes:
+        device: Where the arrays live.
+        pinned: Whether the cache must keep the container for as long as its anchors live (see :meth:`pin`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pinned = False
+        self._derived: dict[Hashable, Any] = {}
+        # Raw handles of the streams that are known to the allocator; None on a CPU.
+        self._streams: set[int] | None = None
+        # Where no host sync has ended a build: what another stream has to wait for.
+        self._made: torch.cuda.Event | None = None
+
+    def derived(self, key: Hashable, build: Callable[[], Value], anchors: Sequence[Tensor] = ()) -> Value:
+        """Return the value under a key, built on first use and kept with the container.
+
+        Args:
+            key: What the value is; by convention a name, or a tuple that begins with one.
+            build: Makes the value, whose arrays are found by :func:`tensors_of`.
+            anchors: Tensors beyond those of the container that the value depends on, such as `edge_weight`: it is built
+                again when they are others or have been edited. The container keeps none of them alive.
+        """
+        value = self._derived.get(key, _MISSING)
+        versions = [version_of(anchor) for anchor in anchors]
+        self.on_this_stream()
+        if isinstance(value, Anchored):
+            value = value.value if value.is_of(anchors, versions) else _MISSING
+        if value is _MISSING:
+            with torch.inference_mode(False), torch.no_grad():
+                value = build()
+            if anchors:
+                self._derived[key] = Anchored(value, anchors, versions)
+            else:
+                # Two threads may build at once: both get what the first has kept.
+                value = self._derived.setdefault(key, value)
+            if next(tensors_of(value), None) is not None:
+                self._reset_streams()
+        return value  # type: ignore[no-any-return]
+
+    def derived_bytes(self) -> dict[Hashable, int]:
+        """Return the bytes on the device under each key; what several values share counts for the first of them."""
+        seen: set[int] = set()
+        sizes: dict[Hashable, int] = {}
+        for key, value in list(self._derived.items()):
+            sizes[key] = 0
+            for tensor in tensors_of(value):
+                storage = tensor.untyped_storage()
+                if tensor.device == self.device and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sizes[key] += storage.nbytes()
+        return sizes
+
+    def pin(self) -> Self:
+        """Keep the container in the cache while its anchors live, for captured CUDA graphs that point into it."""
+        self.pinned = True
+        return self
+
+    def _reset_streams(self) -> None:
+        """Forget which streams the allocator knows to read the arrays: some have been added on the current one."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._streams = {stream.cuda_stream}
+            if not torch.cuda.is_current_stream_capturing():
+                self._made = stream.record_event()
+
+    def on_this_stream(self) -> Self:
+        """Return the container once the allocator knows that the current stream reads it; a capture pins it."""
+        # Other streams wait for what has been built. Its memory belongs to the stream it was made on, and the allocator
+        # must learn of each other one before it hands that memory out again.
+        streams = self._streams
+        if streams is None:
+            return self
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        # The default stream, whose handle is 0, cannot be captured.
+        if handle == 0 and 0 in streams:
+            return self
+        if torch.cuda.is_current_stream_capturing():
+            return self.pin()
+        if handle not in streams:
+            stream = torch.cuda.current_stream(self.device)
+            if self._made is not None:
+                stream.wait_event(self._made)
+            for tensor in tensors_of(self._derived):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+            # Not to the set of another thread that has added arrays meanwhile.
+            streams.add(handle)
+        return self
