@@ -292,7 +292,7 @@ def _split_strips(backward: bool, layers: int, features: int, channels: int) -> 
     # With 128 columns, sections of 80 are faster too, but would spill registers.
     layouts = ((128, 2), (64, 3), (64, 2))[section == 80 :]
     strips = (Strips(backward, True, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
-    return next((each for each in strips if each.fits), None)
+    return next((candidate for candidate in strips if candidate.fits), None)
 
 
 def _whole(places: int) -> int:

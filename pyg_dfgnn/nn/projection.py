@@ -90,7 +90,7 @@ def attend(
     dtype = promoted_dtype(used[0].dtype, other.dtype, used[0].is_cuda)
     if out.dtype is not dtype:
         out = out.to(torch.promote_types(out.dtype, dtype))
-    return out, None if weights is None else weights.to(dtype), [each.flatten(1) for each in rows[roles:]]
+    return out, None if weights is None else weights.to(dtype), [other.flatten(1) for other in rows[roles:]]
 
 
 def _attend_at_once(
@@ -136,7 +136,7 @@ def is_plain_linear(layer: torch.nn.Module) -> bool:
 
 
 def _is_product(layer: torch.nn.Module) -> bool:
-    """Return the same, but for hooks that all modules share."""
+    """Return whether calling the layer is its product, apart from hooks that all modules share."""
     if type(layer) not in _LINEAR:
         return False
     attributes = layer.__dict__
@@ -147,8 +147,8 @@ def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters 
     """Return the parameters of layers that are products with matrices of one shape, which nothing watches or changes.
 
     Returns:
-        The weights; as many biases, or none; the dtype that autocast has for the products, None without autocast. None
-        where calling a layer may be more than its product.
+        The weights; as many biases, or none; the dtype that autocast has for the products, None without autocast. The
+        whole is None where calling a layer may be more than its product.
     """
     if not is_eager() or not is_plain(x) or x.layout is not torch.strided or _has_any_global_hook():
         return None

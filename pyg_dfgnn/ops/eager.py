@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad, function
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors whose operators nobody overrides."""
+"""Types of tensors whose operators nothing overrides."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_eager() -> bool:
-    """Whether nothing traces, transforms or intercepts operators, so that their dispatch can be skipped."""
+    """Return whether nothing traces, transforms or intercepts operators, so that their dispatch can be skipped."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -24,12 +24,12 @@ def is_eager() -> bool:
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether something is a tensor with memory of its own: no subclass, and nothing that a transform left behind."""
+    """Return whether something is a tensor with memory of its own: no subclass, and no wrapper of a transform."""
     return type(tensor) in PLAIN and not _is_wrapped(tensor)  # type: ignore[arg-type]
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd has to know of a function of the tensors."""
+    """Return whether autograd has to record a function of the tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -38,7 +38,7 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def apply_of(kind: type[Function]) -> Callable[..., Any]:
-    """`kind.apply` without its look for torch.func transforms, which :func:`is_eager` has excluded."""
+    """Return `kind.apply` without its check for torch.func transforms, which :func:`is_eager` has excluded."""
     return super(Function, kind).apply  # type: ignore[misc]
 
 
@@ -49,7 +49,7 @@ _NO_SECOND = (
 
 
 class _Final(Function):
-    """Hands on gradients that were computed from other tensors; a derivative of them by any of these is refused."""
+    """Passes gradients on that were computed from other tensors, and refuses a derivative of them by these."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Any) -> Any:
@@ -75,40 +75,40 @@ class _Unpacked:
 
 
 def is_batched(grad: Tensor | None) -> bool:
-    """Whether a gradient stands for a batch of them, without memory of its own: `is_grads_batched`, `vectorize`."""
+    """Return whether a gradient stands for a batch of gradients (`is_grads_batched`, `vectorize`), without memory."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 _MAX_LEVEL = 63
-"""Of nested batches, in PyTorch."""
+"""Most levels of nested batches in PyTorch."""
 
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The gradients for each of a batch of output gradients."""
+    """Return the gradients for each of a batch of output gradients."""
     example: Any = next(grad for grad in grads if is_batched(grad))
-    # The threads of autograd are not told the level. At one that a tensor is not batched at it seems to hold nothing.
+    # The threads of autograd are not told the level. A tensor seems empty at a level that it is not batched at.
     levels = range(_MAX_LEVEL, 0, -1)
     level = next(level for level in levels if torch._remove_batch_dim(example, level, 0, 0).size(0))
     unbatched: Callable[..., Tensor] = torch._remove_batch_dim
     batches = [unbatched(grad, level, 0, 0) if is_batched(grad) else None for grad in grads]
     count = max(batch.size(0) for batch in batches if batch is not None)
-    found = [
+    results = [
         backward(ctx, *[grad if batch is None else batch[place] for grad, batch in zip(grads, batches, strict=True)])
         for place in range(count)
     ]
     return tuple(
-        torch._add_batch_dim(torch.stack(each), 0, level) if isinstance(each[0], Tensor) else None
-        for each in zip(*found, strict=True)
+        torch._add_batch_dim(torch.stack(batch), 0, level) if isinstance(batch[0], Tensor) else None
+        for batch in zip(*results, strict=True)
     )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch's decorator of this name, at no cost where no second derivative is asked for.
+    """Refuse second derivatives, as torch's decorator of this name does, at no cost where none is asked for.
 
-    torch's lets gradients pass for constants where those of the outputs are constant, and autograd.grad goes around its
-    error. Here they depend on all that is saved, and on the tensors in ``ctx.layers``. What an input was cast from is
-    not kept for this: ``ctx.cast_from`` is a weak reference, and where nobody else has it, gradients with a graph of
-    their own are refused.
+    With torch's decorator gradients seem constant where the gradients of the outputs are constant, and autograd.grad
+    goes around its error. Here gradients depend on all that is saved, and on the tensors in ``ctx.layers``. The tensor
+    that an input was cast from is not kept alive for this: ``ctx.cast_from`` is a weak reference, and where nothing
+    else refers to the tensor, gradients with a graph of their own are refused.
     """
     guarded = function.once_differentiable(backward)
 
@@ -118,7 +118,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return backward(ctx, *grads)
             except RuntimeError:
-                # To ask before would cost every call.
+                # A check before would cost every call.
                 if not any(map(is_batched, grads)):
                     raise
             return _one_by_one(run, ctx, grads)
@@ -130,12 +130,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(_NO_SECOND)
         unpacked = _Unpacked(ctx)
         with torch.no_grad():
-            found = backward(unpacked, *grads)
+            computed = backward(unpacked, *grads)
         sources = [*grads, origin, *unpacked.saved_tensors, *getattr(ctx, "layers", ())]
-        sources = [each for each in sources if isinstance(each, Tensor) and each.requires_grad]
-        places = [place for place, each in enumerate(found) if isinstance(each, Tensor)]
-        final = _Final.apply(len(places), *[found[place] for place in places], *sources)  # type: ignore[no-untyped-call]
-        made = dict(zip(places, final, strict=True))
-        return tuple(made.get(place, each) for place, each in enumerate(found))
+        sources = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
+        places = [place for place, grad in enumerate(computed) if isinstance(grad, Tensor)]
+        tensors = [computed[place] for place in places]
+        final = dict(zip(places, _Final.apply(len(places), *tensors, *sources), strict=True))  # type: ignore[no-untyped-call]
+        return tuple(final.get(place, grad) for place, grad in enumerate(computed))
 
     return run

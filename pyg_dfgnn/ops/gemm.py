@@ -143,7 +143,7 @@ def project(
         \partial W_l = \partial Y_l^T X, \quad
         \partial b_l = \partial Y_l^T 1
 
-    Each of these lines is one product for all layers where a kernel takes them, or where x has few rows.
+    Each of these lines is one product for all layers where a kernel takes them; gradients also where x has few rows.
 
     Args:
         x: Shape [N, F].
@@ -166,20 +166,15 @@ def project(
 
 def _project(
     heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the results, and the weights for backward in the dtype of x: of few rows, without a kernel, as one."""
-    rows, count = x.size(0), len(weights)
-    shape = rows, heads, weights[0].size(0) // heads
+) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """Return the results, and the weights in the dtype of x, which backward needs."""
     results = separate(x, weights, biases)
-    if results is not None:
-        return [result.view(shape) for result in results], weights
-    if rows > MAX_ROWS or count == 1:
+    if results is None:
         weights, biases = _in_dtype(x.dtype, weights, biases)
-        added: Sequence[Tensor | None] = biases or [None] * count
-        layers = zip(weights, added, strict=True)
-        return [F.linear(x, weight, bias).view(shape) for weight, bias in layers], weights
-    out, kept = interleaved(x, weights, biases)
-    return out.view(rows, count, *shape[1:]).transpose(0, 1).contiguous().unbind(), kept
+        added: Sequence[Tensor | None] = biases or [None] * len(weights)
+        results = [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]
+    shape = x.size(0), heads, weights[0].size(0) // heads
+    return [result.view(shape) for result in results], weights
 
 
 class _Projection(torch.autograd.Function):
@@ -199,20 +194,18 @@ class _Projection(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         count, layers = len(grads), ctx.layers
         used = [index for index, grad in enumerate(grads) if grad is not None]
-        if len(weights) == 1 < count and len(used) == count:
-            # One weight has the rows of all layers.
-            of_results = [torch.stack(grads, 1).view(x.size(0), weights[0].size(0))]  # type: ignore[arg-type]
-        else:
-            weights = weights if len(weights) == count else list(weights[0].chunk(count))
-            weights = [weights[index] for index in used]
-            of_results = [grads[index].flatten(1) for index in used]  # type: ignore[union-attr]
         _, needs_x, *needed = ctx.needs_input_grad
         if not used:
             return None, None, *[None] * len(needed)
         places = [*used, *([index + count for index in used] if len(layers) > count else ())]
-        wanted = needs_x, any(needed[:count]), any(needed[count:])
-        of_used = [layers[place] for place in places]
-        grad_x, of_parameters = gradients(x, len(used), weights, of_used, of_results, wanted)
+        grad_x, of_parameters = gradients(
+            x,
+            len(used),
+            [weights[index] for index in used],
+            [layers[place] for place in places],
+            [grads[index].flatten(1) for index in used],  # type: ignore[union-attr]
+            (needs_x, any(needed[:count]), any(needed[count:])),
+        )
         by_place = dict(zip(places, of_parameters, strict=True))
         return None, grad_x, *[by_place.get(place) for place in range(len(needed))]
 
@@ -301,8 +294,10 @@ def gradients(
         arguments = _kernel_arguments(x, weights, grads)
         if arguments is not None:
             return _run_backward(x, weights, arguments, parameters, grads, needed)
-        if len(grads) < layers:
+        if layers > 1 and (len(grads) == 1 or x.size(0) <= MAX_ROWS):
+            # The host needs longer to launch several products of few rows than these take.
             weights = (torch.cat(tuple(weights)),)
+            grads = grads if len(grads) == 1 else [torch.cat(grads, 1)]
     # Several gradients are added in the dtype of x, which nobody has cast here.
     assert x_dtype is None or len(grads) == 1
     dtypes = x_dtype or x.dtype, parameters[0].dtype
