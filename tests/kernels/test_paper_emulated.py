@@ -40,11 +40,16 @@ AXES = {
     "dropout": (0.0, 0.4),
     "order": ORDERS,
 }
-CASES = [
-    row
-    for score in SCORES
-    for row in covering({"score": [score], **AXES}, lambda row: not (row["edge"] and row["score"] == "cosine"))
-]
+CASES = covering({"score": SCORES, **AXES}, lambda row: not (row["edge"] and row["score"] == "cosine"))
+# Several loads per lane, odd and even, heads in groups of blocks, more heads than a warp has lanes.
+WIDE = covering(
+    {
+        "schedule": tuple(LAUNCHES),
+        "score": SCORES,
+        "dtype": tuple(NAMES),
+        "shape": ((2, 131), (5, 33), (1, 512), (40, 4), (70, 1)),
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +77,11 @@ def test_against_float64(row):
     check_schedule(row["schedule"], problem, graph, row["dropout"], row["order"])
 
 
-# Several loads per lane, odd and even, heads in groups of blocks, more heads than a warp has lanes.
-@pytest.mark.parametrize("shape", [(2, 131), (5, 33), (1, 512), (40, 4), (70, 1)], ids="H{0[0]}-C{0[1]}".format)
-@pytest.mark.parametrize(("score", "dtype"), list(zip(SCORES, NAMES, strict=True)), ids=str)
-def test_wide_rows(schedule, score, dtype, shape):
+@pytest.mark.parametrize("row", WIDE, ids=lambda row: "-".join(str(value) for value in row.values()))
+def test_wide_rows(row):
     graph = build_graph(*heavy_graph())
-    check_schedule(schedule, Problem(score, graph, *shape, dtype, edge=score != "cosine"), graph, 0.3)
+    problem = Problem(row["score"], graph, *row["shape"], row["dtype"], edge=row["score"] != "cosine")
+    check_schedule(row["schedule"], problem, graph, 0.3)
 
 
 @pytest.mark.parametrize("score", SCORES)
