@@ -93,10 +93,6 @@ class Case(ABC):
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
         """Bytes of a call that reads and writes each tensor once."""
 
-    @abstractmethod
-    def gathered_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes that a call gathers edge by edge without reuse."""
-
     def bound(self, dtype: str) -> float:
         """The relative error that is allowed in the dtype of that name."""
         return tolerance(dtype, BACKWARD, self.family).relative

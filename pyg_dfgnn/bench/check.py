@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -316,7 +315,7 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
 
 
 class _Runner:
-    """Runs the cases that a table lacks; the kernels of the next group compile while one group is checked."""
+    """Runs the cases that a table lacks, group by group; the kernels of a group are compiled in parallel first."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, table: Table, op: Op) -> None:
         self.options, self.device, self.table, self.op = options, device, table, op
@@ -326,22 +325,16 @@ class _Runner:
         """False when time ran out."""
         graphs = self._graphs()
         todo = self._todo(graphs)
-        names = list(todo)
-        compiles = self.options.workers > 0 and self.device.type == "cuda"
-        with ThreadPoolExecutor(1) as executor:
-            pending = executor.submit(self._compile, names[0], todo, graphs) if names and compiles else None
-            for position, name in enumerate(names):
-                if pending is not None:
-                    pending.result()
-                following = names[position + 1] if position + 1 < len(names) else None
-                pending = executor.submit(self._compile, following, todo, graphs) if following and compiles else None
-                self._print(f"{name}: {len(todo[name])} points to check")
-                for graph, case, missing in todo[name]:
-                    if time.perf_counter() - self.started > self.options.limit_seconds:
-                        print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
-                        return False
-                    self.table.append(check_point(case, graph, missing, self.op, keep_factors(case, graph)))
-                    _after_case(case, graph)
+        for name, points in todo.items():
+            if self.options.workers > 0 and self.device.type == "cuda":
+                self._compile(name, [case for _, case, _ in points], graphs)
+            self._print(f"{name}: {len(points)} points to check")
+            for graph, case, missing in points:
+                if time.perf_counter() - self.started > self.options.limit_seconds:
+                    print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
+                    return False
+                self.table.append(check_point(case, graph, missing, self.op, keep_factors(case, graph)))
+                _after_case(case, graph)
         return True
 
     def _print(self, text: str) -> None:
@@ -370,8 +363,8 @@ class _Runner:
                     todo.setdefault(name, []).append((graph, case, missing))
         return todo
 
-    def _compile(self, name: str, todo: Mapping[str, Any], graphs: list[EdgeList]) -> None:
-        cases = list(dict.fromkeys(case for _, case, _ in todo[name]))
+    def _compile(self, name: str, cases: Sequence[Case], graphs: list[EdgeList]) -> None:
+        cases = list(dict.fromkeys(cases))
         collected = (collect_specs(cases, graphs, self.options.dtypes, each) for each in self.options.schedules)
         specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
         self._print(f"{name}: {len(specs)} kernels to compile")

@@ -6,6 +6,7 @@ data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the others are r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,11 +15,25 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_dfgnn.bench import real_graphs
 from pyg_dfgnn.bench.generators import chung_lu, nearest_neighbour_batch, random_graph_batch, task_batch
-from pyg_dfgnn.bench.real_graphs import real_graph
-from pyg_dfgnn.datasets import cluster, pattern
-from pyg_dfgnn.datasets.generators import Edges, log_normal_chung_lu, region_adjacency_batch, superpixel_batch
+from pyg_dfgnn.datasets import (
+    Task,
+    cluster,
+    co_purchase,
+    facebook,
+    heterophilous,
+    pattern,
+    planetoid,
+    pubmed_made_features,
+)
+from pyg_dfgnn.datasets.generators import (
+    Device,
+    Edges,
+    log_normal_chung_lu,
+    region_adjacency_batch,
+    superpixel_batch,
+    symmetric,
+)
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import EdgeList
@@ -118,14 +133,19 @@ def _published(recipe: Recipe, nodes: int, edges: int, max_degree: int) -> Recip
     return replace(recipe, num_nodes=nodes, num_edges=edges, max_degree=max_degree, tolerance=(0.0, 0.02, 0.05))
 
 
-def _real(
-    stands_for: str, read: Callable[..., Any], file: str, num_nodes: int, num_edges: int, max_degree: int
-) -> Recipe:
+def network(load: Callable[..., Task], device: Device, **arguments: Any) -> Edges:
+    """The edges of a real data set, made symmetric, from raw files below $PYG_DFGNN_DATA, data or ../shared/data."""
+    root = os.environ.get("PYG_DFGNN_DATA")
+    data = load(**arguments, search=[root] if root else ["data", "../shared/data"]).splits["train"][0]
+    source, target = data.edge_index.to(device)
+    return Edges(symmetric(source, target, data.num_nodes), data.num_nodes)
+
+
+def _real(load: Callable[..., Task], name: str, num_nodes: int, num_edges: int, max_degree: int) -> Recipe:
+    arguments = dict(load=load, name=name, download=False)
     small = dict(num_nodes=60, mean_degree=6, max_degree=20, seed=0)
-    arguments = dict(read=read, file=file)
-    return Recipe(
-        stands_for, real_graph, arguments, num_nodes, num_edges, max_degree, small, chung_lu, tolerance=(0.0, 0.0, 0.0)
-    )
+    size = (num_nodes, num_edges, max_degree)
+    return Recipe(name, network, arguments, *size, small, chung_lu, tolerance=(0.0, 0.0, 0.0))
 
 
 _BATCHES: dict[str, Recipe] = {
@@ -154,28 +174,18 @@ _FULL_GRAPHS: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-_CSV, _MAT, _NPZ, _PICKLE = (
-    real_graphs.csv_edges,
-    real_graphs.matlab_edges,
-    real_graphs.npz_edges,
-    real_graphs.planetoid_edges,
-)
 _REAL: dict[str, Recipe] = {
-    "cora": _real("Cora", _PICKLE, "planetoid/Cora/raw/ind.cora.graph", 2_708, 10_556, 168),
-    "citeseer": _real("CiteSeer", _PICKLE, "planetoid/CiteSeer/raw/ind.citeseer.graph", 3_327, 9_104, 99),
-    "pubmed": _real("PubMed", _PICKLE, "planetoid/PubMed/raw/ind.pubmed.graph", 19_717, 88_648, 171),
-    "reed98": _real("reed98", _MAT, "linkx/reed98/raw/data.mat", 962, 37_624, 313),
-    "cornell5": _real("cornell5", _MAT, "linkx/cornell5/raw/data.mat", 18_660, 1_581_554, 3_156),
-    "minesweeper": _real(
-        "minesweeper", _NPZ, "heterophilous/minesweeper/raw/minesweeper.npz", 10_000, 78_804, 8
-    ),
-    "squirrel": _real("squirrel", _NPZ, "heterophilous/squirrel.npz", 5_201, 396_706, 1_903),
-    "tolokers": _real("tolokers", _NPZ, "heterophilous/tolokers/raw/tolokers.npz", 11_758, 1_038_000, 2_138),
-    "photo": _real("Amazon Photo", _NPZ, "amazon/Photo/raw/amazon_electronics_photo.npz", 7_650, 238_162, 1_434),
-    "ego_twitter": _real(
-        "ego-Twitter", _CSV, "ego-twitter/ego-twitter-undirected.csv.gz", 81_306, 2_684_592, 3_383
-    ),
-}  # fmt: skip
+    "cora": _real(planetoid, "Cora", 2_708, 10_556, 168),
+    "citeseer": _real(planetoid, "CiteSeer", 3_327, 9_104, 99),
+    # Only its features are made up where its raw files are incomplete.
+    "pubmed": replace(_real(planetoid, "PubMed", 19_717, 88_648, 171), arguments=dict(load=pubmed_made_features)),
+    "reed98": _real(facebook, "reed98", 962, 37_624, 313),
+    "cornell5": _real(facebook, "cornell5", 18_660, 1_581_554, 3_156),
+    "minesweeper": _real(heterophilous, "minesweeper", 10_000, 78_804, 8),
+    "squirrel": _real(heterophilous, "squirrel", 5_201, 396_706, 1_903),
+    "tolokers": _real(heterophilous, "tolokers", 11_758, 1_038_000, 2_138),
+    "photo": _real(co_purchase, "Photo", 7_650, 238_162, 1_434),
+}
 
 RECIPES: dict[str, Recipe] = {**_TARGET_GRAPHS, **_BATCHES, **_FULL_GRAPHS, **_REAL}
 
@@ -242,7 +252,7 @@ def compare_with_recipe(graph: EdgeList, recipe: Recipe) -> str:
     for value, wished, tolerance in zip(achieved, recorded, recipe.tolerance, strict=True):
         if wished is not None and abs(value - wished) > tolerance * wished:
             reason = "times would not be comparable"
-            if graph.device.type != "cuda" and "file" not in recipe.arguments:
+            if graph.device.type != "cuda" and "load" not in recipe.arguments:
                 reason = "full-size graphs need a GPU (they are sampled on the CUDA generator), or small=true"
             raise RuntimeError(f"{line} (achieved / recorded): another graph; {reason}")
     return f"{line}: equivalent"

@@ -35,7 +35,7 @@ from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile
 
 FIELDS = (
     "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "
-    "median_ms iqr_ms n ran compulsory_mb gathered_mb utilisation gather_roof host_us peak_mb error worst bound "
+    "median_ms iqr_ms n ran compulsory_mb utilisation host_us peak_mb error worst bound "
     "gpu torch cuda pyg cupy commit digest time"
 ).split()
 
@@ -197,17 +197,13 @@ class Measurement:
             return {**row, "status": f"failed: {' '.join(str(error).split())[:300]}"}
 
     def _timed(self, row: Row, timing: Timing) -> Row:
-        arguments = self.graph, row["direction"], self.dtype.itemsize
-        compulsory, gathered = self.case.compulsory_bytes(*arguments), self.case.gathered_bytes(*arguments)
-        gpu = gpu_of(self.graph.device)
-        seconds = timing.median_ms / 1e3
+        compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
+        bytes_per_s = gpu_of(self.graph.device).memory_bytes_per_s
         return {
             **row,
             **timing_columns(timing),
             "compulsory_mb": f"{compulsory / 1e6:.4g}",
-            "gathered_mb": f"{gathered / 1e6:.4g}",
-            "utilisation": f"{compulsory / gpu.memory_bytes_per_s / seconds:.4f}",
-            "gather_roof": f"{gathered / gpu.cache_bytes_per_s / seconds:.4f}",
+            "utilisation": f"{compulsory / bytes_per_s / (timing.median_ms / 1e3):.4f}",
         }
 
 

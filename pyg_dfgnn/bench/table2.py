@@ -3,7 +3,6 @@
 python -m pyg_dfgnn.bench.table2                                     the graph transformer on the seven data sets
 python -m pyg_dfgnn.bench.table2 -m model=gat_stack,agnn_stack       the other layers
 python -m pyg_dfgnn.bench.table2 datasets=[cora] backends=[pyg,auto] any value of configs/table2.yaml
-python -m pyg_dfgnn.bench.table2 tf32=true                           matrix products may round to TF32
 
 A command of the bench, not a sweep of train.py: a cell is no run with epochs and a validation split, cells share their
 data sets and are compared with each other before they are timed, and one that does not come back must end alone.
@@ -43,17 +42,17 @@ from pyg_dfgnn.bench.table2_steps import (
     Source,
     measure,
 )
-from pyg_dfgnn.errors import UnsupportedError, check_bool, check_range
+from pyg_dfgnn.errors import UnsupportedError, check_range
 from pyg_dfgnn.paths import configs_dir
 
 FIELDS = [
-    *"model setting tf32 dataset task synthetic graphs nodes edges backend status".split(),
+    *"model setting dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
     *"once n reference_sum_ms wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
     *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
-MEASURED_ROOMS = ("ops", "dispatch", "runtime", "graph", "nn", "models", "training")
+MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph", "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
 Row = dict[str, Any]
@@ -90,17 +89,14 @@ class Options:
     datasets: list[str]
     backends: list[str]
     convs: dict[str, str]
-    last: list[str]
     batch_size: int
     num_batches: int
     arguments: dict[str, Any]
     pace: Pace
-    tf32: bool
     device: torch.device
     limit_s: float | None
     total_limit_s: float
     folder: Path
-    restart: bool
     summary: bool
 
     @staticmethod
@@ -111,7 +107,6 @@ class Options:
             values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         values["device"] = torch.device(values["device"])
         values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
-        check_bool("tf32", values["tf32"])
         for name in ("batch_size", "num_batches"):
             check_range(name, values[name], 1)
         return Options(**{field.name: values[field.name] for field in fields(Options)})
@@ -122,20 +117,16 @@ class Options:
         # How often turns are taken makes a time steadier, not another one.
         pace = {name: value for name, value in asdict(self.pace).items() if name != "rounds"}
         of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, pace
-        # Without TF32 as before there was the option.
-        measured = (*of_all, "tf32") if self.tf32 else of_all
-        return hashlib.sha256(json.dumps(measured, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(of_all, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
     def provenance(self) -> Row:
         """What the rows of a cell were made with."""
-        named = {"model": self.model_name, "setting": self.setting, "tf32": self.tf32}
+        named = {"model": self.model_name, "setting": self.setting}
         return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
 
     def cells(self) -> list[Cell]:
-        """Data set by data set, what compiles after everything else; composed by Hydra, which must be set up."""
-        first = [backend for backend in self.backends if backend not in self.last]
-        last = [backend for backend in self.backends if backend in self.last]
-        return [self._cell(dataset, name) for part in (first, last) for dataset in self.datasets for name in part]
+        """Data set by data set; composed by Hydra, which must be set up."""
+        return [self._cell(dataset, name) for dataset in self.datasets for name in self.backends]
 
     def _cell(self, dataset: str, backend: str) -> Cell:
         convs = self.convs.get(backend)
@@ -170,7 +161,7 @@ class Worker:
         self.options, self.folder = options, folder
         self.environment = options.provenance()
         self._sources: dict[tuple[str, bool], Source] = {}
-        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+        torch.set_float32_matmul_precision("highest")
 
     def messages(self, cells: Sequence[Cell]) -> Iterator[Message]:
         """One row per cell, and a sign of life before what takes long."""
@@ -260,11 +251,8 @@ def run(options: Options) -> int:
     Returns:
         0: all done; 1: a result is wrong; 2: stopped early.
     """
-    tf32 = "-tf32" if options.tf32 else ""
-    stem = options.folder / f"{options.model_name}{tf32}-{file_stem(options.device)}"
+    stem = options.folder / f"{options.model_name}-{file_stem(options.device)}"
     table = Table(stem.with_suffix(".csv"), FIELDS)
-    if options.restart:
-        table.path.unlink(missing_ok=True)
     finished = options.summary or _fill(options, table)
     rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
     if rows:

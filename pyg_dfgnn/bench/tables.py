@@ -101,10 +101,10 @@ def speedup_table(rows: Rows, baseline: str) -> str:
     for place in sorted(factors, key=lambda place: (place[:3], in_order(key[3] for key in factors).index(place[3]))):
         for name, factor in factors[place].items():
             row = by_label[place, name]
-            shares = [f"{100 * float(row[column]):.1f} %" for column in ("utilisation", "gather_roof")]
-            body.append([*place, name, row["ran"], f"{milliseconds(row):.4g}", f"{factor:.2f}x", *shares])
+            share = f"{100 * float(row['utilisation']):.1f} %"
+            body.append([*place, name, row["ran"], f"{milliseconds(row):.4g}", f"{factor:.2f}x", share])
     header = ["layer", "size", "direction", "graph", "implementation", "ran", "ms", f"over {baseline}"]
-    return markdown([*header, "of compulsory roof", "of gather roof"], body)
+    return markdown([*header, "of the bandwidth"], body)
 
 
 def means_table(rows: Rows, baseline: str) -> str:

@@ -71,16 +71,6 @@ KERNEL_PASSES = {
 }
 """Word in the path of a kernel -> its pass. Norms are computed before the forward pass or in it."""
 
-GATHERS = {
-    "dot": {"forward": 2, "targets": 2, "sources": 2},
-    "cosine": {"forward": 1, "targets": 1, "sources": 2},
-    "add": {"forward": 1, "targets": 1, "sources": 1},
-    "gatv2": {"forward": 1, "targets": 1, "sources": 2},
-}
-"""Feature rows per edge that each pass reads."""
-BACKWARD_GATHERS = {"dot": 4, "cosine": 3, "add": 1, "gatv2": 3}
-"""Feature rows per edge that the leanest backward reads: for add, what the forward pass leaves spares the targets'."""
-
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
@@ -222,12 +212,6 @@ class AttentionCase(Case):
             "sources": (inputs + output + of_sources, 1),
         }[direction]
         return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
-
-    def gathered_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes that the passes gather edge by edge without reuse: ``gathers (E D b + 4 E)``."""
-        gathers = {**GATHERS[self.score], "fwd": GATHERS[self.score]["forward"], "bwd": BACKWARD_GATHERS[self.score]}
-        rows = gathers["fwd"] + gathers["bwd"] if direction == "fwd+bwd" else gathers[direction]
-        return rows * float(graph.num_edges) * (self.width * itemsize + INDEX_BYTES)
 
 
 def check_groups() -> dict[str, list[Case]]:
