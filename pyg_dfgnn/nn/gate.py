@@ -78,7 +78,7 @@ def overridden(conv_type: type[MessagePassing]) -> tuple[str, ...]:
 
 def _own_propagation(conv_type: type[MessagePassing]) -> list[str]:
     """Return which of `propagate` and `edge_updater` a user's subclass defines."""
-    # PyG generates both into a class on its first instance, and keeps what it found there as `_orig_...`.
+    # PyG generates both into a class on its first instance, and keeps what was there as `_orig_...`.
     names = []
     for cls in conv_type.__mro__[: conv_type.__mro__.index(FusedConv)]:
         for name in ("propagate", "edge_updater"):

@@ -37,9 +37,14 @@ def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]
     """
     parameters = None
     # The host calls one layer in less time than it plans a launch.
-    if len(layers) > 1 or (is_eager() and gemm.is_large(x, getattr(layers[0], "out_channels", 0))):
+    if len(layers) > 1 or (is_eager() and _is_large(x, getattr(layers[0], "out_channels", 0))):
         parameters = _parameters_of(x, layers)
     return _project(x, heads, layers, parameters)
+
+
+def _is_large(x: Tensor, channels: int) -> bool:
+    """Return whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
+    return x.size(0) > gemm.MAX_ROWS or x.numel() * channels > gemm.MAX_MULTIPLICATIONS
 
 
 def attend(

@@ -49,11 +49,6 @@ _COLUMN_SUM_ROWS = 1 << 12
 """Most rows that torch sums: the kernel takes less time than the host needs to launch it."""
 
 
-def is_large(x: Tensor, channels: int) -> bool:
-    """Return whether the product of x [N, F] with a weight [K, F] takes longer than the host needs to launch it."""
-    return x.size(0) > MAX_ROWS or x.numel() * channels > MAX_MULTIPLICATIONS
-
-
 def kernel_is_faster(x: Tensor, channels: int) -> bool:
     """Return whether a kernel is faster than torch for the product of x [..., F] with a weight [K, F].
 

@@ -13,7 +13,10 @@ from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import Spec
 from tests.emu import Kernel
 
-_kernel = cache(Kernel)
+
+@cache
+def _kernel(spec: Spec, entry: str) -> Kernel:
+    return Kernel(spec.source, entry)
 
 
 def _argument(value: Tensor | float | None) -> np.ndarray | float | None:
@@ -47,7 +50,7 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
     ) -> None:
         launched.append(entry)
         given, gaps = [*map(_argument, arguments)], dict(spec.constants).get("PROJECTIONS", 1) > 1
-        _kernel(spec.source, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
+        _kernel(spec, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
 
     # Fills what torch.empty returns with NaN, so that an element no kernel writes is seen.
     deterministic = torch.are_deterministic_algorithms_enabled()

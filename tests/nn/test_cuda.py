@@ -87,14 +87,14 @@ def test_projections_side_by_side(name, options, heads, channels, edges):
     oracle = getattr(pyg, name)(FEATURES, channels, heads, **options).cuda().double()
     oracle.load_state_dict(conv.state_dict())
     results = []
-    for module, given in ((conv, x), (oracle, x.double())):
-        given.requires_grad_()
+    for module, features in ((conv, x), (oracle, x.double())):
+        features.requires_grad_()
         with pyg_dfgnn.settings(schedule="row_split"):
-            out = module(given, edge_index)
+            out = module(features, edge_index)
             torch.manual_seed(1)
             factor = torch.randn(out.shape, device="cuda").to(out.dtype)
-            found = torch.autograd.grad((out * factor).sum(), [given, *module.parameters()], allow_unused=True)
-        results.append({"out": out.detach(), **dict(zip(["x", *dict(module.named_parameters())], found))})
+            gradients = torch.autograd.grad((out * factor).sum(), [features, *module.parameters()], allow_unused=True)
+        results.append({"out": out.detach(), **dict(zip(["x", *dict(module.named_parameters())], gradients))})
     floor = 1e-2 * max(expected.norm().item() for expected in results[1].values())
     for key, expected in results[1].items():
         assert relative(results[0][key], expected, floor) < 1e-5, key

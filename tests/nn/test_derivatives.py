@@ -112,12 +112,12 @@ def test_what_features_were_cast_from_may_be_gone(name, device):
 def test_a_graph_of_the_gradients_alone_changes_nothing(name, cast, device):
     conv, _ = pair(name, device)
     x, edge_index = nodes_and_edges(device)
-    leaves, found = [x.requires_grad_(), *parameters(conv)], []
+    leaves, gradients = [x.requires_grad_(), *parameters(conv)], []
     for create_graph in (False, True):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
             loss = conv(x, edge_index).sin().sum()
-        found.append(torch.autograd.grad(loss, leaves, create_graph=create_graph))
-    assert all(map(torch.equal, *found)) and all(grad.requires_grad for grad in found[1])
+        gradients.append(torch.autograd.grad(loss, leaves, create_graph=create_graph))
+    assert all(map(torch.equal, *gradients)) and all(grad.requires_grad for grad in gradients[1])
 
 
 @pytest.mark.parametrize("name", CONVS)
@@ -125,15 +125,15 @@ def test_batched_gradients(name, device):
     conv, other = pair(name, device)
     x, edge_index = nodes_and_edges(device)
     rows = torch.randn(3, NODES, conv(x, edge_index).size(1), device=device)
-    found = []
-    for each in (conv, other):
-        leaves = [x.clone().requires_grad_(), *parameters(each)]
-        out = each(leaves[0], edge_index)
-        found.append(torch.autograd.grad(out, leaves, rows, is_grads_batched=True))
-    close(*found)
+    gradients = []
+    for module in (conv, other):
+        leaves = [x.clone().requires_grad_(), *parameters(module)]
+        out = module(leaves[0], edge_index)
+        gradients.append(torch.autograd.grad(out, leaves, rows, is_grads_batched=True))
+    close(*gradients)
     jacobians = [
-        torch.autograd.functional.jacobian(lambda x, each=each: each(x, edge_index), x, vectorize=True)
-        for each in (conv, other)
+        torch.autograd.functional.jacobian(lambda x, module=module: module(x, edge_index), x, vectorize=True)
+        for module in (conv, other)
     ]
     close(*jacobians)
 
@@ -152,12 +152,12 @@ def test_an_error_in_backward_stays_what_it_is(name, device):
 def test_forward_mode_takes_pygs_path(name, device):
     conv, other = pair(name, device)
     x, edge_index = nodes_and_edges(device)
-    found = []
-    for each in (conv, other):
+    duals = []
+    for module in (conv, other):
         with forward_ad.dual_level():
-            dual = each(forward_ad.make_dual(x, torch.ones_like(x)), edge_index)
-            found.append(forward_ad.unpack_dual(dual))
-    close([*found[0]], [*found[1]])
+            dual = module(forward_ad.make_dual(x, torch.ones_like(x)), edge_index)
+            duals.append(forward_ad.unpack_dual(dual))
+    close([*duals[0]], [*duals[1]])
     with forward_ad.dual_level():
         assert "forward-mode differentiation is active" in str(pyg_dfgnn.describe_plan(conv, x, edge_index))
 
@@ -173,8 +173,8 @@ def test_fake_tensors_take_pygs_path():
 def test_a_bias_of_the_edge_features_counts():
     conv, other = pair("gat", edge_dim=3)
     bias = 3 * torch.randn(8)
-    for each in (conv, other):
-        each.lin_edge.bias = torch.nn.Parameter(bias.clone())
+    for module in (conv, other):
+        module.lin_edge.bias = torch.nn.Parameter(bias.clone())
     x, edge_index = nodes_and_edges()
     edge_attr = torch.randn(EDGES, 3)
     with emulated_device() as launched:
@@ -186,9 +186,9 @@ def test_a_bias_of_the_edge_features_counts():
 def test_biases_of_another_shape(name, layers):
     conv, other = pair(name)
     x, edge_index = nodes_and_edges()
-    for each in (conv, other):
+    for module in (conv, other):
         for layer in layers:
-            getattr(each, layer).bias = torch.nn.Parameter(torch.ones(1))
+            getattr(module, layer).bias = torch.nn.Parameter(torch.ones(1))
     with emulated_device():
         close(conv(x, edge_index), other(x, edge_index))
         # Together they are as long as two of the right length.

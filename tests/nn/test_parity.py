@@ -470,7 +470,7 @@ def test_hooks_of_the_edge_transformation_are_called(kind):
         handle = register_module_forward_hook(lambda module, *_: hook() if module is lin else None)
     elif kind == "replaced":
         forward = lin.forward
-        lin.forward = lambda given: hook() or forward(given)
+        lin.forward = lambda edge_attr: hook() or forward(edge_attr)
         handle = nullcontext()
     else:
         register = {"backward": "full_backward", "backward_pre": "full_backward_pre"}.get(kind, kind)

@@ -101,7 +101,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         return out, (adjacency, alpha)
 
     def _add_skip(self, x: Tensor, out: Tensor, x_r: Tensor | None = None) -> Tensor:
-        """The attention with what the skip connection makes of the targets x, unless that is given."""
+        """Return the attention plus the skip connection `x_r`, by default that of the targets x."""
         if not self.root_weight:
             return out
         if x_r is None:
