@@ -86,8 +86,11 @@ def recall(graph: Any, signature: Any) -> Any:
     """The kernels for arguments like these, if such have passed all checks on this graph before."""
     if signature is None:
         return None
+    plans = graph.peek("plans")
+    if plans is None:
+        return None
     try:
-        kernels = graph.derived("plans", dict).get(signature)
+        kernels = plans.get(signature)
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
@@ -99,6 +102,8 @@ def recall(graph: Any, signature: Any) -> Any:
         return None
     if kernels.problem.tf32 is not tf32_allowed(kernels.problem.dtype):
         return None
+    if graph.device.type == "cuda":
+        graph.on_this_stream()
     return kernels
 
 
