@@ -42,16 +42,12 @@ CIRCLES: dict[str, set[str]] = {}
 CORES = (
     "dispatch/core*.py",
     "dispatch/store.py",
-    "ops/core*.py",
-    "ops/core/*.py",
+    "ops/[cefpt]*.py",
     "nn/gate.py",
     "runtime/*.py",
     "bench/*.py",
 )
-ATTENTION_IN_CORES: set[str] = {
-    "pyg_dfgnn/dispatch/core.py",
-    "pyg_dfgnn/dispatch/store.py",
-}
+ATTENTION_IN_CORES: set[str] = set()
 # Files that compare with a score's name, or with SCORE in CUDA, and belong to no score.
 SCORE_COMPARED: set[str] = {
     "kernels/attention/backward.cuh",
@@ -68,10 +64,6 @@ SCORE_COMPARED: set[str] = {
     "kernels/attention/paper_forward.cuh",
     "kernels/attention/paper_sources.cu",
     "kernels/attention/score.cuh",
-    "pyg_dfgnn/dispatch/core.py",
-    "pyg_dfgnn/ops/attention/autograd.py",
-    "pyg_dfgnn/ops/attention/launch.py",
-    "pyg_dfgnn/ops/attention/operators.py",
 }
 # Files of more than 600 lines.
 LONG_FILES: set[str] = {

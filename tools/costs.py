@@ -30,17 +30,10 @@ from pyg_dfgnn.bench.graphs import benchmark_graph, compressed
 from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown
 from pyg_dfgnn.bench.tables import timed
 from pyg_dfgnn.dispatch import gpu
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import has_tangent
-from pyg_dfgnn.dispatch.core import (
-    BACKWARD,
-    BY_NAME,
-    CANDIDATES,
-    FORWARD,
-    WALKS,
-    AttentionProblem,
-    choose,
-    with_tangent,
-)
+from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD, choose
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
 
@@ -78,7 +71,7 @@ class Sample:
     def estimate(self) -> float:
         """Seconds by the cost model as it is now."""
         device = gpu.gpu_of(self.problem.device)
-        return BY_NAME[self.schedule].cost(self.problem, self.walk, self.graph, self.chosen, device).seconds
+        return FAMILY.by_name[self.schedule].cost(self.problem, self.walk, self.graph, self.chosen, device).seconds
 
     @property
     def error(self) -> float:
@@ -100,7 +93,11 @@ def read(path: Path, device: torch.device, small: bool = False, graphs: Containe
     """
     rows_of: dict[str, list[Mapping[str, Any]]] = {}
     for row in timed(Table.read(path)):
-        if (graphs is None or row["graph"] in graphs) and row["direction"] in WALKS and row["schedule"] in CANDIDATES:
+        if (
+            (graphs is None or row["graph"] in graphs)
+            and row["direction"] in DIRECTIONS
+            and row["schedule"] in FAMILY.candidates
+        ):
             rows_of.setdefault(row["graph"], []).append(row)
     samples = []
     for graph_name, rows in rows_of.items():
@@ -113,10 +110,10 @@ def read(path: Path, device: torch.device, small: bool = False, graphs: Containe
             name, walk = row["schedule"], row["direction"]
             problem = AttentionCase.of(row["op"], row["size"]).problem(row["dtype"], device)
             walks = FORWARD if walk in FORWARD else BACKWARD
-            problem = with_tangent(problem, graph, walks, Settings(schedule=name))
-            if not BY_NAME[name].reasons_against(problem, walk, graph):
+            problem = FAMILY.seen_by(problem, graph, walks, Settings(schedule=name))
+            if not FAMILY.by_name[name].reasons_against(problem, walk, graph):
                 case = (graph_name, row["op"], row["size"], row["dtype"])
-                chosen = BY_NAME[name].plan_pass(problem, walk, graph)
+                chosen = FAMILY.by_name[name].plan_pass(problem, walk, graph)
                 samples.append(Sample(case, problem, graph, walk, name, chosen, 1e-3 * float(row["median_ms"])))
     return samples
 
@@ -129,7 +126,7 @@ def spread(samples: Sequence[Sample]) -> float:
 def comparison(samples: Sequence[Sample]) -> str:
     """Estimated over measured, by schedule and pass."""
     body = []
-    for name, walk in product(CANDIDATES, WALKS):
+    for name, walk in product(FAMILY.candidates, DIRECTIONS):
         of_pass = [sample for sample in samples if (sample.schedule, sample.walk) == (name, walk)]
         if of_pass:
             errors = sorted(sample.error for sample in of_pass)
@@ -149,7 +146,7 @@ def totals(walks: tuple[str, ...], times: Times, tangent_ms: float = 0.0) -> dic
     sums = {}
     for team in product(dict.fromkeys(schedule for schedule, _ in times), repeat=len(walks)):
         passes = list(zip(team, walks, strict=True))
-        hands_over = any(BY_NAME[schedule].hands_over for schedule in team)
+        hands_over = any(FAMILY.by_name[schedule].hands_over for schedule in team)
         if all(each in times for each in passes) and (len(set(team)) == 1 or not hands_over):
             extra = tangent_ms if walks == BACKWARD and team[0] == "row_split" else 0.0
             sums[team] = sum(times[each] for each in passes) + extra
@@ -167,8 +164,8 @@ def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], tupl
     lost = []
     for (case, walks), measured in times.items():
         problem = replace(first[case].problem, tangent=False)
-        taken = tuple(choice.chosen.schedule for choice in choose(problem, first[case].graph, walks, Settings()))
-        forward = choose(problem, first[case].graph, FORWARD, Settings())[0].chosen.schedule
+        taken = tuple(choice.plan.schedule for choice in choose(FAMILY, problem, first[case].graph, walks, Settings()))
+        forward = choose(FAMILY, problem, first[case].graph, FORWARD, Settings())[0].plan.schedule
         tangent_ms = 0.0
         of_forward = times.get((case, FORWARD), {})
         if has_tangent(problem.score, False) and {("row_split", "forward"), (forward, "forward")} <= of_forward.keys():
@@ -256,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="miniature graphs, as they were measured with")
     parser.add_argument("--graphs", nargs="+", help="only these (default: all of the CSV)")
-    parser.add_argument("--schedules", nargs="+", default=list(CANDIDATES), help="those whose times are fitted")
+    parser.add_argument("--schedules", nargs="+", default=list(FAMILY.candidates), help="those whose times are fitted")
     parser.add_argument("--fit", nargs="+", default=[], metavar="CONSTANT")
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args(arguments)

@@ -1,4 +1,9 @@
-"""Which attention kernels run, and every reason why none can: the candidates are asked pass by pass."""
+"""Which kernels run a problem on a graph, and every reason why others cannot.
+
+A family of kernels is data: its candidates, one per schedule, in the order of preference. For each pass of a problem
+every candidate gives its reasons against itself, or a plan and what the plan costs; the cheapest plans run. This module
+knows no family.
+"""
 
 import logging
 import math
@@ -13,39 +18,20 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pyg_dfgnn.dispatch import store
-from pyg_dfgnn.dispatch.attention import block_mma, paper, row_split, smem
-from pyg_dfgnn.dispatch.attention.problem import SCORES, STORAGE, WALKS, AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import RULES, Settings, current
 
-__all__ = [
-    "BACKWARD",
-    "CANDIDATES",
-    "FORWARD",
-    "SCORES",
-    "WALKS",
-    "AttentionProblem",
-    "Candidate",
-    "Choice",
-    "LaunchPlan",
-    "Option",
-    "Pass",
-    "choose",
-    "leaves_tangent",
-    "options",
-    "plan",
-    "unsupported_reasons",
-    "with_tangent",
-]
-
 T = TypeVar("T")
 
-MAX_CHANNELS = 512
-MAX_HEADS = 65535
 FORWARD = ("forward",)
 BACKWARD = ("targets", "sources")
+DIRECTIONS = (*FORWARD, *BACKWARD)
+"""The passes of an op: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
+LABELS: Mapping[str, str] = MappingProxyType(
+    {"forward": "forward", "targets": "backward over targets", "sources": "backward over sources"}
+)
 
 fused_device_types = {"cuda"}
 """Device types that kernels run on; the tests add "cpu" while the emulator takes the launches."""
@@ -58,8 +44,23 @@ _MAX_KINDS = 4096
 _logged: set[tuple[str, str, str]] = set()
 
 
-class Pass(Protocol):
-    """What runs in one walk: a frozen dataclass of its schedule, that `str` describes."""
+class Problem(Protocol):
+    """What decides the kernels of a call apart from the graph: a frozen dataclass, hashable.
+
+    Its fields are part of what timings are remembered by.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch's own settings that the problem depends on are still those."""
+
+
+class PassPlan(Protocol):
+    """What runs in one pass: a frozen dataclass of its schedule, which `str` describes."""
 
     @property
     def schedule(self) -> str:
@@ -69,58 +70,84 @@ class Pass(Protocol):
 class Candidate(Protocol):
     """A schedule as dispatch sees it: a module, or an object, with these names.
 
-    `walk` is one of ``WALKS``; all passes of all schedules agree on what they save for each other.
+    A direction is one of ``DIRECTIONS``; all passes of all schedules of a family agree on what they save for each
+    other.
     """
 
     hands_over: bool
     """Whether its pass over targets hands more than that to its pass over sources, so that they run together."""
     deterministic: bool
     """Whether its results are the same in every run."""
+    refillable: bool
+    """Whether its launches stay valid when other edges are put into the arrays of a static graph."""
 
-    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
-        """Every reason why it cannot run a pass; empty when it can."""
+    def reasons_against(self, problem: Any, direction: str, graph: Graph) -> list[str]:
+        """Return every reason why it cannot run a pass; empty when it can."""
 
-    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> Any:
-        """How it runs a pass that nothing speaks against: its own kind of :class:`Pass`."""
+    def plan_pass(self, problem: Any, direction: str, graph: Graph) -> Any:
+        """Return how it runs a pass that nothing speaks against: its own kind of :class:`PassPlan`."""
 
-    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: Any, gpu: Gpu) -> Cost:
-        """Estimated time of a pass it has planned."""
+    def cost(self, problem: Any, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Cost:
+        """Return the estimated time of a pass that it has planned."""
 
-
-CANDIDATES: Mapping[str, Candidate] = MappingProxyType(
-    {
-        "row_split": row_split,
-        "smem": smem,
-        "block_mma": block_mma,
-        "smmf": paper.smmf,
-        "pmf": paper.pmf,
-    }
-)
-"""The schedules by name. `row_split` runs everything, so it is what the others fall back to."""
+    def specs(self, problem: Any, direction: str, plan: Any) -> Sequence[Any]:
+        """Return what is compiled for a pass that it has planned; no GPU is needed."""
 
 
-BY_NAME: Mapping[str, Candidate] = MappingProxyType({**CANDIDATES, **paper.ABLATIONS})
-"""The candidates, and those that no rule chooses."""
+Rule = Callable[[Any, Graph, Sequence[str]], tuple[str, str]]
+"""Names the schedule for the passes of a problem on a graph, and says why."""
 
-REFILLABLE = ("row_split", "block_mma")
-"""Schedules whose launches stay valid when other edges are put into the arrays of a graph (see `Graph.is_static`)."""
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that compute one kind of problem.
+
+    Attributes:
+        name: The family, such as "attention".
+        candidates: The schedules by name. The first runs every problem of the family and replaces those that cannot.
+        others: Schedules that run only where they are asked for by name.
+        rules: Rules that the setting `schedule` may name beside "auto" and "autotune".
+        unsupported: Returns every reason why no kernel can run a problem; empty when one can.
+        seen_by: Returns the problem as the passes of a direction see it, given what passes before them leave.
+        given: Returns the problem as backward passes see it, given the flags of what the forward pass has left.
+        before: Returns the time of other kernels that a planned pass needs before it, by what they compute.
+    """
+
+    name: str
+    candidates: Mapping[str, Any]
+    others: Mapping[str, Any]
+    rules: Mapping[str, Rule]
+    unsupported: Callable[[Any], list[str]]
+    seen_by: Callable[[Any, Graph, Sequence[str], Settings], Any] = lambda problem, *_: problem
+    given: Callable[[Any, frozenset[str]], Any] = lambda problem, _: problem
+    before: Callable[[Any, str, Graph, Any, Gpu], Mapping[str, float]] | None = None
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Any]:
+        """All schedules of the family."""
+        return MappingProxyType({**self.candidates, **self.others})
+
+    @property
+    def fallback(self) -> str:
+        """The schedule that runs every problem of the family."""
+        return next(iter(self.candidates))
 
 
 @dataclass(frozen=True)
 class Option:
-    """One candidate for one walk.
+    """One candidate for one pass.
 
     Attributes:
         schedule: Its name.
         reasons: Why it cannot run; empty when it can.
-        chosen: The pass; None with reasons.
+        plan: How it runs the pass; None with reasons.
         price: Makes its cost.
         measured_s: Its time on this kind of graph, where there is a timing.
     """
 
     schedule: str
     reasons: tuple[str, ...] = ()
-    chosen: Any = None
+    plan: Any = None
     price: Callable[[], Cost] = field(default=lambda: Cost({}), repr=False, compare=False)
     measured_s: float | None = None
 
@@ -131,10 +158,10 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Measured if it was, but for norms, which no timing of a pass has in it; else estimated."""
+        """The measured time, with what no timing of the pass covers, where there is one; else the estimate."""
         if self.measured_s is None:
             return self.cost.seconds
-        return self.measured_s + self.cost.added.get("norms", 0.0)
+        return self.measured_s + self.cost.before_s
 
     def __str__(self) -> str:
         if self.reasons:
@@ -145,71 +172,54 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one walk of a call runs.
+    """What one pass of a call runs.
 
     Attributes:
-        walk: One of ``WALKS``.
-        chosen: The pass.
+        direction: One of ``DIRECTIONS``.
+        plan: How the pass runs.
         reason: Why its schedule was chosen.
         final: Whether the same will be chosen next time; False where `autotune` could not take its timing yet.
+        deterministic: Whether the results of the pass are the same in every run.
         options: The candidates that were looked at.
     """
 
-    walk: str
-    chosen: Pass
+    direction: str
+    plan: Any
     reason: str
     final: bool = field(default=True, compare=False)
+    deterministic: bool = field(default=True, compare=False)
     options: tuple[Option, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         lines = [
-            f"{_LABELS[self.walk]}: {self.chosen.schedule} ({self.reason}), {self.chosen}",
+            f"{LABELS[self.direction]}: {self.plan.schedule} ({self.reason}), {self.plan}",
             *map(str, self.options),
         ]
         return "\n    ".join(lines)
 
 
-_LABELS = {"forward": "forward", "targets": "backward over targets", "sources": "backward over sources"}
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """The kernels of one attention call on one graph; `str` shows each candidate's numbers.
-
-    Attributes:
-        forward: The forward pass, over the CSR.
-        targets: The backward pass over the CSR, if gradients are needed.
-        sources: The backward pass over the CSC, if gradients are needed.
-    """
-
-    forward: Choice
-    targets: Choice | None = None
-    sources: Choice | None = None
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        """Those that are there, in order of execution."""
-        return tuple(choice for choice in (self.forward, self.targets, self.sources) if choice is not None)
+class Choices(tuple[Choice, ...]):
+    """What the passes of a call run, in order of execution; `str` shows each candidate's numbers."""
 
     @property
     def schedule(self) -> str:
         """The schedule of all passes, or of each, joined by commas."""
-        names = [choice.chosen.schedule for choice in self.choices]
+        names = [choice.plan.schedule for choice in self]
         return names[0] if len(set(names)) == 1 else ", ".join(names)
 
     @property
     def deterministic(self) -> bool:
         """Whether results and gradients are the same in every run."""
-        return all(BY_NAME[choice.chosen.schedule].deterministic for choice in self.choices)
+        return all(choice.deterministic for choice in self)
 
     def __str__(self) -> str:
         results = "the same in every run" if self.deterministic else "may differ between runs"
-        return "\n  ".join([f"schedule {self.schedule}", f"results: {results}", *map(str, self.choices)])
+        return "\n  ".join([f"schedule {self.schedule}", f"results: {results}", *map(str, self)])
 
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels run on a CUDA device: there is CuPy, and compute capability 8.0 or newer."""
+    """Return whether kernels run on a CUDA device: there is CuPy, and compute capability 8.0 or newer."""
     return _HAS_CUPY and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -226,30 +236,13 @@ def device_reasons(device: torch.device) -> list[str]:
     return reasons
 
 
-def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Return every reason why no fused kernel can run ``problem``; empty when one can."""
-    reasons = []
-    if problem.score not in SCORES:
-        reasons.append(f"score {problem.score!r} has no fused kernel (one of {', '.join(SCORES)})")
-    reasons += device_reasons(problem.device)
-    if problem.dtype not in STORAGE:
-        reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
-    if not 1 <= problem.channels <= MAX_CHANNELS:
-        reasons.append(f"{problem.channels} channels per head, the kernels take 1 to {MAX_CHANNELS}")
-    if not 1 <= problem.heads <= MAX_HEADS:
-        reasons.append(f"{problem.heads} heads, the kernels take 1 to {MAX_HEADS}")
-    if problem.edge and problem.score == "cosine":
-        reasons.append("the cosine score takes no edge features")
-    return reasons
-
-
 def _is_strict(settings: Settings) -> bool:
-    """Whether results must be the same in every run."""
+    """Return whether results must be the same in every run."""
     return torch.are_deterministic_algorithms_enabled() if settings.deterministic is None else settings.deterministic
 
 
-def _kind(what: Any, problem: AttentionProblem, graph: Graph, settings: Settings) -> Any:
-    """What batches have in common for which `what` is decided once; None for other graphs, decided one by one.
+def kind_of(what: Any, problem: Problem, graph: Graph, settings: Settings) -> Any:
+    """Return what batches have in common for which `what` is decided once; None where each graph is decided alone.
 
     Sizes count by eighths of an octave, degrees and the largest graph by halves. Where results must be the same in
     every run no batch follows another, because which one comes first may differ. Of the settings nothing else decides.
@@ -259,7 +252,16 @@ def _kind(what: Any, problem: AttentionProblem, graph: Graph, settings: Settings
         return None
     sizes = (round(8 * math.log2(size + 1)) for size in (graph.num_dst, graph.num_edges))
     most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, facts.max_nodes))
-    return what, replace(problem, needs_grad=False), facts.is_simple, *sizes, *most
+    return what, problem, facts.is_simple, *sizes, *most
+
+
+def decide_once(kind: Any, decide: Callable[[], T]) -> T:
+    """Return what was decided for a kind of batches (:func:`kind_of`), or decide and remember it."""
+    decision = None if kind is None else _decided.get(kind)
+    if decision is None:
+        decision = decide()
+        _remember(kind, decision)
+    return decision  # type: ignore[return-value]
 
 
 def _remember(kind: Any, decision: Any) -> None:
@@ -269,221 +271,184 @@ def _remember(kind: Any, decision: Any) -> None:
         _decided[kind] = decision
 
 
-def _as_its_kind(
-    kind: Any, problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings
-) -> list[Option] | None:
-    """What another batch of its kind took, where this one can run it too."""
-    names = _decided.get(kind)
-    if names is None:
-        return None
-    found = options(problem, graph, walks, settings, tuple(dict.fromkeys(names)))
-    taken = [offers[name] for offers, name in zip(found, names, strict=True)]
-    return None if any(option.reasons for option in taken) else taken
-
-
 def options(
-    problem: AttentionProblem,
+    family: Family,
+    problem: Any,
     graph: Graph,
-    walks: Sequence[str],
+    directions: Sequence[str],
     settings: Settings,
     names: Sequence[str] | None = None,
 ) -> list[dict[str, Option]]:
-    """What the named candidates, by default all, have to offer for each of ``walks``.
+    """Return what the named candidates, by default all, have to offer for each of ``directions``.
 
-    One that hands over from pass to pass can run all of them or none.
+    A candidate that hands over from pass to pass can run all of the passes or none.
     """
-    names = tuple(CANDIDATES) if names is None else names
+    names = tuple(family.candidates) if names is None else names
     strict = _is_strict(settings)
-    found: list[dict[str, Option]] = []
-    for walk in walks:
+    per_direction: list[dict[str, Option]] = []
+    for direction in directions:
         offers = {}
         for name in names:
-            candidate = BY_NAME[name]
-            if graph.is_static and name not in REFILLABLE:
+            candidate = family.by_name[name]
+            if graph.is_static and not candidate.refillable:
                 offers[name] = Option(name, ("its launches depend on edges that others will replace",))
                 continue
-            reasons = candidate.reasons_against(problem, walk, graph)
+            reasons = candidate.reasons_against(problem, direction, graph)
             if strict and not candidate.deterministic:
                 reasons = [*reasons, "its results may differ between runs"]
             if reasons:
                 offers[name] = Option(name, tuple(reasons))
                 continue
-            chosen = candidate.plan_pass(problem, walk, graph)
-            price = partial(_price, candidate, problem, walk, graph, chosen)
-            offers[name] = Option(name, (), chosen, price)
-        found.append(offers)
+            plan = candidate.plan_pass(problem, direction, graph)
+            price = partial(_price, family, name, problem, direction, graph, plan)
+            offers[name] = Option(name, (), plan, price)
+        per_direction.append(offers)
     for name in names:
-        reasons = list(dict.fromkeys(reason for offers in found for reason in offers[name].reasons))
-        if reasons and BY_NAME[name].hands_over:
-            for offers in found:
+        reasons = list(dict.fromkeys(reason for offers in per_direction for reason in offers[name].reasons))
+        if reasons and family.by_name[name].hands_over:
+            for offers in per_direction:
                 offers[name] = Option(name, tuple(reasons))
-    return found
+    return per_direction
 
 
-def _price(candidate: Candidate, problem: AttentionProblem, walk: str, graph: Graph, chosen: Any) -> Cost:
-    """The cost of a pass, with that of the norms before a forward pass that does not find them itself."""
+def _price(family: Family, name: str, problem: Any, direction: str, graph: Graph, plan: Any) -> Cost:
+    """Return the cost of a planned pass, with what other kernels take before it."""
     gpu = gpu_of(problem.device)
-    cost = candidate.cost(problem, walk, graph, chosen, gpu)
-    if walk == "forward" and problem.score == "cosine" and not chosen.constants.get("NORMS"):
-        norms = graph.num_src * problem.row_bytes / gpu.memory_bytes_per_s + gpu.launch_s
-        cost = replace(cost, added={**cost.added, "norms": norms})
-    return cost
+    cost: Cost = family.by_name[name].cost(problem, direction, graph, plan, gpu)
+    if family.before is None:
+        return cost
+    return replace(cost, before=family.before(problem, direction, graph, plan, gpu))
 
 
-def _cheapest(found: Sequence[Mapping[str, Option]]) -> list[Option]:
-    """The fastest option of each walk, where schedules that hand over take all walks or none."""
-    able = [[option for option in offers.values() if not option.reasons] for offers in found]
-    free = [[option for option in each if not BY_NAME[option.schedule].hands_over] for each in able]
+def cheapest(family: Family, per_direction: Sequence[Mapping[str, Option]]) -> list[Option]:
+    """Return the fastest option of each pass, where schedules that hand over take all passes or none."""
+    able = [[option for option in offers.values() if not option.reasons] for offers in per_direction]
+    free = [[option for option in each if not family.by_name[option.schedule].hands_over] for each in able]
     teams = [[_least(each, lambda option: option.seconds) for each in free]]
     for option in able[0]:
-        if BY_NAME[option.schedule].hands_over:
-            teams.append([offers[option.schedule] for offers in found])
+        if family.by_name[option.schedule].hands_over:
+            teams.append([offers[option.schedule] for offers in per_direction])
     return _least(teams, lambda team: sum(option.seconds for option in team))
 
 
-def _least(found: Sequence[T], key: Callable[[T], float]) -> T:
-    """The one with the least key, which is not asked for where there is no choice."""
-    return found[0] if len(found) == 1 else min(found, key=key)
+def _least(candidates: Sequence[T], key: Callable[[T], float]) -> T:
+    """Return the candidate with the least key, which is not asked for where there is no choice."""
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=key)
 
 
-def _asked_for(
-    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings
-) -> tuple[str | None, str]:
-    """The schedule that the settings name, if they do, and the reason to show."""
-    if settings.schedule == "paper":
-        return paper.rule(problem, graph, walks)
-    return (None, "") if settings.schedule in RULES else (settings.schedule, "asked for")
-
-
-def _report(option: Option, walk: str, fallback: str) -> None:
-    """Tell the user, as `settings(fallback=...)` asks, that a schedule cannot run a pass and `row_split` takes its
-    place.
+def _report(option: Option, direction: str, fallback: str, setting: str) -> None:
+    """Tell the user, as `settings(fallback=...)` asks, that a schedule cannot run a pass and another takes its place.
 
     Raises:
         UnsupportedError: The settings ask for an error.
     """
-    what = f"schedule {option.schedule!r} ({_LABELS[walk]})"
-    if fallback == "error":
+    what = f"schedule {option.schedule!r} ({LABELS[direction]})"
+    if setting == "error":
         raise UnsupportedError(option.reasons, what)
     # Numbers differ from graph to graph.
-    key = (option.schedule, walk, re.sub(r"\d+(\.\d+)?", "", "; ".join(option.reasons)))
-    if fallback == "log" and key not in _logged:
+    key = (option.schedule, direction, re.sub(r"\d+(\.\d+)?", "", "; ".join(option.reasons)))
+    if setting == "log" and key not in _logged:
         _logged.add(key)
-        _logger.warning("%s cannot run here, 'row_split' takes its place: %s", what, "; ".join(option.reasons))
-
-
-def leaves_tangent(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
-    """Whether a forward pass that gradients follow leaves the tangent for the pass over targets (see ``row_split``).
-
-    `row_split` does. Where another schedule is chosen by estimate for the forward pass alone, all three passes are
-    weighed.
-    """
-    if not row_split.has_tangent(problem.score, problem.edge):
-        return False
-    kind = _kind("tangent", problem, graph, settings)
-    found: bool | None = _decided.get(kind)
-    if found is None:
-        found = _tangent_pays(problem, graph, settings)
-        _remember(kind, found)
-    return found
-
-
-def _tangent_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
-    (forward,) = choose(problem, graph, FORWARD, replace(settings, fallback="silent"))
-    if forward.chosen.schedule == "row_split" or settings.schedule not in ("auto", "autotune"):
-        return forward.chosen.schedule == "row_split"
-
-    def training_s(chosen: Any, tangent: bool) -> float:
-        """Estimate of all passes, given the forward one."""
-        seen = replace(problem, tangent=tangent)
-        cost = CANDIDATES[chosen.schedule].cost(seen, "forward", graph, chosen, gpu_of(problem.device))
-        backward = _cheapest(options(seen, graph, BACKWARD, settings))
-        return sum((option.cost.seconds for option in backward), cost.seconds)
-
-    rows = row_split.plan_pass(problem, "forward", graph)
-    return training_s(rows, True) < training_s(forward.chosen, False)
-
-
-def with_tangent(problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings) -> AttentionProblem:
-    """The problem that ``walks`` see: in backward, with what the forward pass has left, if that is not known yet."""
-    if walks != BACKWARD or problem.tangent:
-        return problem
-    return replace(problem, tangent=leaves_tangent(problem, graph, settings))
+        _logger.warning("%s cannot run here, %r takes its place: %s", what, fallback, "; ".join(option.reasons))
 
 
 def choose(
-    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings, explain: bool = False
+    family: Family,
+    problem: Any,
+    graph: Graph,
+    directions: Sequence[str],
+    settings: Settings,
+    explain: bool = False,
 ) -> tuple[Choice, ...]:
-    """Choose what runs in ``walks`` of ``problem`` on ``graph``.
+    """Choose what runs in the passes ``directions`` of ``problem`` on ``graph``.
 
     Args:
+        family: Whose kernels.
         problem: What is computed.
         graph: On which graph.
-        walks: ``FORWARD`` or ``BACKWARD``.
+        directions: ``FORWARD`` or ``BACKWARD``.
         settings: What the user decided.
-        explain: Look at all candidates also where one is asked for, and refuse nothing: a plan to be read.
+        explain: Look at all candidates also where one is asked for, and refuse nothing: a choice to be read.
+
+    Returns:
+        A choice for each pass.
 
     Raises:
         UnsupportedError: The schedule asked for cannot run, and the settings ask for an error then.
     """
-    problem = with_tangent(problem, graph, walks, settings)
-    name, reason = _asked_for(problem, graph, walks, settings)
-    if name is None:
-        return _by_time(problem, graph, walks, settings, explain)
-    return _by_name(name, reason, problem, graph, walks, settings, explain)
+    problem = family.seen_by(problem, graph, directions, settings)
+    name, reason = settings.schedule, "asked for"
+    rule = family.rules.get(name)
+    if rule is not None:
+        name, reason = rule(problem, graph, directions)
+    if name in RULES or name not in family.by_name:
+        return _by_time(family, problem, graph, directions, settings, explain)
+    return _by_name(family, name, reason, problem, graph, directions, settings, explain)
 
 
 def _by_time(
-    problem: AttentionProblem, graph: Graph, walks: Sequence[str], settings: Settings, explain: bool
+    family: Family, problem: Any, graph: Graph, directions: Sequence[str], settings: Settings, explain: bool
 ) -> tuple[Choice, ...]:
-    """The fastest candidates, or what another batch of the kind took."""
-    kind = _kind(walks, problem, graph, settings)
-    taken = _as_its_kind(kind, problem, graph, walks, settings)
-    final, reason = True, "as for another batch of its kind"
+    """Return the fastest candidates, or what another batch of the kind took."""
+    kind = kind_of(directions, problem, graph, settings)
+    names = _decided.get(kind)
+    per_direction, taken = [], None
+    if names is not None:
+        per_direction = options(family, problem, graph, directions, settings, tuple(dict.fromkeys(names)))
+        taken = [offers[name] for offers, name in zip(per_direction, names, strict=True)]
+        if any(option.reasons for option in taken):
+            taken = None
     if taken is None or explain:
-        found = options(problem, graph, walks, settings)
-    else:
-        found = [{option.schedule: option} for option in taken]
+        per_direction = options(family, problem, graph, directions, settings)
+    final, reason = True, "as for another batch of its kind"
     if taken is None:
-        reason = f"the lowest estimate of {len(CANDIDATES)} candidates"
+        reason = f"the lowest estimate of {len(family.candidates)} candidates"
         if settings.schedule == "autotune":
-            seconds = store.recall(store.key_of(problem, graph, walks, found))
+            seconds = store.recall(store.key_of(family, problem, graph, directions, per_direction))
             final, reason = seconds is not None, "the fastest of all candidates that can run"
             if seconds is None:
                 reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
             else:
-                found = [_with_seconds(offers, seconds[walk]) for offers, walk in zip(found, walks, strict=True)]
-        taken = _cheapest(found)
+                timed = zip(per_direction, directions, strict=True)
+                per_direction = [_with_seconds(offers, seconds[direction]) for offers, direction in timed]
+        taken = cheapest(family, per_direction)
         if not explain:
             _remember(kind, tuple(option.schedule for option in taken))
     return tuple(
-        Choice(walk, option.chosen, reason, final, tuple(offers.values()))
-        for walk, option, offers in zip(walks, taken, found, strict=True)
+        _choice(family, direction, option, reason, final, offers)
+        for direction, option, offers in zip(directions, taken, per_direction, strict=True)
     )
 
 
+def _choice(
+    family: Family, direction: str, option: Option, reason: str, final: bool, offers: Mapping[str, Option]
+) -> Choice:
+    deterministic = family.by_name[option.schedule].deterministic
+    return Choice(direction, option.plan, reason, final, deterministic, tuple(offers.values()))
+
+
 def _by_name(
+    family: Family,
     name: str,
     reason: str,
-    problem: AttentionProblem,
+    problem: Any,
     graph: Graph,
-    walks: Sequence[str],
+    directions: Sequence[str],
     settings: Settings,
     explain: bool,
 ) -> tuple[Choice, ...]:
-    """The schedule that was asked for, and `row_split` for the passes that it cannot run."""
-    others = tuple(other for other in CANDIDATES if other != name) if explain else ()
-    found = options(problem, graph, walks, settings, (name, *others))
+    """Return the schedule that was asked for, and the family's fallback for the passes that it cannot run."""
+    others = tuple(other for other in family.candidates if other != name) if explain else ()
+    per_direction = options(family, problem, graph, directions, settings, (name, *others))
     choices = []
-    for walk, offers in zip(walks, found, strict=True):
+    for direction, offers in zip(directions, per_direction, strict=True):
         option, why = offers[name], reason
         if option.reasons:
             if not explain:
-                _report(option, walk, settings.fallback)
+                _report(option, direction, family.fallback, settings.fallback)
             why = f"{name} cannot run"
-            (rows,) = options(problem, graph, (walk,), settings, ("row_split",))
-            option = rows["row_split"]
-        choices.append(Choice(walk, option.chosen, why, True, tuple(offers.values())))
+            (option,) = options(family, problem, graph, (direction,), settings, (family.fallback,))[0].values()
+        choices.append(_choice(family, direction, option, why, True, offers))
     return tuple(choices)
 
 
@@ -491,8 +456,16 @@ def _with_seconds(offers: Mapping[str, Option], seconds: Mapping[str, float]) ->
     return {name: replace(option, measured_s=seconds.get(name)) for name, option in offers.items()}
 
 
-def plan(problem: AttentionProblem, graph: Graph, settings: Settings | None = None) -> LaunchPlan:
-    """Say what would run for ``problem`` on ``graph`` under ``settings``, by default those in force, and why."""
+def explain(family: Family, problem: Any, graph: Graph, trained: bool, settings: Settings | None = None) -> Choices:
+    """Return what would run for ``problem`` on ``graph``, and why.
+
+    Args:
+        family: Whose kernels.
+        problem: What is computed.
+        graph: On which graph.
+        trained: Whether a backward pass may follow.
+        settings: What the user decided; by default the settings in force.
+    """
     settings = current() if settings is None else settings
-    walks = (FORWARD, BACKWARD) if problem.needs_grad else (FORWARD,)
-    return LaunchPlan(*(choice for each in walks for choice in choose(problem, graph, each, settings, explain=True)))
+    groups = (FORWARD, BACKWARD) if trained else (FORWARD,)
+    return Choices(c for each in groups for c in choose(family, problem, graph, each, settings, explain=True))

@@ -7,19 +7,19 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.paths import kernels_dir
 
 Seconds = dict[str, dict[str, float]]
-"""Time of each walk by each schedule."""
+"""Time of each pass by each schedule, by direction."""
 
 _logger = logging.getLogger("pyg_dfgnn")
 _remembered: dict[str, Seconds] = {}
@@ -55,10 +55,10 @@ def _spread(side: Adjacency) -> list[float]:
     return [round(2 * sum(o * n for o, n in each.items()) / max(1, sum(each.values()))) / 2 for each in (rows, edges)]
 
 
-def _degrees(graph: Graph, walks: Sequence[str]) -> list[list[float]] | None:
-    """Degrees of the sides that are walked, kept with the graph; one host sync each, None where none is allowed."""
+def _degrees(graph: Graph, directions: Sequence[str]) -> list[list[float]] | None:
+    """Degrees of the sides that are traversed, kept with the graph; one host sync each, None where none is allowed."""
     kept = graph.derived("degrees", dict)
-    names = ("csr", "csc") if "sources" in walks else ("csr",)
+    names = ("csr", "csc") if "sources" in directions else ("csr",)
     for name in names:
         if name not in kept:
             if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -68,41 +68,37 @@ def _degrees(graph: Graph, walks: Sequence[str]) -> list[list[float]] | None:
 
 
 def key_of(
-    problem: AttentionProblem, graph: Graph, walks: Sequence[str], found: Sequence[Mapping[str, Any]]
+    family: Any, problem: Any, graph: Graph, directions: Sequence[str], offers: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """What a timing is remembered by, as readable text; None while a new graph is captured.
+    """Return what a timing is remembered by, as readable text; None while a new graph is captured.
 
     Sizes, degrees and how the candidates' own estimates compare count by octaves, so that similar graphs, such as the
     batches of one data set, share a timing; what a candidate reads from a graph beyond that shows in its estimate.
 
     Args:
-        problem: What is computed.
+        family: Whose kernels (:class:`~pyg_dfgnn.dispatch.core.Family`).
+        problem: What is computed, a dataclass.
         graph: On which graph.
-        walks: Which passes.
-        found: The options of each.
+        directions: Which passes.
+        offers: The options of each pass by schedule.
     """
-    degrees = _degrees(graph, walks)
+    degrees = _degrees(graph, directions)
     if degrees is None:
         return None
     estimates = [
         {
-            name: None if option.reasons else _octave(option.cost.seconds / offers["row_split"].cost.seconds)
-            for name, option in offers.items()
+            name: None if option.reasons else _octave(option.cost.seconds / each[family.fallback].cost.seconds)
+            for name, option in each.items()
         }
-        for offers in found
+        for each in offers
     ]
+    values = {field.name: getattr(problem, field.name) for field in fields(problem) if field.name != "device"}
     facts = {
+        "family": family.name,
         "gpu": gpu_of(problem.device).name,
         "sources": _sources(),
-        "walks": list(walks),
-        "score": problem.score,
-        "heads": problem.heads,
-        "channels": problem.channels,
-        "dtype": str(problem.dtype),
-        "tf32": problem.tf32,
-        "tangent": problem.tangent,
-        "edge": problem.edge,
-        "dropout": problem.dropout,
+        "directions": list(directions),
+        "problem": {name: v if isinstance(v, (int, float, str)) else str(v) for name, v in values.items()},
         "sizes": [_octave(size) for size in (graph.num_src, graph.num_dst, graph.num_edges)],
         "degrees": degrees,
         "estimates": estimates,
@@ -132,7 +128,8 @@ def _read(key: str) -> Seconds | None:
         if kept["key"] != json.loads(key):
             return None
         return {
-            walk: {name: float(seconds) for name, seconds in times.items()} for walk, times in kept["seconds"].items()
+            direction: {name: float(seconds) for name, seconds in times.items()}
+            for direction, times in kept["seconds"].items()
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -171,7 +171,7 @@ class FusedConv(MessagePassing):
     """The node dimension that PyG's forward assumes."""
     _problem_type: Callable[..., Any]
     """Makes the problem of the family of kernels from what `_question` returns, then the dtype, the device, whether
-    there are edge features, whether dropout is active and whether gradients may follow."""
+    there are edge features and whether dropout is active."""
     _reasons_against: Callable[[Any], Sequence[str]]
     """Returns every reason why no kernel of the family can run a problem; empty when one can."""
 
@@ -186,7 +186,7 @@ class FusedConv(MessagePassing):
     def _standing_reasons(self) -> list[str]:
         """Return what is against the fused forward whatever the call; without features, by a parameter's dtype."""
         tensor = next((t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()), torch.empty(0))
-        problem = self._problem_type(*self._question(), tensor.dtype, tensor.device, False, False, True)
+        problem = self._problem_type(*self._question(), tensor.dtype, tensor.device, False, False)
         return [*module_reasons(self, False), *self._reasons_against(problem)]
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
@@ -317,7 +317,6 @@ class FusedConv(MessagePassing):
             device,
             edge_attr is not None,
             dropout > 0.0 and self.training,
-            torch.is_grad_enabled(),
         )
         if device.type in fused_device_types:
             against += kernel_reasons(type(self), *problem)

@@ -28,6 +28,13 @@ def is_plain(tensor: object) -> bool:
     return type(tensor) in PLAIN and not _is_wrapped(tensor)  # type: ignore[arg-type]
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a contiguous copy whose address allows 16-byte loads."""
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether autograd has to record a function of the tensors."""
     if torch.is_grad_enabled():

@@ -1,13 +1,23 @@
 """Timing of the passes of candidates, for `schedule="autotune"`."""
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from pyg_dfgnn.dispatch import store
+from pyg_dfgnn.dispatch.core import BACKWARD, Option, options
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.compile import Shape, compile_group
 from pyg_dfgnn.runtime import launcher
+from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.op import FEATURES, Value
+
+_logger = logging.getLogger("pyg_dfgnn")
 
 _SAMPLING_S = 0.03
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 15
@@ -39,36 +49,107 @@ def _samples(call: Callable[[], Any], count: int) -> list[float]:
 
 
 class Timed:
-    """A walk that is timed when it runs.
+    """A prepared pass that is timed when it runs.
 
     Attributes:
         seconds: Time of the last run; infinite when it ran out of memory.
     """
 
-    def __init__(self, walk: Any, device: torch.device) -> None:
-        self._walk = walk
-        self._device = device
-        self.chosen = walk.chosen
-        self.parameter_blocks: int = walk.parameter_blocks
+    def __init__(self, prepared: Any, device: torch.device) -> None:
+        self._pass, self._device = prepared, device
+        self.blocks: int = prepared.blocks
+        self.derives = prepared.derives
         self.seconds = math.inf
 
-    def forward(self, *arguments: Any) -> None:
-        """As the walk's."""
-        self._time(self._walk.forward, arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the pass, then time it."""
+        handed = self._pass(*arguments)
+        self.seconds = seconds_of(lambda: self._pass(*arguments), self._device)
+        return handed
 
-    def targets(self, *arguments: Any) -> Any:
-        """As the walk's."""
-        return self._time(self._walk.targets, arguments)
 
-    def nodes(self, *arguments: Any) -> None:
-        """As the walk's."""
-        self._time(self._walk.nodes, arguments)
+def example(shape: Shape, problem: Any) -> tuple[list[Tensor | None], list[float]]:
+    """Return random inputs of an op, drawn from a generator of their own, and numbers."""
+    device, generator = problem.device, torch.Generator(problem.device).manual_seed(0)
+    tensors: list[Tensor | None] = []
+    for value in shape.statement.inputs:
+        sizes = shape.sizes(value) or (1,)
+        if value.name not in shape.present:
+            tensors.append(None)
+        elif value.dtype == "int64":
+            tensors.append(torch.zeros(sizes, dtype=torch.int64, device=device))
+        else:
+            dtype = problem.dtype if value.dtype == FEATURES else torch.float32
+            tensors.append(torch.randn(sizes, generator=generator, dtype=dtype, device=device))
+    is_dropped = {"dropout": bool(getattr(problem, "dropout", False))}
+    return tensors, [number.example if is_dropped.get(number.name, True) else 0.0 for number in shape.statement.numbers]
 
-    def sources(self, *arguments: Any) -> None:
-        """As the walk's."""
-        self._time(self._walk.sources, arguments)
 
-    def _time(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        result = call(*arguments)
-        self.seconds = seconds_of(lambda: call(*arguments), self._device)
-        return result
+def measure(
+    op: Any,
+    problem: Any,
+    graph: Graph,
+    shape: Shape,
+    directions: tuple[str, ...],
+    offers: Sequence[Mapping[str, Option]],
+    optional: frozenset[str],
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of each pass by each schedule that can run it, on random inputs.
+
+    Args:
+        op: What is computed.
+        problem: Its problem, as the passes see it.
+        graph: On which graph.
+        shape: What functions are compiled for.
+        directions: ``FORWARD`` or ``BACKWARD``.
+        offers: The options of each of them.
+        optional: Flags of optional values that the forward pass leaves.
+    """
+    seconds: dict[str, dict[str, float]] = {direction: {} for direction in directions}
+    statement, fallback = op.statement, op.family.fallback
+    tensors, numbers = example(shape, problem)
+    flags = frozenset({"stats"})
+    if directions == BACKWARD:
+        exact = {"exact"} if problem.dtype.itemsize == 2 else set()
+        flags |= optional | {"saved", "edge_grad"} | exact
+    for name in dict.fromkeys(name for each in offers for name, option in each.items() if not option.reasons):
+        team = [each[fallback] if each[name].reasons else each[name] for each in offers]
+        timed = [
+            Timed(op.prepare(direction, option.plan, graph, optional), problem.device)
+            for direction, option in zip(directions, team, strict=True)
+        ]
+        try:
+            if directions == BACKWARD:
+                kept = [_zeros(shape, statement.values[each], problem) for each in statement.kept(flags)]
+                out = _zeros(shape, statement.output, problem)
+                compile_group(shape, "backward", flags, timed)(*tensors, *kept, out, torch.ones_like(out), *numbers)
+            else:
+                compile_group(shape, "forward", flags, timed)(*tensors, *numbers)
+        except torch.OutOfMemoryError as error:
+            _logger.warning("schedule %r is left out of a choice by autotune: %s", name, error)
+        for direction, option, result in zip(directions, team, timed, strict=True):
+            if option.schedule == name:
+                seconds[direction][name] = result.seconds
+    return seconds
+
+
+def _zeros(shape: Shape, value: Value, problem: Any) -> Tensor:
+    dtype = problem.dtype if value.dtype == FEATURES else torch.float32
+    return torch.zeros(shape.sizes(value), dtype=dtype, device=problem.device)
+
+
+def tune(op: Any, problem: Any, graph: Graph, shape: Shape, directions: tuple[str, ...], settings: Settings) -> None:
+    """Time every candidate that can run a group of passes, unless that is remembered or impossible now."""
+    seen = op.family.seen_by(problem, graph, directions, settings)
+    offers = options(op.family, seen, graph, directions, settings)
+    key = store.key_of(op.family, seen, graph, directions, offers)
+    if key is None or store.recall(key) is not None or not can_time(graph.device):
+        return
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            optional = op.optional(problem, graph, settings) if directions == BACKWARD else frozenset()
+            seconds = measure(op, seen, graph, shape, directions, offers, optional)
+    except torch.OutOfMemoryError as error:
+        _logger.warning("nothing is timed for a choice by autotune: %s", error)
+        seconds = {direction: {} for direction in directions}
+    store.remember(key, seconds)

@@ -150,10 +150,10 @@ class Score:
         """Numbers per head, in float32, of the state of one row or chunk in `row_split`.
 
         Args:
-            direction: A direction, "weights", or "tangent" for the forward pass that leaves dout_dlogit.
+            direction: A direction, "weights", or "dout_dlogit" for the forward pass that leaves dout_dlogit.
             channels: Features per head.
         """
-        if direction == "tangent":
+        if direction == "dout_dlogit":
             return 2 * channels + 3
         if direction in ("forward", "weights"):
             return channels + 2

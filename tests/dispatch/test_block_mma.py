@@ -8,12 +8,12 @@ import torch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import block_mma as tiles
 from pyg_dfgnn.dispatch.attention.problem import WALKS
-from pyg_dfgnn.dispatch.core import FORWARD, choose, plan
+from pyg_dfgnn.dispatch.core import FORWARD
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings, settings
-from tests.dispatch.test_core import PROBLEM, graph_of
+from tests.dispatch.test_core import PROBLEM, choose, graph_of, plan
 
 SCORES = ("dot", "cosine", "add")
 KIB = 1 << 10
@@ -276,7 +276,7 @@ def test_the_plan_of_a_batch():
     with settings(schedule="block_mma", fallback="error"):
         found = plan(PROBLEM, batch())
     assert found.schedule == "block_mma" and found.deterministic
-    assert [choice.reason for choice in found.choices] == ["asked for"] * 3
+    assert [choice.reason for choice in found] == ["asked for"] * 3
     assert str(found).count("block_mma (asked for), windows of ") == 3
 
 
@@ -294,4 +294,4 @@ def test_an_unsuited_call_is_refused(problem, graph, message):
     with pytest.raises(UnsupportedError, match=message):
         choose(problem, graph, FORWARD, Settings(schedule="block_mma", fallback="error"))
     (choice,) = choose(problem, graph, FORWARD, Settings(schedule="block_mma", fallback="silent"))
-    assert choice.chosen.schedule == "row_split" and choice.reason == "block_mma cannot run"
+    assert choice.plan.schedule == "row_split" and choice.reason == "block_mma cannot run"

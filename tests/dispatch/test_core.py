@@ -11,15 +11,29 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import store
-from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, AttentionProblem, choose, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.attention import family, row_split, smem
+from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_tangent, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
+from pyg_dfgnn.statements.scores import SCORES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PROBLEM = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cuda", 0), False, False, True)
+PROBLEM = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cuda", 0), False, False)
+
+
+def choose(problem, graph, directions, rule):
+    """What runs by the attention family as it is now."""
+    return dispatch.choose(family.FAMILY, problem, graph, directions, rule)
+
+
+def plan(problem, graph, rule=None, trained=True):
+    """What would run, and why."""
+    return dispatch.explain(family.FAMILY, problem, graph, trained, rule)
 
 
 def graph_of(case):
@@ -29,7 +43,7 @@ def graph_of(case):
 # Reasons --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("score", "dtype"), list(product(dispatch.SCORES, DTYPES)))
+@pytest.mark.parametrize(("score", "dtype"), list(product(SCORES, DTYPES)))
 @pytest.mark.parametrize("size", [(1, 1), (3, 7), (64, 512), (65535, 1)], ids=str)
 def test_what_runs(score, dtype, size):
     heads, channels = size
@@ -72,10 +86,12 @@ def test_all_reasons_at_once():
 def test_neither_rules_nor_operators_import_cupy():
     code = (
         "import sys, torch, pyg_dfgnn.ops\n"
-        "from pyg_dfgnn.dispatch.core import AttentionProblem, plan, unsupported_reasons\n"
+        "from pyg_dfgnn.dispatch.attention.family import FAMILY\n"
+        "from pyg_dfgnn.dispatch.attention.problem import AttentionProblem\n"
+        "from pyg_dfgnn.dispatch.core import explain\n"
         "from pyg_dfgnn.graph import Graph\n"
         "problem = AttentionProblem('dot', 2, 4, torch.float32, torch.device('cpu'), False, False, True)\n"
-        "unsupported_reasons(problem), plan(problem, Graph.of(torch.tensor([[0, 1], [1, 0]]), 2))\n"
+        "FAMILY.unsupported(problem), explain(FAMILY, problem, Graph.of(torch.tensor([[0, 1], [1, 0]]), 2), True)\n"
         "sys.exit(any(name.split('.')[0].startswith('cupy') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -84,17 +100,17 @@ def test_neither_rules_nor_operators_import_cupy():
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("score", dispatch.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_plans_of_the_zoo(case, score):
     """Each graph has a plan, an empty one too."""
     found = plan(replace(PROBLEM, score=score), graph_of(case))
-    for choice, walk in zip((found.forward, found.targets, found.sources), dispatch.WALKS, strict=True):
-        assert choice.walk == walk and choice.chosen.schedule in dispatch.CANDIDATES
+    for choice, walk in zip(found, DIRECTIONS, strict=True):
+        assert choice.direction == walk and choice.plan.schedule in FAMILY.candidates
 
 
 def test_no_backward_pass_without_gradients():
-    found = plan(replace(PROBLEM, needs_grad=False), graph_of(hub(300)))
-    assert found.targets is None and found.sources is None
+    found = plan(PROBLEM, graph_of(hub(300)), trained=False)
+    assert [choice.direction for choice in found] == ["forward"]
     assert "backward" not in str(found)
 
 
@@ -111,7 +127,7 @@ def test_a_plan_reads_as_text():
 
 def test_the_schedule_that_was_asked_for():
     with settings(schedule="row_split"):
-        assert plan(PROBLEM, graph_of(hub(300))).forward.reason == "asked for"
+        assert plan(PROBLEM, graph_of(hub(300)))[0].reason == "asked for"
 
 
 # Choices --------------------------------------------------------------------------------------------------------------
@@ -127,9 +143,11 @@ class FakePass:
 class Fake:
     """A candidate that costs what it is told and has no pass for a walk without a cost."""
 
+    refillable = True
+
     def __init__(self, name, forward=None, targets=None, sources=None, hands_over=False, deterministic=True):
         self.name, self.hands_over, self.deterministic = name, hands_over, deterministic
-        self.seconds = dict(zip(dispatch.WALKS, (forward, targets, sources), strict=True))
+        self.seconds = dict(zip(DIRECTIONS, (forward, targets, sources), strict=True))
 
     def reasons_against(self, problem, walk, graph):
         return [f"{self.name} has no {walk}", "and never had"] if self.seconds[walk] is None else []
@@ -147,8 +165,7 @@ def candidates(monkeypatch):
 
     def put(*fakes):
         found = {fake.name: fake for fake in fakes}
-        monkeypatch.setattr(dispatch, "CANDIDATES", found)
-        monkeypatch.setattr(dispatch, "BY_NAME", found)
+        monkeypatch.setattr(family, "FAMILY", replace(FAMILY, candidates=found, others={}))
         dispatch._logged.clear()
 
     return put
@@ -158,7 +175,7 @@ def chosen(**changes):
     """Schedules of the three passes."""
     with settings(**changes):
         both = choose(PROBLEM, GRAPH, FORWARD, current()) + choose(PROBLEM, GRAPH, BACKWARD, current())
-    return [choice.chosen.schedule for choice in both]
+    return [choice.plan.schedule for choice in both]
 
 
 def test_each_walk_takes_the_cheapest(candidates):
@@ -221,7 +238,7 @@ def test_a_reason_is_logged_once_whatever_its_numbers(candidates, caplog, monkey
 
 def test_a_plan_shows_all_candidates(candidates):
     candidates(Fake("row_split", 1e-3, 1e-3, 1e-3), Fake("block_mma", 2e-3, None, 2e-3))
-    text = str(plan(replace(PROBLEM, needs_grad=False), GRAPH))
+    text = str(plan(PROBLEM, GRAPH, trained=False))
     assert text.splitlines() == [
         "schedule row_split",
         "  results: the same in every run",
@@ -250,27 +267,27 @@ def test_only_deterministic_schedules_on_request(candidates, by_torch):
 
 
 def test_every_schedule_has_a_name_in_the_settings():
-    assert set(SCHEDULES) == {*RULES, *dispatch.BY_NAME} and set(dispatch.CANDIDATES) <= set(dispatch.BY_NAME)
-    for name, candidate in dispatch.BY_NAME.items():
+    assert set(SCHEDULES) == {*RULES, *FAMILY.by_name} and set(FAMILY.candidates) <= set(FAMILY.by_name)
+    for name, candidate in FAMILY.by_name.items():
         assert type(candidate.hands_over) is bool and candidate.deterministic is True, name
 
 
-@pytest.mark.parametrize("name", dispatch.BY_NAME)
+@pytest.mark.parametrize("name", FAMILY.by_name)
 def test_each_schedule_by_name(name):
     """It runs, or says why not; the plan names what runs."""
     graph = graph_of(random(64, 64, 512, seed=1))
     with settings(schedule=name):
         found = plan(replace(PROBLEM, channels=32), graph)
-    for choice in found.choices:
+    for choice in found:
         option = next(option for option in choice.options if option.schedule == name)
-        assert choice.chosen.schedule == ("row_split" if option.reasons else name)
+        assert choice.plan.schedule == ("row_split" if option.reasons else name)
         assert f"{name}: " in str(choice) or f"{name} cannot run: " in str(choice)
 
 
 def test_the_rule_of_the_paper():
     with settings(schedule="paper"):
         found = plan(PROBLEM, graph_of(hub(300)))
-    assert found.schedule == "smmf" and "largest degree 30" in found.forward.reason
+    assert found.schedule == "smmf" and "largest degree 30" in found[0].reason
 
 
 def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
@@ -279,12 +296,12 @@ def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
     def fail(*arguments):
         raise AssertionError
 
-    monkeypatch.setattr(dispatch.row_split, "cost", fail)
+    monkeypatch.setattr(row_split, "cost", fail)
     gatv2 = replace(PROBLEM, score="gatv2")
     bipartite = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, 4)
     for walks in (FORWARD, BACKWARD):
-        assert choose(gatv2, bipartite, walks, Settings())[0].chosen.schedule == "row_split"
-        assert choose(PROBLEM, GRAPH, walks, Settings(schedule="row_split"))[0].chosen.schedule == "row_split"
+        assert choose(gatv2, bipartite, walks, Settings())[0].plan.schedule == "row_split"
+        assert choose(PROBLEM, GRAPH, walks, Settings(schedule="row_split"))[0].plan.schedule == "row_split"
 
 
 @pytest.mark.parametrize(("forward", "left"), [("row_split", True), ("block_mma", False)])
@@ -316,31 +333,32 @@ def test_batches_of_a_kind_take_the_same_schedules(resident_graphs, score):
     first, second = (Graph.of_batch(resident_graphs.batch(each)) for each in (ids, ids.flip(0)))
     for walks in (FORWARD, BACKWARD):
         chosen, again = choose(problem, first, walks, Settings()), choose(problem, second, walks, Settings())
-        assert all(len(choice.options) == len(dispatch.CANDIDATES) for choice in chosen)
+        assert all(len(choice.options) == len(FAMILY.candidates) for choice in chosen)
         for one, other in zip(chosen, again, strict=True):
-            assert [option.schedule for option in other.options] == [other.chosen.schedule] == [one.chosen.schedule]
+            assert [option.schedule for option in other.options] == [other.plan.schedule] == [one.plan.schedule]
             assert other.reason == "as for another batch of its kind"
 
 
 def test_batches_are_on_their_own(resident_graphs, monkeypatch):
     """Of another size, where results must be the same in every run, where a plan is read, and where it cannot run."""
-    monkeypatch.setattr(dispatch.smem, "cost", lambda *arguments: Cost({"time": 0.0}))
+    monkeypatch.setattr(smem, "cost", lambda *arguments: Cost({"time": 0.0}))
     batches = [Graph.of_batch(resident_graphs.batch(torch.arange(count))) for count in (48, 48, 20)]
     (found,) = choose(PROBLEM, batches[0], FORWARD, Settings())
-    assert found.chosen.schedule == "smem"
+    assert found.plan.schedule == "smem"
     for graph, rule in ((batches[2], Settings()), (batches[1], Settings(deterministic=True))):
         (found,) = choose(PROBLEM, graph, FORWARD, rule)
-        assert len(found.options) == len(dispatch.CANDIDATES)
+        assert len(found.options) == len(FAMILY.candidates)
     # A plan that is read lists all candidates and takes what runs, though its own estimate would be another by now.
-    monkeypatch.setattr(dispatch.smem, "cost", lambda *arguments: Cost({"time": 1.0}))
-    read = plan(PROBLEM, batches[1]).forward
-    assert len(read.options) == len(dispatch.CANDIDATES) and read.chosen.schedule == "smem"
-    assert choose(PROBLEM, batches[1], FORWARD, Settings())[0].chosen.schedule == "smem"
+    monkeypatch.setattr(smem, "cost", lambda *arguments: Cost({"time": 1.0}))
+    read = plan(PROBLEM, batches[1])[0]
+    assert len(read.options) == len(FAMILY.candidates) and read.plan.schedule == "smem"
+    assert choose(PROBLEM, batches[1], FORWARD, Settings())[0].plan.schedule == "smem"
     # Neither gradients to follow nor how a fallback is told decide what runs.
-    assert plan(replace(PROBLEM, needs_grad=False), batches[1], Settings(fallback="error")).schedule == "smem"
-    monkeypatch.setattr(dispatch.smem, "reasons_against", lambda *arguments: ["full"])
+    read = plan(PROBLEM, batches[1], Settings(fallback="error"), trained=False)
+    assert read.schedule == "smem"
+    monkeypatch.setattr(smem, "reasons_against", lambda *arguments: ["full"])
     (found,) = choose(PROBLEM, batches[1], FORWARD, Settings())
-    assert found.chosen.schedule != "smem" and len(found.options) == len(dispatch.CANDIDATES)
+    assert found.plan.schedule != "smem" and len(found.options) == len(FAMILY.candidates)
 
 
 def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, monkeypatch):
@@ -349,12 +367,12 @@ def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, mo
     choose(problem, graph, FORWARD, Settings())
     asked, real = [], dispatch.options
 
-    def options(problem, graph, walks, settings, names=None):
+    def options(kernels, problem, graph, walks, settings, names=None):
         asked.append((walks, names))
-        return real(problem, graph, walks, settings, names)
+        return real(kernels, problem, graph, walks, settings, names)
 
     monkeypatch.setattr(dispatch, "options", options)
-    dispatch.leaves_tangent(problem, graph, Settings())
+    leaves_tangent(problem, graph, Settings())
     assert (FORWARD, None) not in asked
 
 
@@ -372,15 +390,15 @@ def test_a_graph_that_is_no_batch_needs_no_segments():
 def measured(walks, **seconds):
     """Remember that candidates took so long."""
     with settings(schedule="autotune"):
-        found = dispatch.options(PROBLEM, GRAPH, walks, current())
-    store.remember(store.key_of(PROBLEM, GRAPH, walks, found), {walk: dict(seconds) for walk in walks})
+        found = dispatch.options(family.FAMILY, PROBLEM, GRAPH, walks, current())
+    store.remember(store.key_of(family.FAMILY, PROBLEM, GRAPH, walks, found), {walk: dict(seconds) for walk in walks})
 
 
 def test_what_was_timed_decides(candidates):
     candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, 2), Fake("smmf", 3, 3, 3))
     with settings(schedule="autotune"):
         (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
-    assert choice.chosen.schedule == "row_split" and not choice.final and "not timed yet" in choice.reason
+    assert choice.plan.schedule == "row_split" and not choice.final and "not timed yet" in choice.reason
     measured(FORWARD, row_split=3e-3, block_mma=2e-3, smmf=1e-3)
     measured(BACKWARD, row_split=3e-3, block_mma=1e-3, smmf=2e-3)
     assert chosen(schedule="autotune") == ["smmf", "block_mma", "block_mma"] and chosen() == ["row_split"] * 3
@@ -388,7 +406,7 @@ def test_what_was_timed_decides(candidates):
     with settings(schedule="autotune"):
         (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
         assert "block_mma: 2 ms measured, 2.5e+03 ms = work" in str(plan(PROBLEM, GRAPH))
-    assert choice.chosen.schedule == "smmf" and choice.final and "not timed" not in choice.reason
+    assert choice.plan.schedule == "smmf" and choice.final and "not timed" not in choice.reason
 
 
 def test_what_ran_out_of_memory_is_not_taken(candidates):

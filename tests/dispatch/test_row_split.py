@@ -125,7 +125,7 @@ def test_constants_are_plain_numbers_and_read_only():
 def test_training_adds_in_the_order_of_inference(dtype):
     for heads, channels, wide in product((1, 8), (16, 40, 128), (False, True)):
         problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=channels)
-        found = [pass_constants(problem, walk, wide) for walk in ("forward", "tangent")]
+        found = [pass_constants(problem, walk, wide) for walk in ("forward", "dout_dlogit")]
         assert [c.pop("TANGENT") for c in found] == [0, 1]
         assert len({tuple(c[name] for name in c if name != "MIN_BLOCKS") for c in found}) == 1
 
@@ -247,7 +247,7 @@ def test_layout_of_sweeps(shape):
     """Sweeps of the add score take two rows of 128 per warp, with and without the tangent alike; others share edges."""
     heads, channels = shape
     problem = replace(PROBLEM, score="add", heads=heads, channels=channels)
-    forward, tangent = (dict(rows.swept_constants(problem, walk)) for walk in ("forward", "tangent"))
+    forward, tangent = (dict(rows.swept_constants(problem, walk)) for walk in ("forward", "dout_dlogit"))
     assert forward["ORDERED"] and tangent["ORDERED"]
     assert (forward.pop("TANGENT"), tangent.pop("TANGENT")) == (0, 1)
     assert forward == tangent
@@ -318,7 +318,7 @@ def test_packed_rows_joined_in_a_block_come_in_order():
     assert found("dot", "targets") == found("cosine", "sources") == (1, 4, 4, 1, 4, 1, 16)
     assert found("dot", "sources") == (1, 2, 2, 2, 4, 5, 32)
     assert found("cosine", "forward") == (1, 4, 4, 1, 4, 1, 16)
-    assert found("add", "forward") == found("add", "tangent") == found("add", "sources") == (1, 4, 4, 2, 4, 1, 16)
+    assert found("add", "forward") == found("add", "dout_dlogit") == found("add", "sources") == (1, 4, 4, 2, 4, 1, 16)
     half = {"dtype": torch.bfloat16}
     assert found("dot", "forward", **half) == (1, 2, 4, 2, 4, 1, 16)
     assert found("dot", "targets", **half) == (1, 2, 4, 2, 4, 1, 16)
@@ -416,7 +416,7 @@ def test_packed_rows_give_a_lane_a_whole_head(dtype):
     add = replace(NARROW, score="add", dtype=dtype)
     for walk in ("forward", "sources", "weights"):
         assert lanes_of(plan_pass(add, walk, GRAPHS["e"]).constants) == (1, 2, 8, 1, 4, 2)
-    assert plan_pass(add, "tangent", GRAPHS["e"]).constants == pass_constants(add, "tangent", wide=False)
+    assert plan_pass(add, "dout_dlogit", GRAPHS["e"]).constants == pass_constants(add, "dout_dlogit", wide=False)
     assert plan_pass(add, "targets", GRAPHS["e"]).constants == pass_constants(add, "targets", wide=False)
     joined, skewed = (FakeGraph(20_000, 80_000, degree) for degree in (170, 40_000))
     for walk in ("forward", "sources"):
@@ -462,7 +462,7 @@ def test_few_rows_take_other_warps_and_lanes_in_the_forward_pass():
     assert found("dot") == (2, 2, 2, 16, 8) and found("dot", heads=8) == (1, 2, 4, 8, 16)
     # The tangent's chunks are those of the forward pass, so that training and inference add in one order.
     assert found("add")[:2] == (4, 4) and found("add", heads=8) == (1, 2, 4, 8, 16)
-    assert all(found("add", heads)[-2:] == found("add", heads, "tangent")[-2:] for heads in (1, 8))
+    assert all(found("add", heads)[-2:] == found("add", heads, "dout_dlogit")[-2:] for heads in (1, 8))
     # Chunks of eight edges are not halved; other passes and what was not timed keep their layout, many rows another.
     assert found("gatv2", degree=120) == (2, 2, 4, 8, 8)
     assert found("gatv2", walk="targets")[3] == found("gatv2", dropout=True)[3] == 8

@@ -10,12 +10,15 @@ from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention import smem as resident
-from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, SCORES, WALKS, AttentionProblem, choose
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.scores import SCORES
+from tests.dispatch.test_core import choose
 
-PROBLEM = AttentionProblem("dot", 1, 128, torch.float32, torch.device("cpu"), False, False, True)
+PROBLEM = AttentionProblem("dot", 1, 128, torch.float32, torch.device("cpu"), False, False)
 # Microseconds of the passes on an H200, heads and dtype: forward, targets, sources.
 MEASURED = {
     (1, torch.float32): (55.4, 68.7, 80.2),
@@ -50,7 +53,7 @@ def batch(size, count=3):
     ],
 )
 def test_reasons(change, graph, reason):
-    for walk in WALKS:
+    for walk in DIRECTIONS:
         (found,) = resident.reasons_against(replace(PROBLEM, **change), walk, graph)
         assert re.search(reason, found)
 
@@ -60,7 +63,7 @@ def test_reasons(change, graph, reason):
 def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
     for heads, channels in ((1, 128), (8, 16), (4, 64), (2, 40)):
         problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
-        for walk in WALKS:
+        for walk in DIRECTIONS:
             assert not resident.reasons_against(problem, walk, superpixels)
             found = resident.plan_pass(problem, walk, superpixels)
             ranges = node_ranges(superpixels, found.bound)
@@ -76,7 +79,7 @@ def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
 def test_as_many_blocks_as_planned(superpixels):
     """Two thread blocks of float32 share a multiprocessor, and three or more of 16 bits."""
     for dtype in (torch.float32, torch.bfloat16):
-        for walk in WALKS:
+        for walk in DIRECTIONS:
             found = resident.plan_pass(replace(PROBLEM, dtype=dtype), walk, superpixels)
             blocks = found.constants["MIN_BLOCKS"]
             assert blocks * (found.shared_bytes + 1024) <= gpu.H200.shared_bytes + 1024
@@ -85,7 +88,7 @@ def test_as_many_blocks_as_planned(superpixels):
 @pytest.mark.parametrize(("heads", "dtype"), MEASURED, ids=str)
 def test_estimates_are_near_what_was_measured(heads, dtype, superpixels):
     problem = replace(PROBLEM, heads=heads, channels=128 // heads, dtype=dtype)
-    for walk, measured in zip(WALKS, MEASURED[heads, dtype], strict=True):
+    for walk, measured in zip(DIRECTIONS, MEASURED[heads, dtype], strict=True):
         chosen = resident.plan_pass(problem, walk, superpixels)
         seconds = resident.cost(problem, walk, superpixels, chosen, gpu.H200).seconds
         assert 1 / 1.2 < 1e6 * seconds / measured < 1.2, walk
@@ -136,7 +139,7 @@ def test_sources_of_add_leave_whole_heads_to_rows(dtype, superpixels):
     """58.8 us, and 45.1 where `row_split` gives a lane a whole head; one head of 128 stays."""
     for heads, expected in ((8, "row_split"), (1, "smem")):
         problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=128 // heads, tangent=True)
-        assert choose(problem, superpixels, BACKWARD, Settings())[1].chosen.schedule == expected
+        assert choose(problem, superpixels, BACKWARD, Settings())[1].plan.schedule == expected
 
 
 def test_fewer_blocks_hide_less(superpixels):
@@ -166,7 +169,7 @@ def test_the_ranges_that_run_are_those_that_were_sized():
     for seed in range(40):
         graph = uneven(seed)
         for problem in problems:
-            for walk in WALKS:
+            for walk in DIRECTIONS:
                 found = resident.plan_pass(problem, walk, graph)
                 ranges = node_ranges(graph, found.bound)
                 assert resident.shared_bytes(problem, walk, ranges) == found.shared_bytes
@@ -188,7 +191,7 @@ def test_auto_takes_it_on_sparse_batches_and_leaves_dense_ones(score, superpixel
     dense = benchmark_graph("cluster_like", "cpu")
     dense_graph = Graph.of(dense.edge_index, dense.num_src, dense.num_dst)
     for walks in (FORWARD, BACKWARD):
-        schedules = [choice.chosen.schedule for choice in choose(problem, superpixels, walks, Settings())]
+        schedules = [choice.plan.schedule for choice in choose(problem, superpixels, walks, Settings())]
         assert schedules[-1] == "smem"
-        schedules = [choice.chosen.schedule for choice in choose(problem, dense_graph, walks, Settings())]
+        schedules = [choice.plan.schedule for choice in choose(problem, dense_graph, walks, Settings())]
         assert "smem" not in schedules

@@ -9,6 +9,7 @@ import torch
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu, store
+from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, random
@@ -20,7 +21,7 @@ SECONDS = {"forward": {"row_split": 1e-3, "block_mma": 2e-3}}
 
 def key_of(problem=PROBLEM, graph=None, walks=FORWARD):
     graph = graph_of(random(64, 64, 512, seed=1)) if graph is None else graph
-    return store.key_of(problem, graph, walks, dispatch.options(problem, graph, walks, current()))
+    return store.key_of(FAMILY, problem, graph, walks, dispatch.options(FAMILY, problem, graph, walks, current()))
 
 
 def files(folder):

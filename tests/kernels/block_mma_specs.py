@@ -24,7 +24,7 @@ STEMS = {
 def problem(row: Row) -> AttentionProblem:
     (heads, channels), (dtype, tf32) = row["shape"], row["product"]
     device = torch.device("cpu")
-    return AttentionProblem(row["score"], heads, channels, dtype, device, False, False, needs_grad=True, tf32=tf32)
+    return AttentionProblem(row["score"], heads, channels, dtype, device, False, False, tf32=tf32)
 
 
 def taken(row: Row) -> bool:

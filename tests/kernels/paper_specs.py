@@ -17,9 +17,7 @@ SOURCES = (("forward", smmf), ("targets", smmf), ("forward", pmf), ("targets", p
 def problem(row: Row) -> AttentionProblem:
     heads, channels = row["shape"]
     device = torch.device("cpu")
-    return AttentionProblem(
-        row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"], needs_grad=True
-    )
+    return AttentionProblem(row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"])
 
 
 def is_supported(row: Row) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from pyg_dfgnn.dispatch.attention import smem
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import (
     node_constants,
     ordered,
@@ -13,7 +14,6 @@ from pyg_dfgnn.dispatch.attention.row_split import (
     swept_constants,
     with_whole_heads,
 )
-from pyg_dfgnn.dispatch.core import SCORES, AttentionProblem
 from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
     backward_strips,
@@ -25,6 +25,7 @@ from pyg_dfgnn.dispatch.gemm import (
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.runtime.compiler import HOPPER, Spec
+from pyg_dfgnn.statements.scores import SCORES
 from tests.kernels.block_mma_specs import tiles_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
@@ -41,9 +42,7 @@ WALKS = {"forward": "forward", "weights": "forward", "backward_targets": "target
 def problem(row: Row) -> AttentionProblem:
     heads, channels = row["shape"]
     device = torch.device("cuda")
-    return AttentionProblem(
-        row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"], needs_grad=True
-    )
+    return AttentionProblem(row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"])
 
 
 def is_supported(row: Row) -> bool:
@@ -59,7 +58,7 @@ def attention_specs() -> list[Spec]:
     plain = covering({**axes, "edge": [False], "dropout": [False]})
     tangent = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
     passes = [(stem, walk, row) for stem, walk in WALKS.items() for row in options + plain]
-    passes += [("forward", "tangent", row) for row in tangent]
+    passes += [("forward", "dout_dlogit", row) for row in tangent]
     return [
         Spec(f"attention/{stem}.cu", tuple(pass_constants(problem(row), walk, row["wide"]).items()))
         for stem, walk, row in passes

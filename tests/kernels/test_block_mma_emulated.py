@@ -8,19 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch.core import CANDIDATES, WALKS, AttentionProblem
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import DIRECTIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.attention import FORWARD, SOURCES, TARGETS
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
+from tests.kernels.passes import empty, launch, values_of
 from tests.kernels.test_emulated import NAMES, TOLERANCE, Problem, errors
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -227,8 +231,8 @@ def test_against_float64(row):
 def test_heads_in_pairs(score, name, order):
     """Of 16 channels, where products are rounded to TF32: four blocks of two heads."""
     graph = build_graph(name)
-    planned = AttentionProblem(score, 8, 16, torch.float32, graph.device, False, False, needs_grad=True, tf32=True)
-    assert CANDIDATES["block_mma"].plan_pass(planned, "targets", graph).constants["BLOCK_HEADS"] == 2
+    planned = AttentionProblem(score, 8, 16, torch.float32, graph.device, False, False, tf32=True)
+    assert FAMILY.candidates["block_mma"].plan_pass(planned, "targets", graph).constants["BLOCK_HEADS"] == 2
     check_tf32(problem_of(score, graph, 8, 16), graph, order)
 
 
@@ -238,8 +242,8 @@ def test_sums_over_a_long_segment(score, heads, channels):
     torch.manual_seed(1)
     graph = long_graph()
     problem = problem_of(score, graph, heads, channels)
-    planned = AttentionProblem(score, heads, channels, torch.float32, graph.device, False, False, needs_grad=True)
-    assert all(CANDIDATES["block_mma"].plan_pass(planned, walk, graph).constants["FOLD"] for walk in WALKS)
+    planned = AttentionProblem(score, heads, channels, torch.float32, graph.device, False, False)
+    assert all(FAMILY.candidates["block_mma"].plan_pass(planned, walk, graph).constants["FOLD"] for walk in DIRECTIONS)
     check_tiles(problem, graph)
 
 
@@ -466,24 +470,22 @@ def forward_pass(
     """Output and maxima, to base 2, that a forward pass leaves for others, and the columns of a step."""
     heads, channels = problem.grad_out.shape[1:]
     planned = AttentionProblem(
-        problem.score, heads, channels, problem.dtype, graph.device, False, False, needs_grad=True, tf32=kind == "tf32"
+        problem.score, heads, channels, problem.dtype, graph.device, False, False, tf32=kind == "tf32"
     )
     x = {name: tensor.detach() for name, tensor in problem.inputs.items()}
-    ready = launch.example(planned, graph)._replace(slope=slope)
+    values = values_of(planned, graph) | {"slope": slope}
     if problem.score == "dot":
-        ready = ready._replace(target=x["query"], key=x["key"], value=x["value"])
+        values |= {"target": x["query"], "key": x["key"], "value": x["value"]}
     elif problem.score == "cosine":
         inverse = 1 / x["x_src"].float().norm(dim=-1)
-        ready = ready._replace(
-            target=x["x_src"], value=x["x_src"], target_scalars=inverse, source_scalars=inverse, parameter=x["beta"]
-        )
+        values |= {"target": x["x_src"], "value": x["x_src"], "parameter": x["beta"]}
+        values |= {"target_scalars": inverse, "source_scalars": inverse}
     else:
-        ready = ready._replace(value=x["value"], target_scalars=x["alpha_dst"], source_scalars=x["alpha_src"])
-    chosen = CANDIDATES["block_mma"].plan_pass(planned, "forward", graph)
-    out, softmax = torch.empty_like(problem.grad_out), torch.empty(graph.num_dst, heads, 2)
+        values |= {"value": x["value"], "target_scalars": x["alpha_dst"], "source_scalars": x["alpha_src"]}
+    values |= {"out": torch.empty_like(problem.grad_out), "row_stats": torch.empty(graph.num_dst, heads, 2)}
     with emulated_device():
-        launch.walk_of("forward", chosen, graph).forward(ready, out, softmax, None)
-    return out, softmax[..., 0], chosen.constants["STEP"]
+        constants = launch(FORWARD, "block_mma", planned, graph, values)
+    return values["out"], values["row_stats"][..., 0], constants["STEP"]
 
 
 def largest(logits: torch.Tensor, graph: Graph, columns: int | None = None) -> torch.Tensor:
@@ -670,8 +672,8 @@ def test_segment_around_the_most_columns_of_factors(size):
     dense[0, -1] = True
     graph = Graph.of(*side_by_side(dense))
     problem = problem_of("add", graph, 2, 8)
-    planned = AttentionProblem("add", 2, 8, torch.float32, graph.device, False, False, needs_grad=False)
-    chosen = CANDIDATES["block_mma"].plan_pass(planned, "forward", graph)
+    planned = AttentionProblem("add", 2, 8, torch.float32, graph.device, False, False)
+    chosen = FAMILY.candidates["block_mma"].plan_pass(planned, "forward", graph)
     assert chosen.constants["FACTORED"] == (size <= 512)
     with torch.no_grad(), emulated_device() as launched:
         out = ops.add_attention(graph, **problem.inputs)
@@ -724,9 +726,7 @@ def test_every_number_of_the_results_is_written(score, name, kind):
     if (name, kind) == ("bipartite", "fp32"):
         pytest.skip("listed columns take no full float32")
     graph, dtype = build_graph(name), KINDS[kind]
-    problem = AttentionProblem(
-        score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True, tf32=kind == "tf32"
-    )
+    problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, tf32=kind == "tf32")
     expected, actual = (passes(problem, graph, schedule) for schedule in ("row_split", "block_mma"))
     for found in expected, actual:
         softmax, records = found["softmax"], found["records"]
@@ -752,8 +752,8 @@ def test_every_number_of_the_results_is_written(score, name, kind):
 def test_weights_of_16_bits_sum_to_one_as_rounded(score, dtype, name):
     """Their sum is of what meets the values: values that are all 1 give 1, but for rounding in float32."""
     graph = build_graph(name)
-    problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, needs_grad=True)
-    exact = passes(problem, graph, "block_mma", value=1.0)["exact"][graph.csr.rowptr.diff() > 0]
+    problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False)
+    exact = passes(problem, graph, "block_mma", value=1.0)["out_fp32"][graph.csr.rowptr.diff() > 0]
     assert exact.numel() > 0 and (exact - 1.0).abs().max() < tolerance(torch.float32).relative
 
 
@@ -761,40 +761,33 @@ def passes(
     problem: AttentionProblem, graph: Graph, schedule: str, value: float | None = None
 ) -> dict[str, torch.Tensor]:
     """All that the three passes of a schedule write, into memory full of NaN; with all values the same if given."""
-    ready = launch.example(problem, graph)
+    values = values_of(problem, graph)
     if value is not None:
-        ready = ready._replace(value=torch.full_like(ready.value, value))
-    if problem.score == "cosine":
-        target, source = (1 / x.float().norm(dim=-1) for x in (ready.target, ready.value))
-        ready = ready._replace(target_scalars=target, source_scalars=source)
+        values["value"] = torch.full_like(values["value"], value)
     torch.manual_seed(0)
-
-    def empty(nodes: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((nodes, problem.heads, *shape), torch.nan, dtype=dtype)
-
-    def rows(nodes: int) -> torch.Tensor:
-        return empty(nodes, problem.channels, dtype=problem.dtype)
-
-    num_src, num_dst, score = graph.num_src, graph.num_dst, problem.score
-    grad_out = torch.randn(num_dst, problem.heads, problem.channels).to(problem.dtype)
-    out, softmax, exact = rows(num_dst), empty(num_dst, 2), empty(num_dst, problem.channels)
-    records = empty(num_dst, 4)
-    grad_target = empty(num_dst) if score == "add" else rows(num_dst)
-    grad_beta = empty(num_dst) if score == "cosine" else None
-    grad_key = rows(num_src) if score == "dot" else None
-    grad_value = rows(num_src)
-    grad_source = empty(num_src) if score == "add" else None
+    num_src, num_dst, heads, channels = graph.num_src, graph.num_dst, problem.heads, problem.channels
+    values["grad_out"] = torch.randn(num_dst, heads, channels).to(problem.dtype)
+    record = problem.record
+    scalars = record.node_scalars == "input"
+    results = {
+        "out": empty(num_dst, heads, channels, dtype=problem.dtype),
+        "row_stats": empty(num_dst, heads, 2),
+        "out_fp32": empty(num_dst, heads, channels),
+        "bwd_row_stats": empty(num_dst, heads, 4),
+        "grad_target": empty(num_dst, heads) if scalars else empty(num_dst, heads, channels, dtype=problem.dtype),
+        "grad_parameter_rows": empty(num_dst, heads) if record.parameter == () else None,
+        "grad_key": empty(num_src, heads, channels, dtype=problem.dtype) if record.key else None,
+        "grad_value": empty(num_src, heads, channels, dtype=problem.dtype),
+        "grad_source": empty(num_src, heads) if scalars else None,
+    }
+    results = {name: tensor for name, tensor in results.items() if tensor is not None}
     with emulated_device() as launched:
-        forward, targets, sources = (
-            launch.walk_of(walk, CANDIDATES[schedule].plan_pass(problem, walk, graph), graph) for walk in WALKS
-        )
-        forward.forward(ready, out, softmax, exact)
-        targets.targets(ready, exact, softmax, grad_out, records, grad_target, grad_beta, None, None)
-        sources.sources(ready, records, grad_out, grad_key, grad_value, grad_source, None, None)
+        launch(FORWARD, schedule, problem, graph, values | results)
+        backward = values | results | {"out": results["out_fp32"]}
+        launch(TARGETS, schedule, problem, graph, backward)
+        launch(SOURCES, schedule, problem, graph, backward)
     assert (set(launched) == set(ENTRIES.values())) == (schedule == "block_mma")
-    found = {"out": out, "softmax": softmax, "exact": exact, "records": records, "grad target": grad_target}
-    found |= {"grad beta": grad_beta, "grad key": grad_key, "grad value": grad_value, "grad source": grad_source}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return results
 
 
 # Mixtures -------------------------------------------------------------------------------------------------------------
@@ -808,14 +801,14 @@ ROWS_ENTRIES = {
 
 def mix(monkeypatch: pytest.MonkeyPatch, by_rows: tuple[str, ...]) -> None:
     """Lets the schedule `row_split` take some of the passes."""
-    choose = launch.choose
+    choose = dispatch.choose
 
-    def mixed(problem, graph, walks, current, **options):
-        chosen = choose(problem, graph, walks, current, **options)
-        rows = choose(problem, graph, walks, replace(current, schedule="row_split"), **options)
-        return tuple(b if a.walk in by_rows else a for a, b in zip(chosen, rows, strict=True))
+    def mixed(family, problem, graph, directions, current, **options):
+        chosen = choose(family, problem, graph, directions, current, **options)
+        rows = choose(family, problem, graph, directions, replace(current, schedule="row_split"), **options)
+        return tuple(b if a.direction in by_rows else a for a, b in zip(chosen, rows, strict=True))
 
-    monkeypatch.setattr(launch, "choose", mixed)
+    monkeypatch.setattr(dispatch, "choose", mixed)
 
 
 @pytest.mark.parametrize(
@@ -828,7 +821,7 @@ def test_rows_may_take_some_passes(score, by_rows, monkeypatch):
     graph = build_graph("batch")
     mix(monkeypatch, by_rows)
     launched = check(problem_of(score, graph), graph)
-    for walk in WALKS:
+    for walk in DIRECTIONS:
         assert (ENTRIES[walk] in launched) == (walk not in by_rows), walk
         assert (ROWS_ENTRIES[walk] in launched) == (walk in by_rows), walk
 
@@ -844,7 +837,7 @@ def test_rows_may_take_the_backward_of_a_fixed_maximum(score, by_rows, monkeypat
     if score == "add":
         problem.inputs["alpha_src"].mul_(6.0)
     launched = check(problem, graph)
-    assert {walk for walk in WALKS if ROWS_ENTRIES[walk] in launched} == {*by_rows}
+    assert {walk for walk in DIRECTIONS if ROWS_ENTRIES[walk] in launched} == {*by_rows}
     with torch.no_grad(), emulated_device():
         _, weights = getattr(ops, f"{score}_attention")(graph, **problem.inputs, return_weights=True)
     inputs = {name: tensor.detach().double() for name, tensor in problem.inputs.items()}

@@ -5,16 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch.attention import row_split, smem
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention import launch
-from pyg_dfgnn.ops.attention.operators import Operands
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.scores import SCORES
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
@@ -48,14 +47,12 @@ def batch_graph() -> tuple[list[tuple[int, int]], int, int]:
 GRAPHS = {"heavy": heavy_graph, "square": square_graph, "batch": batch_graph}
 
 
-def cases(
-    graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: tuple[str, ...] = dispatch.SCORES
-) -> list[Row]:
+def cases(graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: tuple[str, ...] = SCORES) -> list[Row]:
     axes = {
         "score": scores,
         "graph": graphs,
         "shape": shapes,
-        "dtype": tuple(NAMES) if scores == dispatch.SCORES else (torch.float32,),
+        "dtype": tuple(NAMES) if scores == SCORES else (torch.float32,),
         "edge": (False, True),
         "dropout": (0.0, 0.3),
         "order": ORDERS,
@@ -103,7 +100,7 @@ def test_joined_chunks_in_order(joined, row, monkeypatch):
     """As of many rows: the longest first."""
     monkeypatch.setattr(row_split, "_FEW_BLOCKS", 0)
     graph = build_graph(*GRAPHS[row["graph"]]())
-    planned = dispatch.AttentionProblem(
+    planned = AttentionProblem(
         row["score"], *row["shape"], row["dtype"], graph.device, row["edge"], row["dropout"] > 0, True
     )
     for walk in ("forward", "sources"):
@@ -117,7 +114,7 @@ def test_joined_chunks_of_half_of_the_heads(joined, order):
     """The other heads lie in blocks of their own; a hub on both sides, rows without edges."""
     torch.manual_seed(0)
     graph = build_graph(*hub_graph())
-    planned = dispatch.AttentionProblem("dot", 8, 16, torch.float32, graph.device, False, False, True)
+    planned = AttentionProblem("dot", 8, 16, torch.float32, graph.device, False, False)
     constants = row_split.plan_pass(planned, "forward", graph).constants
     assert constants["JOINED"] and (constants["HEAD_SLOTS"], constants["WARP_ROWS"]) == (4, 2)
     launched = check(Problem("dot", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
@@ -138,7 +135,7 @@ def test_resident_rows_of_narrow_heads(small_blocks, name, order):
     """Two loads of each of eight heads, two rows in a warp."""
     torch.manual_seed(0)
     graph = build_graph(*{"batch": batch_graph, "isolated": isolated_graph}[name]())
-    planned = dispatch.AttentionProblem("gatv2", 8, 16, torch.float32, graph.device, False, False, True)
+    planned = AttentionProblem("gatv2", 8, 16, torch.float32, graph.device, False, False)
     assert smem.constants_of(planned, "forward")["LANE_VECS"] == 2
     check(Problem("gatv2", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
 
@@ -190,40 +187,25 @@ NORM_CASES = [
 
 @pytest.mark.parametrize(("schedule", "name", "heads", "channels", "dtype"), NORM_CASES, ids=str)
 def test_forward_finds_the_norms(request, monkeypatch, schedule, name, heads, channels, dtype):
-    """No kernel of their own from the second call on, and the same bits in all that reads them."""
+    """No kernel of their own and the same bits in all that reads them."""
     request.getfixturevalue(schedule)
     graph = build_graph(*NORM_GRAPHS[name]())
     problem = Problem("cosine", graph, heads, channels, dtype, edge=False)
     problem.inputs["x_src"][0, 0] = 0.0
     problem.inputs["x_src"][-1, -1, :-1] = 0.0
-    found = []
-
-    def room_for_norms(x):
-        found.append(launch.room_for_norms(x))
-        return found[-1]
-
-    monkeypatch.setattr(ops, "room_for_norms", room_for_norms)
     call = partial(ops.cosine_attention, graph)
     with emulated_device() as launched:
         first = problem.run(lambda **inputs: call(**inputs))
-        assert launched[0] == "attention_inverse_norm" and not found
-        launched.clear()
         again = problem.run(lambda **inputs: call(**inputs))
         out, weights = call(**problem.inputs, return_weights=True)
-        assert len(found) == 2
         with torch.no_grad():
             results = [*call(**problem.inputs, return_weights=True), call(**problem.inputs)]
-    # Those of `smem` lie where its rows read them; `row_split` keeps them for backward and the weights alone.
-    assert "attention_inverse_norm" not in launched and len(found) == (4 if schedule == "small_blocks" else 3)
+    assert "attention_inverse_norm" not in launched
     assert [key for key in first if not torch.equal(first[key], again[key])] == []
     assert all(map(torch.equal, results, (out, weights, out)))
     exact = reference.cosine_attention(graph.edge_index, graph.num_dst, **_wide(problem.inputs))
     assert torch.equal(out, first["out"]) and relative_error(weights, exact[1]) < 1e-6
     assert relative_error(out, exact[0]) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    norms = problem.inputs["x_src"].double().norm(dim=2).clamp(min=1e-12)
-    for inverse in found:
-        assert inverse[0, 0] == torch.tensor(1e12)
-        torch.testing.assert_close(inverse.double() * norms, torch.ones_like(norms), rtol=0.0, atol=1e-6)
 
 
 def _wide(inputs):
@@ -276,23 +258,6 @@ def test_an_edited_output_is_computed_again_with_its_norms(request, schedule):
     edges = graph.edge_index, graph.num_dst
     exact = problem.run(lambda **inputs: reference.cosine_attention(*edges, **inputs)[0] * 0.5, dtype=torch.float64)
     assert max(errors(actual, exact).values()) < 2e-6
-
-
-@pytest.mark.parametrize("schedule", NORM_LAUNCHES)
-def test_the_registered_operator_changes_no_argument(request, schedule):
-    """torch.compile takes it for a function."""
-    request.getfixturevalue(schedule)
-    graph = build_graph(*batch_graph())
-    x, beta = torch.randn(graph.num_src, 2, 10), torch.ones(1)
-    with emulated_device():
-        expected = ops.cosine_attention(graph, x, beta=beta)
-        norms = launch.inverse_norm(x)
-        # Not the bits that the forward pass finds.
-        given = norms.nextafter(torch.zeros(()))
-        kept = given.clone()
-        inputs = Operands(*graph.key, "cosine", x, None, x, given, given, beta, None, None, 1.0, 0.0, 0.0)
-        out, *_ = torch.ops.pyg_dfgnn.attention_forward(*inputs, False, False)
-    assert torch.equal(given, kept) and relative_error(out, expected) < 1e-6
 
 
 ORDERED = cases(("heavy", "square"), ((1, 128), (8, 16)), ("dot", "add"))

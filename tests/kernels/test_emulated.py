@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch.attention import row_split
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.scores import SCORES
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
@@ -179,7 +180,7 @@ AXES = {
 }
 CASES = [
     row
-    for score in dispatch.SCORES
+    for score in SCORES
     for row in covering({"score": [score], **AXES}, lambda row: not (row["edge"] and row["score"] == "cosine"))
 ]
 
@@ -216,7 +217,7 @@ def test_against_float64(row):
 
 SCORE_AND_DTYPE = [
     pytest.param(score, dtype, id=f"{score}-{NAMES[dtype]}")
-    for score, dtype in zip(dispatch.SCORES, [*NAMES, torch.float32], strict=True)
+    for score, dtype in zip(SCORES, [*NAMES, torch.float32], strict=True)
 ]
 
 
@@ -228,7 +229,7 @@ def test_wide_rows(score, dtype, shape):
     check(Problem(score, graph, *shape, dtype, edge=score != "cosine"), graph, dropout_p=0.3)
 
 
-@pytest.mark.parametrize("score", dispatch.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_thread_order_changes_no_bit(score):
     graph = build_graph(*heavy_graph())
     problem = Problem(score, graph, 3, 8, torch.float32, edge=score != "cosine")
@@ -243,7 +244,7 @@ def test_thread_order_changes_no_bit(score):
 
 
 @pytest.mark.parametrize(("num_src", "num_dst"), [(4, 3), (1, 1), (0, 3), (3, 0)])
-@pytest.mark.parametrize("score", dispatch.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_no_edges(score, num_src, num_dst):
     graph = build_graph([], num_src, num_dst)
     problem = Problem(score, graph, 2, 4, torch.float32, edge=False)
@@ -421,10 +422,10 @@ def test_packed_rows_of_whole_heads(name, dtype, order):
     """A lane per head on four rows of a warp, some without edges; the pass that leaves the tangent has two lanes."""
     edges, num_src, num_dst = sparse_graph() if name == "sparse" else ([(0, 2), (5, 2), (6, 2), (5, 0)], 7, 9)
     graph = build_graph(edges, num_src, num_dst)
-    problem = dispatch.AttentionProblem("add", 8, 16, dtype, graph.device, False, False, True)
+    problem = AttentionProblem("add", 8, 16, dtype, graph.device, False, False)
     lanes = [
         row_split.plan_pass(problem, walk, graph).constants["HEAD_LANES"]
-        for walk in ("forward", "tangent", "sources", "weights")
+        for walk in ("forward", "dout_dlogit", "sources", "weights")
     ]
     assert lanes == [1, 2, 1, 1]
     launched = check(Problem("add", graph, 8, 16, dtype, edge=False), graph, 0.0, order, same_order=False)
@@ -440,7 +441,7 @@ def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
     num_src, num_dst = (24, 24) if square else (num_src, num_dst)
     edges = edges + [(j, i) for i in range(num_dst - 2) for j in range(i % 3, 20, 2)] * 2
     graph = build_graph(edges, num_src, num_dst)
-    problem = dispatch.AttentionProblem("cosine", 8, 16, dtype, graph.device, False, False, True)
+    problem = AttentionProblem("cosine", 8, 16, dtype, graph.device, False, False)
     for walk in ("targets", "sources"):
         found = row_split.plan_pass(problem, walk, graph)
         assert found.blocks == 3 and (found.constants["HEAD_LANES"], found.constants["EDGE_SLOTS"]) == (1, 4)
@@ -459,7 +460,7 @@ def test_sweeps_of_rows_that_share_a_warp(score, dtype, monkeypatch):
     edges = [(j, i) for i in range(num_dst) for j in range(num_src) if i % 4 or j // 4 != i // 4] * 2
     graph = build_graph([*edges, *[(0, 1)] * 40], num_src, num_dst)
     packed = row_split.swept_constants(
-        dispatch.AttentionProblem(score, 1, 128, dtype, torch.device("cpu"), False, False, True), "forward"
+        AttentionProblem(score, 1, 128, dtype, torch.device("cpu"), False, False), "forward"
     )
     assert packed["WARP_ROWS"] > 1
     launched = check(Problem(score, graph, 1, 128, dtype, edge=False), graph, 0.0)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import paper
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention import launch
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
@@ -40,16 +40,11 @@ AXES = {
     "dropout": (0.0, 0.4),
     "order": ORDERS,
 }
-CASES = covering({"score": SCORES, **AXES}, lambda row: not (row["edge"] and row["score"] == "cosine"))
-# Several loads per lane, odd and even, heads in groups of blocks, more heads than a warp has lanes.
-WIDE = covering(
-    {
-        "schedule": tuple(LAUNCHES),
-        "score": SCORES,
-        "dtype": tuple(NAMES),
-        "shape": ((2, 131), (5, 33), (1, 512), (40, 4), (70, 1)),
-    }
-)
+CASES = [
+    row
+    for score in SCORES
+    for row in covering({"score": [score], **AXES}, lambda row: not (row["edge"] and row["score"] == "cosine"))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +72,12 @@ def test_against_float64(row):
     check_schedule(row["schedule"], problem, graph, row["dropout"], row["order"])
 
 
-@pytest.mark.parametrize("row", WIDE, ids=lambda row: "-".join(str(value) for value in row.values()))
-def test_wide_rows(row):
+# Several loads per lane, odd and even, heads in groups of blocks, more heads than a warp has lanes.
+@pytest.mark.parametrize("shape", [(2, 131), (5, 33), (1, 512), (40, 4), (70, 1)], ids="H{0[0]}-C{0[1]}".format)
+@pytest.mark.parametrize(("score", "dtype"), list(zip(SCORES, NAMES, strict=True)), ids=str)
+def test_wide_rows(schedule, score, dtype, shape):
     graph = build_graph(*heavy_graph())
-    problem = Problem(row["score"], graph, *row["shape"], row["dtype"], edge=row["score"] != "cosine")
-    check_schedule(row["schedule"], problem, graph, 0.3)
+    check_schedule(schedule, Problem(score, graph, *shape, dtype, edge=score != "cosine"), graph, 0.3)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -190,14 +186,14 @@ def test_another_schedule_may_take_the_sources(schedule, score, monkeypatch):
     """The records of the pass over targets are those of `row_split`."""
     graph = build_graph(*heavy_graph())
     problem = Problem(score, graph, 3, 8, torch.float32, edge=False)
-    choose = launch.choose
+    choose = dispatch.choose
 
-    def mixed(problem, graph, walks, current, **options):
-        chosen = choose(problem, graph, walks, current, **options)
-        rows = choose(problem, graph, walks, replace(current, schedule="row_split"), **options)
-        return tuple(b if a.walk == "sources" else a for a, b in zip(chosen, rows, strict=True))
+    def mixed(family, problem, graph, directions, current, **options):
+        chosen = choose(family, problem, graph, directions, current, **options)
+        rows = choose(family, problem, graph, directions, replace(current, schedule="row_split"), **options)
+        return tuple(b if a.direction == "sources" else a for a, b in zip(chosen, rows, strict=True))
 
-    monkeypatch.setattr(launch, "choose", mixed)
+    monkeypatch.setattr(dispatch, "choose", mixed)
     launched = check(problem, graph, 0.3)
     assert f"attention_{schedule}_targets" in launched and "attention_backward_sources" in launched
 

@@ -8,8 +8,8 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import plan_pass
-from pyg_dfgnn.dispatch.core import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
@@ -76,7 +76,7 @@ def test_outputs_and_gradients(key, graph):
     x = torch.randn(graph.num_src, FEATURES)
     with emulated_device():
         found, nodes = trained(conv, x, graph.edge_index)
-    assert "_ProjectedAttentionBackward" in nodes and "_AttentionBackward" not in nodes
+    assert "_ProjectedAttentionBackward" in nodes and "FusedBackward" not in nodes
     expected = trained(oracle, x.double(), graph.edge_index)[0]
     assert found.keys() == expected.keys()
     compare(found, expected)
@@ -104,7 +104,7 @@ def test_half_of_the_heads_in_a_warp(key):
     """Three or four projections side by side, of which a thread block reads four heads."""
     node = torch.arange(1, 150)
     edge_index = torch.stack([torch.cat([node, 0 * node]), torch.cat([0 * node, node])])
-    problem = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cpu"), False, False, True)
+    problem = AttentionProblem("dot", 8, 16, torch.float32, torch.device("cpu"), False, False)
     planned = plan_pass(problem, "forward", Graph.of(edge_index, 160)).constants
     assert planned["JOINED"] and planned["HEAD_SLOTS"] == 4
     conv, oracle = build(key, channels=16)
@@ -124,7 +124,7 @@ def test_16_bits():
         products_apart = copy.deepcopy(conv)
         products_apart.lin_query.register_forward_hook(lambda *_: None)
         apart, others = trained(products_apart, x, graph.edge_index)
-    assert "_ProjectedAttentionBackward" in nodes and "_AttentionBackward" in others
+    assert "_ProjectedAttentionBackward" in nodes and "FusedBackward" in others
     for name in ("out", "lin_value.weight", "lin_query.weight"):
         assert (found[name] - apart[name]).norm() <= 2e-2 * apart[name].norm()
 

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.ops.attention.functional import op_by_role
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.reference.tolerances import tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, random
 from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.attention import inputs_of
 
 SCORES = ("dot", "cosine", "add", "gatv2")
 SCALARS = ("beta", "att", "alpha_src", "alpha_dst", "alpha_edge")
@@ -173,6 +176,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "pyg_dfgnn":
-            detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-            self.calls[func] = tuple(detached)
+            key = func, *(arg for arg in args if isinstance(arg, str))
+            self.calls[key] = tree_map_only(Tensor, Tensor.detach, args)
         return func(*args, **(kwargs or {}))
+
+
+def op_and_shape(problem, graph):
+    """The op of an attention problem, and what its functions on a graph are compiled for."""
+    op = op_by_role(problem.record)
+    present = inputs_of(problem.record, problem.edge, problem.dropout)
+    return op, op.shape(problem, graph, problem.heads, problem.channels, present)

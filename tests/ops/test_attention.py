@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split
+from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention import arguments
-from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.ops import core as op_core
+from pyg_dfgnn.ops import prepared
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
@@ -238,8 +238,8 @@ def ways(fused, monkeypatch):
     def counted(name, function):
         return lambda *arguments: taken.append(name) or function(*arguments)
 
-    monkeypatch.setattr(ops, "apply_attention", counted("eager", ops.apply_attention))
-    monkeypatch.setattr(ops.TracedAttention, "apply", counted("traced", ops.TracedAttention.apply))
+    monkeypatch.setattr(op_core, "apply_fused", counted("eager", op_core.apply_fused))
+    monkeypatch.setattr(op_core.Traced, "apply", counted("traced", op_core.Traced.apply))
     return taken
 
 
@@ -358,7 +358,7 @@ def test_the_graph_is_built_once(score, fused, monkeypatch):
 
 def test_a_graph_remembers_a_bounded_number_of_calls(fused, monkeypatch):
     """A scale that changes in each step must not fill the memory."""
-    monkeypatch.setattr(arguments, "MAX_PLANS", 5)
+    monkeypatch.setattr(prepared, "MAX_PLANS", 5)
     problem = problem_of("dot")
     for step in range(10):
         problem.call(scale=1.0 + step)
@@ -385,7 +385,7 @@ def test_settings_and_devices_are_asked_again(fused):
     with settings(schedule="row_split"):
         problem.call()
     assert len(fused) == launched + 1
-    dispatch.fused_device_types.discard("cpu")
+    fused_device_types.discard("cpu")
     problem.call()
     assert len(fused) == launched + 1
 
@@ -394,7 +394,7 @@ def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
     problem = problem_of("dot")
     with settings(schedule="pmf"):
         problem.call()
-    monkeypatch.setattr(ops, "check_graph", None)
+    monkeypatch.setattr(op_core, "check_graph", None)
     with settings(schedule="pmf"):
         problem.call()
     assert fused[-1] == "attention_pmf_forward"

@@ -10,7 +10,7 @@ from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings

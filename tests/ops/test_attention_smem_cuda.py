@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import plan_pass
-from pyg_dfgnn.dispatch.core import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.zoo import hub, sbm, skewed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
@@ -70,7 +70,7 @@ def test_against_float64(score, schedule, case):
 def test_packed_rows_come_in_order(case):
     graph = Graph.of(case.edge_index.to(DEVICE), case.num_src, case.num_dst)
     for score, (heads, channels, dtype, more), walk in product(SCORES, SETUPS, ("forward", "targets", "sources")):
-        problem = AttentionProblem(score, heads, channels, dtype, DEVICE, False, more, True)
+        problem = AttentionProblem(score, heads, channels, dtype, DEVICE, False, more)
         constants = plan_pass(problem, walk, graph).constants
         assert constants["JOINED"] and constants["ORDERED"] and constants["WARP_ROWS"] > 1
 

@@ -5,15 +5,17 @@ import torch
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import store
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
-from pyg_dfgnn.ops.attention import launch as launch
+from pyg_dfgnn.ops.core import PreparedOp
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
-from tests.ops.problems import DENSE, SPARSE, pairs, problem_of
+from tests.ops.problems import DENSE, SPARSE, op_and_shape, pairs, problem_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
@@ -79,12 +81,9 @@ def test_the_random_numbers_of_the_user_stay(timer):
     state = torch.get_rng_state()
     graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
     with settings(schedule="autotune"):
-        launch.tune(
-            dispatch.AttentionProblem("dot", 2, 4, torch.float32, torch.device("cpu"), False, True, False),
-            graph,
-            dispatch.FORWARD,
-            current(),
-        )
+        asked = AttentionProblem("dot", 2, 4, torch.float32, torch.device("cpu"), False, True)
+        op, shape = op_and_shape(asked, graph)
+        tuning.tune(op, asked, graph, shape, dispatch.FORWARD, current())
     assert timer.count and torch.equal(torch.get_rng_state(), state)
 
 
@@ -95,9 +94,9 @@ def test_nothing_is_kept_where_no_timing_is_possible(emulated):
     with settings(schedule="autotune"):
         problem.run()
         graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
-        assert not [kept for kept in graph.derived("plans", dict).values() if isinstance(kept, launch.Kernels)]
-        asked = dispatch.AttentionProblem("add", 2, 4, torch.float32, torch.device("cpu"), False, False, True)
-        assert "not timed yet" in str(dispatch.plan(asked, graph))
+        assert not [kept for kept in graph.derived("plans", dict).values() if isinstance(kept, PreparedOp)]
+        asked = AttentionProblem("add", 2, 4, torch.float32, torch.device("cpu"), False, False)
+        assert "not timed yet" in str(dispatch.explain(FAMILY, asked, graph, True))
 
 
 def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
@@ -119,7 +118,7 @@ def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, capl
         inputs.append(arguments)
         raise torch.OutOfMemoryError("too much")
 
-    monkeypatch.setattr(launch, "example", example)
+    monkeypatch.setattr(tuning, "example", example)
     problem = problem_of("dot", DENSE)
     with settings(schedule="autotune"):
         problem.run()
@@ -136,9 +135,10 @@ def test_every_candidate_is_measured(score, walks, timer):
     for dtype in (torch.float32, torch.bfloat16):
         for full in (False, True):
             edge = full and score != "cosine"
-            asked = dispatch.AttentionProblem(score, 2, 8, dtype, torch.device("cpu"), edge, full, True)
-            found = dispatch.options(asked, graph, walks, current())
-            seconds = launch.measure(asked, graph, walks, found)
+            asked = AttentionProblem(score, 2, 8, dtype, torch.device("cpu"), edge, full)
+            found = dispatch.options(FAMILY, asked, graph, walks, current())
+            op, shape = op_and_shape(asked, graph)
+            seconds = tuning.measure(op, asked, graph, shape, walks, found, frozenset())
             for walk, offers in zip(walks, found, strict=True):
                 assert seconds[walk].keys() == {name for name, option in offers.items() if not option.reasons}
                 assert set(seconds[walk].values()) == {1e-3}

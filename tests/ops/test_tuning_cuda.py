@@ -5,13 +5,16 @@ import torch
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import store
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention import launch as launch
+from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import random
 from pyg_dfgnn.settings import Settings, current, settings
-from tests.ops.problems import pairs, problem_of
+from tests.ops.problems import op_and_shape, pairs, problem_of
 
 pytestmark = pytest.mark.cuda
 
@@ -29,7 +32,7 @@ def own_folder(monkeypatch, tmp_path):
 
 
 def asked_of(score, heads=2, channels=4):
-    return dispatch.AttentionProblem(score, heads, channels, torch.float32, DEVICE, False, False, True)
+    return AttentionProblem(score, heads, channels, torch.float32, DEVICE, False, False)
 
 
 def test_the_fastest_is_taken_and_right(score, own_folder):
@@ -38,12 +41,12 @@ def test_the_fastest_is_taken_and_right(score, own_folder):
         actual = problem.run()
     assert len(list(own_folder.iterdir())) == 2
     assert_all_close(pairs(actual, problem.expected()))
-    found = dispatch.plan(asked_of(score), problem.graph, Settings(schedule="autotune"))
-    for choice in found.choices:
+    found = explain(FAMILY, asked_of(score), problem.graph, True, Settings(schedule="autotune"))
+    for choice in found:
         able = {option.schedule: option.measured_s for option in choice.options if not option.reasons}
         assert choice.final and all(seconds is not None and 1e-7 <= seconds < 1e-2 for seconds in able.values())
-        if choice.walk == "forward":
-            assert choice.chosen.schedule == min(able, key=able.get)
+        if choice.direction == "forward":
+            assert choice.plan.schedule == min(able, key=able.get)
 
 
 def test_times_grow_with_the_graph():
@@ -52,8 +55,10 @@ def test_times_grow_with_the_graph():
         case = random(20_000, 20_000, num_edges, seed=6)
         graph = Graph.of(case.edge_index.to(DEVICE), case.num_src, case.num_dst)
         asked = asked_of("dot", 1, 128)
-        found = dispatch.options(asked, graph, dispatch.FORWARD, current(), ("row_split",))
-        seconds.append(launch.measure(asked, graph, dispatch.FORWARD, found)["forward"]["row_split"])
+        found = dispatch.options(FAMILY, asked, graph, dispatch.FORWARD, current(), ("row_split",))
+        op, shape = op_and_shape(asked, graph)
+        measured = tuning.measure(op, asked, graph, shape, dispatch.FORWARD, found, frozenset())
+        seconds.append(measured["forward"]["row_split"])
     assert 1e-6 < seconds[0] < 1e-3 and seconds[1] > 3 * seconds[0]
 
 

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention import row_split
-from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, WALKS, AttentionProblem, options
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD, options
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import block_mma as tiles_launches
 from pyg_dfgnn.ops.attention import paper as paper_launches
 from pyg_dfgnn.ops.attention import row_split as rows_launches
-from pyg_dfgnn.ops.attention.launch import walk_of
+from pyg_dfgnn.ops.attention.launchers import prepare
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.scores import SCORES
 
-PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False, True)
+PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False)
 
 
 @pytest.fixture
@@ -38,18 +41,18 @@ def planned(schedule, walk, graph):
     if schedule == "swept":
         return row_split.RowsPass(row_split.swept_constants(PROBLEM, walk), 64, 3)
     walks = FORWARD if walk == "forward" else BACKWARD
-    (offers,) = (o for o, w in zip(options(PROBLEM, graph, walks, Settings()), walks, strict=True) if w == walk)
-    return offers[schedule].chosen
+    (offers,) = (o for o, w in zip(options(FAMILY, PROBLEM, graph, walks, Settings()), walks, strict=True) if w == walk)
+    return offers[schedule].plan
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("walk", DIRECTIONS)
 @pytest.mark.parametrize("schedule", ["row_split", "swept", "smem", "block_mma", "smmf", "pmf"])
 def test_what_has_an_address_stays(schedule, walk, pointed_to):
     """Two threads may make the same arrays of a graph at once, of which the graph keeps one."""
     case = hub(300) if schedule == "row_split" else sbm()
     edge_index = case.edge_index.unique(dim=1) if schedule == "block_mma" else case.edge_index.clone()
     graph = Graph.of(edge_index, case.num_src, case.num_dst)
-    made = walk_of(walk, planned(schedule, walk, graph), graph)
+    made = prepare(SCORES["dot"], walk, planned(schedule, walk, graph), graph, frozenset())
     assert pointed_to
     del graph, edge_index
     Graph.clear_cache()

@@ -51,7 +51,7 @@ def test_a_wrong_record_is_refused(change, message):
 @pytest.mark.parametrize("operands", [{"target": True}, {"node_scalars": "input"}], ids=["vectors", "scalars"])
 def test_a_score_without_tuning_is_planned(registered, operands, direction, dtype):
     registered(Score("untuned", "", DOT.reference, **operands))
-    problem = AttentionProblem("untuned", 8, 16, dtype, torch.device("cpu"), False, False, needs_grad=True)
+    problem = AttentionProblem("untuned", 8, 16, dtype, torch.device("cpu"), False, False)
     graph = Graph.of(torch.randint(0, 60, (2, 900)), 60)
     assert row_split.reasons_against(problem, direction, graph) == []
     assert row_split.plan_pass(problem, direction, graph).constants["HEADS"] == 8

@@ -14,7 +14,8 @@ from pyg_dfgnn.bench.run import FIELDS
 from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split
-from pyg_dfgnn.dispatch.core import CANDIDATES, WALKS
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.core import DIRECTIONS
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tools import costs, counters, measure, overhead
@@ -35,8 +36,8 @@ def constants(monkeypatch):
 def timed_rows(times):
     """Rows of each pass of the timed cases, in milliseconds from (case, schedule, pass)."""
     for case in TIMED:
-        for schedule in ("auto", *CANDIDATES):
-            for name in WALKS:
+        for schedule in ("auto", *FAMILY.candidates):
+            for name in DIRECTIONS:
                 row = dict(zip(("graph", "op", "size", "dtype"), case)) | {"schedule": schedule, "direction": name}
                 row |= {"implementation": "fused", "state": "warm", "status": "ok"}
                 yield {**dict.fromkeys(FIELDS, ""), **row, "median_ms": times(case, schedule, name)}
@@ -59,7 +60,8 @@ def path(tmp_path, constants):
 
 def test_passes_that_candidates_can_run_are_read(path):
     samples = costs.read(path, CPU, small=True)
-    assert {sample.schedule for sample in samples} <= set(CANDIDATES) and {s.walk for s in samples} == set(WALKS)
+    assert {sample.schedule for sample in samples} <= set(FAMILY.candidates)
+    assert {s.walk for s in samples} == set(DIRECTIONS)
     assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"row_split", "smem"}
     assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "row_split")
 

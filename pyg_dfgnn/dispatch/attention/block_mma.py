@@ -21,6 +21,7 @@ from pyg_dfgnn.graph.node_ranges import TILE_ROWS, diagonal_blocks
 
 hands_over = False
 deterministic = True
+refillable = True
 
 MAX_CHANNELS = 128
 """Channels per head whose sums fit in the registers of a warp."""

@@ -210,6 +210,7 @@ class Smmf:
     vector_gather: bool = True
     hands_over = True
     deterministic = True
+    refillable = False
 
     def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass: the scores of one head must fit in shared memory."""
@@ -252,6 +253,7 @@ class Pmf:
     name: str = "pmf"
     hands_over = True
     deterministic = True
+    refillable = False
 
     def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass; no graph is too large."""

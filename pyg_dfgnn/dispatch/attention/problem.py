@@ -23,7 +23,6 @@ class AttentionProblem:
         device: Where they live.
         edge: Whether the score takes edge features.
         dropout: Whether attention weights are dropped.
-        needs_grad: Whether a backward pass may follow.
         tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
         tangent: Whether the forward pass has left the derivative of the output in the target scalars, which spares the
             pass over targets of `row_split` its gathers.
@@ -36,7 +35,6 @@ class AttentionProblem:
     device: torch.device
     edge: bool
     dropout: bool
-    needs_grad: bool
     tf32: bool = False
     tangent: bool = False
 
@@ -44,6 +42,11 @@ class AttentionProblem:
     def record(self) -> Score:
         """The record of the score."""
         return SCORES[self.score]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch still rounds products as it did when the problem was posed."""
+        return self.tf32 is tf32_allowed(self.dtype)
 
     @property
     def row_bytes(self) -> int:

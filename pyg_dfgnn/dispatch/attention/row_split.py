@@ -22,6 +22,7 @@ from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 
 hands_over = False
 deterministic = True
+refillable = True
 WARPS = 4
 """Warps of a block."""
 
@@ -106,9 +107,9 @@ _MIN_ROW_LANES = 8
 
 
 def _base_walk(walk: str) -> str:
-    """The forward pass for "tangent", which takes its layout, so that both add in the same order (but see
+    """The forward pass for "dout_dlogit", which takes its layout, so that both add in the same order (but see
     `_WHOLE_HEADS`)."""
-    return "forward" if walk == "tangent" else walk
+    return "forward" if walk == "dout_dlogit" else walk
 
 
 def _tuning(problem: AttentionProblem, walk: str) -> RowSplitTuning:
@@ -154,7 +155,7 @@ def _min_blocks(walk: str, problem: AttentionProblem, lanes: Mapping[str, int], 
         return 1
     elements, tuning = _elements(lanes), _tuning(problem, walk)
     key = (problem.dtype.itemsize, elements)
-    blocks = (tuning.saved_min_blocks if walk == "tangent" else tuning.min_blocks).get(key, 1)
+    blocks = (tuning.saved_min_blocks if walk == "dout_dlogit" else tuning.min_blocks).get(key, 1)
     if packed:
         blocks = tuning.packed_min_blocks.get(key, blocks)
     if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
@@ -182,10 +183,10 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
 
     Args:
         problem: What is computed.
-        walk: "forward", "tangent", "targets" or "sources".
+        walk: "forward", "dout_dlogit", "targets" or "sources".
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
-    tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "tangent": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
+    tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "dout_dlogit": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
     lanes = _lanes(problem, walk, wide)
     return {
         **problem.constants,
@@ -215,11 +216,11 @@ def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, 
 
     Args:
         problem: What is computed.
-        walk: "forward", "tangent", "targets" or "sources".
+        walk: "forward", "dout_dlogit", "targets" or "sources".
         constants: With two lanes for each head.
         kind: "swept" or "packed".
     """
-    if not fits_whole_heads(problem) or walk == "tangent" or _tuning(problem, walk).whole_heads != kind:
+    if not fits_whole_heads(problem) or walk == "dout_dlogit" or _tuning(problem, walk).whole_heads != kind:
         return constants
     wide = constants["WARP_ROWS"] == 1
     lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
@@ -303,7 +304,8 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
     """The pass of one walk, or of two more.
 
-    "weights", which writes the weights of all edges, gathers once and is never swept; "tangent" is a forward pass that
+    "weights", which writes the weights of all edges, gathers once and is never swept; "dout_dlogit" is a forward pass
+    that
     leaves the tangent, see :func:`has_tangent`.
     """
     if walk == "weights":

@@ -17,6 +17,7 @@ from pyg_dfgnn.statements.tuning import SmemLayout
 
 hands_over = False
 deterministic = True
+refillable = False
 
 MAX_DEGREE = 512
 """Longest row that one group of lanes may walk alone."""

@@ -9,7 +9,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
-from pyg_dfgnn.ops.attention.functional import cosine_attention_of_rows
+from pyg_dfgnn.ops.attention.functional import cosine_attention
 
 
 class AGNNConv(AttentionConv, conv.AGNNConv):
@@ -43,7 +43,7 @@ class AGNNConv(AttentionConv, conv.AGNNConv):
         beta = self._parameters.get("beta")
         if beta is None:
             beta = self.beta
-        out = cosine_attention_of_rows(graph, x, beta)
+        out = cosine_attention(graph, x, beta=beta, heads=1, concat=True)
         dtype = promoted_dtype(x.dtype, beta.dtype, x.is_cuda) if isinstance(beta, Tensor) else x.dtype
         return settle(out, dtype, False)
 

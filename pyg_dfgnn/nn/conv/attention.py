@@ -3,8 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
-from pyg_dfgnn.dispatch.core import plan, unsupported_reasons
+from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.gate import FusedConv
 
@@ -16,4 +19,5 @@ class AttentionConv(FusedConv):
     _reasons_against = staticmethod(unsupported_reasons)
 
     def _plan(self, problem: AttentionProblem, graph: Graph) -> Any:
-        return plan(replace(problem, tf32=tf32_allowed(problem.dtype)), graph)
+        problem = replace(problem, tf32=tf32_allowed(problem.dtype))
+        return explain(FAMILY, problem, graph, torch.is_grad_enabled())

@@ -1,159 +1,184 @@
 r"""Attention over the edges of a graph: scores, softmax over the in-edges of a target, dropout, weighted sum.
 
 .. math::
-    O_i = \sum_{j \in N(i)} D_{ij} \, \mathrm{softmax}_j(S_{ij}) \, v_j
+    O_i = \sum_{j \in N(i)} D_{ij} \, \mathrm{softmax}_j(S_{ij}) \, v_{ij}
 
-Four scores share one set of kernels. Nothing of length E is saved for the backward pass: it recomputes the weights from
-the softmax of each row. All functions run on CPU tensors and in float64 through the reference implementation.
+All scores share one set of kernels. Nothing of length E is saved for the backward pass: it recomputes the weights from
+the statistics of each row. All functions run on CPU tensors and in float64 through the reference implementation.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.row_split import has_tangent
-from pyg_dfgnn.errors import check_device, check_dtype, check_range
+from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_tangent
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.arguments import (
-    FEATURE_DTYPES,
-    Edges,
-    check_graph,
-    check_tensor,
-    common_dtype,
-    draw_seed,
-    in_float32,
-    is_eager_on,
-    is_fusable,
-    num_edges,
-    recall,
-    remember,
-    signature_of,
-)
-from pyg_dfgnn.ops.attention.autograd import AttentionWeights, TracedAttention, apply_attention
-from pyg_dfgnn.ops.attention.launch import (
-    Inputs,
-    Kernels,
-    inverse_norm,
-    problem_of,
-    room_for_norms,
-    run_forward,
-    run_weights,
-)
-from pyg_dfgnn.ops.attention.operators import Operands
-from pyg_dfgnn.ops.eager import is_plain, needs_grad
+from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
+from pyg_dfgnn.ops.core import Edges, Op
 from pyg_dfgnn.reference import attention as reference
-from pyg_dfgnn.reference.philox import dropout_factor
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.attention import statement_of
+from pyg_dfgnn.statements.op import Derived
+from pyg_dfgnn.statements.score import Score
+from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, SCORES, register
 
 
-def _without_repeats(arguments: Operands) -> Operands:
-    """A view for each repetition of a tensor: torch.compile refuses a Function that takes one tensor twice."""
-    distinct: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor) and any(argument is other for other in distinct):
-            argument = argument.view_as(argument)
-        distinct.append(argument)
-    return Operands(*distinct)
+def op_of(score: Score, labels: Mapping[str, str]) -> Op:
+    """Return the op of attention with a score.
+
+    Args:
+        score: The score.
+        labels: The user's names of inputs and numbers, by role.
+    """
+
+    def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> AttentionProblem:
+        value = inputs["value"]
+        edge, dropout = inputs.get("edge") is not None, numbers["dropout"] > 0.0
+        tf32 = tf32_allowed(value.dtype)
+        return AttentionProblem(score.name, heads, channels, value.dtype, value.device, edge, dropout, tf32)
+
+    statement = statement_of(score, partial(_reference, score), labels)
+    return Op(statement, FAMILY, problem, partial(prepare, score), _derive, _optional)
 
 
-def _run(
+def _reference(
+    score: Score,
+    edge_index: Tensor,
+    num_dst: int,
+    inputs: Mapping[str, Any],
+    numbers: Mapping[str, float],
+    keep: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention and its weights in plain torch."""
+    operands = dict(inputs)
+    value, parameter = operands.pop("value"), operands.pop("parameter", None)
+    if parameter is not None:
+        parameter = parameter.to(value.dtype)
+    scale, slope = numbers["scale"], numbers["slope"]
+    return reference.edge_attention(
+        score, edge_index, num_dst, value, parameter=parameter, scale=scale, slope=slope, keep=keep, **operands
+    )
+
+
+def _derive(derived: Derived, problem: AttentionProblem) -> Callable[[Tensor], Tensor]:
+    """Return the function that computes the inverse norms of rows."""
+    return InverseNorm(problem.heads, problem.channels, problem.dtype)
+
+
+def _optional(problem: AttentionProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
+    """Return the optional values that a forward pass leaves."""
+    if graph is None:
+        # Backward may run under other settings than the forward pass: what that leaves is not up to the plan.
+        score = SCORES[problem.score]
+        leaves = score.saves_dout_dlogit and not problem.edge and settings.schedule in ("auto", FAMILY.fallback)
+    else:
+        leaves = leaves_tangent(problem, graph, settings)
+    return frozenset({"dout_dlogit"}) if leaves else frozenset()
+
+
+_dot = op_of(DOT, {"target": "query"})
+_cosine = op_of(COSINE, {"target": "x_dst", "value": "x_src", "parameter": "beta"})
+_add = op_of(
+    ADD,
+    {
+        "target_scalars": "alpha_dst",
+        "source_scalars": "alpha_src",
+        "edge": "alpha_edge",
+        "slope": "negative_slope",
+    },
+)
+_gatv2 = op_of(GATV2, {"target": "x_dst", "value": "x_src", "parameter": "att", "slope": "negative_slope"})
+
+
+_ops = {DOT: _dot, COSINE: _cosine, ADD: _add, GATV2: _gatv2}
+
+
+def op_by_role(score: Score) -> Op:
+    """Return the op of a score; the inputs of one stated outside the package go by their roles."""
+    op = _ops.get(score)
+    if op is None:
+        op = _ops[score] = op_of(register(score), {})
+    return op
+
+
+def edge_attention(
     graph: Edges,
-    score: str,
-    inputs: Inputs,
-    same: bool,
-    return_weights: bool,
-    concat: bool,
-    signature: Any,
-    kernels: Kernels | None,
+    score: Score,
+    *,
+    value: Tensor,
+    target: Tensor | None = None,
+    key: Tensor | None = None,
+    target_scalars: Tensor | None = None,
+    source_scalars: Tensor | None = None,
+    parameter: Tensor | None = None,
+    edge: Tensor | None = None,
+    scale: float = 1.0,
+    slope: float = 0.0,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+    concat: bool = False,
+    heads: int | None = None,
 ) -> Any:
-    """The result of checked inputs.
+    r"""Attention with any score, also one stated outside the package.
+
+    .. math:: O_i = \sum_j D_{ij} \, \mathrm{softmax}_j(S_{ij}) \, v_{ij}
 
     Args:
         graph: The edges.
-        score: The score.
-        inputs: The inputs, without the seed.
-        same: Whether target and value are one tensor.
-        return_weights: As the public functions have it.
-        concat: The same.
-        signature: Of the arguments.
-        kernels: Those of an earlier call with this signature.
+        score: The record of the score; what it does not take is None.
+        value: Shape [N_src, H, C].
+        target: Shape [N_dst, H, C].
+        key: Shape [N_src, H, C].
+        target_scalars: Shape [N_dst, H].
+        source_scalars: Shape [N_src, H].
+        parameter: Shape as the record states.
+        edge: Shape [E, H, C] or [E, H] in the order of ``graph.edge_index``.
+        scale: A number for the score.
+        slope: A number for the score.
+        dropout_p: Probability that an attention weight becomes 0.
+        return_weights: Also return the weights after dropout [E, H].
+        concat: Return the heads side by side.
+        heads: Number of heads H of features given as [N, H * C].
+
+    Returns:
+        As :func:`dot_attention`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A shape, device or range does not fit, or the score needs an input that is None.
     """
-    value = inputs.value
-    if inputs.dropout > 0.0:
-        inputs = inputs._replace(seed=draw_seed(value.device))
-    tensors = inputs[:8]
-    tracked = needs_grad(tensors)
-    if kernels is None and is_eager_on(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
-        kernels = Kernels.of(problem_of(score, inputs), graph)
-        if kernels.final:
-            remember(graph, signature, kernels)
-    if kernels is not None:
-        if tracked:
-            found = apply_attention((kernels, graph, same, return_weights, concat), inputs, *tensors)
-            if not return_weights:
-                return found
-            out, softmax = found
-        else:
-            out, softmax, _, _ = run_forward(kernels, inputs, graph.num_dst, saved=return_weights, concat=concat)
-            if not return_weights:
-                return out
-        # No closures: their cells would cost every call.
-        weigh = partial(run_weights, kernels, graph, inputs, softmax)  # type: ignore[arg-type]
-        return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
-    arguments = Operands(*graph.key, score, *inputs)  # type: ignore[call-arg]
-    if torch.compiler.is_compiling():
-        arguments = _without_repeats(arguments)
-    # Backward may run under other settings than these, so what forward leaves is not up to the plan. The output may be
-    # edited in place, even what a compiled function returns: so backward has one of its own.
-    tangent = tracked and has_tangent(score, inputs.edge is not None) and current().schedule in ("auto", "row_split")
-    out, softmax = TracedAttention.apply(same, tracked, tangent, *arguments)
-    out = out.flatten(1) if concat else out
-    if not return_weights:
-        return out
-    if torch.compiler.is_compiling():
-        return out, _traced_weights(arguments, softmax)
-    weigh = partial(_traced_weights, arguments, softmax)
-    return out, AttentionWeights.apply(weigh, score, graph, same, inputs[8:], *tensors)
-
-
-def _inverse_norm(graph: Edges, x: Tensor) -> Tensor:
-    """The norms as the kernels take them: their gradient is part of that of the attention."""
-    if is_eager_on(graph) and is_plain(x):
-        return inverse_norm(x)
-    with torch.no_grad():
-        return torch.ops.pyg_dfgnn.attention_inverse_norm(x.detach())
-
-
-def _traced_weights(arguments: Operands, softmax: Tensor) -> Tensor:
-    """The weights by the registered operator, without a gradient."""
-    detached = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
-    with torch.no_grad():
-        return torch.ops.pyg_dfgnn.attention_weights(*detached, softmax)
-
-
-def _by_reference(
-    attend: Callable[..., tuple[Tensor, Tensor]],
-    graph: Edges,
-    tensors: Sequence[Any],
-    options: Mapping[str, Any],
-    dropout_p: float,
-    return_weights: bool,
-    concat: bool,
-) -> Any:
-    """The result of a function of the reference on checked inputs, the first of which has the shape [N, H, C]."""
-    graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
-    edge_index, keep = graph.edge_index, None
-    if dropout_p > 0.0:
-        device = edge_index.device
-        edge_ids = torch.arange(edge_index.shape[1], device=device)
-        keep = dropout_factor(edge_ids, tensors[0].shape[1], dropout_p, draw_seed(device))
-    out, weights = attend(edge_index, graph.num_dst, *tensors, keep=keep, **options)
-    out = out.flatten(1) if concat else out
-    return (out, weights) if return_weights else out
+    by_role = {
+        "target": target,
+        "key": key,
+        "target_scalars": target_scalars,
+        "source_scalars": source_scalars,
+        "parameter": parameter,
+        "edge": edge,
+    }
+    scalars = score.node_scalars == "input"
+    needed = {
+        "target": score.target,
+        "key": score.key,
+        "target_scalars": scalars,
+        "source_scalars": scalars,
+        "parameter": score.parameter is not None,
+    }
+    for name, tensor in by_role.items():
+        if needed.get(name, False) and tensor is None:
+            raise ValueError(f"'{name}' needs a tensor for the score {score.name!r} (got None)")
+        if tensor is not None and not needed.get(name, score.edge is not None):
+            raise ValueError(f"'{name}' needs None for the score {score.name!r} (got a tensor)")
+    op = op_by_role(score)
+    every = {**by_role, "value": value, "seed": None}
+    tensors = tuple(every[name] for name in op.statement.input_names)
+    numbers = float(scale), float(slope), float(dropout_p)
+    return op(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
 
 
 def dot_attention(
@@ -167,6 +192,7 @@ def dot_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
+    heads: int | None = None,
 ) -> Any:
     r"""Scaled dot-product attention over edges, :math:`S_{ij} = s\,\langle q_i, k_j + e_{ij} \rangle`.
 
@@ -180,6 +206,7 @@ def dot_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: Return the heads side by side.
+        heads: Number of heads H of features given as [N, H * C].
 
     Returns:
         Shape [N_dst, H, C], with ``concat`` [N_dst, H * C]; with ``return_weights`` also the weights after dropout
@@ -192,28 +219,12 @@ def dot_attention(
 
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
-    signature = signature_of(graph, "dot", (scale, dropout_p), (query, key, value, edge))
-    kernels = recall(graph, signature)
-    if kernels is None:
-        graph, device = check_graph(graph)
-        check_tensor("value", value, device, N_src=graph.num_src, H=None, C=None)
-        _, heads, channels = value.shape
-        check_tensor("key", key, device, N_src=graph.num_src, H=heads, C=channels)
-        check_tensor("query", query, device, N_dst=graph.num_dst, H=heads, C=channels)
-        if edge is not None:
-            check_tensor("edge", edge, device, E=num_edges(graph), H=heads, C=channels)
-        check_range("dropout_p", dropout_p, 0.0, 1.0)
-        scale = 1.0 / math.sqrt(max(1, channels)) if scale is None else scale
-        check_range("scale", scale)
-        dtype = common_dtype(query, key, value, edge)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        edge = None if edge is None else edge.to(dtype)
-        if not is_fusable("dot", value, edge, dropout_p):
-            tensors, options = (query, key, value), {"edge": edge, "scale": scale}
-            return _by_reference(reference.dot_attention, graph, tensors, options, dropout_p, return_weights, concat)
-    scale = 1.0 / math.sqrt(value.shape[2]) if scale is None else float(scale)
-    inputs = Inputs(query, key, value, None, None, None, edge, None, scale, 0.0, float(dropout_p))
-    return _run(graph, "dot", inputs, False, return_weights, concat, signature, kernels)
+    if scale is None and isinstance(value, Tensor):
+        channels = value.size(-1) // heads if heads else value.size(-1)
+        scale = 1.0 / math.sqrt(max(1, channels))
+    tensors = (query, key, value, None, None, None, edge, None)
+    numbers = (scale, 0.0, dropout_p)
+    return _dot(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)  # type: ignore[arg-type]
 
 
 def cosine_attention(
@@ -225,6 +236,7 @@ def cosine_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
+    heads: int | None = None,
 ) -> Any:
     r"""Cosine attention, :math:`S_{ij} = \beta \cos(x_i, x_j)`, that sums the un-normalised source rows.
 
@@ -236,6 +248,7 @@ def cosine_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
+        heads: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -246,99 +259,13 @@ def cosine_attention(
 
     Source: Thekumparampil et al., "Attention-based Graph Neural Network" (arXiv 1803.03735).
     """
-    signature = None
-    if isinstance(beta, Tensor):
-        signature = signature_of(graph, "cosine", (dropout_p,), (x_src, x_dst), (beta,))
-    kernels = recall(graph, signature)
-    if kernels is None:
-        graph, device = check_graph(graph)
-    same = x_dst is x_src or (x_dst is None and graph.num_dst == graph.num_src)
-    target: Any = x_src if same else x_dst
-    if kernels is None:
-        check_tensor("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
-        _, heads, channels = x_src.shape
-        check_tensor("x_dst", target, device, N_dst=graph.num_dst, H=heads, C=channels)
-        check_range("dropout_p", dropout_p, 0.0, 1.0)
-        if isinstance(beta, Tensor):
-            check_dtype("beta", beta, FEATURE_DTYPES)
-            check_device("beta", beta, device)
-            if beta.numel() != 1:
-                raise ValueError(f"'beta' needs one element (got shape {list(beta.shape)})")
-        else:
-            check_range("beta", beta)
-            beta = torch.full((1,), float(beta), dtype=torch.float32, device=device)
-        dtype = common_dtype(x_src, target)
-        x_src, target = x_src.to(dtype), target.to(dtype)
-        if not is_fusable("cosine", x_src, None, dropout_p):
-            tensors, options = (x_src, target), {"beta": beta.to(dtype).reshape(1)}
-            return _by_reference(reference.cosine_attention, graph, tensors, options, dropout_p, return_weights, concat)
-    vector = _one_element(beta)  # type: ignore[arg-type]
-    # A first call does not know its kernels yet: those that find norms write these once more.
-    found = None if kernels is None else kernels.forward.finds_norms
-    source_norms = target_norms = None
-    if found != "targets" or return_weights or needs_grad((x_src, target, vector)):
-        finds_norms = found == "sources" or (found == "targets" and same)
-        source_norms = room_for_norms(x_src) if finds_norms else _inverse_norm(graph, x_src)
-        target_norms = source_norms if same else _inverse_norm(graph, target)
-    inputs = Inputs(target, None, x_src, target_norms, source_norms, vector, None, None, 1.0, 0.0, float(dropout_p))
-    return _run(graph, "cosine", inputs, same, return_weights, concat, signature, kernels)
-
-
-def cosine_attention_of_rows(graph: Edges, x: Tensor, beta: Tensor | float) -> Tensor:
-    """:func:`cosine_attention` of one head among nodes of features x [N, C], of this shape.
-
-    Features are taken as they are: a view of them, with its node of autograd, and what only several heads, dropout or
-    weights need take a small graph's host longer than its kernels.
-    """
-    signature = signature_of(graph, "cosine of rows", (), (x,), (beta,))
-    kernels = recall(graph, signature)
-    if kernels is None:
-        # A first call saves what a later one does: checkpoints repeat it.
-        kernels = _kernels_of_rows(graph, x, beta, signature)
-        if kernels is None:
-            out: Tensor = cosine_attention(graph, x.unsqueeze(1), beta=beta, concat=True)
-            return out
-    vector = _one_element(beta)  # type: ignore[arg-type]
-    tracked, found = needs_grad((x, vector)), kernels.forward.finds_norms
-    norms = None
-    if found is None:
-        norms = inverse_norm(x.unsqueeze(1))
-    elif found == "sources" or tracked:
-        norms = room_for_norms(x)
-    inputs = Inputs(x, None, x, norms, norms, vector, None, None, 1.0, 0.0, 0.0)
-    if not tracked:
-        return run_forward(kernels, inputs, graph.num_dst, saved=False)[0]
-    attended: Tensor = apply_attention(
-        (kernels, graph, True, False, False), inputs, None, None, x, None, norms, vector, None, None
-    )
-    return attended
-
-
-def _kernels_of_rows(graph: Edges, x: Tensor, beta: Tensor | float, signature: Any) -> Kernels | None:
-    """The kernels of a first call, remembered; None where :func:`cosine_attention` has to check it or takes others."""
-    if signature is None or not isinstance(graph, Graph) or not isinstance(beta, Tensor):
-        return None
-    device = graph.edge_index.device
-    nodes_fit = graph.num_src == graph.num_dst == x.shape[0] and x.dim() == 2 and x.dtype in FEATURE_DTYPES
-    if not nodes_fit or beta.numel() != 1 or beta.dtype not in FEATURE_DTYPES or {x.device, beta.device} != {device}:
-        return None
-    heads = x.detach().unsqueeze(1)
-    if not is_fusable("cosine", heads, None, 0.0):
-        return None
-    inputs = Inputs(heads, None, heads, None, None, None, None, None, 1.0, 0.0, 0.0)
-    graph.on_this_stream()
-    kernels = Kernels.of(problem_of("cosine", inputs), graph)
-    if not kernels.final:
-        return None
-    remember(graph, signature, kernels)
-    return kernels
-
-
-def _one_element(beta: Tensor) -> Tensor:
-    """The factor as kernels take it, [1] in float32."""
-    beta = in_float32(beta)
-    # A view would cost a node of autograd.
-    return beta if beta.dim() == 1 else beta.reshape(1)
+    if not isinstance(beta, Tensor):
+        check_range("beta", beta)
+        beta = torch.full((1,), float(beta), dtype=torch.float32, device=x_src.device)
+    shared = (x_dst is None or x_dst is x_src) and graph.num_dst == graph.num_src
+    tensors = (None if shared else x_dst, None, x_src, beta, None, None)
+    numbers = (1.0, 0.0, dropout_p)
+    return _cosine(graph, tensors, numbers, heads=heads, concat=concat, shared=shared, with_edge_value=return_weights)
 
 
 def add_attention(
@@ -352,6 +279,7 @@ def add_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
+    heads: int | None = None,
 ) -> Any:
     r"""Additive attention, :math:`S_{ij} = \mathrm{LeakyReLU}(r_j + l_i + t_{ij})`.
 
@@ -365,6 +293,7 @@ def add_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
+        heads: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -375,29 +304,11 @@ def add_attention(
 
     Source: Velickovic et al., "Graph Attention Networks" (arXiv 1710.10903).
     """
-    signature = signature_of(graph, "add", (negative_slope, dropout_p), (value,), (alpha_src, alpha_dst, alpha_edge))
-    kernels = recall(graph, signature)
-    if kernels is None:
-        graph, device = check_graph(graph)
-        check_tensor("value", value, device, N_src=graph.num_src, H=None, C=None)
-        heads = value.shape[1]
-        check_tensor("alpha_src", alpha_src, device, N_src=graph.num_src, H=heads)
-        if alpha_dst is not None:
-            check_tensor("alpha_dst", alpha_dst, device, N_dst=graph.num_dst, H=heads)
-        if alpha_edge is not None:
-            check_tensor("alpha_edge", alpha_edge, device, E=num_edges(graph), H=heads)
-        check_range("dropout_p", dropout_p, 0.0, 1.0)
-        check_range("negative_slope", negative_slope)
-        if not is_fusable("add", value, alpha_edge, dropout_p):
-            tensors = (value, alpha_src, alpha_dst)
-            options = {"alpha_edge": alpha_edge, "negative_slope": negative_slope}
-            return _by_reference(reference.add_attention, graph, tensors, options, dropout_p, return_weights, concat)
-    if alpha_dst is None:
-        alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=torch.float32, device=alpha_src.device)
-    edge = None if alpha_edge is None else in_float32(alpha_edge)
-    slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(None, None, value, in_float32(alpha_dst), in_float32(alpha_src), None, edge, None, 1.0, slope, p)
-    return _run(graph, "add", inputs, False, return_weights, concat, signature, kernels)
+    if alpha_dst is None and isinstance(alpha_src, Tensor) and alpha_src.dim() == 2:
+        alpha_dst = torch.zeros((graph.num_dst, alpha_src.shape[1]), dtype=alpha_src.dtype, device=alpha_src.device)
+    tensors = (None, None, value, alpha_dst, alpha_src, None, alpha_edge, None)
+    numbers = (1.0, negative_slope, dropout_p)
+    return _add(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
 
 
 def gatv2_attention(
@@ -411,6 +322,7 @@ def gatv2_attention(
     dropout_p: float = 0.0,
     return_weights: bool = False,
     concat: bool = False,
+    heads: int | None = None,
 ) -> Any:
     r"""GATv2 attention, :math:`S_{ij} = \langle a, \mathrm{LeakyReLU}(l_i + r_j + e_{ij}) \rangle`.
 
@@ -424,6 +336,7 @@ def gatv2_attention(
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
+        heads: As in :func:`dot_attention`.
 
     Returns:
         As :func:`dot_attention`.
@@ -434,25 +347,6 @@ def gatv2_attention(
 
     Source: Brody et al., "How Attentive are Graph Attention Networks?" (arXiv 2105.14491).
     """
-    signature = signature_of(graph, "gatv2", (negative_slope, dropout_p), (x_src, x_dst, edge), (att,))
-    kernels = recall(graph, signature)
-    if kernels is None:
-        graph, device = check_graph(graph)
-        check_tensor("x_src", x_src, device, N_src=graph.num_src, H=None, C=None)
-        _, heads, channels = x_src.shape
-        check_tensor("x_dst", x_dst, device, N_dst=graph.num_dst, H=heads, C=channels)
-        vector = att.squeeze(0) if isinstance(att, Tensor) and att.dim() == 3 else att
-        check_tensor("att", vector, device, H=heads, C=channels)
-        if edge is not None:
-            check_tensor("edge", edge, device, E=num_edges(graph), H=heads, C=channels)
-        check_range("dropout_p", dropout_p, 0.0, 1.0)
-        check_range("negative_slope", negative_slope)
-        dtype = common_dtype(x_src, x_dst, edge)
-        x_src, x_dst = x_src.to(dtype), x_dst.to(dtype)
-        edge = None if edge is None else edge.to(dtype)
-        if not is_fusable("gatv2", x_src, edge, dropout_p):
-            tensors, options = (x_src, x_dst, att.to(dtype)), {"edge": edge, "negative_slope": negative_slope}
-            return _by_reference(reference.gatv2_attention, graph, tensors, options, dropout_p, return_weights, concat)
-    slope, p = float(negative_slope), float(dropout_p)
-    inputs = Inputs(x_dst, None, x_src, None, None, in_float32(att), edge, None, 1.0, slope, p)
-    return _run(graph, "gatv2", inputs, False, return_weights, concat, signature, kernels)
+    tensors = (x_dst, None, x_src, None, None, att, edge, None)
+    numbers = (1.0, negative_slope, dropout_p)
+    return _gatv2(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)

@@ -1,108 +1,91 @@
 """Attention among linear projections of one node set, which lie side by side: few launches for small graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
-from pyg_dfgnn.dispatch.core import AttentionProblem, unsupported_reasons
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
+from pyg_dfgnn.errors import check_dtype, check_range
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import gemm
-from pyg_dfgnn.ops.attention.arguments import (
-    Edges,
-    check_tensor,
-    draw_seed,
-    in_float32,
-    recall,
-    remember,
-    signature_of,
-)
-from pyg_dfgnn.ops.attention.autograd import is_rounded, unedited
-from pyg_dfgnn.ops.attention.launch import Kernels, aligned, launch_backward, launch_forward
-from pyg_dfgnn.ops.eager import apply_of, needs_grad, once_differentiable
+from pyg_dfgnn.ops.attention.functional import op_by_role
+from pyg_dfgnn.ops.compile import Text
+from pyg_dfgnn.ops.core import FEATURE_DTYPES, Edges, Op, PreparedOp, draw_seed, is_eager_on, recall, remember
+from pyg_dfgnn.ops.eager import apply_of, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.function import INFER, TRAIN, unedited
+from pyg_dfgnn.statements.scores import SCORES
 
-PROJECTED = {"dot": (0, 1, 2), "gatv2": (1, None, 0)}
+PLACES: Mapping[str, Mapping[str, int]] = {
+    "dot": {"target": 0, "key": 1, "value": 2},
+    "gatv2": {"target": 1, "value": 0},
+}
 """Which projections of the nodes are target, key and value, by score."""
-USED = {score: sum(place is not None for place in places) for score, places in PROJECTED.items()}
+USED = {score: len(places) for score, places in PLACES.items()}
 """How many projections of the nodes each score reads."""
 
 
-def _roles(score: str, rows: Tensor, projections: int, heads: int) -> list[Any]:
-    """Target, key and value in rows [N, projections * H * C], as kernels take them: on a GPU their addresses."""
-    count, width = rows.shape
-    width //= projections
-    if rows.is_cuda:
-        first, step = rows.data_ptr(), width * rows.itemsize
-        return [0 if place is None else first + place * step for place in PROJECTED[score]]
-    apart = rows.view(count, projections, heads, width // heads).unbind(1)
-    return [None if place is None else apart[place] for place in PROJECTED[score]]
+@dataclass(frozen=True)
+class Interleaved:
+    """Target, key and value as projections that lie side by side in one buffer, rows [N, projections * H * C].
 
-
-def _ready_in(
-    kernels: Kernels,
-    rows: Tensor,
-    projections: int,
-    parameter: Tensor | None,
-    seed: Tensor | None,
-    numbers: tuple[float, float, float],
-) -> tuple[Any, ...]:
-    """The :class:`~pyg_dfgnn.ops.attention.launch.Inputs` that lie in rows, as kernels take them."""
-    roles = _roles(kernels.problem.score, rows, projections, kernels.problem.heads)
-    if rows.is_cuda:
-        vector, key = 0 if parameter is None else parameter.data_ptr(), 0 if seed is None else seed.data_ptr()
-        return (*roles, 0, 0, vector, 0, key, *numbers)
-    return (*roles, None, None, parameter, None, seed, *numbers)
-
-
-def _others(score: str, rows: Tensor, projections: int) -> Sequence[Tensor]:
-    """The projections that are neither target nor key nor value, [N, H * C]."""
-    used = USED[score]
-    return rows.chunk(projections, 1)[used:] if projections > used else ()
-
-
-Projected = tuple[Kernels, Graph, int, bool, tuple[float, float, float], bool]
-"""Kernels, edges, number of projections, whether heads are to be side by side; scale, slope and dropout; whether the
-attention is to be in float32 where the projections are not."""
-
-
-def _attend(
-    rest: Projected,
-    seed: Tensor | None,
-    x: Tensor,
-    parameter: Tensor | None,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    saved: bool,
-) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Tensor, Tensor, Sequence[Tensor]]:
-    """The attention among the projections of x, its softmax, and a copy of it where backward needs one.
-
-    Then x in the dtype of the projections, these, and their weights for backward.
+    Attributes:
+        projections: Number of projections.
+        places: Which of them is what.
+        heads: Number of heads.
+        channels: Channels per head.
+        itemsize: Bytes of a number.
     """
-    kernels, _, count, concat, numbers, wide = rest
-    dtype = kernels.problem.dtype
-    if x.dtype is not dtype:
-        x = x.to(dtype)
-    rows, kept = gemm.interleaved(x, weights, biases)
-    ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
-    return _launch(kernels, rows, ready, concat, wide, saved), x, rows, kept
+
+    projections: int
+    places: tuple[tuple[str, int], ...]
+    heads: int
+    channels: int
+    itemsize: int
+    buffer = "rows"
+
+    def adapt(self, plan: Any) -> Any:
+        """Return a plan whose kernels read rows that are so far apart."""
+        return replace(plan, constants={**plan.constants, "PROJECTIONS": self.projections})
+
+    def bring(self, text: Text, inputs: Sequence[str]) -> list[str]:
+        """Bring the buffer, and return the inputs with it in place of the projections."""
+        text.bring("rows")
+        self._place(text, "rows", "")
+        return ["rows", *(name for name in inputs if name not in ("target", "key", "value"))]
+
+    def allocate_gradients(self, text: Text) -> None:
+        """Allocate one buffer for the gradients of all projections."""
+        text.fresh("grads", "torch.empty_like(rows)")
+        self._place(text, "grads", "grad_")
+
+    def results(self, results: Mapping[str, str], inputs: Sequence[str]) -> list[str]:
+        """Return the gradient of the buffer, then those of the other inputs."""
+        return ["grads", *(results.get(name, "None") for name in inputs if name != "rows")]
+
+    def _place(self, text: Text, buffer: str, prefix: str) -> None:
+        if not text.is_cuda:
+            sizes = f"{buffer}.shape[0], {self.projections}, {self.heads}, {self.channels}"
+            text.lines.append(f"{buffer}_apart = {buffer}.view({sizes}).unbind(1)")
+        for name, place in self.places:
+            offset = place * self.heads * self.channels * self.itemsize
+            text.arguments[prefix + name] = f"{buffer}_at + {offset}" if text.is_cuda else f"{buffer}_apart[{place}]"
 
 
-def _launch(
-    kernels: Kernels, rows: Tensor, ready: Sequence[Any], concat: bool, wide: bool, saved: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The attention, in float32 if it is to be wide; the softmax; the attention as it was before it was rounded."""
-    nodes, heads, channels = rows.shape[0], kernels.problem.heads, kernels.problem.channels
-    out = rows.new_empty((nodes, heads * channels) if concat else (nodes, heads, channels))
-    exact = wide or (saved and is_rounded(rows))
-    out, softmax, copy, _ = launch_forward(kernels, ready, out, nodes, saved=saved, exact=exact)
-    if wide:
-        assert copy is not None
-        return copy, softmax, None
-    return out, softmax, copy
+def _others(prepared: PreparedOp, rows: Tensor) -> Sequence[Tensor]:
+    """Return the projections that are neither target nor key nor value, [N, H * C]."""
+    layout = prepared.shape.interleaved
+    used = len(layout.places)
+    return rows.chunk(layout.projections, 1)[used:] if layout.projections > used else ()
+
+
+Projected = tuple[PreparedOp, Graph, bool, tuple[float, float, float], bool]
+"""Prepared op, edges, whether heads are to be side by side; scale, slope and dropout; whether the attention is to be in
+float32 where the projections are not."""
 
 
 class _ProjectedAttention(torch.autograd.Function):
@@ -114,50 +97,53 @@ class _ProjectedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rest: Projected,
-        seed: Tensor | None,
-        x: Tensor,
-        parameter: Tensor | None,
-        *layers: Tensor,
+        ctx: Any, rest: Projected, seed: Tensor | None, x: Tensor, parameter: Tensor | None, *layers: Tensor
     ) -> tuple[Tensor, ...]:
-        count = rest[2]
-        weights, biases = layers[:count], layers[count:]
+        prepared, graph, concat, numbers, is_wide = rest
+        count = prepared.shape.interleaved.projections
         ctx.rest, ctx.x_dtype = rest, x.dtype
-        if x.requires_grad and x.dtype is not rest[0].problem.dtype:
-            ctx.cast_from = ref(x)
-        (out, softmax, copy), x, rows, kept = _attend(rest, seed, x, parameter, weights, biases, True)
-        # As in _Attention.
-        ctx.out = (out.detach(), out._version) if copy is None else None
-        ctx.save_for_backward(x, parameter, seed, copy, softmax, rows, *kept)
+        dtype = prepared.problem.dtype
+        if x.dtype is not dtype:
+            if x.requires_grad:
+                ctx.cast_from = ref(x)
+            x = x.to(dtype)
+        rows, weights = gemm.interleaved(x, layers[:count], layers[count:])
+        run = prepared.forward(TRAIN, concat, False, graph)
+        out, *kept = run(rows, None, None, parameter, None, seed, *numbers)
+        row_stats, exact = kept if prepared.keeps_exact else (*kept, None)
+        if is_wide:
+            out, exact = exact, None
+            out = out.flatten(1) if concat else out
+        # As in `Fused`.
+        ctx.out = (out.detach(), out._version) if exact is None else None
+        ctx.save_for_backward(x, parameter, seed, exact, row_stats, rows, *weights)
         ctx.layers = layers
         ctx.set_materialize_grads(False)
-        return out, *_others(rest[0].problem.score, rows, count)
+        return out, *_others(prepared, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, *grad_others: Tensor | None) -> tuple[Any, ...]:
-        kernels, graph, count, concat, numbers, wide = ctx.rest
-        x, parameter, seed, out, softmax, rows, *weights = ctx.saved_tensors
-        # Hooks of saved tensors may give them back elsewhere.
-        rows, parameter = aligned(rows), None if parameter is None else aligned(parameter)
-        score, heads = kernels.problem.score, kernels.problem.heads
-        grads = torch.empty_like(rows)
+        prepared, graph, concat, numbers, is_wide = ctx.rest
+        count = prepared.shape.interleaved.projections
+        x, parameter, seed, exact, row_stats, rows, *weights = ctx.saved_tensors
         grad_parameter = None
         if grad_out is None:
             ctx.out = None
-            grads.zero_()
+            grads = torch.zeros_like(rows)
         else:
-            ready = _ready_in(kernels, rows, count, parameter, seed, numbers)
-            if out is None:
-                out = unedited(ctx)
-            if out is None:
-                out = _launch(kernels, rows, ready, concat, wide, False)[0]
+            inputs = (rows, None, None, parameter, None, seed)
+            if exact is None:
+                exact = unedited(ctx)
+                if exact is None:
+                    mode = TRAIN if is_wide else INFER
+                    exact = prepared.forward(mode, concat, False, graph)(*inputs, *numbers)[2 if is_wide else 0]
             if grad_out.dtype is not rows.dtype:
                 grad_out = grad_out.to(rows.dtype)
-            into = (*_roles(score, grads, count, heads), None, None)
-            grad_parameter = launch_backward(kernels, graph, ready, out, softmax, grad_out, into, parameter=parameter)
-        for other, grad in zip(_others(score, grads, count), grad_others, strict=True):
+            kept = (row_stats, exact) if prepared.keeps_exact else (row_stats,)
+            run = prepared.backward(False, False, graph)
+            grads, _, _, grad_parameter, *_ = run(*inputs, *kept, exact, grad_out, *numbers)
+        for other, grad in zip(_others(prepared, grads), grad_others, strict=True):
             if grad is None:
                 other.zero_()
             else:
@@ -218,42 +204,43 @@ def projected_attention(
         ValueError: A range, or the shape or device of ``parameter``, does not fit.
     """
     vectors = () if parameter is None else (parameter,)
-    if x.shape[0] > gemm.MAX_ROWS:
+    if x.shape[0] > gemm.MAX_ROWS or not is_eager_on(graph):
         return None
     numbers = scale, negative_slope, dropout_p
     trained = needs_grad((x, *vectors, *weights, *biases))
-    plan = score, numbers, heads, len(weights), trained, dtype
-    if dtype is None:
-        signature = signature_of(graph, "projected", plan, (x, weights[0]), vectors)
-    else:
-        signature = signature_of(graph, "projected", plan, (x,), (weights[0], *vectors))
-    if signature is None:
+    known = (x, weights[0], *vectors)
+    if not all(map(is_plain, known)) or (dtype is None and x.dtype is not weights[0].dtype):
         return None
-    assert isinstance(graph, Graph)
-    kernels = recall(graph, signature)
-    if kernels is None:
-        found = _projected_kernels(graph, score, x, weights, parameter, heads, numbers, trained, dtype or x.dtype)
-        if found is None:
+    described = [part for tensor in known for part in (tensor.shape, tensor.dtype, tensor.device)]
+    signature = ("projected", score, numbers, heads, len(weights), trained, dtype, *described)
+    prepared = recall(graph, signature)
+    if prepared is None:
+        prepared = _prepared(graph, score, x, weights, parameter, heads, numbers, trained, dtype or x.dtype)
+        if prepared is None:
             return None
-        kernels, final = found
-        if final:
-            remember(graph, signature, kernels)
-    count = len(weights)
-    if kernels.projections != count:
+        if prepared.final:
+            remember(graph, signature, prepared)
+    if prepared.shape.interleaved is None:
         return None
     seed = draw_seed(x.device) if dropout_p > 0.0 else None
-    vector = None if parameter is None else aligned(in_float32(parameter))
-    numbers = float(scale), float(negative_slope), float(dropout_p)
-    wide = out_dtype is not None and out_dtype is not kernels.problem.dtype
-    rest = kernels, graph, count, concat, numbers, wide
+    vector = parameter if parameter is None or parameter.dtype is torch.float32 else parameter.float()
+    is_wide = out_dtype is not None and out_dtype is not prepared.problem.dtype
     if trained:
-        results: tuple[Tensor, ...] = _apply(rest, seed, x, vector, *weights, *biases)
+        results: tuple[Tensor, ...] = _apply(
+            (prepared, graph, concat, numbers, is_wide), seed, x, vector, *weights, *biases
+        )
         return results
-    attended, _, rows, _ = _attend(rest, seed, x, vector, weights, biases, saved=False)
-    return attended[0], *_others(score, rows, count)
+    x = x if x.dtype is prepared.problem.dtype else x.to(prepared.problem.dtype)
+    rows, _ = gemm.interleaved(x, weights, biases)
+    out, *kept = prepared.forward(TRAIN if is_wide else INFER, concat, False, graph)(
+        rows, None, None, vector, None, seed, *numbers
+    )
+    if is_wide:
+        out = kept[1].flatten(1) if concat else kept[1]
+    return out, *_others(prepared, rows)
 
 
-def _projected_kernels(
+def _prepared(
     graph: Graph,
     score: str,
     x: Tensor,
@@ -263,19 +250,39 @@ def _projected_kernels(
     numbers: tuple[float, float, float],
     trained: bool,
     dtype: torch.dtype,
-) -> tuple[Kernels, bool] | None:
-    """The kernels of checked arguments of :func:`projected_attention`, and whether they are final."""
-    graph.on_this_stream()
-    scale, slope, p = numbers
-    tf32 = tf32_allowed(dtype)
+) -> PreparedOp | None:
+    """Return the prepared op of checked arguments of :func:`projected_attention`; without a layout where a pass is none
+    of the fallback's schedule.
+    """
+    scale, slope, dropout = numbers
     channels, rest = divmod(weights[0].shape[0], heads)
-    problem = AttentionProblem(score, heads, channels, dtype, x.device, False, p > 0.0, False, tf32)
-    if rest or unsupported_reasons(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
+    op: Op = op_by_role(SCORES[score])
+    value = x.new_empty((0, heads, channels), dtype=dtype)
+    by_name = {"value": value}
+    problem = op.problem(by_name, {"dropout": dropout}, heads, channels)
+    if rest or FAMILY.unsupported(problem) or not graph.num_src == graph.num_dst == x.shape[0] > 0:
         return None
     check_range("scale", scale)
     check_range("negative_slope", slope)
-    check_range("dropout_p", p, 0.0, 1.0)
+    check_range("dropout_p", dropout, 0.0, 1.0)
+    present = frozenset(PLACES[score])
     if parameter is not None:
         vector = parameter.squeeze(0) if parameter.dim() == 3 else parameter
-        check_tensor("att", vector, graph.device, H=heads, C=channels)
-    return Kernels.of(problem, graph).side_by_side(len(weights), graph, trained)
+        check_dtype("att", vector, FEATURE_DTYPES)
+        if list(vector.shape) != [heads, channels]:
+            raise ValueError(f"'att' needs shape [H={heads}, C={channels}] (got {list(vector.shape)})")
+        if vector.device != graph.device:
+            raise ValueError(f"'att' needs device {graph.device} (got {vector.device})")
+        present |= {"parameter"}
+    prepared = op.prepared(problem, graph, heads, channels, present)
+    passes, is_final = prepared.passes(FORWARD, frozenset(), graph)
+    if trained:
+        backward, backward_is_final = prepared.passes(BACKWARD, frozenset(), graph)
+        passes, is_final = (*passes, *backward), is_final and backward_is_final
+    if any(each.plan.schedule != FAMILY.fallback for each in passes):
+        return prepared
+    places = tuple(PLACES[score].items())
+    layout = Interleaved(len(weights), places, heads, channels, dtype.itemsize)
+    projected = PreparedOp(op, problem, graph, heads, channels, present, (), layout)
+    projected.final = projected.final and is_final
+    return projected

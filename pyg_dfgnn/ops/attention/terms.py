@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.core import AttentionProblem, fused_device_types, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.family import row_reasons
+from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gpu import gpu_of
-from pyg_dfgnn.ops.attention.launch import aligned
 from pyg_dfgnn.ops.attention.row_split import node_kernel
-from pyg_dfgnn.ops.eager import apply_of, is_eager, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
@@ -50,7 +50,7 @@ def _has_kernel(x: Tensor, vectors: Sequence[Tensor]) -> bool:
 
 @cache
 def _is_supported(heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return not unsupported_reasons(AttentionProblem("add", heads, channels, dtype, device, False, False, True))
+    return not row_reasons(heads, channels, dtype, device)
 
 
 def run_terms(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:

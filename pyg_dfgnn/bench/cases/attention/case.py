@@ -14,9 +14,11 @@ from torch import Tensor
 from pyg_dfgnn import ops
 from pyg_dfgnn.bench.case import DTYPES, Case
 from pyg_dfgnn.bench.graphs import compressed
-from pyg_dfgnn.dispatch.core import AttentionProblem, plan, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.arguments import draw_seed
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.philox import dropout_factor
@@ -182,14 +184,14 @@ class AttentionCase(Case):
         """What dispatch is asked in the dtype of that name."""
         size = self.score, self.heads, self.channels
         has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
-        return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, needs_grad=True, tf32=tf32)
+        return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, tf32=tf32)
 
     def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
         problem = self.problem(dtype, graph.device)
         if unsupported_reasons(problem):
             return {}
-        choices = plan(problem, compressed(graph)).choices
-        return {choice.walk: (choice.chosen.schedule, repr(choice.chosen)) for choice in choices}
+        choices = explain(FAMILY, problem, compressed(graph), True)
+        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
 
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         return unsupported_reasons(self.problem(dtype, device))

@@ -1,0 +1,108 @@
+"""The attention family: its schedules, what none of them can run, and which passes leave something for the next."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from pyg_dfgnn.dispatch import core
+from pyg_dfgnn.dispatch.attention import block_mma, paper, row_split, smem
+from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, Family
+from pyg_dfgnn.dispatch.gpu import Gpu, gpu_of
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.scores import SCORES
+
+MAX_CHANNELS = 512
+MAX_HEADS = 65535
+
+
+def row_reasons(heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Return every reason why no kernel can read rows [N, H, C]; empty when one can."""
+    reasons = core.device_reasons(device)
+    if dtype not in STORAGE:
+        reasons.append(f"{dtype} has no fused kernel (float32, float16, bfloat16)")
+    if not 1 <= channels <= MAX_CHANNELS:
+        reasons.append(f"{channels} channels per head, the kernels take 1 to {MAX_CHANNELS}")
+    if not 1 <= heads <= MAX_HEADS:
+        reasons.append(f"{heads} heads, the kernels take 1 to {MAX_HEADS}")
+    return reasons
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Return every reason why no fused kernel can run ``problem``; empty when one can."""
+    score = SCORES.get(problem.score)
+    reasons = []
+    if score is None:
+        reasons.append(f"score {problem.score!r} has no fused kernel (one of {', '.join(SCORES)})")
+    reasons += row_reasons(problem.heads, problem.channels, problem.dtype, problem.device)
+    if problem.edge and score is not None and score.edge is None:
+        reasons.append(f"the {problem.score} score takes no edge features")
+    return reasons
+
+
+def leaves_tangent(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
+    """Return whether a forward pass that gradients follow leaves the tangent for the pass over targets.
+
+    `row_split` leaves it. Where another schedule is chosen by estimate for the forward pass alone, all three passes are
+    weighed.
+    """
+    if not row_split.has_tangent(problem.score, problem.edge):
+        return False
+    kind = core.kind_of("dout_dlogit", problem, graph, settings)
+    return core.decide_once(kind, lambda: _tangent_pays(problem, graph, settings))
+
+
+def _tangent_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
+    (forward,) = core.choose(FAMILY, problem, graph, FORWARD, replace(settings, fallback="silent"))
+    if forward.plan.schedule == FAMILY.fallback or settings.schedule not in ("auto", "autotune"):
+        return forward.plan.schedule == FAMILY.fallback
+
+    def training_s(plan: Any, tangent: bool) -> float:
+        """Estimate all passes, given the forward one."""
+        seen = replace(problem, tangent=tangent)
+        cost = FAMILY.by_name[plan.schedule].cost(seen, "forward", graph, plan, gpu_of(problem.device))
+        backward = core.cheapest(FAMILY, core.options(FAMILY, seen, graph, BACKWARD, settings))
+        return sum((option.cost.seconds for option in backward), cost.seconds)
+
+    rows = row_split.plan_pass(problem, "forward", graph)
+    return training_s(rows, True) < training_s(forward.plan, False)
+
+
+def _seen_by(
+    problem: AttentionProblem, graph: Graph, directions: Sequence[str], settings: Settings
+) -> AttentionProblem:
+    """Return the problem as passes see it: in backward, with what the forward pass has left."""
+    if directions != BACKWARD or problem.tangent:
+        return problem
+    return replace(problem, tangent=leaves_tangent(problem, graph, settings))
+
+
+def _before(problem: AttentionProblem, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Mapping[str, float]:
+    """Return the time of the inverse norms before a forward pass that does not find them itself."""
+    if direction != "forward" or problem.record.node_scalars != "inverse_norm" or plan.constants.get("NORMS"):
+        return {}
+    return {"norms": graph.num_src * problem.row_bytes / gpu.memory_bytes_per_s + gpu.launch_s}
+
+
+FAMILY = Family(
+    name="attention",
+    candidates=MappingProxyType(
+        {
+            "row_split": row_split,
+            "smem": smem,
+            "block_mma": block_mma,
+            "smmf": paper.smmf,
+            "pmf": paper.pmf,
+        }
+    ),
+    others=paper.ABLATIONS,
+    rules=MappingProxyType({"paper": paper.rule}),
+    unsupported=unsupported_reasons,
+    seen_by=_seen_by,
+    given=lambda problem, flags: replace(problem, tangent="dout_dlogit" in flags),
+    before=_before,
+)

@@ -1,0 +1,249 @@
+"""From a group of prepared passes to one Python function that brings inputs in shape, allocates, launches and returns.
+
+A call of an op on a small graph costs the host more than the device, so what a statement says is worked out once: the
+function's text holds the allocations and the arguments of each launch, in the order of the kernels' ABI.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.statements.op import FEATURES, Derived, Pass, Statement, Value
+
+_GRADIENT_OF_OUTPUT = "grad_out"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the functions of an op on a graph are compiled for.
+
+    Attributes:
+        statement: The op.
+        device_type: Where it runs.
+        num_src: Number of sources.
+        num_dst: Number of targets.
+        num_edges: Number of edges, or the room for them.
+        is_static: Whether other edges will be put into the arrays of the graph.
+        heads: Number of heads.
+        channels: Channels per head.
+        present: Names of the inputs that are there.
+        derive: Makes the function that computes a derived argument.
+        interleaved: How inputs lie in one buffer; None where each is a tensor.
+    """
+
+    statement: Statement
+    device_type: str
+    num_src: int
+    num_dst: int
+    num_edges: int
+    is_static: bool
+    heads: int
+    channels: int
+    present: frozenset[str]
+    derive: Callable[[Derived], Callable[[Tensor], Tensor]]
+    interleaved: Any = None
+
+    def sizes(self, value: Value, blocks: int = 0) -> tuple[int, ...]:
+        """Return the shape of a value; `blocks` counts partial results of thread blocks."""
+        rows = {"targets": self.num_dst, "sources": self.num_src, "edges": self.num_edges, "blocks": blocks}
+        letters: dict[Any, Any] = {"H": self.heads, "C": self.channels}
+        first = () if value.domain == "whole" else (rows[value.domain],)
+        return *first, *(letters.get(letter, letter) for letter in value.shape)
+
+
+class Text:
+    """The text of one function, and the objects that it names."""
+
+    def __init__(self, shape: Shape, flags: frozenset[str]) -> None:
+        self.shape, self.flags, self.statement = shape, flags, shape.statement
+        self.is_cuda = shape.device_type == "cuda"
+        self.lines: list[str] = []
+        # `__name__` tells which module allocates.
+        self.names: dict[str, Any] = {"torch": torch, "__name__": __name__}
+        self.arguments: dict[str, str] = {number.name: f"float({number.name})" for number in self.statement.numbers}
+
+    def bring(self, name: str, checked: bool = True) -> None:
+        """Make a tensor contiguous and aligned to 16 bytes, and its address an argument of launches."""
+        if not self.is_cuda:
+            self.lines.append(f"if not {name}.is_contiguous() or {name}.data_ptr() & 15:")
+            self.lines.append(f"    {name} = {name}.clone(memory_format=torch.contiguous_format)")
+            self.arguments[name] = name
+            return
+        address = f"{name}_at"
+        self.lines.append(f"{address} = {name}.data_ptr()")
+        if checked:
+            self.lines.append(f"if {address} & 15 or not {name}.is_contiguous():")
+            self.lines.append(f"    {name} = {name}.clone(memory_format=torch.contiguous_format)")
+            self.lines.append(f"    {address} = {name}.data_ptr()")
+        self.arguments[name] = address
+
+    def fresh(self, name: str, expression: str) -> None:
+        """Allocate a tensor, and make its address an argument of launches."""
+        self.lines.append(f"{name} = {expression}")
+        if self.is_cuda:
+            self.lines.append(f"{name}_at = {name}.data_ptr()")
+        self.arguments[name] = f"{name}_at" if self.is_cuda else name
+
+    def alias(self, name: str, other: str) -> None:
+        """Give a value the tensor of another one."""
+        self.arguments[name] = self.arguments[other]
+
+    def allocate(self, value: Value, near: str, blocks: int) -> None:
+        """Allocate a value that a pass writes.
+
+        Args:
+            value: What is written.
+            near: A tensor on the device, in the dtype of features.
+            blocks: Rows of partial results of thread blocks.
+        """
+        # A static graph has room for more edges than there are.
+        make = "zeros" if value.domain == "edges" and self.shape.is_static else "empty"
+        if value.like and value.domain == "blocks":
+            self.fresh(value.name, f"{value.like}.new_empty(({blocks}, *{value.like}.shape))")
+        elif value.like:
+            self.fresh(value.name, f"torch.{make}_like({value.like})")
+        else:
+            sizes = self.shape.sizes(value, blocks)
+            if value is self.statement.output and "concat" in self.flags:
+                sizes = (sizes[0], self.shape.heads * self.shape.channels)
+            dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
+            self.fresh(value.name, f"{near}.new_{make}({sizes}{dtype})")
+
+    def launch(self, place: int, stated: Pass, run: Any, handed: str = "") -> str:
+        """Launch a pass; returns the name of what it hands to the next one."""
+        nothing = "0" if self.is_cuda else "None"
+        arguments = ", ".join(self.arguments.get(name, nothing) for name in stated.arguments)
+        self.names[f"pass_{place}"] = run
+        self.lines.append(f"handed_{place} = pass_{place}(({arguments},){', ' + handed if handed else ''})")
+        return f"handed_{place}"
+
+    def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+        """Compile the function."""
+        body = "\n    ".join([*self.lines, f"return ({', '.join(results)},)"])
+        text = f"def run({', '.join(parameters)}):\n    {body}\n"
+        exec(compile(text, f"<{self.statement.name}>", "exec"), self.names)  # noqa: S102
+        run: Callable[..., Any] = self.names["run"]
+        return run
+
+
+def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Sequence[Any]) -> Callable[..., Any]:
+    """Return the function of a group of passes.
+
+    Args:
+        shape: What it is compiled for.
+        group: "forward": (inputs, numbers) to (output, kept values); "backward": (inputs, kept values, output, gradient
+            of the output, numbers) to the gradients of the inputs; "edge": (inputs, kept values, numbers) to the value
+            per edge.
+        flags: Flags of the variant.
+        passes: The prepared passes.
+    """
+    text = Text(shape, flags)
+    statement, inputs = text.statement, list(text.statement.input_names)
+    numbers = [number.name for number in statement.numbers]
+    kept = list(statement.kept(flags))
+    text.lines.append("")
+    layout = shape.interleaved
+    if layout is not None:
+        inputs = layout.bring(text, inputs)
+    _bring_inputs(text, passes[0] if group == "forward" else None)
+    near = "value" if layout is None else layout.buffer
+    if group == "forward":
+        text.allocate(statement.output, near, 0)
+        for value in statement.saved:
+            if value.name in kept:
+                text.allocate(value, near, 0)
+        for place, (stated, run) in enumerate(zip(statement.forward, passes, strict=True)):
+            text.launch(place, stated, run)
+        return text.function([*inputs, *numbers], [statement.output.name, *kept])
+    for name in kept:
+        text.bring(name)
+    for derived in statement.derived:
+        if derived.twin and "shared" in flags:
+            text.alias(derived.value.name, derived.twin)
+    if group == "edge":
+        assert statement.edge_value is not None and statement.edge_pass is not None
+        text.allocate(statement.edge_value, near, 0)
+        text.launch(0, statement.edge_pass, passes[0])
+        return text.function([*inputs, *kept, *numbers], [statement.edge_value.name])
+    return _backward(text, passes, inputs, kept, numbers, near)
+
+
+def _bring_inputs(text: Text, forward: Any | None) -> None:
+    """Bring the inputs that are there, and before a forward pass compute the arguments that derive from them."""
+    statement, present = text.statement, text.shape.present
+    shared = "shared" in text.flags
+    for value in statement.inputs:
+        if value.name in text.arguments:
+            continue
+        if value.name == "target" and shared:
+            continue
+        if value.name in present:
+            text.bring(value.name, checked=value.dtype != "int64")
+    if shared:
+        text.lines.append("target = value")
+        text.alias("target", "value")
+    if forward is None:
+        return
+    saved = bool(text.flags & {"stats", "saved"})
+    for derived in statement.derived:
+        name = derived.value.name
+        if derived.twin and shared:
+            if derived.twin in text.arguments:
+                text.lines.append(f"{name} = {derived.twin}")
+                text.alias(name, derived.twin)
+            continue
+        use = forward.derives(name, saved, shared)
+        if use == "ignores":
+            continue
+        if use == "writes":
+            sizes = text.shape.sizes(derived.value)
+            text.fresh(name, f"{derived.source}.new_empty({sizes}, dtype=torch.{derived.value.dtype})")
+        else:
+            text.names[f"derive_{name}"] = text.shape.derive(derived)
+            text.fresh(name, f"derive_{name}({derived.source})")
+
+
+def _backward(
+    text: Text, passes: Sequence[Any], inputs: list[str], kept: list[str], numbers: list[str], near: str
+) -> Callable[..., Any]:
+    statement, flags, present = text.statement, text.flags, text.shape.present
+    exact = statement.exact_output
+    output = statement.output.name
+    if exact in kept:
+        text.alias(output, exact)
+    else:
+        text.bring(output)
+    text.bring(_GRADIENT_OF_OUTPUT)
+    layout = text.shape.interleaved
+    blocks = passes[0].blocks
+    for value in statement.scratch:
+        text.allocate(value, "row_stats" if value.dtype == "float32" else near, blocks)
+    if layout is not None:
+        layout.allocate_gradients(text)
+    results: dict[str, str] = {}
+    for gradient in statement.gradients:
+        name = gradient.value.name
+        is_there = gradient.input in present or (gradient.input == "target" and "shared" in flags)
+        if not is_there or (gradient.when and gradient.when not in flags):
+            continue
+        if name not in text.arguments:
+            text.allocate(gradient.value, near, blocks)
+        if gradient.input == "target" and "shared" in flags:
+            text.arguments["added"] = text.arguments[name]
+            continue
+        results[gradient.input] = name
+    handed = ""
+    for place, (stated, run) in enumerate(zip(statement.backward, passes, strict=True)):
+        handed = text.launch(place, stated, run, handed)
+    for gradient in statement.gradients:
+        if gradient.reduce and gradient.input in results:
+            name = gradient.value.name
+            sum_ = f"{name}.sum().reshape({gradient.input}.shape)" if gradient.reduce == "all" else f"{name}.sum(0)"
+            results[gradient.input] = sum_
+    parameters = [*inputs, *kept, output, _GRADIENT_OF_OUTPUT, *numbers]
+    if layout is not None:
+        return text.function(parameters, layout.results(results, inputs))
+    return text.function(parameters, [results.get(name, "None") for name in inputs])

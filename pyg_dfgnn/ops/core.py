@@ -1,0 +1,432 @@
+"""One op core: from the statement of an op to its checks, prepared launches and calls.
+
+An :class:`Op` joins a statement (:mod:`pyg_dfgnn.statements.op`) with the kernels of a family. A call with arguments
+like
+those of an earlier call finds its :class:`PreparedOp` with the graph; a first call checks its arguments, chooses
+schedules and keeps them. Each group of passes compiles to one Python function that allocates, launches and returns.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.core import Family
+from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape, check_tensor
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.forms import check_edge_index
+from pyg_dfgnn.ops.compile import Shape
+from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
+from pyg_dfgnn.ops.function import INFER, STATS, Call, EdgeValue, Program, Traced, apply_fused, ops, run_program
+from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, present_of, recall, remember
+from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.settings import Settings, current
+from pyg_dfgnn.statements.op import FEATURES, Derived, Statement, Value
+
+Edges = Graph | EdgeSet
+FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
+
+
+class _TracedCall(NamedTuple):
+    """What a traced call knows of itself."""
+
+    problem: Any
+    heads: int
+    drops: bool
+    device: torch.device
+    casts: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A statement with the kernels that run it.
+
+    Attributes:
+        statement: What the op is.
+        family: Which kernels there are.
+        problem: Makes the problem of a call from (inputs by name, numbers by name, heads, channels).
+        prepare: Makes a :class:`PreparedPass` from (direction, plan, graph, flags).
+        derive: Makes the function that computes a derived argument from its source, of (derived, problem).
+        optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
+            (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
+    """
+
+    statement: Statement
+    family: Family
+    problem: Callable[[Mapping[str, Any], Mapping[str, float], int, int], Any]
+    prepare: Callable[[str, Any, Graph, frozenset[str]], PreparedPass]
+    derive: Callable[[Derived, Any], Callable[[Tensor], Tensor]] | None = None
+    optional: Callable[[Any, Graph | None, Settings], frozenset[str]] = lambda *_: frozenset()
+
+    def __post_init__(self) -> None:
+        ops[self.statement.name] = self
+
+    def shape(
+        self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], interleaved: Any = None
+    ) -> Shape:
+        """Return what the functions of the op on a graph are compiled for."""
+        return Shape(
+            self.statement,
+            problem.device.type,
+            graph.num_src,
+            graph.num_dst,
+            graph.num_edges,
+            graph.is_static,
+            heads,
+            channels,
+            present,
+            lambda derived: self.derive(derived, problem),  # type: ignore[misc]
+            interleaved,
+        )
+
+    @cached_property
+    def edge_place(self) -> int:
+        """Place of the input whose gradient is computed only where it is needed."""
+        places = [each.input for each in self.statement.gradients if each.when == "edge_grad"]
+        return self.statement.input_names.index(places[0]) if places else 0
+
+    def gradient_names(self, flags: frozenset[str], present: Sequence[bool]) -> list[str]:
+        """Return the inputs that a variant's backward passes give a gradient of, in the order of the inputs."""
+        names = self.statement.input_names
+        with_gradient = {each.input for each in self.statement.gradients if not each.when or each.when in flags}
+        if "shared" in flags:
+            with_gradient -= {"target"}
+        return [name for name, is_there in zip(names, present, strict=True) if is_there and name in with_gradient]
+
+    def __call__(
+        self,
+        graph: Edges,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        *,
+        heads: int | None = None,
+        concat: bool = False,
+        shared: bool = False,
+        with_edge_value: bool = False,
+    ) -> Any:
+        """Run the op.
+
+        Args:
+            graph: The edges.
+            tensors: The inputs in the order of the statement; None for an absent one.
+            numbers: The numbers in the order of the statement.
+            heads: Number of heads H of feature tensors [N, H * C]; None for tensors [N, H, C].
+            concat: Return the heads side by side.
+            shared: Whether target and value are one tensor, which is given as the value alone.
+            with_edge_value: Also return the value per edge.
+
+        Returns:
+            The output, with ``with_edge_value`` also the value per edge.
+
+        Raises:
+            TypeError: An input has the wrong type or dtype.
+            ValueError: A shape, device or number does not fit.
+        """
+        signature = self._signature(graph, tensors, numbers, heads, shared)
+        known = recall(graph, signature)
+        if known is None:
+            graph, tensors, known = self._first_call(graph, tensors, numbers, heads, shared, signature)
+            if known is None:
+                graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
+                out, edge_value = self.reference(graph, tensors, numbers, heads, shared)
+                out = out.flatten(1) if concat else out
+                return (out, edge_value) if with_edge_value else out
+        elif known.casts:
+            tensors = cast(tensors, known.casts)
+        if known.drops:
+            tensors = (*tensors[:-1], draw_seed(known.device))
+        if not isinstance(known, PreparedOp):
+            return self._traced(graph, tensors, numbers, known, concat, shared, with_edge_value)
+        assert isinstance(graph, Graph)
+        if needs_grad(tensors):
+            result = apply_fused(Call(known, graph, numbers, concat, shared, with_edge_value), *tensors)
+            if not with_edge_value:
+                return result
+        else:
+            mode = STATS if with_edge_value else INFER
+            result = known.forward(mode, concat, shared, graph)(*tensors, *numbers)
+            if not with_edge_value:
+                return result[0]
+        out, *kept = result
+        stats = kept[: known.num_stats(shared)]
+        run = partial(known.edge_pass(shared, graph), *tensors, *stats, *numbers)
+        return out, EdgeValue.apply(run, self._edge_reference(graph, numbers, known.heads, shared), *tensors)
+
+    def _edge_reference(
+        self, graph: Graph, numbers: tuple[float, ...], heads: int, shared: bool
+    ) -> Callable[[Sequence[Tensor | None]], Tensor]:
+        """Return the value per edge in plain torch as a function of the inputs."""
+        return lambda tensors: self.reference(graph, tensors, numbers, heads, shared)[1]
+
+    # First calls ----------------------------------------------------------------------------------------------------
+
+    def _signature(self, graph: Edges, tensors: Sequence[Any], numbers: Any, heads: int | None, shared: bool) -> Any:
+        """Return what decides whether arguments are valid and which kernels they take; None for traced calls."""
+        if not is_eager_on(graph):
+            return None
+        signature: list[Any] = [self, numbers, heads, shared]
+        for tensor in tensors:
+            if tensor is None:
+                signature.append(None)
+            elif is_plain(tensor):
+                signature += (tensor.shape, tensor.dtype, tensor.device)
+            else:
+                return None
+        return tuple(signature)
+
+    def _first_call(
+        self,
+        graph: Edges,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        heads: int | None,
+        shared: bool,
+        signature: Any,
+    ) -> tuple[Edges, tuple[Tensor | None, ...], Any]:
+        """Return the graph, the inputs as kernels take them, and the prepared op; None where no kernel runs it."""
+        graph, device = check_graph(graph)
+        heads, channels = self._check(graph, device, tensors, numbers, heads, shared)
+        casts = self._casts(tensors)
+        tensors = cast(tensors, casts)
+        by_name = dict(zip(self.statement.input_names, tensors, strict=True))
+        numbers_by_name = {number.name: value for number, value in zip(self.statement.numbers, numbers, strict=True)}
+        problem = self.problem(by_name, numbers_by_name, heads, channels)
+        if self.family.unsupported(problem):
+            return graph, tensors, None
+        if is_eager_on(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
+            prepared = self.prepared(problem, graph, heads, channels, present_of(self.statement, tensors), casts)
+            if prepared.final:
+                remember(graph, signature, prepared)
+            return graph, tensors, prepared
+        return graph, tensors, _TracedCall(problem, heads, numbers_by_name.get("dropout", 0.0) > 0.0, device)
+
+    def prepared(
+        self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], casts: Any = ()
+    ) -> PreparedOp:
+        """Return the prepared op kept with the graph, planned on first use."""
+        key = (self, problem, current(), present, casts)
+        plans: dict[Any, PreparedOp] = graph.derived("plans", dict)
+        prepared = plans.get(key)
+        if prepared is None:
+            prepared = PreparedOp(self, problem, graph, heads, channels, present, casts)
+            if prepared.final:
+                plans[key] = prepared
+        return prepared
+
+    def program(
+        self, program: Program, graph: Graph, inputs: Sequence[Tensor | None], numbers: Sequence[float]
+    ) -> Callable[..., Any]:
+        """Return the function of a traced program on a graph."""
+        count = len(self.statement.inputs)
+        by_name = dict(zip(self.statement.input_names, inputs[:count], strict=True))
+        value, edge = by_name["value"], by_name.get("edge")
+        assert value is not None
+        if edge is not None:
+            # Not known while torch.compile traces self-loops.
+            sizes = graph.num_edges, *edge.shape[1:]
+            check_shape("edge", edge, sizes, f"[E={graph.num_edges}, ...]")
+        channels = value[0].numel() // program.heads if value.shape[0] else value.shape[-1]
+        numbers_by_name = {each.name: number for each, number in zip(self.statement.numbers, numbers, strict=True)}
+        problem = self.problem(by_name, numbers_by_name, program.heads, channels)
+        prepared = self.prepared(problem, graph, program.heads, channels, present_of(self.statement, inputs[:count]))
+        return prepared.compiled(program.group, program.flags, graph)
+
+    def _check(
+        self,
+        graph: Edges,
+        device: torch.device,
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        heads: int | None,
+        shared: bool,
+    ) -> tuple[int, int]:
+        """Check the arguments against the statement, and return the number of heads and channels per head."""
+        for value, tensor in zip(self.statement.inputs, tensors, strict=True):
+            if tensor is not None or (value.needed and not (shared and value.name == "target")):
+                check_tensor(value.user_name, tensor)
+        sizes: dict[str, int | None] = {
+            "targets": graph.num_dst,
+            "sources": graph.num_src,
+            "edges": num_edges(graph),
+        }
+        value, tensor = self.statement.inputs[self._value_place], tensors[self._value_place]
+        assert tensor is not None
+        check_dtype(value.user_name, tensor, FEATURE_DTYPES)
+        shape = tensor.shape
+        if heads is None:
+            if len(shape) != 3:
+                check_shape(value.user_name, tensor, (0, 0, 0), f"[N_src={sizes['sources']}, H, C]")
+            heads, channels = shape[1], shape[2]
+        else:
+            channels = shape[-1] // heads if heads > 0 and len(shape) > 1 else 0
+        letters: dict[str | int, int] = {"H": heads, "C": channels}
+        for value, tensor in zip(self.statement.inputs, tensors, strict=True):
+            if tensor is not None and value.dtype != "int64":
+                self._check_input(value, tensor, device, sizes, letters)
+        for number, given in zip(self.statement.numbers, numbers, strict=True):
+            if number.label:
+                check_range(number.label, given, number.low, number.high)
+        return heads, channels
+
+    @cached_property
+    def _value_place(self) -> int:
+        """Place of the input that tells the numbers of heads and channels."""
+        return self.statement.input_names.index("value")
+
+    def _check_input(
+        self,
+        value: Value,
+        tensor: Tensor,
+        device: torch.device,
+        sizes: Mapping[str, int | None],
+        letters: Mapping[str | int, int],
+    ) -> None:
+        """Check dtype, device and shape of one input."""
+        name, shape = value.user_name, tensor.shape
+        check_dtype(name, tensor, FEATURE_DTYPES)
+        check_device(name, tensor, device)
+        expected = [letters[letter] for letter in value.shape]
+        if value.domain == "whole":
+            if not expected:
+                if tensor.numel() != 1:
+                    raise ValueError(f"'{name}' needs one element (got shape {list(shape)})")
+            # PyG keeps vectors as [1, H, C].
+            elif list(shape[1:] if len(shape) == len(expected) + 1 and shape[0] == 1 else shape) != expected:
+                spec = ", ".join(f"{letter}={letters[letter]}" for letter in value.shape)
+                raise ValueError(f"'{name}' needs shape [{spec}] (got {list(shape)})")
+            return
+        size = sizes[value.domain]
+        is_flat = len(shape) == 2 and len(expected) == 2 and shape[1] == letters["H"] * letters["C"]
+        if (size is None or len(shape) > 0 and shape[0] == size) and (is_flat or list(shape[1:]) == expected):
+            return
+        letter = _LETTERS[value.domain]
+        # The value itself tells the numbers of heads and channels.
+        known = {} if value.name == "value" else letters
+        rest = [f"{each}={known[each]}" if each in known else str(each) for each in value.shape]
+        spec = ", ".join([letter if size is None else f"{letter}={size}", *rest])
+        raise ValueError(f"'{name}' needs shape [{spec}] (got {list(shape)})")
+
+    def _casts(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return which inputs are cast to what: features to their common dtype, the others to float32."""
+        inputs = self.statement.inputs
+        features = [t.dtype for v, t in zip(inputs, tensors, strict=True) if t is not None and v.dtype == FEATURES]
+        common = features[0]
+        for dtype in features[1:]:
+            common = torch.promote_types(common, dtype)
+        casts = []
+        for place, (value, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+            if tensor is not None and value.dtype != "int64":
+                dtype = common if value.dtype == FEATURES else torch.float32
+                # In float64 everything goes to the reference as it is.
+                if tensor.dtype is not dtype and not (common is torch.float64 and value.dtype != FEATURES):
+                    casts.append((place, dtype))
+        return tuple(casts)
+
+    # Other ways to run an op ----------------------------------------------------------------------------------------
+
+    def reference(
+        self, graph: Graph, tensors: Sequence[Tensor | None], numbers: Sequence[float], heads: int | None, shared: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the value per edge in plain torch, differentiable."""
+        statement = self.statement
+        by_name = dict(zip(statement.input_names, tensors, strict=True))
+        if heads is not None:
+            for value in statement.inputs:
+                tensor = by_name[value.name]
+                if tensor is not None and value.shape == ("H", "C") and tensor.dim() == 2 and value.domain != "whole":
+                    by_name[value.name] = tensor.view(tensor.shape[0], heads, -1)
+        if shared:
+            by_name["target"] = by_name["value"]
+        numbers_by_name = {number.name: float(value) for number, value in zip(statement.numbers, numbers, strict=True)}
+        edge_index, keep = graph.edge_index, None
+        dropout, seed = numbers_by_name.get("dropout", 0.0), by_name.pop("seed", None)
+        if dropout > 0.0:
+            seed = draw_seed(edge_index.device) if seed is None else seed
+            edge_ids = torch.arange(edge_index.shape[1], device=edge_index.device)
+            rows = by_name["value"]
+            assert rows is not None
+            keep = dropout_factor(edge_ids, rows.shape[1], dropout, seed)
+        return statement.reference(edge_index, graph.num_dst, by_name, numbers_by_name, keep)
+
+    def _traced(
+        self,
+        graph: Edges,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        call: _TracedCall,
+        concat: bool,
+        shared: bool,
+        with_edge_value: bool,
+    ) -> Any:
+        """Run the op through the registered operator: what the forward pass leaves then does not depend on a plan."""
+        anchor, num_src, num_dst, loops, transposed = graph.key
+        tracked = needs_grad(tensors)
+        flags = {"stats"} if tracked or with_edge_value else set()
+        if tracked:
+            # The output may be edited in place, even what a compiled function returns: backward has one of its own.
+            flags |= {"saved", "exact"} | self.optional(call.problem, None, current())
+        flags |= {name for name, is_on in (("shared", shared), ("concat", concat)) if is_on}
+        program = Program(self.statement.name, "forward", call.heads, loops, transposed, frozenset(flags))
+        if torch.compiler.is_compiling():
+            tensors = _without_repeats(tensors)
+        out, *kept = Traced.apply(program.name, anchor, num_src, num_dst, len(numbers), *numbers, *tensors)
+        if not with_edge_value:
+            return out
+        edge_flags = frozenset({"stats", "shared"} if shared else {"stats"})
+        stats = kept[: len(self.statement.kept(edge_flags))]
+        program = program._replace(group="edge", flags=edge_flags)
+        run = partial(run_program, program, anchor, num_src, num_dst, (*tensors, *stats), numbers)
+        if torch.compiler.is_compiling():
+            return out, run()[0]
+        assert isinstance(graph, Graph)
+        reference = self._edge_reference(graph, numbers, call.heads, shared)
+        return out, EdgeValue.apply(lambda: run()[0], reference, *tensors)
+
+
+def cast(tensors: tuple[Tensor | None, ...], casts: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor | None, ...]:
+    """Return the inputs with some of them cast."""
+    changed = list(tensors)
+    for place, dtype in casts:
+        changed[place] = changed[place].to(dtype)  # type: ignore[union-attr]
+    return tuple(changed)
+
+
+def _without_repeats(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return a view for each repetition of a tensor: torch.compile refuses a Function that takes one tensor twice."""
+    distinct: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is not None and any(tensor is other for other in distinct):
+            tensor = tensor.view_as(tensor)
+        distinct.append(tensor)
+    return tuple(distinct)
+
+
+def check_graph(graph: Edges) -> tuple[Edges, torch.device]:
+    """Return the edges, as a Graph unless torch.compile traces, and their device."""
+    if isinstance(graph, Graph):
+        return graph.on_this_stream(), graph.device
+    if not isinstance(graph, EdgeSet):
+        raise TypeError(f"'graph' needs a Graph or an EdgeSet (got {type(graph).__name__})")
+    check_edge_index(graph.edge_index)
+    return graph if torch.compiler.is_compiling() else Graph.resolve(*graph.key), graph.edge_index.device
+
+
+def num_edges(graph: Edges) -> int | None:
+    """Return the number of edges, unknown before tracing ends when self-loops are added."""
+    if isinstance(graph, Graph):
+        return graph.num_edges
+    return None if graph.self_loops else graph.edge_index.shape[1]
+
+
+def is_eager_on(graph: Edges) -> TypeGuard[Graph]:
+    """Return whether nothing traces or transforms operators, and the graph is built."""
+    return is_eager() and isinstance(graph, Graph)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Return a key for one call from torch's generator of the device, so that manual_seed and graph capture work."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)

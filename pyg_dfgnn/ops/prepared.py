@@ -1,0 +1,227 @@
+"""What an op runs on one graph: chosen once, prepared when first needed, and kept with the graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pyg_dfgnn.dispatch import core as dispatch
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, fused_device_types
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import tuning
+from pyg_dfgnn.ops.compile import compile_group
+from pyg_dfgnn.ops.function import INFER, TRAIN
+from pyg_dfgnn.settings import current
+from pyg_dfgnn.statements.op import Statement
+
+MAX_PLANS = 256
+"""Bounds what a graph remembers when a number is another one in each call."""
+
+
+class PreparedPass(Protocol):
+    """One pass of a schedule over one graph, ready to launch; it owns what its addresses point to."""
+
+    plan: Any
+    """How the pass runs."""
+    blocks: int
+    """Rows of the values that thread blocks leave as partial results."""
+
+    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> Any:
+        """Launch the pass on arguments in the order of its statement, and return what the next pass needs beside them.
+
+        All results are written whole, rows without edges as zeros.
+        """
+
+    def derives(self, name: str, saved: bool, shared: bool) -> str:
+        """Return what the pass does with a derived argument: "reads", "writes" or "ignores" it."""
+
+
+class PreparedOp:
+    """The kernels for one problem on one graph. Passes after the forward one are prepared when first needed.
+
+    Attributes:
+        op: What they compute.
+        problem: For which problem.
+        settings: Under which settings they were chosen.
+        final: Whether the next call would take the same.
+        casts: Which inputs are cast to what before they reach the kernels.
+        drops: Whether a seed is drawn for each call.
+    """
+
+    def __init__(
+        self,
+        op: Any,
+        problem: Any,
+        graph: Graph,
+        heads: int,
+        channels: int,
+        present: frozenset[str],
+        casts: Any,
+        interleaved: Any = None,
+    ) -> None:
+        self.op, self.problem, self.settings = op, problem, current()
+        self.heads, self.channels, self.present, self.casts = heads, channels, present, casts
+        self.device, self.device_type = problem.device, problem.device.type
+        self.drops = "seed" in op.statement.input_names and bool(problem.dropout)
+        self.present |= {"seed"} if self.drops else set()
+        self.edge_place = op.edge_place
+        self.keeps_exact = bool(op.statement.exact_output) and problem.dtype.itemsize == 2
+        self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._passes: dict[Any, tuple[PreparedPass, ...]] = {}
+        self._optional: frozenset[str] | None = None
+        choices = self._choose(problem, graph, FORWARD)
+        self.final = all(choice.final for choice in choices)
+        self._passes[FORWARD, frozenset()] = self._prepare(choices, graph, frozenset())
+
+    def _choose(self, problem: Any, graph: Graph, directions: tuple[str, ...]) -> tuple[dispatch.Choice, ...]:
+        if self.settings.schedule == "autotune":
+            tuning.tune(self.op, problem, graph, self.shape, directions, self.settings)
+        return dispatch.choose(self.op.family, problem, graph, directions, self.settings)
+
+    def _prepare(
+        self, choices: Sequence[dispatch.Choice], graph: Graph, flags: frozenset[str]
+    ) -> tuple[PreparedPass, ...]:
+        made = tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
+        return made
+
+    def _pass(self, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
+        if self.shape.interleaved is not None:
+            plan = self.shape.interleaved.adapt(plan)
+        return self.op.prepare(direction, plan, graph, flags)
+
+    def passes(
+        self, group: tuple[str, ...], optional: frozenset[str], graph: Graph
+    ) -> tuple[tuple[PreparedPass, ...], bool]:
+        """Return the passes of a group, prepared on first use, and whether the next call would take the same.
+
+        Args:
+            group: ``FORWARD``, ``BACKWARD``, or the name of a pass that no dispatch chooses.
+            optional: Flags of optional values that the forward pass leaves.
+            graph: The edges.
+        """
+        known = self._passes.get((group, optional))
+        if known is not None:
+            return known, True
+        if group == BACKWARD:
+            problem = self.op.family.given(self.problem, optional)
+            choices = self._choose(problem, graph, BACKWARD)
+            passes = self._prepare(choices, graph, optional)
+            if not all(choice.final for choice in choices):
+                return passes, False
+        else:
+            # The fallback of the family runs these whatever was chosen for the others.
+            family = self.op.family
+            names = sorted(optional) if group == FORWARD else group
+            plans = [family.by_name[family.fallback].plan_pass(self.problem, name, graph) for name in names]
+            passes = tuple(self._pass(name, plan, graph, optional) for name, plan in zip(names, plans, strict=True))
+            self._passes[group, optional] = passes
+        return passes, True
+
+    def optional(self, graph: Graph) -> frozenset[str]:
+        """Return the flags of optional values that a forward pass leaves when gradients follow."""
+        if self._optional is None:
+            self._optional = self.op.optional(self.problem, graph, self.settings)
+        return self._optional
+
+    def num_stats(self, shared: bool) -> int:
+        """Return how many of the values that a forward pass leaves the pass over edges reads."""
+        return len(self.op.statement.kept(_on(stats=True, shared=shared)))
+
+    def forward(self, mode: int, concat: bool, shared: bool, graph: Graph) -> Callable[..., Any]:
+        """Return the function of the forward pass: inputs and numbers to the output and what it leaves.
+
+        Args:
+            mode: ``INFER``, ``STATS`` or ``TRAIN``.
+            concat: Whether the heads of the output are side by side.
+            shared: Whether target and value are one tensor.
+            graph: The edges.
+        """
+        key = mode | concat << 2 | shared << 3
+        function = self._functions.get(key)
+        if function is None:
+            flags = _on(stats=mode != INFER, concat=concat, shared=shared)
+            function = self.compiled("forward", flags | self._saved(graph) if mode == TRAIN else flags, graph, key)
+        return function
+
+    def backward(self, shared: bool, edge_grad: bool, graph: Graph) -> Callable[..., Any]:
+        """Return the function of the backward passes: inputs, kept values, output, its gradient and numbers to the
+        gradients of the inputs.
+        """
+        key = 16 | shared << 3 | edge_grad << 5
+        function = self._functions.get(key)
+        if function is None:
+            flags = _on(stats=True, shared=shared, edge_grad=edge_grad) | self._saved(graph)
+            function = self.compiled("backward", flags, graph, key)
+        return function
+
+    def edge_pass(self, shared: bool, graph: Graph) -> Callable[..., Any]:
+        """Return the function of the pass that writes one value per edge."""
+        key = 64 | shared << 3
+        function = self._functions.get(key)
+        if function is None:
+            function = self.compiled("edge", _on(stats=True, shared=shared), graph, key)
+        return lambda *arguments: function(*arguments)[0]
+
+    def _saved(self, graph: Graph) -> frozenset[str]:
+        """Return the flags of what a forward pass leaves where gradients follow."""
+        if self._optional is None:
+            self._optional = self.op.optional(self.problem, graph, self.settings)
+        return _on(saved=True, exact=self.problem.dtype.itemsize == 2) | self._optional
+
+    def compiled(self, group: str, flags: frozenset[str], graph: Graph, key: int | None = None) -> Callable[..., Any]:
+        """Return the function of a group of passes in a variant; kept under `key` unless other passes may follow."""
+        statement = self.op.statement
+        optional = flags & statement.optional_flags
+        directions: tuple[str, ...] = {"forward": FORWARD, "backward": BACKWARD}.get(group, ())
+        if group == "edge":
+            assert statement.edge_pass is not None
+            directions, optional = (statement.edge_pass.direction,), frozenset()
+        passes, is_final = self.passes(directions, optional, graph)
+        function = compile_group(self.shape, group, flags, passes)
+        if key is not None and is_final:
+            self._functions[key] = function
+        return function
+
+
+def _on(**flags: bool) -> frozenset[str]:
+    """Return the names of the flags that are on."""
+    return frozenset(name for name, is_on in flags.items() if is_on)
+
+
+def present_of(statement: Statement, tensors: Sequence[Tensor | None]) -> frozenset[str]:
+    """Return the names of the inputs that are there; a seed is where weights are dropped."""
+    names = zip(statement.input_names, tensors, strict=True)
+    return frozenset(name for name, tensor in names if tensor is not None) - {"seed"}
+
+
+def recall(graph: Any, signature: Any) -> Any:
+    """Return the prepared op for arguments like these, if such have passed all checks on this graph before."""
+    if signature is None:
+        return None
+    plans = graph.peek("plans")
+    if plans is None:
+        return None
+    try:
+        prepared = plans.get(signature)
+    except TypeError:
+        # A number that is not even hashable: the checks will name it.
+        return None
+    if prepared is None or prepared.device_type not in fused_device_types:
+        return None
+    settings = current()
+    # Most often they are the same object; each `with` block has one of its own.
+    if prepared.settings is not settings and prepared.settings != settings:
+        return None
+    if not prepared.problem.is_current:
+        return None
+    if prepared.device_type == "cuda":
+        graph.on_this_stream()
+    return prepared
+
+
+def remember(graph: Graph, signature: Any, prepared: PreparedOp) -> None:
+    """Keep the prepared op for arguments like these with the graph, while there is room."""
+    plans: dict[Any, Any] = graph.derived("plans", dict)
+    if signature is not None and len(plans) < MAX_PLANS:
+        plans[signature] = prepared

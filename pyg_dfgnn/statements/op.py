@@ -1,0 +1,184 @@
+"""What an op is, stated once as data: its tensors, numbers and passes.
+
+From a statement :mod:`pyg_dfgnn.ops.core` derives the argument checks, the prepared launches, the autograd function,
+the registered operator and the inputs of a timing. A statement names values by their role; `label` is the user's name
+of one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+DOMAINS = ("targets", "sources", "edges", "blocks", "whole")
+"""What the rows of a tensor belong to; "blocks" are partial results of thread blocks, "whole" has no rows."""
+FEATURES = "features"
+"""The dtype that all feature tensors of a call share; other dtypes go by their own name."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor that an op reads, writes or keeps.
+
+    Attributes:
+        name: Its role, such as "target".
+        domain: One of ``DOMAINS``.
+        shape: What follows the rows: letters (H heads, C channels per head) and numbers.
+        dtype: ``FEATURES``, "float32" or "int64".
+        label: The user's name of an input; its role if empty.
+        when: The flag of a variant that has this value; always, if empty. "stats": a pass over edges may follow;
+            "saved": gradients may follow; "exact": likewise, and backward does not read the output itself; "shared":
+            target and value
+            are one tensor; any other is up to the family.
+        needed: Whether an input may not be absent.
+        like: The value whose shape and dtype it takes instead.
+    """
+
+    name: str
+    domain: str
+    shape: tuple[str | int, ...] = ()
+    dtype: str = FEATURES
+    label: str = ""
+    when: str = ""
+    like: str = ""
+    needed: bool = False
+
+    @property
+    def user_name(self) -> str:
+        """The name that errors show."""
+        return self.label or self.name
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number that an op takes.
+
+    Attributes:
+        name: Its role.
+        label: The user's name of it; empty where the user does not give it.
+        low: Least value allowed.
+        high: Greatest value allowed.
+        example: The value in a timing.
+    """
+
+    name: str
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+    example: float = 1.0
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A kernel argument that is computed from an input before the first pass, unless that pass computes it itself.
+
+    Attributes:
+        value: The argument.
+        source: The input that it is computed from.
+        twin: The derived argument that it equals where target and value are one tensor.
+    """
+
+    value: Value
+    source: str
+    twin: str = ""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of an input.
+
+    Attributes:
+        input: The input.
+        value: What the passes write.
+        reduce: How the rows of `value` become the gradient: "" (they are it), "rows" (summed over the first
+            dimension) or "all" (summed to one number).
+        when: The flag of a variant that computes it; always, if empty.
+    """
+
+    input: str
+    value: Value
+    reduce: str = ""
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the edges.
+
+    Attributes:
+        direction: Its name, by which dispatch plans it.
+        rows: Domain of the rows that it traverses.
+        cols: Domain of the rows that it gathers.
+        arguments: Names of values and numbers, in the order of the kernels' ABI.
+    """
+
+    direction: str
+    rows: str
+    cols: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """An op as data.
+
+    Attributes:
+        name: Name of the program, such as "attention/dot".
+        inputs: Tensors that the user gives, in the order of the kernels' ABI.
+        numbers: Numbers that the user gives, likewise.
+        output: What the op returns.
+        saved: What the forward pass leaves for the passes after it, beside the output.
+        forward: The forward passes.
+        backward: The backward passes, in order.
+        gradients: What the backward passes give.
+        scratch: Values that pass from one backward pass to the next.
+        edge_pass: The pass that writes one value per edge, if the op has one; `edge_value` is that value.
+        edge_value: See there.
+        derived: Arguments computed from inputs.
+        exact_output: Name of the saved value that backward reads in place of a rounded output.
+        reference: The op in plain torch: `reference(edge_index, num_dst, keep=..., **inputs and numbers by label)`
+            returns the output and the value per edge.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    numbers: tuple[Number, ...]
+    output: Value
+    saved: tuple[Value, ...]
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
+    gradients: tuple[Gradient, ...]
+    reference: Callable[..., Any]
+    scratch: tuple[Value, ...] = ()
+    edge_pass: Pass | None = None
+    edge_value: Value | None = None
+    derived: tuple[Derived, ...] = ()
+    exact_output: str = ""
+
+    @cached_property
+    def values(self) -> Mapping[str, Value]:
+        """All values by name."""
+        every = (*self.inputs, self.output, *self.saved, *self.scratch, *(each.value for each in self.derived))
+        grads = (gradient.value for gradient in self.gradients)
+        edge = () if self.edge_value is None else (self.edge_value,)
+        return {value.name: value for value in (*every, *grads, *edge)}
+
+    @cached_property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        return tuple(value.name for value in self.inputs)
+
+    @cached_property
+    def optional_flags(self) -> frozenset[str]:
+        """Flags of values that a forward pass may leave or not."""
+        return frozenset(value.when for value in self.saved) - {"", "stats", "saved", "exact"}
+
+    def kept(self, flags: frozenset[str]) -> tuple[str, ...]:
+        """Return the names of what a variant's forward pass returns beside the output.
+
+        What "stats" leaves comes first: it is what the pass over edges reads.
+        """
+        if not flags & {"stats", "saved"}:
+            return ()
+        derived = tuple(each.value.name for each in self.derived if not (each.twin and "shared" in flags))
+        return derived + tuple(value.name for value in self.saved if not value.when or value.when in flags)
