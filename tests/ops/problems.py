@@ -14,6 +14,7 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.functional import op_by_role
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.reference.problems import draw_grad_out, draw_inputs
 from pyg_dfgnn.reference.tolerances import tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, random
 from pyg_dfgnn.settings import settings
@@ -35,63 +36,44 @@ class Problem:
 
     Args:
         score: One of `SCORES`.
-        case: The graph.
+        case: The graph; one of the package is used as it is.
         heads: Heads H.
         channels: Channels C.
-        edge: Whether there are edge features.
         dtype: Of the features.
+        edge: Whether there are edge features.
         device: Of everything.
         dropout_p: Dropout of the weights.
+        own_targets: Whether the targets of the cosine score have features of their own.
     """
 
     score: str
-    case: EdgeList
+    case: EdgeList | Graph
     heads: int = 2
     channels: int = 4
-    edge: bool = False
     dtype: torch.dtype = torch.float32
+    edge: bool = False
     device: str | torch.device = "cpu"
     dropout_p: float = 0.0
+    own_targets: bool = True
     edge_index: Tensor = field(init=False)
     inputs: dict[str, Tensor] = field(init=False)
     grad_out: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        num_src, num_dst, num_edges = self.case.num_src, self.case.num_dst, self.case.edge_index.size(1)
-        sides = {
-            "dot": {"query": num_dst, "key": num_src, "value": num_src},
-            "cosine": {"x_src": num_src, "x_dst": num_dst},
-            "add": {"value": num_src, "alpha_src": num_src, "alpha_dst": num_dst},
-            "gatv2": {"x_src": num_src, "x_dst": num_dst},
-        }[self.score]
-        shapes: dict[str, tuple[int, ...]] = {name: (rows, self.heads, self.channels) for name, rows in sides.items()}
-        if self.edge:
-            shapes["alpha_edge" if self.score == "add" else "edge"] = (num_edges, self.heads, self.channels)
-        shapes |= {"cosine": {"beta": (1,)}, "gatv2": {"att": (self.heads, self.channels)}}.get(self.score, {})
         # A tensor of its own, so that each problem has its own graph and plan.
-        self.edge_index = self.case.edge_index.clone().to(self.device)
-        self.inputs = {
-            name: self._draw(shape[:2] if name.startswith("alpha") else shape, name in SCALARS)
-            for name, shape in shapes.items()
-        }
-        self.grad_out = self._draw((num_dst, self.heads, self.channels))
-        # Keeps the comparison about the kernels: moderate logits, cosines away from the zero vector, and parameter
-        # gradients whose terms do not cancel.
-        if self.score == "cosine":
-            self.inputs["beta"].fill_(1.25)
-            for name in sides:
-                self.inputs[name] += self.inputs[name].sign() / 4
-            self.grad_out += self.inputs["x_dst"]
-        elif self.score == "gatv2":
-            self.inputs["att"] *= max(self.channels, 1) ** -0.5
-            self.grad_out += 1
-
-    def _draw(self, shape: tuple[int, ...], scalar: bool = False) -> Tensor:
-        wide = self.dtype == torch.float64
-        return torch.randn(shape).to(self.device, torch.float32 if scalar and not wide else self.dtype)
+        self.edge_index = self.case.edge_index if isinstance(self.case, Graph) else self.case.edge_index.clone()
+        self.edge_index = self.edge_index.to(self.device)
+        edges = EdgeList(str(self.case), self.edge_index, self.case.num_src, self.case.num_dst)
+        size = self.heads, self.channels
+        drawn = draw_inputs(self.score, edges, *size, self.edge, self.own_targets)
+        self.grad_out = draw_grad_out(self.score, edges, *size, drawn).to(self.dtype)
+        stays = (*SCALARS,) if self.dtype != torch.float64 else ()
+        self.inputs = {name: tensor if name in stays else tensor.to(self.dtype) for name, tensor in drawn.items()}
 
     @property
     def graph(self) -> Graph:
+        if isinstance(self.case, Graph):
+            return self.case
         return Graph.of(self.edge_index, self.case.num_src, self.case.num_dst)
 
     @property
@@ -118,13 +100,13 @@ class Problem:
         edges = torch.arange(self.edge_index.size(1), device=self.device)
         return dropout_factor(edges, self.heads, self.dropout_p, seed)
 
-    def expected(self, keep: Tensor | None = None) -> dict[str, Tensor]:
-        """What :meth:`run` gives in float64, by the reference; `weights` too."""
+    def expected(self, keep: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        """What :meth:`run` gives in float64, by the reference with these options; `weights` too."""
         function = getattr(reference, f"{self.score}_attention")
         weights = []
 
         def call(**inputs: Tensor) -> Tensor:
-            out, alpha = function(self.edge_index, self.case.num_dst, **inputs, keep=keep)
+            out, alpha = function(self.edge_index, self.case.num_dst, **inputs, keep=keep, **options)
             weights.append(alpha.detach())
             return out
 

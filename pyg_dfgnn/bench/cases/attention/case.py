@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -20,8 +19,10 @@ from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference import problems
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.reference.problems import EDGE_INPUTS, OWN_TARGETS, draw_grad_out, draw_inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
 LAYERS = {"dot": "GT", "cosine": "AGNN", "add": "GAT", "gatv2": "GATv2"}
@@ -33,36 +34,6 @@ INDEX_BYTES = 4
 CHECKED_HEADS = (1, 3, 8)
 CHECKED_CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
 CHECKED_DROPOUTS = (0.0, 0.5)
-
-ROLES = {
-    "dot": {"query": "dst", "key": "src", "value": "src"},
-    "cosine": {"x_src": "src", "beta": "param"},
-    "add": {"value": "src", "alpha_src": "src", "alpha_dst": "dst"},
-    "gatv2": {"x_src": "src", "x_dst": "dst", "att": "param"},
-}
-"""Score -> name -> role of every input without edge features."""
-BIPARTITE_ROLES = {"cosine": {"x_dst": "dst"}}
-"""Inputs that a score takes besides where sources and targets are different nodes."""
-EDGE_INPUTS = {"dot": "edge", "add": "alpha_edge", "gatv2": "edge"}
-"""Name of the edge features of each score that takes them."""
-
-
-def away_from_zero(tensor: Tensor) -> Tensor:
-    """Numbers that stay 0.25 away from zero, because the gradient of x / |x| grows like 1 / |x|."""
-    return tensor + torch.copysign(torch.tensor(0.25, device=tensor.device), tensor)
-
-
-def multiples(tensor: Tensor) -> Tensor:
-    """Multiples of 2^-16, so that the sign of their sum, which a leaky ReLU asks for, is exact in every precision."""
-    return tensor.mul(2.0**16).round_().mul_(2.0**-16)
-
-
-ADJUSTED = {"cosine": away_from_zero, "add": multiples, "gatv2": multiples}
-GRADIENT_PARTS: dict[str, Callable[[Inputs], Tensor | float]] = {
-    "cosine": lambda inputs: inputs.get("x_dst", inputs["x_src"]),
-    "gatv2": lambda inputs: 1.0,
-}
-"""Score with a parameter -> what its output's gradient has besides noise."""
 
 KERNEL_PASSES = {
     "norm": "forward",
@@ -116,7 +87,7 @@ class AttentionCase(Case):
 
     @property
     def target_rows_of(self) -> dict[str, str]:  # type: ignore[override]
-        return {"x_dst": "x_src"} if self.score in BIPARTITE_ROLES else {}
+        return {"x_dst": "x_src"} if self.score in OWN_TARGETS else {}
 
     def __str__(self) -> str:
         edge = "-edge" if self.edge else ""
@@ -124,47 +95,18 @@ class AttentionCase(Case):
         return f"{self.score}-H{self.heads}-C{self.channels}{edge}{dropout}"
 
     def roles(self, graph: EdgeList) -> dict[str, str]:
-        roles = dict(ROLES[self.score])
-        if graph.num_src != graph.num_dst:
-            roles |= BIPARTITE_ROLES.get(self.score, {})
-        if self.edge:
-            roles[EDGE_INPUTS[self.score]] = "edge"
-        return roles
+        return problems.roles(self.score, self.edge, own_targets=graph.num_src != graph.num_dst)
 
     def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
-        if name == "beta":
-            return (1,)
-        if name == "att":
-            return (self.heads, self.channels)
-        rows = {"src": graph.num_src, "dst": graph.num_dst, "edge": graph.num_edges}[self.roles(graph)[name]]
-        return (rows, self.heads) if name.startswith("alpha") else (rows, self.heads, self.channels)
+        return problems.shape(name, self.roles(graph)[name], graph, self.heads, self.channels)
 
     def make_inputs(self, graph: EdgeList) -> Inputs:
-        """Standard normal inputs, adjusted so that errors are the kernels' and not those of an ill-conditioned formula.
-
-        The attention vector is scaled by C^-0.5 so that logits stay moderate; see also ``ADJUSTED``.
-        """
         generator = torch.Generator(device=graph.device).manual_seed(0)
-        adjust = ADJUSTED.get(self.score, Tensor.clone)
-        inputs: Inputs = {}
-        for name in self.roles(graph):
-            tensor = torch.randn(self.shape(name, graph), generator=generator, device=graph.device)
-            if name == "att":
-                inputs[name] = adjust(tensor * self.channels**-0.5)
-            else:
-                inputs[name] = torch.full_like(tensor, 1.25) if name == "beta" else adjust(tensor)
-        return inputs
+        return draw_inputs(self.score, graph, self.heads, self.channels, self.edge, generator=generator)
 
     def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
-        """A standard normal gradient of the output [N_dst, H, C], plus a part that follows the values.
-
-        The added part gives every edge's share of the gradient of a parameter the same sign on average; without it they
-        are sums that cancel to rounding noise.
-        """
         generator = torch.Generator(device=graph.device).manual_seed(1)
-        grad_out = torch.randn(graph.num_dst, self.heads, self.channels, generator=generator, device=graph.device)
-        added = GRADIENT_PARTS.get(self.score)
-        return grad_out if added is None else grad_out + added(inputs)
+        return draw_grad_out(self.score, graph, self.heads, self.channels, inputs, generator)
 
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
         attention = getattr(ops, f"{self.score}_attention")
