@@ -365,7 +365,8 @@ class _Runner:
 
     def _compile(self, name: str, cases: Sequence[Case], graphs: list[EdgeList]) -> None:
         cases = list(dict.fromkeys(cases))
-        collected = (collect_specs(cases, graphs, self.options.dtypes, each) for each in self.options.schedules)
+        schedules, dtypes = self.options.schedules, self.options.dtypes
+        collected = (collect_specs(cases, graphs, dtypes, schedule) for schedule in schedules)
         specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
         self._print(f"{name}: {len(specs)} kernels to compile")
         precompile(specs, self.options.workers)

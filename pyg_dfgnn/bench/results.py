@@ -106,8 +106,8 @@ class Table:
         self.path, self.fields = path, list(fields)
         if path.exists():
             with path.open(newline="") as file:
-                found = next(csv.reader(file), [])
-            if found and found != self.fields:
+                header = next(csv.reader(file), [])
+            if header and header != self.fields:
                 raise ValueError(f"{path} has other columns than this version writes; move it away or start over")
 
     @staticmethod

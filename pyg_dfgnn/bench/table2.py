@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -149,67 +148,48 @@ class Options:
         )
 
 
-class Worker:
-    """Measures cells one after the other; what the cells of a data set share is made once.
+def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
+    """One row per cell of a data set, and a sign of life before what takes long.
 
-    Args:
-        options: What to measure.
-        folder: Where references are kept for a process that takes over.
+    The first cell that is measured becomes the reference that the others are compared with.
     """
-
-    def __init__(self, options: Options, folder: Path) -> None:
-        self.options, self.folder = options, folder
-        self.environment = options.provenance()
-        self._sources: dict[tuple[str, bool], Source] = {}
-        torch.set_float32_matmul_precision("highest")
-
-    def messages(self, cells: Sequence[Cell]) -> Iterator[Message]:
-        """One row per cell, and a sign of life before what takes long."""
-        for cell in cells:
-            yield None
-            base = {
-                "dataset": cell.dataset,
-                "backend": cell.backend.name,
-                "bound": self.options.pace.bound,
-                "time": now(),
-                **self.environment,
-            }
-            try:
-                source = self._source(cell)
-            except (FileNotFoundError, ImportError) as error:
-                yield {**base, "status": f"not run: {error}"}
-                continue
-            yield None
-            yield self._measure(cell, source, {**base, **source_columns(source)})
-
-    def _source(self, cell: Cell) -> Source:
-        key = cell.dataset, cell.backend.sort_edges
-        if key not in self._sources:
-            made = (source.task for (dataset, _), source in self._sources.items() if dataset == cell.dataset)
-            task = next(made, None) or instantiate(cell.task, _partial_=True)()
-            on_gpu = self.options.device.type == "cuda"
-            self._sources[key] = Source.of(task, self.options.batch_size, cell.backend.sort_edges, pinned=on_gpu)
-        return self._sources[key]
-
-    def _measure(self, cell: Cell, source: Source, base: Row) -> Row:
-        options, path = self.options, self.folder / f"{cell.dataset}.pt"
-        reference = Reference(**torch.load(path, weights_only=True)) if path.exists() else None
+    torch.set_float32_matmul_precision("highest")
+    sources: dict[bool, Source] = {}
+    reference: Reference | None = None
+    for cell in cells:
+        yield None
+        sort_edges = cell.backend.sort_edges
         try:
-            measured = measure(
-                cell.backend, options.model, options.optimizer, source, options.pace, options.device, reference
-            )
-            if reference is None:
-                torch.save(vars(measured.reference), path)
-            return {**base, "status": "ok", **measured_columns(measured, reference)}
+            if sort_edges not in sources:
+                task = next(iter(sources.values())).task if sources else instantiate(cell.task, _partial_=True)()
+                on_gpu = options.device.type == "cuda"
+                sources[sort_edges] = Source.of(task, options.batch_size, sort_edges, pinned=on_gpu)
+        except (FileNotFoundError, ImportError) as error:
+            yield {**cell_columns(options, cell), "status": f"not run: {error}"}
+            continue
+        yield None
+        source = sources[sort_edges]
+        base = {**cell_columns(options, cell), **source_columns(source)}
+        arguments = (options.model, options.optimizer, source, options.pace, options.device)
+        try:
+            measured = measure(cell.backend, *arguments, reference)
+            yield {**base, "status": "ok", **measured_columns(measured, reference)}
+            reference = reference or measured.reference
         except Disagreement as error:
-            return {**base, "status": f"WRONG: {error}", **error.columns}
+            yield {**base, "status": f"WRONG: {error}", **error.columns}
         except torch.OutOfMemoryError:
-            return {**base, "status": "not run: out of memory"}
+            yield {**base, "status": "not run: out of memory"}
         except UnsupportedError as error:
-            return {**base, "status": "not run: " + "; ".join(error.reasons)}
+            yield {**base, "status": "not run: " + "; ".join(error.reasons)}
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
-            return {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+            yield {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+
+
+def cell_columns(options: Options, cell: Cell) -> Row:
+    """The columns that name a cell, and what it was measured with."""
+    names = {"dataset": cell.dataset, "backend": cell.backend.name, "bound": options.pace.bound, "time": now()}
+    return {**names, **options.provenance()}
 
 
 def source_columns(source: Source) -> Row:
@@ -238,7 +218,7 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
         "wall_ms": f"{measured.wall_ms:.5g}",
         "first_step_s": f"{measured.first_step_s:.3f}",
         "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
-        "reference": "" if reference is None else reference.backend["name"],
+        "reference": "" if reference is None else reference.backend.name,
     }
 
 
@@ -292,16 +272,23 @@ def _fill(options: Options, table: Table) -> bool:
     """Whether all cells have been measured."""
     todo = missing(options.cells(), table.rows(), options.provenance())
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        while todo:
-            for row in _rows(options, tuple(todo), Path(folder)):
+    for dataset in dict.fromkeys(cell.dataset for cell in todo):
+        cells = [cell for cell in todo if cell.dataset == dataset]
+        first = cells[0]
+        while cells:
+            has_reference = False
+            for row in _rows(options, tuple(cells)):
                 table.append([row])
-                cell = todo.pop(0)
+                cell = cells.pop(0)
+                has_reference |= cell is first and row["status"] == "ok"
                 took_s = time.perf_counter() - started
                 print(f"[{took_s:5.0f} s] {cell.dataset} {cell.backend.name}: {_summary(row)}", flush=True)
-                if todo and took_s > options.total_limit_s:
+                if took_s > options.total_limit_s:
                     print(f"stopped after {options.total_limit_s:g} s; run again to resume")
-                    return False
+                    return cell is todo[-1]
+            if cells and has_reference:
+                # A fresh process goes on, which lacks the reference.
+                cells.insert(0, first)
     return True
 
 
@@ -309,28 +296,21 @@ def _summary(row: Row) -> str:
     return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
 
 
-def _rows(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[Row]:
-    """Rows of the cells in their order; ends early where a fresh process has to go on."""
+def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[Row]:
+    """Rows of the cells of a data set in their order; ends early where a fresh process has to go on."""
     if options.limit_s is None:
-        yield from (row for row in work(options, cells, folder) if row is not None)
+        yield from (row for row in work(options, cells) if row is not None)
         return
     done = 0
     try:
-        for row in results(work, (options, cells, folder), options.limit_s):
+        for row in results(work, (options, cells), options.limit_s):
             done += 1
             yield row
             # What failed may have left the device unusable.
             if row["status"].startswith("failed"):
                 return
     except EndedError as ended:
-        cell = cells[done]
-        base = {**options.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "time": now()}
-        yield {**base, "status": str(ended)}
-
-
-def work(options: Options, cells: Sequence[Cell], folder: Path) -> Iterator[Message]:
-    """One row per cell, from a worker of its own."""
-    yield from Worker(options, folder).messages(cells)
+        yield {**cell_columns(options, cells[done]), "status": str(ended)}
 
 
 @hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="table2")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -181,7 +181,7 @@ class Pace:
 class Reference:
     """What other backends are compared with: how it was made, where it started, its losses, and its first gradient."""
 
-    backend: dict[str, Any]
+    backend: Backend
     state: dict[str, Tensor]
     losses: list[float]
     gradient: Tensor
@@ -197,7 +197,7 @@ class Reference:
 
 def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference of losses from the expected ones; NaN if there is a NaN."""
-    actual, wanted = (torch.tensor(each, dtype=torch.float64) for each in (losses, expected))
+    actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (losses, expected))
     return float(((actual - wanted) / wanted).abs().max())
 
 
@@ -207,7 +207,7 @@ def agree(differences: Mapping[str, float], bound: float) -> bool:
     Nothing agrees with a NaN.
     """
     losses = (differences.get(name, float("nan")) for name in ("loss_difference", FROM_FLOAT64[0]))
-    return differences["gradient_difference"] <= bound and any(each <= bound for each in losses)
+    return differences["gradient_difference"] <= bound and any(loss <= bound for loss in losses)
 
 
 @dataclass(frozen=True)
@@ -310,15 +310,15 @@ def measure(
             # What does not fit into memory twice as wide has to be within the bound.
             with suppress(torch.OutOfMemoryError):
                 exact = exact_losses(reference, model_config, optimizer_config, source, pace, device)
-                both = (relative_difference(each, exact) for each in (losses, reference.losses))
+                both = (relative_difference(values, exact) for values in (losses, reference.losses))
                 differences |= dict(zip(FROM_FLOAT64, both))
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
-            raise Disagreement(reference.backend["name"], columns, losses)
+            raise Disagreement(reference.backend.name, columns, losses)
 
         reference_sum = None
         if reference is not None and task.full_graph and pace.rounds:
-            other = Backend(**reference.backend)
+            other = reference.backend
             with pyg_dfgnn.settings(**other.settings):
                 _, others = _start(other, model_config, optimizer_config, source, pace, device, reference.state)
                 for index in range(pace.warm_up):
@@ -339,8 +339,8 @@ def measure(
             turns(index)
         timer.synchronize()
         wall_ms = 1e3 * (time.perf_counter() - started) / count
-    made = Reference(asdict(backend), state, losses, gradient)
-    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, made)
+    as_reference = Reference(backend, state, losses, gradient)
+    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
 
 
 def _start(
@@ -376,7 +376,7 @@ def exact_losses(
         pace: How many steps.
         device: Where.
     """
-    backend = Backend(**{**reference.backend, "compile": False, "cuda_graph": False})
+    backend = replace(reference.backend, compile=False, cuda_graph=False)
     wide = replace(source, batches=[copy(batch).apply(_widened) for batch in source.batches])
     with pyg_dfgnn.settings(**backend.settings):
         _, turns = _start(backend, model_config, optimizer_config, wide, pace, device, reference.state, torch.float64)

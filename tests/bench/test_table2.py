@@ -96,7 +96,7 @@ def test_what_disagrees_has_no_time(table, monkeypatch):
 
 
 def test_a_nan_disagrees():
-    reference = Reference({"name": "pyg"}, {}, [1.0, 2.0], torch.ones(3))
+    reference = Reference(None, {}, [1.0, 2.0], torch.ones(3))
     found = reference.differences([1.0, float("nan")], torch.ones(3))
     assert not found["loss_difference"] <= 1e9 and found["gradient_difference"] == 0
     assert not agree(found, 1e9)
