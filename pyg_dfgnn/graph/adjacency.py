@@ -67,6 +67,12 @@ def pull(*values: Tensor) -> list[int]:
     return torch.stack([value.reshape(()).to(torch.int64) for value in values]).tolist()
 
 
+def finished(tensor: Tensor) -> Tensor:
+    """Return a tensor once the device has written it: one sync, after which any stream may read it."""
+    pull(tensor[-1:].sum())
+    return tensor
+
+
 def push(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor of the host to a device, without waiting for it."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -100,23 +106,20 @@ def sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return rows.to(torch.int16 if num_rows < 2**15 else torch.int32).sort(stable=True)
 
 
-def group(rows: Tensor, cols: Tensor, num_rows: int, order: Tensor | None, is_sorted: bool) -> tuple[Arrays, Tensor]:
+def group(rows: Tensor, cols: Tensor, num_rows: int, is_sorted: bool) -> tuple[Arrays, Tensor]:
     """Group edges by row, keeping the input order inside a row.
 
     Args:
         rows: Row of each edge, int [E].
         cols: Column of each edge, int [E].
         num_rows: Number of rows.
-        order: A permutation [E] known to sort `rows`, if there is one.
         is_sorted: Whether `rows` are known to be ascending.
 
     Returns:
-        The arrays, and a bool tensor [] that tells whether what was known is true.
+        The arrays, and a bool tensor [] that tells whether the rows were sorted as claimed.
     """
-    perm = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
-    if is_sorted or order is not None:
-        if order is not None:
-            rows, cols, perm = rows[order], cols[order], order.to(torch.int32, copy=True)
+    if is_sorted:
+        perm = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
         in_order = (rows[1:] >= rows[:-1]).all()
         return Arrays(offsets(rows.contiguous(), num_rows), cols.to(torch.int32, copy=True), perm), in_order
     rows, order = sort_rows(rows, num_rows)

@@ -88,7 +88,7 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
     source, target = edges.source, edges.target
     num_edges, num_loops = source.numel(), min(num_src, num_dst)
     check_edges(num_edges + num_loops * self_loops)
-    arrays, in_order = group(target, source, num_dst, edges.by_target, edges.target_sorted)
+    arrays, in_order = group(target, source, num_dst, edges.target_sorted)
     stays, num_kept = None, in_order
     if self_loops:
         arrays, stays, num_kept = replace_self_loops(arrays, num_loops)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, longest, offsets, pull
+from pyg_dfgnn.graph.adjacency import Adjacency, expand, finished, from_degree, longest, offsets, pull
 from pyg_dfgnn.graph.derived import Derived, tensors_of
 
 
@@ -61,22 +61,14 @@ class ColumnBlocks:
 
 def rows_of(graph: Derived, side: Adjacency) -> Tensor:
     """Return the row of each edge of an adjacency, int32 [E]."""
-
-    def build() -> Tensor:
-        row = expand(side.rowptr, side.num_edges)
-        pull(row[-1:].sum())
-        return row
-
-    return graph.derived(("rows", side.rows, side.cols), build)
+    return graph.derived(("rows", side.rows, side.cols), lambda: finished(expand(side.rowptr, side.num_edges)))
 
 
 def row_order(graph: Derived, side: Adjacency) -> Tensor:
     """Return the rows of an adjacency by descending length, int32 [num_rows]."""
 
     def build() -> Tensor:
-        order = side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32)
-        pull(order[-1:].sum())
-        return order
+        return finished(side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32))
 
     return graph.derived(("row_order", side.rows, side.cols), build)
 
@@ -155,9 +147,7 @@ def positions(graph: Derived, side: Adjacency, other: Adjacency) -> Tensor:
     def build() -> Tensor:
         place = torch.empty_like(other.perm)
         place[other.perm.long()] = torch.arange(other.num_edges, dtype=place.dtype, device=place.device)
-        position = place[side.perm.long()]
-        pull(position[-1:].sum())
-        return position
+        return finished(place[side.perm.long()])
 
     return graph.derived(("positions", side.rows, side.cols, other.rows, other.cols), build)
 
@@ -174,9 +164,8 @@ def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int,
     """
     if order is not None:
         chunks = split_heavy_rows(begin[order], end[order], num_edges, max_edges)
-        row, heavy_row = order[chunks.row], order[chunks.heavy_row]
-        pull(heavy_row[-1:].sum())
-        return Chunks(row, chunks.begin, chunks.end, heavy_row, chunks.heavy_ptr)
+        heavy_row = finished(order[chunks.heavy_row])
+        return Chunks(order[chunks.row], chunks.begin, chunks.end, heavy_row, chunks.heavy_ptr)
     degree = end - begin
     heavy = degree > max_edges
     count = torch.where(heavy, (degree - 1) // max_edges + 1, 0)

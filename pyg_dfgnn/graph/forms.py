@@ -24,13 +24,11 @@ class Edges(NamedTuple):
     Attributes:
         source: Source of each edge, int [E].
         target: Target of each edge, int [E].
-        by_target: A permutation, int64 [E], known to sort the targets.
         target_sorted: Whether the targets are known to ascend.
     """
 
     source: Tensor
     target: Tensor
-    by_target: Tensor | None = None
     target_sorted: bool = False
 
 
@@ -53,21 +51,12 @@ def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = N
     Args:
         edge_index: int64 or int32 [2, E], any strides.
         transposed: Whether row 0 holds the targets (`flow="target_to_source"`).
-        hint: The `EdgeIndex` around the tensor, whose sort order and permutation save a sort.
+        hint: The `EdgeIndex` around the tensor, whose sort order may save a sort.
     """
     check_edge_index(edge_index)
     target = 0 if transposed else 1
-    edges = Edges(edge_index[1 - target], edge_index[target])
-    if hint is None:
-        return edges
-    order = "row" if transposed else "col"
-    if hint.sort_order == order:
-        return edges._replace(target_sorted=True)
-    # Sorted by the sources: PyG may already have computed the permutation to the other order.
-    permutation = hint._T_perm
-    if hint.is_sorted and permutation is not None and permutation.numel() == edge_index.size(1):
-        return edges._replace(by_target=permutation)
-    return edges
+    is_sorted = hint is not None and hint.sort_order == ("row" if transposed else "col")
+    return Edges(edge_index[1 - target], edge_index[target], target_sorted=is_sorted)
 
 
 def is_adjacency(edges: Any) -> bool:

@@ -14,7 +14,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_dfgnn.errors import check_choice, check_tensor
 from pyg_dfgnn.graph import forms
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, longest, pull, replace_self_loops, transpose, trim
+from pyg_dfgnn.graph.adjacency import Adjacency, expand, finished, longest, pull, replace_self_loops, transpose, trim
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
 from pyg_dfgnn.graph.build import Built, add_loops, build, build_index, build_ptr, build_relation, check_sizes
 from pyg_dfgnn.graph.cache import GraphCache
@@ -362,15 +362,7 @@ class Graph(Derived):
     def kept(self) -> Tensor | None:
         """With replaced self-loops the input edges that stay, int64 [num_kept] ascending, else None."""
         stays = self._stays
-        if stays is None:
-            return None
-
-        def build() -> Tensor:
-            kept = stays.nonzero().view(-1)
-            pull(kept[-1:].sum())
-            return kept
-
-        return self.derived("kept", build)
+        return None if stays is None else self.derived("kept", lambda: finished(stays.nonzero().view(-1)))
 
     def _live_anchors(self) -> tuple[Tensor, ...]:
         """The tensors that the graph was made from, or none if one has died or was edited."""
@@ -433,45 +425,36 @@ def _resolve(anchors: tuple[Any, ...], sizes: tuple[Any, ...], hint: EdgeIndex |
     if graph is not None:
         return graph.on_this_stream()
     with torch.inference_mode(False), torch.no_grad():
-        graph = _BUILD[names](anchors, sizes, hint)
+        if names == ("index",):
+            graph = Graph(build_index(*anchors, *sizes), anchors, sizes)
+        elif names == ("ptr",):
+            graph = Graph(build_ptr(*anchors), anchors, sizes)
+        elif names == ("edge_index",):
+            graph = _of_edges(anchors[0], sizes, hint)
+        else:
+            graph = _of_typed_edges(anchors[0], anchors[1], sizes)
     keep(graph, anchors, sizes)
     return graph
 
 
-def _of_edges(anchors: tuple[Tensor], sizes: tuple[int, int, bool, bool], hint: EdgeIndex | None) -> Graph:
-    (edge_index,), (num_src, num_dst, self_loops, transposed) = anchors, sizes
+def _of_edges(edge_index: Tensor, sizes: tuple[Any, ...], hint: EdgeIndex | None) -> Graph:
+    num_src, num_dst, self_loops, transposed = sizes
     forms.check_edge_index(edge_index)
     check_sizes(num_src, num_dst)
     if self_loops:
-        base = _cache.get((id(edge_index), num_src, num_dst, False, transposed), anchors, (version_of(edge_index),))
+        version = version_of(edge_index)
+        base = _cache.get((id(edge_index), num_src, num_dst, False, transposed), (edge_index,), (version,))
         if base is not None:
             return base.on_this_stream().with_loops()
     edges = forms.read_tensor(edge_index, transposed, hint)
-    return Graph(build(edges, num_src, num_dst, self_loops=self_loops), anchors, sizes, self_loops=self_loops)
+    return Graph(build(edges, num_src, num_dst, self_loops=self_loops), (edge_index,), sizes, self_loops=self_loops)
 
 
-def _of_typed_edges(anchors: tuple[Tensor, Tensor], sizes: tuple[Any, ...], hint: None) -> Graph:
-    edge_index, edge_type = anchors
+def _of_typed_edges(edge_index: Tensor, edge_type: Tensor, sizes: tuple[Any, ...]) -> Graph:
     *edge_sizes, num_relations = sizes
     if edge_sizes[2]:
         raise ValueError("'self_loops' needs False with 'edge_type': a self-loop has no relation (got True)")
     base = Graph.resolve(edge_index, *edge_sizes)
     relation = build_relation(edge_type, base.num_edges, num_relations)
     built = Built(base.csr, source_sorted=base._source_sorted)
-    return Graph(built, anchors, sizes, base=base, relation=relation)
-
-
-def _of_index(anchors: tuple[Tensor], sizes: tuple[int], hint: None) -> Graph:
-    return Graph(build_index(*anchors, *sizes), anchors, sizes)
-
-
-def _of_ptr(anchors: tuple[Tensor], sizes: tuple[()], hint: None) -> Graph:
-    return Graph(build_ptr(*anchors), anchors, sizes)
-
-
-_BUILD: dict[tuple[str, ...], Callable[..., Graph]] = {
-    ("edge_index",): _of_edges,
-    ("edge_index", "edge_type"): _of_typed_edges,
-    ("index",): _of_index,
-    ("ptr",): _of_ptr,
-}
+    return Graph(built, (edge_index, edge_type), sizes, base=base, relation=relation)

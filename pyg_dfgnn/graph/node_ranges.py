@@ -22,17 +22,15 @@ class DiagonalBlocks:
     """Ranges of nodes that no edge leaves, as short as the order of the nodes allows or the graphs of a batch.
 
     Attributes:
-        ptr: Node offsets, int32 [num_blocks + 1].
-        num_blocks: Their number.
+        ptr: Node offsets, int32 [blocks + 1].
         longest: Nodes of the longest one.
         histogram: Number of blocks by size, (size in units of 16 nodes rounded up, count), ascending.
-        sizes: Nodes of each one on the host, int64 [num_blocks], where they are known there.
-        edges: Edges between the nodes of each one on the host, int64 [num_blocks], where they are known there.
+        sizes: Nodes of each one on the host, int64 [blocks], where they are known there.
+        edges: Edges between the nodes of each one on the host, int64 [blocks], where they are known there.
         is_simple: Whether no edge occurs twice; None where nobody has looked.
     """
 
     ptr: Tensor
-    num_blocks: int
     longest: int
     histogram: tuple[tuple[int, int], ...]
     sizes: Tensor | None = None
@@ -41,19 +39,18 @@ class DiagonalBlocks:
 
     @cached_property
     def on_host(self) -> tuple[Tensor, Tensor] | None:
-        """Node offsets and edge offsets on the host, int32 [num_blocks + 1] each; None where it knows none."""
+        """Node offsets and edge offsets on the host, int32 [blocks + 1] each; None where it knows none."""
         if self.sizes is None or self.edges is None:
             return None
         return from_degree(self.sizes), from_degree(self.edges)
 
     @staticmethod
     def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> DiagonalBlocks:
-        """DiagonalBlocks of known sizes (see the attributes): nothing is asked of the device."""
+        """Return blocks of known sizes (see the attributes): nothing is asked of the device."""
         units = torch.bincount(ceil_div(sizes, TILE_ROWS)).tolist()
         histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
-        return DiagonalBlocks(
-            ptr, sizes.numel(), int(sizes.max()) if len(sizes) else 0, histogram, sizes, edges, is_simple
-        )
+        most = int(sizes.max()) if len(sizes) else 0
+        return DiagonalBlocks(ptr, most, histogram, sizes, edges, is_simple)
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def find_blocks(graph: Graph) -> DiagonalBlocks | None:
     counts = torch.bincount(ceil_div(size, TILE_ROWS))
     (longest,) = pull(size.max())
     histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
-    return DiagonalBlocks(ptr, size.numel(), longest, histogram)
+    return DiagonalBlocks(ptr, longest, histogram)
 
 
 def node_ranges(graph: Graph, most: int) -> NodeRanges | None:

@@ -97,7 +97,7 @@ def test_segments_against_every_boundary(graph):
     ptr = brute_segments(graph)
     sizes = [last - first for first, last in zip(ptr, ptr[1:], strict=False)]
     assert segments.ptr.dtype == torch.int32 and segments.ptr.tolist() == ptr
-    assert (segments.num_blocks, segments.longest) == (len(sizes), max(sizes))
+    assert segments.longest == max(sizes)
     units = [-(-size // TILE_ROWS) for size in sizes]
     assert segments.histogram == tuple((unit, units.count(unit)) for unit in sorted(set(units)))
     assert area_of(segments) == sum((TILE_ROWS * unit) ** 2 for unit in units)
@@ -144,7 +144,7 @@ def test_segments_can_be_coarser_than_needed():
     """The columns of a window are whatever range it is given, as long as no edge leaves it."""
     graph = graph_of(batch([20, 1, 70, 130, 33], 0.3, "batch"))
     ptr = torch.tensor([0, 91, 254], dtype=torch.int32)
-    tiles = make_blocks(graph.csc, 64, DiagonalBlocks(ptr, 2, 163, ((6, 1), (11, 1))))
+    tiles = make_blocks(graph.csc, 64, DiagonalBlocks(ptr, 163, ((6, 1), (11, 1))))
     assert torch.equal(decode(tiles, 254, 254, 64), dense_of(graph, graph.csc))
 
 

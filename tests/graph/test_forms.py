@@ -102,15 +102,6 @@ def test_sorted_edge_index_needs_no_sort(flow, order, sorts):
     check_graph(graph, edge_index if flow == "source_to_target" else edge_index.flip(0), 20, 20)
 
 
-def test_edge_index_permutation_is_reused(sorts):
-    edge_index = random(20, 20, 90).edge_index
-    edge_index = edge_index[:, edge_index[0].argsort(stable=True)]
-    given = EdgeIndex(edge_index, sparse_size=(20, 20), sort_order="row").fill_cache_()
-    graph = Graph.of(given, 20)
-    check_graph(graph, edge_index, 20, 20)
-    assert sorts == []
-
-
 def test_false_order_is_refused():
     given = EdgeIndex(torch.tensor([[0, 1], [1, 0]]), sparse_size=(2, 2), sort_order="col")
     with pytest.raises(ValueError, match="needs the order it claims"):
