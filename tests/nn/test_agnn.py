@@ -20,8 +20,8 @@ GRAPHS = [random(30, 30, 140), hub(700)]
 
 def build(**options):
     conv, oracle = ours.AGNNConv(**options), pyg.AGNNConv(**options)
-    for each in (conv, oracle):
-        each.beta.data.fill_(1.5)
+    for module in (conv, oracle):
+        module.beta.data.fill_(1.5)
     return conv, oracle.double()
 
 
@@ -37,12 +37,12 @@ def trained(conv, x, edge_index, call=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("given", [False, True], ids=["found", "given"])
+@pytest.mark.parametrize("norms_before", [False, True], ids=["in_forward", "before"])
 @pytest.mark.parametrize("schedule", ["row_split", "auto"])
 @pytest.mark.parametrize("graph", GRAPHS, ids=str)
-def test_outputs_and_gradients(graph, schedule, given, dtype, monkeypatch):
+def test_outputs_and_gradients(graph, schedule, norms_before, dtype, monkeypatch):
     """In the second call as in the first, whether forward finds the norms or a kernel gives them before."""
-    if given:
+    if norms_before:
         monkeypatch.setattr(row_split, "_NORM_NUMBERS", 0)
     conv, oracle = build()
     conv = conv.to(dtype)
@@ -59,23 +59,23 @@ def test_outputs_and_gradients(graph, schedule, given, dtype, monkeypatch):
     assert [name for name in first if not torch.equal(first[name], again[name])] == []
     assert torch.equal(alone, first["out"]) and alone.is_contiguous()
     assert node.name() == "FusedBackward"
-    assert {each.name() for each, _ in node.next_functions if each} <= {"torch::autograd::AccumulateGrad"} | (
-        {"ToCopyBackward0"} if dtype is torch.bfloat16 else set()
-    )
+    assert {function.name() for function, _ in node.next_functions if function} <= {
+        "torch::autograd::AccumulateGrad"
+    } | ({"ToCopyBackward0"} if dtype is torch.bfloat16 else set())
     if schedule == "row_split":
-        assert launched.count("attention_inverse_norm") == (2 if given else 0)
+        assert launched.count("attention_inverse_norm") == (2 if norms_before else 0)
 
 
 def test_features_that_lie_apart_or_askew():
     conv, _ = build()
     graph = GRAPHS[0]
     wide = torch.randn(graph.num_src, 2 * FEATURES + 1)
-    given = [wide[:, 1 : FEATURES + 1], wide[:, : 2 * FEATURES : 2], wide.t().contiguous().t()[:, :FEATURES]]
+    features = [wide[:, 1 : FEATURES + 1], wide[:, : 2 * FEATURES : 2], wide.t().contiguous().t()[:, :FEATURES]]
     with pyg_dfgnn.settings(schedule="row_split"), emulated_device():
-        for x in given:
+        for x in features:
             expected, _ = trained(conv, x.contiguous(), graph.edge_index)
-            found, _ = trained(conv, x, graph.edge_index)
-            assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+            actual, _ = trained(conv, x, graph.edge_index)
+            assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
             with torch.no_grad():
                 assert torch.equal(conv(x, graph.edge_index), expected["out"])
 
@@ -130,7 +130,7 @@ def test_checkpoint_of_a_first_call(graph, schedule, dtype):
     x, edge_index = torch.randn(graph.num_src, FEATURES).to(dtype), graph.edge_index.clone()
     with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched:
         call = partial(checkpoint, conv, use_reentrant=False)
-        found, _ = trained(conv, x, edge_index, call)
+        actual, _ = trained(conv, x, edge_index, call)
     assert launched
     expected, _ = trained(oracle, x.double(), edge_index)
-    assert_all_close({name: (value, expected[name]) for name, value in found.items()})
+    assert_all_close({name: (value, expected[name]) for name, value in actual.items()})

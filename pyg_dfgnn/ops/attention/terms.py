@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.family import row_reasons
 from pyg_dfgnn.dispatch.core import fused_device_types
-from pyg_dfgnn.dispatch.gpu import gpu_of
+from pyg_dfgnn.dispatch.gpu import gpu_of, known
 from pyg_dfgnn.ops.attention.row_split import node_kernel
 from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import addresses, launch
@@ -20,7 +20,7 @@ _BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    r"""Per head the products :math:`\langle a, x_i \rangle` of rows with one or two vectors.
+    r"""Return per head the products :math:`\langle a, x_i \rangle` of rows with one or two vectors.
 
     Args:
         x: Shape [N, H, C].
@@ -35,8 +35,8 @@ def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> t
     """
     vectors = (first,) if second is None else (first, second)
     if is_eager() and _has_kernel(x, vectors):
-        found = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
-        return _pair(found)
+        terms = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
+        return _pair(terms)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])
 
 
@@ -54,7 +54,7 @@ def _is_supported(heads: int, channels: int, dtype: torch.dtype, device: torch.d
 
 
 def run_terms(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """The products with each vector, by kernel."""
+    """Return the products with each vector, by kernel."""
     rows, heads, channels = x.shape
     first = x.new_empty((rows, heads), dtype=torch.float32)
     terms = (first,) if len(vectors) == 1 else (first, torch.empty_like(first))
@@ -79,7 +79,8 @@ class _Terms(torch.autograd.Function):
         x, *vectors = ctx.saved_tensors
         rows, heads, channels = x.shape
         run = node_kernel(_PATH, "attention_terms_backward", heads, channels, x.dtype)
-        blocks = min(-(-rows // run.rows_per_block), _BLOCKS_PER_MULTIPROCESSOR * gpu_of(x.device).multiprocessors)
+        gpu = known.get(x.device) or gpu_of(x.device)
+        blocks = min(-(-rows // run.rows_per_block), _BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors)
         x = aligned(x)
         grad_x = torch.empty_like(x)
         sums = x.new_empty((len(vectors), blocks, heads, channels), dtype=torch.float32)
@@ -93,6 +94,6 @@ class _Terms(torch.autograd.Function):
 _apply_terms = apply_of(_Terms)
 
 
-def _pair(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """One or two tensors as two."""
-    return found[0], found[1] if len(found) > 1 else None
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return one or two tensors as two."""
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
