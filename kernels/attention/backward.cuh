@@ -2,10 +2,10 @@
 //
 //   dP_ij = <dO_i, v_ij>,  dS_ij = P_ij (D_ij dP_ij - delta_i),  dv_ij = P_ij D_ij dO_i
 //
-// There are no atomics and no per-edge buffer: weights are recomputed from the softmax of the row. The pass over
-// targets leaves (max, inverse, delta, 0) per target and head [num_targets, HEADS, 4] for the pass over sources, which
-// gathers it with one load.
-#include "attention/records.cuh"
+// There are no atomics and no per-edge buffer: weights are recomputed from the statistics of the row. The pass over
+// targets leaves (max, inverse, delta, max - log2(inverse)) per target and head [num_targets, HEADS, 4] for the pass
+// over sources, which gathers it with one load.
+#include "attention/row_stats.cuh"
 
 #define COUNT (UNROLL * LANE_HEADS)
 
@@ -15,9 +15,7 @@ struct Products {
 };
 
 __device__ __forceinline__ void reduce_products(Products& p) {
-#if SCORE == SCORE_ADD
-    head_sum<COUNT, HEAD_LANES / 2>(&p.value[0][0]);
-#else
+#if HAS_TARGET_VECTOR
     float all[2 * COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -30,14 +28,9 @@ __device__ __forceinline__ void reduce_products(Products& p) {
         p.score[i / LANE_HEADS][i % LANE_HEADS] = all[i];
         p.value[i / LANE_HEADS][i % LANE_HEADS] = all[COUNT + i];
     }
+#else
+    head_sum<COUNT, HEAD_LANES / 2>(&p.value[0][0]);
 #endif
-}
-
-__device__ __forceinline__ float part_dot(const Part& a, const Part& b, int h) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < LANE_ELEMS; ++c) sum = fmaf(a.x[h][c], b.x[h][c], sum);
-    return sum;
 }
 
 // Removes the radial part: x^ (x) -> g - x^ <x^, g>. Below the clamp of the norm the projection drops out.

@@ -6,7 +6,7 @@
 // the window owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are
 // used. A thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
-// Constants: SCORE, STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
+// Constants beside those of the score: STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
 // them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), FOLD (see
 // multiply_rows), MIN_BLOCKS.
 #define THREADS (32 * WARPS)
@@ -357,11 +357,11 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(FULL_MASK, value, 2);
 }
 
-// What a row's four lanes have summed; <x^, g> of the cosine score takes the row's own inverse norm too.
+// What a row's four lanes have summed; the part of a gradient along a normalised row takes the row's own norm too.
 __device__ __forceinline__ void sum_scalars(float (&sum)[2], const float (&own)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        sum[half] = quad_sum(sum[half]) * (SCORE == SCORE_COSINE ? own[half] : 1.0f);
+        sum[half] = quad_sum(sum[half]) * (HAS_NORMS ? own[half] : 1.0f);
     }
 }
 
@@ -408,17 +408,6 @@ __device__ __forceinline__ float load_scalar(const float* base, int row, int h) 
     return HAS_NODE_SCALARS ? __ldg(base + head_index(row, h)) : 0.0f;
 }
 
-// Between the reduced product and the base-2 logit: what the owner of the row contributes.
-__device__ __forceinline__ float logit_factor(const ScoreInputs& in, float own) {
-#if SCORE == SCORE_DOT
-    return in.scale * LOG2E;
-#elif SCORE == SCORE_COSINE
-    return in.parameter[0] * LOG2E * own;
-#else
-    return LOG2E;
-#endif
-}
-
 // Two channels of a row that a lane holds, from memory.
 __device__ __forceinline__ float2 load_pair(const storage_t* address) {
 #if STORAGE == 0
@@ -429,7 +418,7 @@ __device__ __forceinline__ float2 load_pair(const storage_t* address) {
 #endif
 }
 
-// Removes the radial part of the cosine's gradient g, given the own rows x: (g - x^ <x^, g>) / norm, where `along` is
+// Removes the radial part of a gradient g through the norms, given the own rows x: (g - x^ <x^, g>) / norm, where `along` is
 // <x^, g>. Below the clamp of the norm the projection drops out.
 __device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const storage_t* x, const OwnRows& own, int h,
                                         const float (&inverse_norm)[2], const float (&along)[2]) {
@@ -446,10 +435,35 @@ __device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const stor
     }
 }
 
-__device__ __forceinline__ void scale_tiles(float (&d)[CHANNEL_TILES][4], float factor) {
+// From sums over the products of a row to its gradients: `finish` is a function of the score.
+template <class Finish>
+__device__ __forceinline__ void finish_tiles(float (&d)[CHANNEL_TILES][4], const Finish& finish) {
 #pragma unroll
     for (int c = 0; c < CHANNEL_TILES; ++c) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) d[c][i] *= factor;
+        for (int i = 0; i < 4; ++i) d[c][i] = finish(d[c][i]);
+    }
+}
+
+__device__ __forceinline__ void add_tiles(float (&d)[CHANNEL_TILES][4], const float (&other)[CHANNEL_TILES][4]) {
+#pragma unroll
+    for (int c = 0; c < CHANNEL_TILES; ++c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[c][i] += other[c][i];
+    }
+}
+
+__device__ __forceinline__ void add_rows(float (&d)[CHANNEL_TILES][4], const storage_t* base, const OwnRows& own,
+                                         int h) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const storage_t* row = base + head_index(own.row[half], h) * CHANNELS + 2 * lane_pos();
+#pragma unroll
+        for (int c = 0; c < CHANNEL_TILES; ++c) {
+            if (!has_channels(c)) continue;
+            const float2 pair = load_pair(row + 8 * c);
+            d[c][2 * half] += pair.x;
+            d[c][2 * half + 1] += pair.y;
+        }
     }
 }

@@ -1,10 +1,11 @@
-// Attention backward over windows of targets, tile schedule: records and target gradients, as in backward_targets.cu.
+// Attention backward over windows of targets, dense blocks: row statistics and target gradients, as in
+// backward_targets.cu.
 // Row dot products of the step are recomputed on tensor cores, and the gradient is the product of dS with the step's
 // rows.
 #include "include/number.cuh"
 #include "include/operands.cuh"
-#include "attention/logit.cuh"
-#include "attention/record.cuh"
+#include "attention/inputs.cuh"
+#include "attention/bwd_row_stats.cuh"
 #include "attention/block_mma.cuh"
 
 #define KEY_ROWS (HAS_KEY ? STEP : 0)
@@ -17,22 +18,22 @@
 // What a lane holds of one head.
 struct Head {
     float own_scalar[2], factor[2], max[2], inverse[2], delta[2];
-    // The gradient of l (add), or <x^, g> (cosine): summed here as the products' operands may be rounded to 16 bits.
+    // The gradient of the row's scalar, or with norms that along the row: summed here as the products' operands may be rounded to 16 bits.
     float scalar_sum[2];
-#if SCORE != SCORE_ADD
+#if HAS_TARGET_VECTOR
     float acc[CHANNEL_TILES][4];
 #endif
 };
 
 __device__ __forceinline__ void load_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h,
-                                          const float* out, const float* softmax, const storage_t* grad_out,
-                                          float* records) {
+                                          const float* out, const float* row_stats, const storage_t* grad_out,
+                                          float* bwd_row_stats) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const i64 index = head_index(own.row[half], h), first = index * CHANNELS + 2 * lane_pos();
         head.own_scalar[half] = load_scalar(in.target_scalars, own.row[half], h);
-        head.factor[half] = logit_factor(in, head.own_scalar[half]);
-        const float2 pair = __ldg(reinterpret_cast<const float2*>(softmax) + index);
+        head.factor[half] = Score::factor(in, head.own_scalar[half]);
+        const float2 pair = __ldg(reinterpret_cast<const float2*>(row_stats) + index);
         head.max[half] = pair.x;
         head.inverse[half] = pair.y;
         head.scalar_sum[half] = 0.0f;
@@ -46,11 +47,11 @@ __device__ __forceinline__ void load_head(Head& head, const ScoreInputs& in, con
         }
         head.delta[half] = quad_sum(dot);
         if (lane_pos() == 0 && own.exists[half]) {
-            float4* const record = reinterpret_cast<float4*>(records) + index;
-            *record = make_record(head.max[half], head.inverse[half], head.delta[half]);
+            float4* const stats = reinterpret_cast<float4*>(bwd_row_stats) + index;
+            *stats = make_bwd_row_stats(head.max[half], head.inverse[half], head.delta[half]);
         }
     }
-#if SCORE != SCORE_ADD
+#if HAS_TARGET_VECTOR
     clear(head.acc);
 #endif
 }
@@ -72,31 +73,33 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
         for (int i = 0; i < 4; ++i) {
             const int half = i / 2;
             const float other = other_scalars[2 * n + i % 2];
-            const float s = score_logit(logit[n][i], head.own_scalar[half], other, 0.0f, head.factor[half], in.slope);
-            float p = mask.power(difference(s, head.max[half]), n, i);
+            const Terms terms = {logit[n][i], head.own_scalar[half], other, 0.0f, head.factor[half]};
+            float p = mask.power(difference(Score::logit(terms, in), head.max[half]), n, i);
             if (!INVERSE_LAST) p *= head.inverse[half];
             ds[n][i] = p * (ds[n][i] - head.delta[half]);
-#if SCORE == SCORE_ADD
-            const float z = pre_activation(head.own_scalar[half], other, 0.0f);
-            head.scalar_sum[half] = fmaf(ds[n][i], centered_slope(z, in.slope), head.scalar_sum[half]);
-#elif SCORE == SCORE_COSINE
-            ds[n][i] *= other;
+#if SUMS_SCALAR
+            head.scalar_sum[half] = Score::target_scalar_grad(head.scalar_sum[half], ds[n][i], terms, in);
+#endif
+#if HAS_TARGET_VECTOR
+            ds[n][i] = Score::product_grad(ds[n][i], terms, in);
+#endif
+#if HAS_NORMS
             head.scalar_sum[half] = fmaf(ds[n][i], logit[n][i], head.scalar_sum[half]);
 #endif
         }
     }
-#if SCORE != SCORE_ADD
+#if HAS_TARGET_VECTOR
     multiply_rows(head.acc, ds, keys);
 #endif
 }
 
 __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, const OwnRows& own, int h,
-                                           void* grad_target, float* grad_beta) {
+                                           void* grad_target, float* grad_parameter) {
 #if INVERSE_LAST
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         head.scalar_sum[half] *= head.inverse[half];
-#if SCORE != SCORE_ADD
+#if HAS_TARGET_VECTOR
 #pragma unroll
         for (int c = 0; c < CHANNEL_TILES; ++c) {
             head.acc[c][2 * half] *= head.inverse[half];
@@ -105,22 +108,22 @@ __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, co
 #endif
     }
 #endif
-    if (SCORE != SCORE_DOT) sum_scalars(head.scalar_sum, head.own_scalar);
-#if SCORE == SCORE_ADD
-    store_scalars(static_cast<float*>(grad_target), own, h, head.scalar_sum);
-#else
-#if SCORE == SCORE_COSINE
+    if (HAS_NODE_SCALARS) sum_scalars(head.scalar_sum, head.own_scalar);
+    if (SUMS_SCALAR) store_scalars(static_cast<float*>(grad_target), own, h, head.scalar_sum);
+#if HAS_NORMS
     project(head.acc, in.target, own, h, head.own_scalar, head.scalar_sum);
-    store_scalars(grad_beta, own, h, head.scalar_sum);
+    if (PARAMETER == 1) store_scalars(grad_parameter, own, h, head.scalar_sum);
 #endif
-    scale_tiles(head.acc, SCORE == SCORE_COSINE ? in.parameter[0] : in.scale);
+#if HAS_TARGET_VECTOR
+    finish_tiles(head.acc, [&](float sum) { return Score::finish_target(sum, {}, in); });
     store_rows(static_cast<storage_t*>(grad_target), own, h, head.acc);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_block_mma_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float* out, const float* softmax,
-                                 const storage_t* grad_out, float* records, void* grad_target, float* grad_beta) {
+attention_block_mma_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float* out, const float* row_stats,
+                                     const storage_t* grad_out, float* bwd_row_stats, void* grad_target,
+                                     float* grad_parameter) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Tiles tiles = {windows, columns, bits};
     const ScoreInputs in = INPUTS;
@@ -145,7 +148,7 @@ attention_block_mma_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const f
     if (HAS_TARGET_VECTOR) keep_own_rows(target_words, in.target, own);
     Head heads[BLOCK_HEADS];
 #pragma unroll
-    for (int h = 0; h < BLOCK_HEADS; ++h) load_head(heads[h], in, own, h, out, softmax, grad_out, records);
+    for (int h = 0; h < BLOCK_HEADS; ++h) load_head(heads[h], in, own, h, out, row_stats, grad_out, bwd_row_stats);
 
     for_each_step(tiles, w, steps, fetch, [&](int step, const StepBits& edges) {
         const storage_t* const keys = stages + step % 2 * STAGE_ELEMENTS;
@@ -160,5 +163,5 @@ attention_block_mma_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const f
     });
 
 #pragma unroll
-    for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], in, own, h, grad_target, grad_beta);
+    for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], in, own, h, grad_target, grad_parameter);
 }

@@ -2,18 +2,17 @@
 // forward.cu, with `max` any number close to the logits of a row: P = exp2(S2 - max). Where one is known beforehand, no
 // maximum is taken, and nothing is scaled again as the row goes on:
 //
-//   cosine  the bound |beta|, if it is small enough
-//   add     with FACTORED leaky(l_i + c), c the largest r_j of the window's columns, if they lie close enough together.
-//           Then no exponential per edge is left: as leaky(z) = max(z, slope z) for a slope in [0, 1],
-//           P = max(A_i B_j, A'_i B'_j) with B_j = exp(r_j - c), B'_j = exp(slope (r_j - c))
-//   dot     and cosine with a large beta: the maximum of the first steps, once all rows have edges, unless it is large
+//   HAS_NORMS  the bound of the score, if it is small enough
+//   FACTORED   the logit with the largest scalar of the window's columns, if they lie close enough together. Then no
+//              exponential per edge is left: P = max(A_i B_j, A'_i B'_j), whose factors the score states
+//   vectors    otherwise the maximum of the first steps, once all rows have edges, unless it is large
 //
 // If the sum of a row then runs out of bounds, its thread block starts again and takes the maximum of every step.
 //
-// Constants beside those of tiles.cuh: FACTORED (add).
+// Constants beside those of block_mma.cuh: FACTORED.
 #include "include/number.cuh"
 #include "include/operands.cuh"
-#include "attention/logit.cuh"
+#include "attention/inputs.cuh"
 #include "attention/block_mma.cuh"
 
 #define KEY_ROWS (HAS_KEY ? STEP : 0)
@@ -21,7 +20,7 @@
 #define OWN_WORDS (HAS_TARGET_VECTOR ? BLOCK_HEADS * LEFT_WORDS : 0)
 
 // Whether some maximum can be fixed; that of factors always stands before the first step.
-#define CAN_FIX (SCORE != SCORE_ADD || FACTORED)
+#define CAN_FIX (HAS_TARGET_VECTOR || FACTORED)
 // 16-bit weights are summed by a product with ones.
 #define SUM_MMA (STORAGE != 0)
 
@@ -103,7 +102,7 @@ __device__ __forceinline__ void add_fixed_step(Head& head, const Cut& cut, u32* 
     for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (SCORE == SCORE_COSINE) p[n][i] *= other[2 * n + i % 2];
+            if (HAS_NORMS) p[n][i] *= other[2 * n + i % 2];
             p[n][i] = fast_exp2(fmaf(p[n][i], head.factor[i / 2], -head.max[i / 2]));
         }
     }
@@ -127,7 +126,7 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float other = other_scalars[2 * n + i % 2];
-            const float s = score_logit(p[n][i], head.own_scalar[i / 2], other, 0.0f, head.factor[i / 2], in.slope);
+            const float s = Score::logit({p[n][i], head.own_scalar[i / 2], other, 0.0f, head.factor[i / 2]}, in);
             p[n][i] = mask.logit(s, n, i);
             head.max[i / 2] = fmaxf(head.max[i / 2], p[n][i]);
         }
@@ -170,8 +169,8 @@ __device__ __forceinline__ float sum_of(const Head& head, int half) {
 #endif
 }
 
-__device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h, storage_t* out, float* softmax,
-                                           float* exact) {
+__device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h, storage_t* out, float* row_stats,
+                                           float* out_fp32) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float sum = sum_of(head, half);
@@ -183,12 +182,12 @@ __device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h
             for (int i = 2 * half; i < 2 * half + 2; ++i) head.acc[c][i] = empty ? 0.0f : head.acc[c][i] * inverse;
         }
         const i64 index = head_index(own.row[half], h);
-        if (softmax != nullptr && lane_pos() == 0 && own.exists[half]) {
+        if (row_stats != nullptr && lane_pos() == 0 && own.exists[half]) {
             const float max = empty ? 0.0f : finite(head.max[half]);
-            reinterpret_cast<float2*>(softmax)[index] = make_float2(max, inverse);
+            reinterpret_cast<float2*>(row_stats)[index] = make_float2(max, inverse);
         }
-        if (exact != nullptr && own.exists[half]) {
-            float* const row = exact + index * CHANNELS + 2 * lane_pos();
+        if (out_fp32 != nullptr && own.exists[half]) {
+            float* const row = out_fp32 + index * CHANNELS + 2 * lane_pos();
 #pragma unroll
             for (int c = 0; c < CHANNEL_TILES; ++c) {
                 if (!has_channels(c)) continue;
@@ -232,12 +231,12 @@ __device__ __forceinline__ bool find_factors(Head (&heads)[BLOCK_HEADS], float& 
         top = fmaxf(top, bounds[2 * i]);
         bottom = fminf(bottom, bounds[2 * i + 1]);
     }
-    bool bounded = (top - bottom) * LOG2E <= MAX_DEPTH && in.slope >= 0.0f && in.slope <= 1.0f;
+    bool bounded = (top - bottom) * LOG2E <= MAX_DEPTH && Score::has_factors(in);
     if (bounded) {
         for (int i = threadIdx.x; i < count; i += THREADS) {
             const float depth = (rising[i] - top) * LOG2E;
             rising[i] = fast_exp2(depth);
-            falling[i] = fast_exp2(depth * in.slope);
+            falling[i] = fast_exp2(Score::falling(depth, in));
         }
     }
 #pragma unroll
@@ -246,7 +245,7 @@ __device__ __forceinline__ bool find_factors(Head (&heads)[BLOCK_HEADS], float& 
         for (int half = 0; half < 2; ++half) {
             const float highest = load_scalar(in.target_scalars, own.row[half], h) + top;
             bounded = bounded && fabsf(highest) * LOG2E <= MAX_FIXED;
-            const float bent = (1.0f - in.slope) * LOG2E * highest;
+            const float bent = Score::bend(highest, in);
             heads[h].rise[half] = fast_exp2(fminf(bent, 0.0f));
             heads[h].fall[half] = fast_exp2(fminf(-bent, 0.0f));
         }
@@ -258,9 +257,9 @@ __device__ __forceinline__ bool find_factors(Head (&heads)[BLOCK_HEADS], float& 
 // The maximum of a row that is known before its first step.
 __device__ __forceinline__ float known_max(const ScoreInputs& in, float own_scalar, float top) {
 #if FACTORED
-    return leaky(own_scalar + top, in.slope) * LOG2E;
-#elif SCORE == SCORE_COSINE
-    return fabsf(in.parameter[0]) * LOG2E;
+    return Score::highest_logit(own_scalar, top, in);
+#elif HAS_NORMS
+    return Score::bound(in);
 #else
     return negative_infinity();
 #endif
@@ -278,7 +277,7 @@ __device__ __forceinline__ bool is_out_of_bounds(const Head& head, const OwnRows
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* softmax, float* exact) {
+attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* row_stats, float* out_fp32) {
     extern __shared__ __align__(16) unsigned char memory[];
     const Tiles tiles = {windows, columns, bits};
     const ScoreInputs in = INPUTS;
@@ -312,8 +311,10 @@ attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, 
     float* const falling = rising + count;
     const bool known = find_factors(heads, top, rising, falling, bounds, in, tiles, w, own, count);
     careful = !known;
+#elif HAS_NORMS
+    const bool known = 2.0f * Score::bound(in) <= MAX_DEPTH;
 #else
-    const bool known = SCORE == SCORE_COSINE && 2.0f * fabsf(in.parameter[0]) * LOG2E <= MAX_DEPTH;
+    const bool known = false;
 #endif
 
 #pragma unroll 1
@@ -325,7 +326,7 @@ attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, 
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 head.own_scalar[half] = load_scalar(in.target_scalars, own.row[half], h);
-                head.factor[half] = logit_factor(in, head.own_scalar[half]);
+                head.factor[half] = Score::factor(in, head.own_scalar[half]);
                 head.max[half] = fixed ? known_max(in, head.own_scalar[half], top) : negative_infinity();
                 head.sum[half] = 0.0f;
             }
@@ -377,5 +378,5 @@ attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, 
     }
 
 #pragma unroll
-    for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], own, h, out, softmax, exact);
+    for (int h = 0; h < BLOCK_HEADS; ++h) store_head(heads[h], own, h, out, row_stats, out_fp32);
 }

@@ -1,5 +1,5 @@
 // Whether norms are read; otherwise they are found from the rows that are read.
-#define READS_NORMS (!NORMS || RESIDENT)
+#define READS_NORMS (!NORMS || SMEM)
 
 // What a row reads in one step of UNROLL edges and of the nodes at their other ends. Vectors that a variant does not
 // read are left out of the text: the compiler would unroll less for them.
@@ -21,25 +21,23 @@ struct EdgeTerms {
 #endif
     }
 
-    // The logit of edge u in head h, given its reduced product and what the row contributes (see score_logit).
-    __device__ __forceinline__ float logit(int u, int h, float product, const HeadValues& own,
-                                           const HeadValues& factor, float slope) const {
-        return score_logit(product, own.x[h], scalar(u, h), edge_scalar(u, h), factor.x[h], slope);
+    // What the score knows of edge u in head h, given its reduced product and what the row contributes.
+    __device__ __forceinline__ Terms terms(int u, int h, float product, const HeadValues& own,
+                                           const HeadValues& factor) const {
+        return {product, own.x[h], scalar(u, h), edge_scalar(u, h), factor.x[h]};
     }
 
-    __device__ __forceinline__ float activation_input(int u, int h, const HeadValues& own) const {
-        return pre_activation(own.x[h], scalar(u, h), edge_scalar(u, h));
-    }
-
-    __device__ __forceinline__ void load_scalars(int u, const float* base, const void* edge, const Step& step,
+    template <class EdgeStep>
+    __device__ __forceinline__ void load_scalars(int u, const float* base, const void* edge, const EdgeStep& step,
                                                  const Lanes& l) {
-        if (HAS_NODE_SCALARS && READS_NORMS) scalars[u] = load_heads<IN_SHARED || NORMS>(base, step.node[u], l);
-        if (HAS_EDGE_SCALARS) edge_scalars[u] = load_heads(static_cast<const float*>(edge), step.edge[u], l);
+        if (HAS_NODE_SCALARS && READS_NORMS) scalars[u] = load_heads<IN_SHARED || NORMS>(base, step.edge[u].col, l);
+        if (HAS_EDGE_SCALARS) edge_scalars[u] = load_heads(static_cast<const float*>(edge), step.edge[u].perm, l);
     }
 
-    __device__ __forceinline__ void load_edge(int u, const void* edge, const Step& step, const Lanes& l) {
+    template <class EdgeStep>
+    __device__ __forceinline__ void load_edge(int u, const void* edge, const EdgeStep& step, const Lanes& l) {
 #if HAS_EDGE_VECTOR
-        edges[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), step.edge[u], l);
+        edges[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), step.edge[u].perm, l);
 #endif
     }
 };
@@ -68,37 +66,38 @@ struct Neighbours : EdgeTerms {
         return part;
     }
 
-    // The vector that is averaged: the value, plus the edge's for the dot score.
+    // The vector that is averaged: the value, with EDGE_IN_VALUE plus the edge's.
     __device__ __forceinline__ Part content(int u) const {
         Part part = widen(values[u]);
-        if (HAS_KEY) add_edge(part, u);
+        if (EDGE_IN_VALUE) add_edge(part, u);
         return part;
     }
 };
 
-__device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, const Step& step, const Lanes& l) {
+template <class EdgeStep>
+__device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, const EdgeStep& step, const Lanes& l) {
     Neighbours n;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         n.load_scalars(u, in.source_scalars, in.edge, step, l);
 #if HAS_KEY
-        n.keys[u] = load_node(in.key, step.node[u], l);
+        n.keys[u] = load_node(in.key, step.edge[u].col, l);
 #endif
-        n.values[u] = load_node(in.value, step.node[u], l);
+        n.values[u] = load_node(in.value, step.edge[u].col, l);
         n.load_edge(u, in.edge, step, l);
     }
     return n;
 }
 
-// The score's products of a step, reduced over the lanes of a head; the add score has none.
+// The score's products of a step, reduced over the lanes of a head; a score without vectors has none.
 __device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEADS], const Neighbours& neighbours,
-                                               const Part& own, const Part& weights, float slope) {
-#if SCORE != SCORE_ADD
+                                               const Part& own, const Part& parameter, const ScoreInputs& in) {
+#if HAS_TARGET_VECTOR
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const Part other = neighbours.scored(u);
 #pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, weights, slope, h);
+        for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, parameter, in, h);
     }
     head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #endif

@@ -7,10 +7,7 @@
 
 // A compressed side of the graph with the row of each edge: CSR and COO in one.
 struct Edges {
-    const int* ptr;
-    const int* row;
-    const int* index;
-    const int* edge_id;
+    const int *rowptr, *row, *col, *perm;
 };
 
 struct Span {
@@ -18,7 +15,7 @@ struct Span {
 };
 
 __device__ __forceinline__ Span edges_of_row(const Edges& edges, i64 row) {
-    return {__ldg(edges.ptr + row), __ldg(edges.ptr + row + 1)};
+    return {__ldg(edges.rowptr + row), __ldg(edges.rowptr + row + 1)};
 }
 
 // Part `part` of `parts` equal ones.
@@ -144,8 +141,12 @@ __device__ __forceinline__ void row_sum(Part& part) {
 }
 
 // The edges that a lane over features works on in one step. Positions past the end repeat the last edge.
+struct RowIndex {
+    int row, col, perm;
+};
+
 struct Step {
-    int row[UNROLL], node[UNROLL], edge[UNROLL];
+    RowIndex edge[UNROLL];
 };
 
 __device__ __forceinline__ int position_of(int first, const Lanes& l, int u) {
@@ -158,9 +159,8 @@ __device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, 
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const int position = min(position_of(first, l, u), span.end - 1);
-        step.row[u] = ROWS_TOO ? __ldg(edges.row + position) : 0;
-        step.node[u] = __ldg(edges.index + position);
-        step.edge[u] = EDGE ? __ldg(edges.edge_id + position) : 0;
+        step.edge[u] = {ROWS_TOO ? __ldg(edges.row + position) : 0, __ldg(edges.col + position),
+                        EDGE ? __ldg(edges.perm + position) : 0};
     }
     return step;
 }
@@ -168,7 +168,7 @@ __device__ __forceinline__ Step load_step(const Edges& edges, const Span& span, 
 // Rows are gathered from global memory.
 #define IN_SHARED 0
 #define NORMS 0
-#define RESIDENT 0
+#define SMEM 0
 #include "attention/gather.cuh"
 
 // What a warp that walks over edges knows of their target, read again where the row changes.
@@ -186,22 +186,22 @@ struct OwnRow {
     }
 };
 
-// The terms of the add score of an edge, for one head of the group.
-__device__ __forceinline__ float add_pre_activation(const Edges& edges, const ScoreInputs& in, int row, int position,
-                                                    int head) {
+// What a score that reads no vectors knows of an edge in one head of the group.
+__device__ __forceinline__ Terms scalar_terms(const Edges& edges, const ScoreInputs& in, int row, int position,
+                                              int head) {
     const int h = first_head() + head;
     const float own = __ldg(in.target_scalars + (i64)row * HEADS + h);
-    const float other = __ldg(in.source_scalars + (i64)__ldg(edges.index + position) * HEADS + h);
+    const float other = __ldg(in.source_scalars + (i64)__ldg(edges.col + position) * HEADS + h);
     float edge = 0.0f;
 #if HAS_EDGE_SCALARS
-    edge = __ldg(static_cast<const float*>(in.edge) + (i64)__ldg(edges.edge_id + position) * HEADS + h);
+    edge = __ldg(static_cast<const float*>(in.edge) + (i64)__ldg(edges.perm + position) * HEADS + h);
 #endif
-    return pre_activation(own, other, edge);
+    return {0.0f, own, other, edge, Score::factor(in, own)};
 }
 
 __device__ __forceinline__ float edge_dropout(const Edges& edges, const ScoreInputs& in, int position, int head) {
 #if DROPOUT
-    return dropout_factor(*in.seed, (u32)__ldg(edges.edge_id + position), (u32)(first_head() + head), in.dropout);
+    return dropout_factor(*in.seed, (u32)__ldg(edges.perm + position), (u32)(first_head() + head), in.dropout);
 #else
     return 1.0f;
 #endif

@@ -13,14 +13,14 @@
 template <class Logits>
 __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
                                             const Logits& logits) {
-#if SCORE == SCORE_ADD
+#if !HAS_TARGET_VECTOR
     const int head = group_head();
     for (int e = span.begin + edge_lane(); e < span.end; e += EDGE_LANES) {
         if (!has_group_head(head)) continue;
-        logits.at(e, head) = LOG2E * leaky(add_pre_activation(edges, in, __ldg(edges.row + e), e, head), in.slope);
+        logits.at(e, head) = Score::logit(scalar_terms(edges, in, __ldg(edges.row + e), e, head), in);
     }
 #else
-    const Part weights = load_parameter(in, l);
+    const Part parameters = load_parameter(in, l);
     OwnRow own;
     Step next;
     if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
@@ -33,11 +33,11 @@ __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInput
         float product[UNROLL][LANE_HEADS];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            own.move_to(in, nullptr, now.row[u], l);
+            own.move_to(in, nullptr, now.edge[u].row, l);
             scalars[u] = own.scalars;
             const Part target = widen(own.target), other = neighbours.scored(u);
 #pragma unroll
-            for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(target, other, weights, in.slope, h);
+            for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(target, other, parameters, in, h);
         }
         head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInput
             for (int h = 0; h < LANE_HEADS; ++h) {
                 if (l.head_lane != 0 || position >= span.end || !has_head(l, h)) continue;
                 logits.at(position, number_of(l, h)) =
-                    score_logit(product[u][h], scalars[u].x[h], neighbours.scalar(u, h), 0.0f, factor.x[h], in.slope);
+                    Score::logit(neighbours.terms(u, h, product[u][h], scalars[u], factor), in);
             }
         }
     }
@@ -73,12 +73,12 @@ __device__ __forceinline__ void score_row(const Edges& edges, const ScoreInputs&
     const int lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int e = span.begin; e < span.end; ++e) {
-        const i64 node = __ldg(edges.index + e);
+        const i64 node = __ldg(edges.col + e);
 #pragma unroll 1
         for (int head = 0; head < GROUP_HEADS; ++head) {
             if (!has_group_head(head)) continue;
-#if SCORE == SCORE_ADD
-            const float logit = LOG2E * leaky(add_pre_activation(edges, in, (int)row, e, head), in.slope);
+#if !HAS_TARGET_VECTOR
+            const float logit = Score::logit(scalar_terms(edges, in, (int)row, e, head), in);
 #else
             const int h = first_head() + head;
             const storage_t* source = (HAS_KEY ? in.key : in.value) + (node * HEADS + h) * CHANNELS;
@@ -87,19 +87,17 @@ __device__ __forceinline__ void score_row(const Edges& edges, const ScoreInputs&
             for (int c = lane; c < CHANNELS; c += 32) {
                 float other = load_scalar(source + c);
 #if HAS_EDGE_VECTOR
-                const i64 id = __ldg(edges.edge_id + e);
+                const i64 id = __ldg(edges.perm + e);
                 other += load_scalar(static_cast<const storage_t*>(in.edge) + (id * HEADS + h) * CHANNELS + c);
 #endif
-                product = fmaf(load_scalar(in.target + (row * HEADS + h) * CHANNELS + c), other, product);
+                const float own = load_scalar(in.target + (row * HEADS + h) * CHANNELS + c);
+                product = Score::product(product, {own, other, 0.0f}, in);
             }
 #pragma unroll
             for (int mask = 16; mask > 0; mask /= 2) product += __shfl_xor_sync(FULL_MASK, product, mask);
-#if SCORE == SCORE_COSINE
-            const float own = in.target_scalars[row * HEADS + h], other = in.source_scalars[node * HEADS + h];
-            const float logit = in.parameter[0] * LOG2E * own * other * product;
-#else
-            const float logit = in.scale * LOG2E * product;
-#endif
+            const float own = HAS_NODE_SCALARS ? in.target_scalars[row * HEADS + h] : 0.0f;
+            const float other = HAS_NODE_SCALARS ? in.source_scalars[node * HEADS + h] : 0.0f;
+            const float logit = Score::logit({product, own, other, 0.0f, Score::factor(in, own)}, in);
 #endif
             if (lane == 0) logits.at(e, head) = logit;
         }
@@ -177,7 +175,7 @@ __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs
 template <class Logits>
 __device__ __forceinline__ void gather_row_scalar(const Edges& edges, const ScoreInputs& in, i64 row, const Span& span,
                                                   const Logits& logits, const HeadSoftmax& own, storage_t* out,
-                                                  float* exact) {
+                                                  float* out_fp32) {
 #pragma unroll 1
     for (int first = 0; first < GROUP_HEADS * CHANNELS; first += 32) {
         const int c = first + (threadIdx.x & 31), head = c / CHANNELS;
@@ -188,9 +186,9 @@ __device__ __forceinline__ void gather_row_scalar(const Edges& edges, const Scor
         float acc = 0.0f;
 #pragma unroll 1
         for (int e = span.begin; e < span.end; ++e) {
-            float content = load_scalar(in.value + (i64)__ldg(edges.index + e) * ROW_STRIDE + offset);
+            float content = load_scalar(in.value + (i64)__ldg(edges.col + e) * ROW_STRIDE + offset);
 #if HAS_EDGE_VECTOR
-            const i64 id = __ldg(edges.edge_id + e);
+            const i64 id = __ldg(edges.perm + e);
             content += load_scalar(static_cast<const storage_t*>(in.edge) + id * ROW_STRIDE + offset);
 #endif
             acc = fmaf(gather_weight(edges, in, logits, e, head, max), content, acc);
@@ -201,7 +199,7 @@ __device__ __forceinline__ void gather_row_scalar(const Edges& edges, const Scor
 #else
         out[row * ROW_STRIDE + offset] = to_bits16(acc);
 #endif
-        if (exact != nullptr) exact[row * ROW_STRIDE + offset] = acc;
+        if (out_fp32 != nullptr) out_fp32[row * ROW_STRIDE + offset] = acc;
     }
 }
 #endif
@@ -209,11 +207,11 @@ __device__ __forceinline__ void gather_row_scalar(const Edges& edges, const Scor
 // Softmax and gather of a row, with its results.
 template <class Logits>
 __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs& in, i64 row, const Lanes& l,
-                                           const Logits& logits, storage_t* out, float* softmax, float* exact) {
+                                           const Logits& logits, storage_t* out, float* row_stats, float* out_fp32) {
     const Span span = share_of_row(edges, row);
     const HeadSoftmax own = softmax_row(edges, in, span, logits);
-    if (softmax != nullptr && is_first_warp() && edge_lane() == 0 && has_group_head(group_head())) {
-        reinterpret_cast<float2*>(softmax)[row * HEADS + first_head() + group_head()] =
+    if (row_stats != nullptr && is_first_warp() && edge_lane() == 0 && has_group_head(group_head())) {
+        reinterpret_cast<float2*>(row_stats)[row * HEADS + first_head() + group_head()] =
             make_float2(own.max, own.inverse);
     }
 #if VECTOR_GATHER
@@ -226,8 +224,8 @@ __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs
     }
     if (!is_first_warp() || l.edge_slot != 0) return;
     store_part(out, (int)row, l, acc);
-    if (exact != nullptr) store_part_fp32(exact, row, l, acc);
+    if (out_fp32 != nullptr) store_part_fp32(out_fp32, row, l, acc);
 #else
-    gather_row_scalar(edges, in, row, span, logits, own, out, exact);
+    gather_row_scalar(edges, in, row, span, logits, own, out, out_fp32);
 #endif
 }

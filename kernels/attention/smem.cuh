@@ -1,61 +1,22 @@
 // What the rows of a thread block gather, with IN_SHARED as copies in shared memory.
 //
-// With NORMS (forward, cosine score) a thread block computes the inverse norms of its nodes: a kernel of their own would
+// With NORMS (forward) a thread block computes the inverse norms of its nodes: a kernel of their own would
 // read all features once more. They lie at the beginning of its dynamic shared memory.
-#define HOLDS_NORMS (NORMS && RESIDENT)
+#define HOLDS_NORMS (NORMS && SMEM)
 
 // Shared memory for the norms of so many nodes.
 __device__ __forceinline__ int norm_bytes(int nodes) { return HOLDS_NORMS ? (nodes * HEADS * 4 + 15) / 16 * 16 : 0; }
 
-#if IN_SHARED
-static_assert(PROJECTIONS == 1, "rows are copied as they lie, one after the other");
-
-// Replaces the rows first ... last - 1 of an array [rows, ROW] by a copy in shared memory, `used` bytes from its start,
-// which then counts the copy too. It is indexed as the whole array; to be read after finish_copies().
-template <int ROW, class T>
-__device__ __forceinline__ void share(const T*& array, int first, int last, int& used) {
-    constexpr int PIECE = ROW * sizeof(T) % 16 == 0 ? 16 : 4;
-    char* to = reinterpret_cast<char*>(dynamic_shared()) + used;
-    const char* begin = reinterpret_cast<const char*>(array + (i64)first * ROW);
-    const int bytes = (last - first) * ROW * (int)sizeof(T);
-    for (int i = threadIdx.x * PIECE; i < bytes; i += 32 * WARPS * PIECE) {
-        if constexpr (PIECE == 16) {
-            copy16(to + i, begin + i);
-        } else {
-            copy4(to + i, begin + i);
-        }
-    }
-    used += (bytes + 15) / 16 * 16;
-    array = reinterpret_cast<const T*>(to) - (i64)first * ROW;
-}
-
-template <int ROW, class T>
-__device__ __forceinline__ void share_nodes(const T*& array, const Adjacency& a, int& used) {
-    share<ROW>(array, a.first_node, a.last_node, used);
-}
-
-__device__ __forceinline__ void share_edges(Adjacency& a, int& used) {
-    const int begin = a.ptr[a.first_node], end = a.ptr[a.last_node];
-    a.first_edge = begin;
-    share<1>(a.index, begin, end, used);
-    share<1>(a.ptr, a.first_node, a.last_node + 1, used);
-}
-#endif
-
-__device__ __forceinline__ void find_nodes(Adjacency& a) {
-#if RESIDENT
-    a.first_node = a.node_ptr[blockIdx.x];
-    a.last_node = a.node_ptr[blockIdx.x + 1];
-#endif
-#if HOLDS_NORMS
+// Finds the thread block's nodes.
+__device__ __forceinline__ void find_block(Adjacency& a) {
+    find_nodes(a);
     // Rows that are not there read the first edge of the block, whose node has its norm here.
-    a.first_edge = a.ptr[a.first_node];
-#endif
+    if (HOLDS_NORMS) a.first_edge = a.rowptr[a.first_node];
 }
 
 // For rows of the CSR.
 __device__ __forceinline__ void bring_sources(ScoreInputs& in, Adjacency& a) {
-    find_nodes(a);
+    find_block(a);
 #if IN_SHARED
     int used = norm_bytes(a.last_node - a.first_node);
     if (HAS_KEY) share_nodes<ROW_STRIDE>(in.key, a, used);
@@ -66,24 +27,16 @@ __device__ __forceinline__ void bring_sources(ScoreInputs& in, Adjacency& a) {
 }
 
 // For rows of the CSC.
-__device__ __forceinline__ void bring_targets(ScoreInputs& in, const storage_t*& grad_out, const float*& records,
+__device__ __forceinline__ void bring_targets(ScoreInputs& in, const storage_t*& grad_out, const float*& bwd_row_stats,
                                               Adjacency& a) {
-    find_nodes(a);
+    find_block(a);
 #if IN_SHARED
     int used = 0;
     if (HAS_TARGET_VECTOR) share_nodes<ROW_STRIDE>(in.target, a, used);
     share_nodes<ROW_STRIDE>(grad_out, a, used);
-    share_nodes<4 * HEADS>(records, a, used);
+    share_nodes<4 * HEADS>(bwd_row_stats, a, used);
     if (HAS_NODE_SCALARS) share_nodes<HEADS>(in.target_scalars, a, used);
     share_edges(a, used);
-#endif
-}
-
-__device__ __forceinline__ void finish_copies() {
-#if IN_SHARED
-    close_copies();
-    wait_copies<0>();
-    __syncthreads();
 #endif
 }
 

@@ -130,3 +130,54 @@ __device__ __forceinline__ HeadValues zero_heads() {
     for (int h = 0; h < LANE_HEADS; ++h) values.x[h] = 0.0f;
     return values;
 }
+
+__device__ __forceinline__ void add_to(Part& part, const Part& other) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] += other.x[h][c];
+    }
+}
+
+// Adds to a sum of many terms. COMPENSATED gathers what rounding takes from the sum in `lost`, to be added at the end
+// (Knuth's two-sum): a chain over the thousands of chunks of a hub would cost several bits.
+template <bool COMPENSATED>
+__device__ __forceinline__ void accumulate(float& sum, float& lost, float term) {
+    const float total = sum + term;
+    if (COMPENSATED) {
+        const float added = total - sum;
+        lost += (sum - (total - added)) + (term - added);
+    }
+    sum = total;
+}
+
+template <bool COMPENSATED>
+__device__ __forceinline__ void accumulate(Part& sum, Part& lost, const Part& term) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) accumulate<COMPENSATED>(sum.x[h][c], lost.x[h][c], term.x[h][c]);
+    }
+}
+
+template <bool COMPENSATED>
+__device__ __forceinline__ void accumulate(HeadValues& sum, HeadValues& lost, const HeadValues& term) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) accumulate<COMPENSATED>(sum.x[h], lost.x[h], term.x[h]);
+}
+
+// Adds what a sum has lost; an infinite one has no such number.
+__device__ __forceinline__ void add_lost(float& sum, float lost) { sum += lost == lost ? lost : 0.0f; }
+
+__device__ __forceinline__ void add_lost(Part& sum, const Part& lost) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) add_lost(sum.x[h][c], lost.x[h][c]);
+    }
+}
+
+__device__ __forceinline__ void add_lost(HeadValues& sum, const HeadValues& lost) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) add_lost(sum.x[h], lost.x[h]);
+}

@@ -267,32 +267,3 @@ __device__ __forceinline__ void store_heads(float* base, i64 row, const Lanes& l
         if (has_head(l, h)) base[row * HEADS + head_of(l, h)] = values.x[h];
     }
 }
-
-// The softmax of a row, per head: P_ij = exp2(S2_ij - max) * inverse. Kept as two numbers because one log-sum-exp in
-// fp32 would blur the weights of long rows and of large logits. [rows, HEADS, 2], 0 and 0 for a row without edges.
-struct RowSoftmax {
-    float max[LANE_HEADS], inverse[LANE_HEADS];
-};
-
-__device__ __forceinline__ RowSoftmax load_softmax(const float* base, i64 row, const Lanes& l) {
-    RowSoftmax softmax;
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
-        float2 pair = make_float2(0.0f, 0.0f);
-        if (has_head(l, h)) pair = __ldg(reinterpret_cast<const float2*>(base) + row * HEADS + head_of(l, h));
-        softmax.max[h] = pair.x;
-        softmax.inverse[h] = pair.y;
-    }
-    return softmax;
-}
-
-__device__ __forceinline__ void store_softmax(float* base, i64 row, const Lanes& l, const RowSoftmax& softmax) {
-    if (base == nullptr || l.head_lane != 0) return;
-#pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
-        if (has_head(l, h)) {
-            reinterpret_cast<float2*>(base)[row * HEADS + head_of(l, h)] =
-                make_float2(softmax.max[h], softmax.inverse[h]);
-        }
-    }
-}

@@ -50,7 +50,8 @@ class Score:
 
     Attributes:
         name: Name in the registry :data:`~pyg_dfgnn.statements.scores.SCORES`.
-        source: CUDA text of the struct ``Score``, or its path under ``kernels/``, which ends in ``.cuh``.
+        source: CUDA text of ``struct Score`` (see ``kernels/attention/inputs.cuh``), or its path under ``kernels/``,
+            which ends in ``.cuh``.
         reference: The logits [E, H] in plain torch, which autograd can differentiate.
         target: Whether the score reads a vector of the target, [N_dst, H, C].
         key: Whether the score reads a vector of the source other than the value, [N_src, H, C].
@@ -107,9 +108,35 @@ class Score:
                 raise ValueError(f"{name!r} needs one of {known} (got {getattr(self, name)!r})")
         if self.edge_in_value and self.edge != "vector":
             raise ValueError(f"'edge_in_value' needs edge='vector' (got edge={self.edge!r})")
+        if self.target and self.node_scalars == "input":
+            raise ValueError("'node_scalars' needs None or 'inverse_norm' next to a target vector (got 'input')")
+        if self.parameter == () and self.node_scalars != "inverse_norm":
+            raise ValueError("'parameter' of shape () needs node_scalars='inverse_norm', whose logit it multiplies")
         unknown = set(self.gradients) - {*EdgeOperands._fields[:7]}
         if unknown:
             raise ValueError(f"'gradients' needs names of operands (got {', '.join(sorted(unknown))})")
+
+    @property
+    def texts(self) -> tuple[tuple[str, str], ...]:
+        """The text that the kernels include as "score.cuh", with its name: what a module of this score injects."""
+        is_path = self.source.endswith(".cuh")
+        return (("score.cuh", f'#include "{self.source}"' if is_path else self.source),)
+
+    def constants(self, edge: bool) -> dict[str, int]:
+        """The operands as the kernels' constants, see ``kernels/attention/inputs.cuh``.
+
+        Args:
+            edge: Whether there are edge features.
+        """
+        return {
+            "HAS_TARGET_VECTOR": int(self.target),
+            "HAS_KEY": int(self.key),
+            "NODE_SCALARS": (None, "input", "inverse_norm").index(self.node_scalars),
+            "EDGE": (None, "vector", "scalar").index(self.edge) if edge else 0,
+            "EDGE_IN_VALUE": int(edge and self.edge_in_value),
+            "PARAMETER": (None, (), ("H", "C")).index(self.parameter),
+            "TARGET_IS_VALUE": int(self.is_target_value),
+        }
 
     def row_split_tuning(self, direction: str) -> RowSplitTuning:
         """How `row_split` runs a direction."""

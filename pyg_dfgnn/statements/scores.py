@@ -247,7 +247,7 @@ ADD = register(
                 work=2,
                 loads=(2, 2),
                 unroll=Unroll(4, 2, 2, 2),
-                min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 6},
+                min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 6, (2, 8): 7},
             ),
             "sources": RowSplitTuning(
                 work=2,

@@ -126,7 +126,7 @@ def test_training_adds_in_the_order_of_inference(dtype):
     for heads, channels, wide in product((1, 8), (16, 40, 128), (False, True)):
         problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=channels)
         found = [pass_constants(problem, walk, wide) for walk in ("forward", "dout_dlogit")]
-        assert [c.pop("TANGENT") for c in found] == [0, 1]
+        assert [c.pop("DOUT_DLOGIT") for c in found] == [0, 1]
         assert len({tuple(c[name] for name in c if name != "MIN_BLOCKS") for c in found}) == 1
 
 
@@ -249,7 +249,7 @@ def test_layout_of_sweeps(shape):
     problem = replace(PROBLEM, score="add", heads=heads, channels=channels)
     forward, tangent = (dict(rows.swept_constants(problem, walk)) for walk in ("forward", "dout_dlogit"))
     assert forward["ORDERED"] and tangent["ORDERED"]
-    assert (forward.pop("TANGENT"), tangent.pop("TANGENT")) == (0, 1)
+    assert (forward.pop("DOUT_DLOGIT"), tangent.pop("DOUT_DLOGIT")) == (0, 1)
     assert forward == tangent
     assert (forward["WARP_ROWS"], forward["EDGE_SLOTS"]) == ((2, 1) if heads * channels == 128 else (1, 1))
     for changed in (replace(problem, score="dot"), replace(problem, dropout=True)):

@@ -67,7 +67,7 @@ def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
             assert not resident.reasons_against(problem, walk, superpixels)
             found = resident.plan_pass(problem, walk, superpixels)
             ranges = node_ranges(superpixels, found.bound)
-            assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["RESIDENT"] == 1
+            assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["SMEM"] == 1
             if found.constants["IN_SHARED"]:
                 assert found.shared_bytes >= 71 * resident.node_bytes(problem, walk) + 4 * ranges.most_edges
                 assert found.shared_bytes <= gpu.H200.shared_bytes and "shared memory" in str(found)

@@ -44,7 +44,11 @@ def tiles_specs() -> list[Spec]:
     ]
     graphs = {size: Graph.of(torch.ones(size).nonzero().t(), *size) for size in SIZES}
     return [
-        Spec(f"attention/{stem}.cu", tuple(block_mma.plan_pass(problem(row), walk, graph).constants.items()))
+        Spec(
+            f"attention/{stem}.cu",
+            tuple(block_mma.plan_pass(problem(row), walk, graph).constants.items()),
+            texts=problem(row).record.texts,
+        )
         for walk, stem in STEMS.items()
         for row in rows
         for graph in [graphs[row["size"]]]

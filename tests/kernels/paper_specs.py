@@ -2,11 +2,12 @@
 
 import torch
 
-from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, PaperPass, pmf, smmf
+from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, pmf, smmf
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.paper import source_stem
+from pyg_dfgnn.ops.attention.paper import spec_of
 from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.statements.scores import SCORES
 from tests.kernels.covering import Row, covering
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,10 +26,6 @@ def is_supported(row: Row) -> bool:
     return not (row["edge"] and row["score"] == "cosine")
 
 
-def spec_of(walk: str, chosen: PaperPass) -> Spec:
-    return Spec(f"attention/{source_stem(walk, chosen)}.cu", tuple(chosen.constants.items()))
-
-
 def paper_specs() -> list[Spec]:
     """A covering set of constants for each source, and each ablation once."""
     axes = {"score": ("dot", "cosine", "add"), "dtype": DTYPES, "shape": SHAPES}
@@ -40,4 +37,7 @@ def paper_specs() -> list[Spec]:
     cases = [(*source, row, light) for source in SOURCES for row in rows + plain]
     cases += [(*source, row, heavy) for source in SOURCES for row in plain]
     cases += [("forward", candidate, row, light) for candidate, row in zip(ABLATIONS.values(), rows, strict=False)]
-    return [spec_of(walk, candidate.plan_pass(problem(row), walk, graph)) for walk, candidate, row, graph in cases]
+    return [
+        spec_of(SCORES[row["score"]], walk, candidate.plan_pass(problem(row), walk, graph))
+        for walk, candidate, row, graph in cases
+    ]

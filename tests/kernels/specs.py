@@ -1,5 +1,6 @@
 """The specialised modules that stand for all of them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -45,6 +46,11 @@ def problem(row: Row) -> AttentionProblem:
     return AttentionProblem(row["score"], heads, channels, row["dtype"], device, row["edge"], row["dropout"])
 
 
+def spec_of(stem: str, score: str, constants: Mapping[str, int]) -> Spec:
+    """The module of an attention kernel."""
+    return Spec(f"attention/{stem}.cu", tuple(constants.items()), texts=SCORES[score].texts)
+
+
 def is_supported(row: Row) -> bool:
     """The cosine score takes no edge features."""
     return not (row["edge"] and row["score"] == "cosine")
@@ -59,10 +65,7 @@ def attention_specs() -> list[Spec]:
     tangent = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
     passes = [(stem, walk, row) for stem, walk in WALKS.items() for row in options + plain]
     passes += [("forward", "dout_dlogit", row) for row in tangent]
-    return [
-        Spec(f"attention/{stem}.cu", tuple(pass_constants(problem(row), walk, row["wide"]).items()))
-        for stem, walk, row in passes
-    ]
+    return [spec_of(stem, row["score"], pass_constants(problem(row), walk, row["wide"])) for stem, walk, row in passes]
 
 
 def in_mode(mode, problem, walk, wide):
@@ -90,12 +93,9 @@ def block_specs() -> list[Spec]:
                 constants = smem.constants_of(problem(row), walk)
             if row["mode"] == "smem" and stem == "weights":
                 continue
-            specs.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
+            specs.append(spec_of(stem, row["score"], constants))
     for row in covering({**axes, "mode": ["swept"], "edge": [False], "dropout": [False]}):
-        specs += [
-            Spec(f"attention/{stem}.cu", tuple(swept_constants(problem(row), walk).items()))
-            for stem, walk in WALKS.items()
-        ]
+        specs += [spec_of(stem, row["score"], swept_constants(problem(row), walk)) for stem, walk in WALKS.items()]
     return specs
 
 
@@ -111,9 +111,10 @@ def norm_specs() -> list[Spec]:
         "dropout": (False, True),
     }
     return [
-        Spec(
-            "attention/forward.cu",
-            tuple({**in_mode(row["mode"], problem(row), "forward", row["wide"]), "NORMS": 1, "MIN_BLOCKS": 1}.items()),
+        spec_of(
+            "forward",
+            row["score"],
+            {**in_mode(row["mode"], problem(row), "forward", row["wide"]), "NORMS": 1, "MIN_BLOCKS": 1},
         )
         for row in covering(axes)
     ]
@@ -136,7 +137,7 @@ def projection_specs() -> list[Spec]:
                 if stem != "weights":
                     constants = in_mode(row["mode"], problem(row), walk, row["wide"])
                     constants["PROJECTIONS"] = row["projections"]
-                    found.append(Spec(f"attention/{stem}.cu", tuple(constants.items())))
+                    found.append(spec_of(stem, score, constants))
     return found
 
 
@@ -154,16 +155,16 @@ def narrow_specs() -> list[Spec]:
         for stem, walk in WALKS.items():
             packed = pass_constants(add, walk, wide=False)
             whole = with_whole_heads(add, walk, packed, "packed")
-            found += [(stem, whole)] if whole != packed else []
-            found.append((stem, swept_constants(cosine, walk)))
+            found += [(stem, "add", whole)] if whole != packed else []
+            found.append((stem, "cosine", swept_constants(cosine, walk)))
     dot = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "dot"})
     joined = plan_pass(dot, "forward", small_graph()).constants
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
-    found += [("forward", joined), ("weights", joined)]
-    found += [("forward", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
-    found.append(("forward", smem.constants_of(gatv2, "forward")))
-    return [Spec(f"attention/{stem}.cu", tuple(constants.items())) for stem, constants in found]
+    found += [("forward", "dot", joined), ("weights", "dot", joined)]
+    found += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
+    found.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
+    return [spec_of(*each) for each in found]
 
 
 def node_specs() -> list[Spec]:
@@ -218,7 +219,7 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     if spec.path.startswith("gemm/"):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
-    options = [[*SCORES][c["SCORE"]]] if "SCORE" in c else []
+    options = [score.name for score in SCORES.values() if score.texts == spec.texts]
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
     options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
     options += [
@@ -226,14 +227,13 @@ def label(spec: Spec) -> str:
         for name in (
             "EDGE",
             "DROPOUT",
-            "TANGENT",
+            "DOUT_DLOGIT",
             "ORDERED",
             "JOINED",
-            "RESIDENT",
+            "SMEM",
             "NORMS",
             "SPLIT",
             "LISTED",
-            "KEY_IS_VALUE",
         )
         if c.get(name)
     ]

@@ -55,7 +55,7 @@ def test_a_score_without_tuning_is_planned(registered, operands, direction, dtyp
     graph = Graph.of(torch.randint(0, 60, (2, 900)), 60)
     assert row_split.reasons_against(problem, direction, graph) == []
     assert row_split.plan_pass(problem, direction, graph).constants["HEADS"] == 8
-    assert smem.plan_pass(problem, direction, graph).constants["RESIDENT"]
+    assert smem.plan_pass(problem, direction, graph).constants["SMEM"]
     for schedule in (block_mma, paper.smmf, paper.pmf):
         assert schedule.reasons_against(problem, direction, graph)
 

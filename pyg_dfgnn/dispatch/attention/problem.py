@@ -57,9 +57,8 @@ class AttentionProblem:
     def constants(self) -> dict[str, int]:
         """What every attention kernel is specialised by."""
         return {
-            "SCORE": list(SCORES).index(self.score),
+            **self.record.constants(self.edge),
             "STORAGE": STORAGE[self.dtype],
-            "EDGE": int(self.edge),
             "DROPOUT": int(self.dropout),
         }
 

@@ -186,7 +186,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         walk: "forward", "dout_dlogit", "targets" or "sources".
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
-    tangent = {"forward": {"TANGENT": 0, "LAZY": 0}, "dout_dlogit": {"TANGENT": 1, "LAZY": 0}}.get(walk, {})
+    tangent = {"forward": {"DOUT_DLOGIT": 0, "LAZY": 0}, "dout_dlogit": {"DOUT_DLOGIT": 1, "LAZY": 0}}.get(walk, {})
     lanes = _lanes(problem, walk, wide)
     return {
         **problem.constants,
@@ -196,7 +196,7 @@ def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str
         "MIN_BLOCKS": _min_blocks(walk, problem, lanes, lanes["WARP_ROWS"] > 1),
         "ORDERED": 0,
         "JOINED": 0,
-        "RESIDENT": 0,
+        "SMEM": 0,
         "IN_SHARED": 0,
         "NORMS": 0,
     }
@@ -478,7 +478,7 @@ def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str
     elements = heads * c["LANE_VECS"] * c["VEC"]
     converted = elements * read if problem.dtype.itemsize == 2 else 0
     # Norms of what is read.
-    own = int(bool(c["NORMS"]) and not c["RESIDENT"])
+    own = int(bool(c["NORMS"]) and not c["SMEM"])
     step = (
         STEP
         + LOAD * read * heads * c["LANE_VECS"]

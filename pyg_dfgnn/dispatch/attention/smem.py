@@ -153,7 +153,7 @@ def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
         "UNROLL": unroll,
         "WARPS": warps,
         "MIN_BLOCKS": blocks,
-        "RESIDENT": 1,
+        "SMEM": 1,
         "IN_SHARED": int(not near),
         "NORMS": int(norms),
         **({"LAZY": _LAZY} if lazy else {}),

@@ -21,7 +21,7 @@ _COUNT = {"forward": 14, "targets": 17, "sources": 17}
 
 def spec_of(score: Score, direction: str, plan: Any) -> Spec:
     """Return what is compiled for a pass."""
-    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()))
+    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 class BlockMmaLaunch:

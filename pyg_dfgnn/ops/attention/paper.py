@@ -28,7 +28,7 @@ def source_stem(direction: str, plan: Any) -> str:
 
 def spec_of(score: Score, direction: str, plan: Any) -> Spec:
     """Return what is compiled for a pass."""
-    return Spec(f"attention/{source_stem(direction, plan)}.cu", tuple(plan.constants.items()))
+    return Spec(f"attention/{source_stem(direction, plan)}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 class PaperLaunch:

@@ -35,7 +35,7 @@ _MERGED = {
 _NORMS = 4
 """Place of the source scalars, to which a forward pass writes the norms that it finds."""
 _NORMS_OF = ("targets", "sources")
-"""Whose norms a forward pass with `NORMS` finds, by `RESIDENT`."""
+"""Whose norms a forward pass with `NORMS` finds, by `SMEM`."""
 
 
 class RowSplitLaunch:
@@ -54,7 +54,7 @@ class RowSplitLaunch:
         side, _ = side_of(direction, graph)
         self.device, self.num_rows = graph.device, side.num_rows
         constants = plan.constants
-        self.norms_of = _NORMS_OF[constants["RESIDENT"]] if constants["NORMS"] else ""
+        self.norms_of = _NORMS_OF[constants["SMEM"]] if constants["NORMS"] else ""
         stem = _STEMS[direction]
         spec = spec_of(score, direction, plan)
         self.kernel = kernel_of(spec, f"attention_{stem}")
@@ -194,7 +194,7 @@ def node_kernel(path: str, entry: str, heads: int, channels: int, dtype: torch.d
 
 def spec_of(score: Score, direction: str, plan: Any) -> Spec:
     """Return what is compiled for a pass."""
-    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()))
+    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:

@@ -1,0 +1,44 @@
+// What the row schedules compute of a score on a lane's part of a row.
+#include "attention/inputs.cuh"
+
+__device__ __forceinline__ Channel channel_of(const Part& target, const Part& source, const Part& parameter, int h,
+                                              int c) {
+    return {HAS_TARGET_VECTOR ? target.x[h][c] : 0.0f, source.x[h][c], PARAMETER == 2 ? parameter.x[h][c] : 0.0f};
+}
+
+#if HAS_TARGET_VECTOR
+// One lane's part of the product of head h; the sum over the lanes of the head is the product.
+__device__ __forceinline__ float score_product(const Part& target, const Part& source, const Part& parameter,
+                                               const ScoreInputs& in, int h) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < LANE_ELEMS; ++c) sum = Score::product(sum, channel_of(target, source, parameter, h, c), in);
+    return sum;
+}
+#endif
+
+__device__ __forceinline__ HeadValues load_scalars(const float* base, int row, const Lanes& l) {
+#if HAS_NODE_SCALARS
+    return load_heads(base, row, l);
+#else
+    return zero_heads();
+#endif
+}
+
+// What all edges of a row share of the base-2 logit.
+__device__ __forceinline__ HeadValues logit_factor(const ScoreInputs& in, const HeadValues& own) {
+    HeadValues factor;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+        factor.x[h] = Score::factor(in, own.x[h]);
+    }
+    return factor;
+}
+
+__device__ __forceinline__ Part load_parameter(const ScoreInputs& in, const Lanes& l) {
+#if PARAMETER == 2
+    return load_part_fp32(in.parameter, 0, l);
+#else
+    return zero_part();
+#endif
+}

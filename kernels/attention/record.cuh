@@ -1,6 +1,0 @@
-// What the backward pass over targets leaves of each target for the pass over sources, per head: (max, inverse, delta,
-// max - log2(inverse)). The last one gives a weight in one step, exp2(S2 - it), which is enough for 16-bit inputs: it is
-// rounded as one number, so a weight loses what the maximum has beyond its size.
-__device__ __forceinline__ float4 make_record(float max, float inverse, float delta) {
-    return make_float4(max, inverse, delta, inverse == 0.0f ? 0.0f : max - log2f(inverse));
-}
