@@ -15,6 +15,7 @@ from pyg_dfgnn.runtime import bridge, compiler, launcher
 from pyg_dfgnn.runtime.compiler import CompileError, Spec, entry_points
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
 from pyg_dfgnn.runtime.source import assemble
+from pyg_dfgnn.statements.scores import DOT
 from tests.emu.loader import compiler as host_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import compile_cubin, missing
@@ -52,13 +53,32 @@ def test_line_directives_give_each_line_its_file_and_number(kernels):
 @pytest.mark.parametrize("path", sorted(path.name for path in (kernels_dir() / "attention").glob("*.cu")))
 def test_line_directives_of_the_kernels(path):
     place, number = "", 0
-    for line in assemble(f"attention/{path}").splitlines():
+    texts = dict(DOT.texts)
+    for line in assemble(f"attention/{path}", texts=DOT.texts).splitlines():
         directive = re.fullmatch(r'#line (\d+) "(.+)"', line)
         if directive:
             number, place = int(directive.group(1)), directive.group(2)
         else:
-            assert line == (kernels_dir() / place).read_text().splitlines()[number - 1], (place, number)
+            text = texts[place] if place in texts else (kernels_dir() / place).read_text()
+            assert line == text.splitlines()[number - 1], (place, number)
             number += 1
+
+
+def test_an_injected_text_stands_for_its_name(kernels):
+    """A text may include files, and others may include it; its lines keep their numbers."""
+    (kernels / "user.cu").write_text('#include "mine.cuh"\nlast\n')
+    texts = (("mine.cuh", 'first\n#include "b.cuh"\nthird'),)
+    lines = assemble("user.cu", texts=texts).splitlines()
+    assert lines[:4] == ['#line 1 "user.cu"', '#line 1 "mine.cuh"', "first", '#line 1 "b.cuh"']
+    assert lines[-4:] == ['#line 3 "mine.cuh"', "third", '#line 2 "user.cu"', "last"]
+    with pytest.raises(FileNotFoundError, match=r"mine.cuh"):
+        assemble("user.cu")
+
+
+def test_texts_are_part_of_a_module(kernels):
+    (kernels / "user.cu").write_text('#include "mine.cuh"\n')
+    one, other = (Spec("user.cu", (), texts=(("mine.cuh", text),)) for text in ("int a;", "int b;"))
+    assert one != other and one.name != other.name and one.source != other.source
 
 
 def test_text_changes_with_header_and_constants(kernels):
@@ -90,7 +110,7 @@ def test_a_source_that_is_not_there(kernels):
     ],
 )
 def test_entry_points(path, expected):
-    assert entry_points(assemble(f"attention/{path}.cu")) == expected
+    assert entry_points(assemble(f"attention/{path}.cu", texts=DOT.texts)) == expected
 
 
 def test_a_specialised_module_is_named_by_all_its_parameters():
