@@ -143,7 +143,6 @@ class Program(NamedTuple):
         return f"{self.op}:{self.group}:{where}:{','.join(sorted(self.flags))}"
 
     @staticmethod
-    @cache
     def of(name: str) -> "Program":
         """Read the text."""
         op, group, heads, loops, transposed, flags = name.split(":")
@@ -157,6 +156,7 @@ class Program(NamedTuple):
         return self._replace(group="backward")
 
 
+_known_program = cache(Program.of)
 ops: dict[str, Any] = {}
 """Every :class:`~pyg_dfgnn.ops.core.Op` by the name of its statement."""
 
@@ -212,7 +212,7 @@ def _run(
     numbers: Sequence[float],
 ) -> list[Tensor]:
     """Run a program on tensors."""
-    program = Program.of(name)
+    program = _known_program(name)
     op = ops[program.op]
     graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
     function = op.program(program, graph, inputs, numbers)

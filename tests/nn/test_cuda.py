@@ -146,7 +146,7 @@ def test_half_modules(key, dtype, graph):
 def test_compile(key, graph, monkeypatch):
     # An eager TransformerConv has its linear layers in one product, which rounds otherwise than one after the other.
     monkeypatch.setattr(gemm, "MAX_ROWS", 0)
-    monkeypatch.setattr(gemm, "_taken", lambda *_: None)
+    monkeypatch.setattr(gemm, "_kernel_arguments", lambda *_: None)
     x, edge_index = graph
     conv, _ = build(key)
     rest = arguments(key, edge_index)
