@@ -16,8 +16,8 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.settings import RULES, current, settings
+from pyg_dfgnn.statements.spec import Spec
 
 
 @contextmanager

@@ -31,7 +31,8 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile
+from pyg_dfgnn.runtime.compiler import CompileError, precompile
+from pyg_dfgnn.statements.spec import Spec
 
 FIELDS = (
     "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.statements.spec import Spec
 
 Call = Callable[[], Any]
 

@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
-from pyg_dfgnn.paths import kernels_dir
 
 Seconds = dict[str, dict[str, float]]
 """Time of each pass by each schedule, by direction."""
@@ -30,15 +28,14 @@ def folder() -> Path:
     return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
-@cache
-def _sources() -> str:
-    """Digest of the text that decides what a timing is about: kernels, and host code that plans and launches."""
-    package = Path(__file__).resolve().parents[1]
+def _sources(family: Any, problem: Any, directions: Sequence[str], offers: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of the texts that a timing is about: the modules of every option that can run."""
     digest = hashlib.sha256()
-    for top in (kernels_dir(), package / "dispatch", package / "ops"):
-        for path in sorted(top.rglob("*")):
-            if path.suffix in (".cu", ".cuh", ".py"):
-                digest.update(path.name.encode() + path.read_bytes())
+    for direction, each in zip(directions, offers, strict=True):
+        for name, option in each.items():
+            if not option.reasons:
+                for spec in family.by_name[name].specs(problem, direction, option.plan):
+                    digest.update(spec.source.encode())
     return digest.hexdigest()[:16]
 
 
@@ -96,7 +93,7 @@ def key_of(
     facts = {
         "family": family.name,
         "gpu": gpu_of(problem.device).name,
-        "sources": _sources(),
+        "sources": _sources(family, problem, directions, offers),
         "directions": list(directions),
         "problem": {name: v if isinstance(v, (int, float, str)) else str(v) for name, v in values.items()},
         "sizes": [_octave(size) for size in (graph.num_src, graph.num_dst, graph.num_edges)],

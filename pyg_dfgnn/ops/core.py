@@ -49,7 +49,7 @@ class Op:
         statement: What the op is.
         family: Which kernels there are.
         problem: Makes the problem of a call from (inputs by name, numbers by name, heads, channels).
-        prepare: Makes a :class:`PreparedPass` from (direction, plan, graph, flags).
+        prepare: Makes a :class:`PreparedPass` from (problem, direction, plan, graph, flags).
         derive: Makes the function that computes a derived argument from its source, of (derived, problem).
         optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
             (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
@@ -58,7 +58,7 @@ class Op:
     statement: Statement
     family: Family
     problem: Callable[[Mapping[str, Any], Mapping[str, float], int, int], Any]
-    prepare: Callable[[str, Any, Graph, frozenset[str]], PreparedPass]
+    prepare: Callable[[Any, str, Any, Graph, frozenset[str]], PreparedPass]
     derive: Callable[[Derived, Any], Callable[[Tensor], Tensor]] | None = None
     optional: Callable[[Any, Graph | None, Settings], frozenset[str]] = lambda *_: frozenset()
 

@@ -38,8 +38,8 @@ from pyg_dfgnn.dispatch.gemm import (
     weight_grad,
 )
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
-from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_overridden, kernel_of, launch
+from pyg_dfgnn.statements.spec import HOPPER, Spec
 
 MAX_ROWS = 1 << 15
 """Number of rows at which a GEMM costs as much as its launch."""

@@ -88,7 +88,7 @@ class PreparedOp:
     def _pass(self, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
         if self.shape.interleaved is not None:
             plan = self.shape.interleaved.adapt(plan)
-        return self.op.prepare(direction, plan, graph, flags)
+        return self.op.prepare(self.problem, direction, plan, graph, flags)
 
     def passes(
         self, group: tuple[str, ...], optional: frozenset[str], graph: Graph

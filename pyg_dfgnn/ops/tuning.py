@@ -115,7 +115,7 @@ def measure(
     for name in dict.fromkeys(name for each in offers for name, option in each.items() if not option.reasons):
         team = [each[fallback] if each[name].reasons else each[name] for each in offers]
         timed = [
-            Timed(op.prepare(direction, option.plan, graph, optional), problem.device)
+            Timed(op.prepare(problem, direction, option.plan, graph, optional), problem.device)
             for direction, option in zip(directions, team, strict=True)
         ]
         try:

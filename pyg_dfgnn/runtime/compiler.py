@@ -1,6 +1,5 @@
 """Compilation of assembled source with CuPy's RawModule, cached per process and device, and on disk by content."""
 
-import hashlib
 import multiprocessing
 import re
 from collections.abc import Callable, Iterable
@@ -8,38 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pyg_dfgnn.runtime.source import Constants, Texts, assemble
+from pyg_dfgnn.statements.spec import Spec
 
 OPTIONS = ("-std=c++17",)
 """NVRTC options of every module. CuPy adds the architecture of the device."""
 
-HOPPER = ("-arch=sm_90a",)
-"""Options for what only compute capability 9.0 has. NVRTC takes the 90 that CuPy adds as part of it."""
-
 
 class CompileError(RuntimeError):
     """A kernel that NVRTC rejects. The message holds the compiler's log and the numbered source."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One specialised module: a source file, its constants, options of its own, and texts that it includes by name."""
-
-    path: str
-    constants: Constants
-    options: tuple[str, ...] = ()
-    texts: Texts = ()
-
-    @property
-    def name(self) -> str:
-        """Readable name that spells every parameter, and a digest of each injected text."""
-        parts = [self.path, *(f"{name}{value}" for name, value in self.constants), *self.options]
-        parts += [f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:8]}" for name, text in self.texts]
-        return "-".join(parts)
-
-    @property
-    def source(self) -> str:
-        return assemble(self.path, self.constants, self.texts)
 
 
 @dataclass(frozen=True)

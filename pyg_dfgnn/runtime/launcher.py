@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.runtime.compiler import Spec, module
+from pyg_dfgnn.runtime.compiler import module
+from pyg_dfgnn.statements.spec import Spec
 
 Argument = Tensor | int | float | None
 Grid = tuple[int, int, int]

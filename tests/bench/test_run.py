@@ -433,7 +433,7 @@ def test_long_calls_are_repeated_less():
 
 def test_passes_are_marked_apart():
     from pyg_dfgnn.runtime import launcher
-    from pyg_dfgnn.runtime.compiler import Spec
+    from pyg_dfgnn.statements.spec import Spec
 
     def call():
         for path in ("norm", "pmf_forward", "pmf_forward", "backward_nodes", "block_mma_backward_sources"):

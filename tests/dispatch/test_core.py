@@ -155,6 +155,9 @@ class Fake:
     def plan_pass(self, problem, walk, graph):
         return FakePass(self.name)
 
+    def specs(self, problem, walk, plan):
+        return []
+
     def cost(self, problem, walk, graph, chosen, gpu):
         return Cost({"work": self.seconds[walk]}, {"launch": 0.5})
 

@@ -47,7 +47,7 @@ def test_the_problem_is_part_of_the_key(changes):
 
 def test_so_are_walk_device_and_sources(monkeypatch):
     keys = {key_of(), key_of(walks=BACKWARD)}
-    monkeypatch.setattr(store, "_sources", lambda: "other")
+    monkeypatch.setattr(store, "_sources", lambda *_: "other")
     keys.add(key_of())
     monkeypatch.setitem(gpu.known, PROBLEM.device, replace(gpu.H200, name="another"))
     keys.add(key_of())

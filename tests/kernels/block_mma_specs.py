@@ -5,7 +5,7 @@ import torch
 from pyg_dfgnn.dispatch.attention import block_mma
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.statements.spec import Spec
 from tests.kernels.covering import Row, covering
 
 # Wide and narrow rows, odd numbers of products, heads that share a thread block or do not.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.statements.spec import Spec
 from tests.emu import Kernel
 
 

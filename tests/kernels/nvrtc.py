@@ -4,7 +4,8 @@ import functools
 import re
 from dataclasses import dataclass
 
-from pyg_dfgnn.runtime.compiler import OPTIONS, Spec
+from pyg_dfgnn.runtime.compiler import OPTIONS
+from pyg_dfgnn.statements.spec import Spec
 
 ARCHS = ("sm_80", "sm_90")
 

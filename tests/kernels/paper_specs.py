@@ -5,9 +5,7 @@ import torch
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, pmf, smmf
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.attention.paper import spec_of
-from pyg_dfgnn.runtime.compiler import Spec
-from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.spec import Spec
 from tests.kernels.covering import Row, covering
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,6 +36,6 @@ def paper_specs() -> list[Spec]:
     cases += [(*source, row, heavy) for source in SOURCES for row in plain]
     cases += [("forward", candidate, row, light) for candidate, row in zip(ABLATIONS.values(), rows, strict=False)]
     return [
-        spec_of(SCORES[row["score"]], walk, candidate.plan_pass(problem(row), walk, graph))
+        candidate.specs(problem(row), walk, candidate.plan_pass(problem(row), walk, graph))[0]
         for walk, candidate, row, graph in cases
     ]

@@ -27,7 +27,7 @@ def launch(stated: Pass, schedule: str, problem: AttentionProblem, graph: Graph,
     """Run a pass on values by name, emulated; returns the constants of its kernel."""
     op = op_by_role(problem.record)
     plan = FAMILY.by_name[schedule].plan_pass(problem, stated.direction, graph)
-    run = op.prepare(stated.direction, plan, graph, frozenset())
+    run = op.prepare(problem, stated.direction, plan, graph, frozenset())
     run(tuple(values.get(name) for name in stated.arguments))
     return plan.constants
 

@@ -25,8 +25,8 @@ from pyg_dfgnn.dispatch.gemm import (
 )
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.gemm import _column_sum_kernel
-from pyg_dfgnn.runtime.compiler import HOPPER, Spec
 from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import tiles_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs

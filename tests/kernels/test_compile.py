@@ -3,7 +3,8 @@
 import pytest
 
 from pyg_dfgnn.paths import kernels_dir
-from pyg_dfgnn.runtime.compiler import HOPPER, OPTIONS
+from pyg_dfgnn.runtime.compiler import OPTIONS
+from pyg_dfgnn.statements.spec import HOPPER
 from tests.kernels.nvrtc import ARCHS, archs_of, compile_cubin, missing
 from tests.kernels.specs import all_specs, label
 

@@ -18,7 +18,6 @@ from pyg_dfgnn.ops.attention import row_split as rows_launches
 from pyg_dfgnn.ops.attention.launchers import prepare
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings
-from pyg_dfgnn.statements.scores import SCORES
 
 PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False)
 
@@ -52,7 +51,7 @@ def test_what_has_an_address_stays(schedule, walk, pointed_to):
     case = hub(300) if schedule == "row_split" else sbm()
     edge_index = case.edge_index.unique(dim=1) if schedule == "block_mma" else case.edge_index.clone()
     graph = Graph.of(edge_index, case.num_src, case.num_dst)
-    made = prepare(SCORES["dot"], walk, planned(schedule, walk, graph), graph, frozenset())
+    made = prepare(PROBLEM, walk, planned(schedule, walk, graph), graph, frozenset())
     assert pointed_to
     del graph, edge_index
     Graph.clear_cache()

@@ -2,8 +2,9 @@
 
 import pytest
 
-from pyg_dfgnn.runtime import compiler, source
-from pyg_dfgnn.runtime.compiler import Spec
+from pyg_dfgnn.runtime import compiler
+from pyg_dfgnn.statements import spec as source
+from pyg_dfgnn.statements.spec import Spec
 
 SCALE = Spec("scale.cu", (("FACTOR", 3),))
 REVERSE = Spec("reverse.cu", ())

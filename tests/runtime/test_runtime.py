@@ -12,10 +12,10 @@ import torch
 
 from pyg_dfgnn.paths import kernels_dir
 from pyg_dfgnn.runtime import bridge, compiler, launcher
-from pyg_dfgnn.runtime.compiler import CompileError, Spec, entry_points
+from pyg_dfgnn.runtime.compiler import CompileError, entry_points
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
-from pyg_dfgnn.runtime.source import assemble
 from pyg_dfgnn.statements.scores import DOT
+from pyg_dfgnn.statements.spec import Spec, assemble
 from tests.emu.loader import compiler as host_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import compile_cubin, missing

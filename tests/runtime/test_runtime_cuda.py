@@ -10,8 +10,9 @@ import torch
 
 from pyg_dfgnn.dispatch.attention.row_split import node_constants
 from pyg_dfgnn.runtime import bridge, compiler
-from pyg_dfgnn.runtime.compiler import CompileError, Spec, precompile, resources
+from pyg_dfgnn.runtime.compiler import CompileError, precompile, resources
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch
+from pyg_dfgnn.statements.spec import Spec
 from tests.runtime.conftest import REVERSE, SCALE, forget
 
 pytestmark = pytest.mark.cuda
@@ -45,7 +46,8 @@ def test_binaries_are_on_disk_by_content(kernels, tmp_path):
     """Another process finds a binary again; a changed header or constant makes a new one."""
     code = (
         "import sys, pathlib\n"
-        "from pyg_dfgnn.runtime import compiler, source\n"
+        "from pyg_dfgnn.runtime import compiler\n"
+        "from pyg_dfgnn.statements import spec as source\n"
         "source.kernels_dir = lambda: pathlib.Path(sys.argv[1])\n"
         "compiler.module(compiler.Spec('scale.cu', (('FACTOR', int(sys.argv[2])),)), 0)\n"
     )
@@ -65,7 +67,8 @@ def test_precompile_in_workers(tmp_path):
         "import pathlib, os, sys\n"
         "import torch\n"
         "from pyg_dfgnn.dispatch.attention.row_split import node_constants\n"
-        "from pyg_dfgnn.runtime.compiler import Spec, module, precompile\n"
+        "from pyg_dfgnn.runtime.compiler import module, precompile\n"
+        "from pyg_dfgnn.statements.spec import Spec\n"
         "specs = [Spec('attention/norm.cu', tuple(node_constants(3, c, torch.float32).items())) for c in (8, 24, 40)]\n"
         "told = []\n"
         "precompile([*specs, specs[0]], workers=2, progress=lambda done, total: told.append((done, total)))\n"

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +19,7 @@ from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.graph.block_sparse import BLOCK, BlockSparse
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, diagonal_blocks
+from pyg_dfgnn.statements.spec import Spec
 
 hands_over = False
 deterministic = True
@@ -244,6 +246,22 @@ STEP_S = 0.5e-6
 """A step of a window without its products."""
 CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
 """Each product of a step of 16 columns and 128 channels, in the time of a step without."""
+
+
+STEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "forward": "block_mma_forward",
+        "targets": "block_mma_backward_targets",
+        "sources": "block_mma_backward_sources",
+    }
+)
+"""Stem of the kernel source of each pass; its entry is called the same."""
+
+
+def specs(problem: AttentionProblem, direction: str, plan: Any) -> list[Spec]:
+    """Return what is compiled for a planned pass."""
+    constants = tuple(plan.constants.items())
+    return [Spec(f"attention/{STEMS[direction]}.cu", constants, texts=problem.record.texts)]
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:

@@ -30,6 +30,7 @@ from pyg_dfgnn.dispatch.attention.row_split import (
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.chunks import most_edges
+from pyg_dfgnn.statements.spec import Spec
 
 BLOCK_ROWS = 8
 """Consecutive rows of a block of `smmf`, and its warps."""
@@ -193,6 +194,19 @@ def _cost(
     )
 
 
+def stem_of(direction: str, plan: PaperPass) -> str:
+    """Return the stem of the kernel source of a pass; its main entry is called the same."""
+    if direction == "sources":
+        return "paper_sources"
+    return f"{'smmf' if plan.one_kernel else 'pmf'}_{direction}"
+
+
+def _specs(problem: AttentionProblem, direction: str, plan: PaperPass) -> list[Spec]:
+    """Return what is compiled for a planned pass."""
+    constants = tuple(plan.constants.items())
+    return [Spec(f"attention/{stem_of(direction, plan)}.cu", constants, texts=problem.record.texts)]
+
+
 @dataclass(frozen=True)
 class Smmf:
     """All steps in one kernel, scores in shared memory; an ablation where the forward pass lacks an optimisation.
@@ -211,6 +225,7 @@ class Smmf:
     hands_over = True
     deterministic = True
     refillable = False
+    specs = staticmethod(_specs)
 
     def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass: the scores of one head must fit in shared memory."""
@@ -254,6 +269,7 @@ class Pmf:
     hands_over = True
     deterministic = True
     refillable = False
+    specs = staticmethod(_specs)
 
     def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass; no graph is too large."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.spec import Spec
 from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 
 hands_over = False
@@ -498,6 +499,24 @@ def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
         blocks = diagonal_blocks(graph)
         longest = None if blocks is None else blocks.longest
     return longest is not None and longest * node_bytes <= gpu.shared_bytes
+
+
+STEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "forward": "forward",
+        "dout_dlogit": "forward",
+        "targets": "backward_targets",
+        "sources": "backward_sources",
+        "weights": "weights",
+    }
+)
+"""Stem of the kernel source of each pass; its main entry is called the same."""
+
+
+def specs(problem: AttentionProblem, direction: str, plan: Any) -> list[Spec]:
+    """Return what is compiled for a planned pass."""
+    constants = tuple(plan.constants.items())
+    return [Spec(f"attention/{STEMS[direction]}.cu", constants, texts=problem.record.texts)]
 
 
 def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:

@@ -18,6 +18,7 @@ from pyg_dfgnn.statements.tuning import SmemLayout
 hands_over = False
 deterministic = True
 refillable = False
+specs = rows.specs
 
 MAX_DEGREE = 512
 """Longest row that one group of lanes may walk alone."""

@@ -4,24 +4,13 @@ heads."""
 from collections.abc import Sequence
 from typing import Any
 
-from pyg_dfgnn.dispatch.attention.block_mma import tiles_of
+from pyg_dfgnn.dispatch.attention.block_mma import STEMS, specs, tiles_of
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
-from pyg_dfgnn.statements.score import Score
 
-_STEMS = {
-    "forward": "block_mma_forward",
-    "targets": "block_mma_backward_targets",
-    "sources": "block_mma_backward_sources",
-}
 _COUNT = {"forward": 14, "targets": 17, "sources": 17}
 """Arguments of the statement's pass that the kernel takes."""
-
-
-def spec_of(score: Score, direction: str, plan: Any) -> Spec:
-    """Return what is compiled for a pass."""
-    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 class BlockMmaLaunch:
@@ -29,9 +18,10 @@ class BlockMmaLaunch:
 
     blocks = 0
 
-    def __init__(self, score: Score, direction: str, plan: Any, graph: Graph) -> None:
+    def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]
-        self.kernel = kernel_of(spec_of(score, direction, plan), f"attention_{_STEMS[direction]}")
+        (spec,) = specs(problem, direction, plan)
+        self.kernel = kernel_of(spec, f"attention_{STEMS[direction]}")
         self.tiles = tiles_of(graph, direction, plan.rows, plan.compact)
         self.arrays = addresses((self.tiles.windows, self.tiles.columns, self.tiles.bits))
         self.grid = (self.tiles.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)

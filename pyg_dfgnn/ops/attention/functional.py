@@ -44,7 +44,7 @@ def op_of(score: Score, labels: Mapping[str, str]) -> Op:
         return AttentionProblem(score.name, heads, channels, value.dtype, value.device, edge, dropout, tf32)
 
     statement = statement_of(score, partial(_reference, score), labels)
-    return Op(statement, FAMILY, problem, partial(prepare, score), _derive, _optional)
+    return Op(statement, FAMILY, problem, prepare, _derive, _optional)
 
 
 def _reference(

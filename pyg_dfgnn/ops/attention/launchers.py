@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention.block_mma import BlockMmaLaunch
 from pyg_dfgnn.ops.attention.paper import PaperLaunch
@@ -16,9 +17,8 @@ from pyg_dfgnn.ops.attention.row_split import NodeLaunch, RowSplitLaunch, node_k
 from pyg_dfgnn.ops.attention.smem import SmemLaunch
 from pyg_dfgnn.ops.core import PreparedPass
 from pyg_dfgnn.runtime.launcher import addresses
-from pyg_dfgnn.statements.score import Score
 
-LAUNCHERS: Mapping[str, Callable[[Score, str, Any, Graph], PreparedPass]] = MappingProxyType(
+LAUNCHERS: Mapping[str, Callable[[AttentionProblem, str, Any, Graph], PreparedPass]] = MappingProxyType(
     {
         "row_split": RowSplitLaunch,
         "smem": SmemLaunch,
@@ -29,11 +29,11 @@ LAUNCHERS: Mapping[str, Callable[[Score, str, Any, Graph], PreparedPass]] = Mapp
 """The class of each schedule of the attention family."""
 
 
-def prepare(score: Score, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
+def prepare(problem: AttentionProblem, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
     """Return the launches of a pass.
 
     Args:
-        score: The score of the attention.
+        problem: What is computed.
         direction: A pass of the statement, or "dout_dlogit".
         plan: How the pass runs.
         graph: The edges.
@@ -41,7 +41,7 @@ def prepare(score: Score, direction: str, plan: Any, graph: Graph, flags: frozen
     """
     if direction == "targets" and "dout_dlogit" in flags and plan.schedule == FAMILY.fallback:
         return NodeLaunch(plan, graph)
-    return LAUNCHERS[plan.schedule](score, direction, plan, graph)
+    return LAUNCHERS[plan.schedule](problem, direction, plan, graph)
 
 
 class InverseNorm:

@@ -6,29 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.dispatch.attention.paper import smmf, stem_of
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import positions, rows_of
-from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
-from pyg_dfgnn.statements.score import Score
 
 _INPUTS = 11
 """Inputs and numbers at the head of the arguments of every pass."""
 _OUTPUTS = {"forward": slice(11, 14), "targets": slice(11, 18)}
 """What follows the inputs in the kernels that write a pass's results."""
 _GRAD_OUT = {"targets": 13, "sources": 12}
-
-
-def source_stem(direction: str, plan: Any) -> str:
-    """Return the stem of the kernel source of a pass; its main entry is called the same."""
-    if direction == "sources":
-        return "paper_sources"
-    return f"{'smmf' if plan.one_kernel else 'pmf'}_{direction}"
-
-
-def spec_of(score: Score, direction: str, plan: Any) -> Spec:
-    """Return what is compiled for a pass."""
-    return Spec(f"attention/{source_stem(direction, plan)}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 class PaperLaunch:
@@ -40,7 +28,7 @@ class PaperLaunch:
 
     blocks = 0
 
-    def __init__(self, score: Score, direction: str, plan: Any, graph: Graph) -> None:
+    def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.direction = plan, direction
         self.device, self.num_edges = graph.device, graph.num_edges
         constants = plan.constants
@@ -48,7 +36,7 @@ class PaperLaunch:
         self.threads = (32 * warps, 1, 1)
         self.heads = constants["HEADS"]
         self.head_groups = -(-self.heads // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
-        stem, spec = source_stem(direction, plan), spec_of(score, direction, plan)
+        stem, (spec,) = stem_of(direction, plan), smmf.specs(problem, direction, plan)
         self.kernel = kernel_of(spec, f"attention_{stem}")
         side = graph.csc if direction == "sources" else graph.csr
         sizes = (side.num_rows,) if direction == "forward" else (side.num_rows, self.num_edges)

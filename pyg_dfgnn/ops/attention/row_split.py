@@ -7,21 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.problem import STORAGE
-from pyg_dfgnn.dispatch.attention.row_split import items_per_block, node_constants, side_of
+from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.attention.row_split import STEMS, items_per_block, node_constants, side_of, specs
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
-from pyg_dfgnn.runtime.compiler import Spec
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
-from pyg_dfgnn.statements.score import Score
+from pyg_dfgnn.statements.spec import Spec
 
-_STEMS = {
-    "forward": "forward",
-    "dout_dlogit": "forward",
-    "targets": "backward_targets",
-    "sources": "backward_sources",
-    "weights": "weights",
-}
 _COUNT = {"forward": 15, "dout_dlogit": 15, "targets": 19, "sources": 17, "weights": 13}
 """Arguments of the statement's pass that the kernel takes."""
 _MERGED = {
@@ -43,23 +35,23 @@ class RowSplitLaunch:
     edges, and one that merges heavy rows.
 
     Args:
-        score: The score of the attention.
+        problem: What is computed.
         direction: A pass of the statement, or "dout_dlogit" for the forward pass that leaves that derivative.
         plan: How it runs.
         graph: The edges.
     """
 
-    def __init__(self, score: Score, direction: str, plan: Any, graph: Graph) -> None:
+    def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.direction = plan, direction
         side, _ = side_of(direction, graph)
         self.device, self.num_rows = graph.device, side.num_rows
         constants = plan.constants
         self.norms_of = _NORMS_OF[constants["SMEM"]] if constants["NORMS"] else ""
-        stem = _STEMS[direction]
-        spec = spec_of(score, direction, plan)
+        stem = STEMS[direction]
+        (spec,) = specs(problem, direction, plan)
         self.kernel = kernel_of(spec, f"attention_{stem}")
         self.merge = kernel_of(spec, f"attention_{stem}_merge")
-        self.state_elements = constants["HEADS"] * score.state_channels(direction, constants["CHANNELS"])
+        self.state_elements = constants["HEADS"] * problem.record.state_channels(direction, constants["CHANNELS"])
         self.items_per_block = items_per_block(constants)
         self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
         self.threads = (32 * constants["WARPS"], 1, 1)
@@ -190,11 +182,6 @@ class NodeKernel:
 def node_kernel(path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> NodeKernel:
     """Return a :class:`NodeKernel`, prepared once."""
     return NodeKernel(path, entry, heads, channels, dtype)
-
-
-def spec_of(score: Score, direction: str, plan: Any) -> Spec:
-    """Return what is compiled for a pass."""
-    return Spec(f"attention/{_STEMS[direction]}.cu", tuple(plan.constants.items()), texts=score.texts)
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:

@@ -1,10 +1,14 @@
-"""Assembly of kernel source: constants as a prologue, includes inlined, original line numbers kept.
+"""What is compiled, as a record, and the assembly of its source.
+
+Constants become a prologue, includes are inlined, and original line numbers are kept.
 
 An include names a file of the kernels folder, or a text that the caller injects under that name.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 from pyg_dfgnn.paths import kernels_dir
@@ -14,6 +18,8 @@ _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 Constants = tuple[tuple[str, int], ...]
 Texts = tuple[tuple[str, str], ...]
 """Injected texts by the name that includes them."""
+HOPPER = ("-arch=sm_90a",)
+"""Options for what only compute capability 9.0 has. NVRTC takes the 90 that CuPy adds as part of it."""
 
 
 @cache
@@ -55,3 +61,24 @@ def assemble(path: str, constants: Constants | None = None, texts: Texts = ()) -
     """
     prologue = [f"#define {name} {value}" for name, value in constants or ()]
     return "\n".join([*prologue, *_inline(path, dict(texts), set())]) + "\n"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialised module: a source file, its constants, options of its own, and texts that it includes by name."""
+
+    path: str
+    constants: Constants
+    options: tuple[str, ...] = ()
+    texts: Texts = ()
+
+    @property
+    def name(self) -> str:
+        """Readable name that spells every parameter, and a digest of each injected text."""
+        parts = [self.path, *(f"{name}{value}" for name, value in self.constants), *self.options]
+        parts += [f"{name}:{hashlib.sha256(text.encode()).hexdigest()[:8]}" for name, text in self.texts]
+        return "-".join(parts)
+
+    @property
+    def source(self) -> str:
+        return assemble(self.path, self.constants, self.texts)
