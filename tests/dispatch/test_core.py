@@ -70,6 +70,7 @@ def test_each_reason(changes, reason):
 
 
 def test_reasons_of_the_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dispatch, "_HAS_CUPY", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert unsupported_reasons(PROBLEM) == [
