@@ -67,7 +67,7 @@ class PreparedOp:
         self.edge_place = op.edge_place
         self.keeps_exact = bool(op.statement.exact_output) and problem.dtype.itemsize == 2
         self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)
-        self._functions: dict[int, Callable[..., Any]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
         self._passes: dict[Any, tuple[PreparedPass, ...]] = {}
         self._optional: frozenset[str] | None = None
         choices = self._choose(problem, graph, FORWARD)
@@ -169,8 +169,21 @@ class PreparedOp:
             self._optional = self.op.optional(self.problem, graph, self.settings)
         return _on(saved=True, exact=self.problem.dtype.itemsize == 2) | self._optional
 
-    def compiled(self, group: str, flags: frozenset[str], graph: Graph, key: int | None = None) -> Callable[..., Any]:
-        """Return the function of a group of passes in a variant; kept under `key` unless other passes may follow."""
+    def compiled(
+        self, group: str, flags: frozenset[str], graph: Graph, key: int | tuple[str, frozenset[str]] | None = None
+    ) -> Callable[..., Any]:
+        """Return the function of a group of passes in a variant; it is kept unless other passes may follow.
+
+        Args:
+            group: "forward", "backward" or "edge".
+            flags: Flags of the variant.
+            graph: The edges.
+            key: What finds the function again; the group and flags by default.
+        """
+        key = (group, flags) if key is None else key
+        function = self._functions.get(key)
+        if function is not None:
+            return function
         statement = self.op.statement
         optional = flags & statement.optional_flags
         directions: tuple[str, ...] = {"forward": FORWARD, "backward": BACKWARD}.get(group, ())
@@ -179,7 +192,7 @@ class PreparedOp:
             directions, optional = (statement.edge_pass.direction,), frozenset()
         passes, is_final = self.passes(directions, optional, graph)
         function = compile_group(self.shape, group, flags, passes)
-        if key is not None and is_final:
+        if is_final:
             self._functions[key] = function
         return function
 

@@ -124,7 +124,7 @@ class Statement:
 
     Attributes:
         name: Name of the program, such as "attention/dot".
-        inputs: Tensors that the user gives, in the order of the kernels' ABI.
+        inputs: Tensors that the user gives, in the order of the kernels' ABI; a seed, which the op draws, is the last.
         numbers: Numbers that the user gives, likewise.
         output: What the op returns.
         saved: What the forward pass leaves for the passes after it, beside the output.
