@@ -51,9 +51,7 @@ ATTENTION_IN_CORES: set[str] = set()
 # Files that compare with a score's name, or with SCORE in CUDA, and belong to no score.
 SCORE_COMPARED: set[str] = set()
 # Files of more than 600 lines.
-LONG_FILES: set[str] = {
-    "tests/kernels/test_block_mma_emulated.py",
-}
+LONG_FILES: set[str] = set()
 
 
 def check_offenders(law: str, found: set[str], listed: set[str]) -> None:

@@ -103,6 +103,7 @@ def largest_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     The gradient of a score is a difference of two terms of that size. Where a row has one edge it vanishes, and their
     rounding is left over.
     """
+    expected = {name: expected[name] for name in actual}
     largest = {name: float(tensor.abs().max()) if tensor.numel() else 0.0 for name, tensor in expected.items()}
     gradient = max((size for name, size in largest.items() if direction_of(name) == BACKWARD), default=0.0)
     errors = {}

@@ -1,14 +1,10 @@
 """The schedule `block_mma` on the emulator, against the float64 reference and its gradients."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import DIRECTIONS
@@ -16,86 +12,34 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.reference import attention as reference
-from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
+from pyg_dfgnn.reference.tolerances import largest_errors, relative_error, tolerance
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD, SOURCES, TARGETS
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
+from tests.kernels.block_mma import (
+    BLOCK_MMA,
+    ENTRIES,
+    GRAPHS,
+    KINDS,
+    ROWS_ENTRIES,
+    SCORES,
+    build_graph,
+    check,
+    check_tf32,
+    check_tiles,
+    long_graph,
+    mix,
+    problem_of,
+    products,
+    run,
+)
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.passes import empty, launch, values_of
-from tests.kernels.test_emulated import NAMES, TOLERANCE, Problem, errors
+from tests.kernels.problems import assert_largest_close
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
-
-SCORES = ("dot", "cosine", "add")
-ENTRIES = {
-    "forward": "attention_block_mma_forward",
-    "targets": "attention_block_mma_backward_targets",
-    "sources": "attention_block_mma_backward_sources",
-}
-# What is allowed of the bound for the other schedules. float32: two TF32 numbers hold 22 of the 24 bits of a factor.
-# 16 bit: each weight is rounded too before it meets a value; half as much again is left of that in a sum.
-SHARE = {torch.float32: 2.0, torch.float16: 1.5, torch.bfloat16: 1.5}
-
-
-def side_by_side(*parts: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Dense boolean matrices [sources, targets] on the diagonal of one, as edges in random order."""
-    edges = torch.block_diag(*parts).nonzero()
-    return edges[torch.randperm(edges.size(0))].t().contiguous(), sum(map(len, parts)), sum(p.size(1) for p in parts)
-
-
-def batch_graph() -> tuple[torch.Tensor, int, int]:
-    """Small graphs of all sizes: less than a warp's rows, more than a window's, one of a single node."""
-    return side_by_side(*(torch.rand(size, size) < 0.3 for size in (17, 1, 70, 5)))
-
-
-def full_graph() -> tuple[torch.Tensor, int, int]:
-    """All pairs, over an odd number of steps."""
-    return side_by_side(torch.ones(41, 41, dtype=torch.bool))
-
-
-def isolated_graph() -> tuple[torch.Tensor, int, int]:
-    """Rows without edges and nodes of no graph, between others."""
-    first, second = (torch.rand(size, size) < 0.4 for size in (24, 40))
-    first[:, 5:8] = False
-    second[33:] = False
-    return side_by_side(first, torch.zeros(7, 7, dtype=torch.bool), second)
-
-
-def bipartite_graph() -> tuple[torch.Tensor, int, int]:
-    """Sources that are not the targets: columns are listed. Some windows have a few, some blocks an odd number."""
-    dense = torch.rand(75, 50) < 0.25
-    dense[:, 20:34] = False
-    return side_by_side(dense)
-
-
-def far_graph() -> tuple[torch.Tensor, int, int]:
-    """One segment by a few long edges, sparse but for the first and the last nodes."""
-    dense = torch.zeros(90, 90, dtype=torch.bool)
-    dense[:30, :30] = torch.rand(30, 30) < 0.4
-    dense[60:, 60:] = torch.rand(30, 30) < 0.4
-    dense[0, 89] = dense[88, 2] = True
-    return side_by_side(dense)
-
-
-def long_graph() -> Graph:
-    """One graph of more nodes than are summed in one go."""
-    dense = torch.rand(210, 210) < 0.04
-    dense.fill_diagonal_(True)
-    dense[0, 209] = True
-    return Graph.of(*side_by_side(dense))
-
-
-GRAPHS = {
-    graph.__name__.removesuffix("_graph"): graph
-    for graph in (batch_graph, full_graph, isolated_graph, bipartite_graph, far_graph)
-}
-
-
-# Storage, and float32 whose products are rounded: all that listed columns take.
-KINDS = {**{name: dtype for dtype, name in NAMES.items()}, "tf32": torch.float32}
 
 
 def fits(row: Row) -> bool:
@@ -116,30 +60,9 @@ def label(row: Row) -> str:
     return f"{row['score']}-{row['graph']}-H{row['heads']}-C{row['channels']}-{row['kind']}-{row['order']}"
 
 
-def build_graph(name: str) -> Graph:
-    torch.manual_seed(1)
-    return Graph.of(*GRAPHS[name]())
-
-
-def problem_of(score: str, graph: Graph, heads=2, channels=16, dtype=torch.float32) -> Problem:
-    torch.manual_seed(0)
-    return Problem(score, graph, heads, channels, dtype, edge=False)
-
-
 @pytest.fixture(autouse=True)
 def schedule(default_settings):
     settings(schedule="block_mma", fallback="error")
-
-
-@contextmanager
-def products(kind: str) -> Iterator[None]:
-    """Lets products of float32 be rounded if the kind is "tf32"."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if kind == "tf32" else "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.fixture
@@ -151,68 +74,6 @@ def tf32():
 @pytest.fixture(params=SCORES)
 def score(request):
     return request.param
-
-
-def run(problem: Problem, graph: Graph, order: str = "forward") -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Output and gradients by name, and the kernels that ran."""
-    call = getattr(ops, f"{problem.score}_attention")
-    with emulated_device(order, seed=1) as launched:
-        return problem.run(lambda **inputs: call(graph, **inputs)), launched
-
-
-def exact(problem: Problem, graph: Graph) -> dict[str, torch.Tensor]:
-    """The same in float64, by the reference."""
-    call = getattr(reference, f"{problem.score}_attention")
-    return problem.run(lambda **inputs: call(graph.edge_index, graph.num_dst, **inputs)[0], torch.float64)
-
-
-def check(problem: Problem, graph: Graph, order: str = "forward") -> list[str]:
-    """Compares output and all gradients with float64; returns the kernels that ran."""
-    actual, launched = run(problem, graph, order)
-    expected = exact(problem, graph)
-    found = errors(actual, expected)
-    if problem.score == "cosine":
-        found["grad beta"] = beta_error(problem, graph, actual, expected)
-    for name, tensor in actual.items():
-        assert tensor.shape == expected[name].shape, name
-        assert tensor.dtype == problem.inputs.get(name.removeprefix("grad "), problem.grad_out).dtype, name
-        bound = SHARE[problem.dtype] * TOLERANCE[problem.dtype, "grad" if name.startswith("grad") else "out"]
-        assert found[name] <= bound, (name, found)
-    return launched
-
-
-def only_tiles(launched: list[str]) -> bool:
-    return [name for name in launched if name != "attention_inverse_norm"] == list(ENTRIES.values())
-
-
-def check_tiles(problem: Problem, graph: Graph, order: str = "forward") -> None:
-    """:func:`check`, and that nothing else ran."""
-    assert only_tiles(check(problem, graph, order))
-
-
-def check_tf32(problem: Problem, graph: Graph, order: str = "forward") -> dict[str, float]:
-    """The same within the bounds of rounded products; returns the relative errors."""
-    with products("tf32"):
-        actual, launched = run(problem, graph, order)
-    assert only_tiles(launched)
-    expected = exact(problem, graph)
-    compared = {name: (tensor, expected[name]) for name, tensor in actual.items()}
-    if compared.pop("grad beta", None):
-        assert beta_error(problem, graph, actual, expected) <= tolerance("tf32").relative
-    assert_all_close(compared, "tf32")
-    return {name: relative_error(*pair) for name, pair in compared.items()}
-
-
-def beta_error(
-    problem: Problem, graph: Graph, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> float:
-    """Of the gradient of beta, by the size of its terms: they cancel over all edges and leave their rounding behind."""
-    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
-    beta = inputs.pop("beta").expand(graph.num_edges, problem.grad_out.size(1)).clone().requires_grad_()
-    out, _ = reference.cosine_attention(graph.edge_index, graph.num_dst, **inputs, beta=beta)
-    (terms,) = torch.autograd.grad(out, beta, problem.grad_out.double())
-    torch.testing.assert_close(terms.sum(), expected["grad beta"][0])
-    return float((actual["grad beta"] - expected["grad beta"]).abs() / terms.abs().sum())
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -295,22 +156,11 @@ def test_segments_and_listed_columns_agree(score, kind):
             actual, launched = run(problem, graph)
         assert ENTRIES["forward"] in launched and (diagonal_blocks(graph) is None) == listed
         results.append(actual)
-    found = errors(results[1], {name: tensor.double() for name, tensor in results[0].items()})
+    found = largest_errors(results[1], {name: tensor.double() for name, tensor in results[0].items()})
     assert max(found.values()) < tolerance("tf32" if kind == "tf32" else KINDS[kind]).relative, found
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
-
-
-def test_huge_logits_neither_overflow_nor_vanish():
-    """The two best edges of a row share it, however large their logits are."""
-    graph = Graph.of(torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 1, 1, 1, 2, 2]]), 3)
-    value = torch.randn(3, 1, 4)
-    alpha_src, alpha_dst = torch.tensor([[5000.0], [5000.0], [-4000.0]]), torch.tensor([[9.0], [-1e5], [1e30]])
-    with emulated_device() as launched:
-        out = ops.add_attention(graph, value, alpha_src, alpha_dst)
-    assert launched == [ENTRIES["forward"]]
-    torch.testing.assert_close(out, value[:2].mean(0).expand(3, 1, 4), rtol=1e-6, atol=1e-6)
 
 
 def test_huge_logits_of_missing_edges():
@@ -327,7 +177,7 @@ def test_products_far_apart():
     problem = problem_of("dot", graph)
     for name in ("query", "key"):
         problem.inputs[name] = 64.0 * torch.randint(-3, 4, problem.inputs[name].shape).float()
-    actual, expected = run(problem, graph)[0], exact(problem, graph)
+    actual, expected = run(problem, graph)[0], problem.expected()
     assert relative_error(actual["out"], expected["out"]) < 1e-6
     assert relative_error(actual["grad value"], expected["grad value"]) < 1e-6
 
@@ -361,41 +211,13 @@ def test_a_non_finite_feature_stays_in_its_graph(score):
             assert torch.equal(tensor[others], clean[name][others]), name
 
 
-def test_zero_rows_under_the_norm():
-    """A zero vector has cosine 0 to all others, and a gradient that is finite."""
-    graph = build_graph("batch")
-    problem = problem_of("cosine", graph)
-    problem.inputs["x_src"][3] = 0.0
-    actual, expected = run(problem, graph)[0], exact(problem, graph)
-    keep = (
-        torch.arange(graph.num_dst) != 3
-    )  # The gradient at the zero vector itself is 1e12 times a difference of sums.
-    for name, tensor in actual.items():
-        rows = keep if name in ("out", "grad x_src") else slice(None)
-        torch.testing.assert_close(tensor[rows].double(), expected[name][rows], rtol=1e-5, atol=1e-5)
-        assert tensor.isfinite().all(), name
-
-
-def test_square_graph_with_two_tensors():
-    """Cosine attention where source and target have the same number of rows but are not the same tensor."""
-    graph = build_graph("batch")
-    problem = problem_of("cosine", graph)
-    problem.inputs["x_dst"] = torch.randn_like(problem.inputs["x_src"])
-    check_tiles(problem, graph)
-
-
 @pytest.mark.parametrize("slope", [1.0, 0.0, -0.5])
 def test_slopes(slope):
     graph = build_graph("batch")
     problem = problem_of("add", graph)
     with emulated_device():
-        actual = problem.run(lambda **inputs: ops.add_attention(graph, **inputs, negative_slope=slope))
-    ends = graph.edge_index, graph.num_dst
-    expected = problem.run(
-        lambda **inputs: reference.add_attention(*ends, **inputs, negative_slope=slope)[0], torch.float64
-    )
-    found = errors(actual, expected)
-    assert max(found.values()) <= SHARE[torch.float32] * TOLERANCE[torch.float32, "grad"], found
+        actual = problem.run(lambda **inputs: problem.call(**inputs, negative_slope=slope))
+    assert_largest_close(problem.dtype, actual, problem.expected(negative_slope=slope), BLOCK_MMA)
 
 
 @pytest.mark.parametrize("name", ["batch", "bipartite"])
@@ -420,10 +242,10 @@ def test_nan_stays_under_tf32(score, tf32):
     name = {"cosine": "x_src", "add": "value"}.get(score, "key")
     problem.inputs[name][graph.edge_index[0, 0], 0, 0] = nan
     actual, _ = run(problem, graph)
-    expected = exact(problem, graph)
+    expected = problem.expected()
     assert expected["out"].isnan().any()
-    for key, tensor in expected.items():
-        assert actual[key][tensor.isnan()].isnan().all(), key
+    for key, tensor in actual.items():
+        assert tensor[expected[key].isnan()].isnan().all(), key
 
 
 def test_tf32_leaves_16_bits_alone(score, tf32):
@@ -434,269 +256,6 @@ def test_tf32_leaves_16_bits_alone(score, tf32):
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     plain, _ = run(problem, graph)
     assert [name for name in plain if not torch.equal(plain[name], rounded[name])] == []
-
-
-# Maxima that are fixed ------------------------------------------------------------------------------------------------
-
-LATE = 80
-"""First of the columns of `late_graph` whose logits may be far above those before."""
-
-
-def late_graph() -> Graph:
-    """A graph of several windows and many steps. Row 20 has no edges, row 72 has none to the first 32 columns."""
-    torch.manual_seed(1)
-    dense = torch.ones(96, 96, dtype=torch.bool)
-    dense[:, 20] = dense[:32, 72] = False
-    return Graph.of(*side_by_side(dense))
-
-
-def late_problem(graph: Graph, heads: int, dtype: torch.dtype, rise: float) -> Problem:
-    """In the last head the late logits of rows 0 to 15 are larger by `rise`; all logits of row 90 are above 64.
-
-    The products are exact, so that logits of any size are as accurate as small ones.
-    """
-    problem = problem_of("dot", graph, heads, dtype=dtype)
-    query, key = (problem.inputs[name].mul_(4).round_().div_(8) for name in ("query", "key"))
-    query[..., :2] = key[..., 0] = 0.0
-    key[LATE:, :, 0] = key[..., 1] = 2.0
-    query[:16, -1, 0] = 2 * rise
-    query[90, :, 1] = 96.0
-    return problem
-
-
-def forward_pass(
-    problem: Problem, graph: Graph, kind: str = "fp32", slope: float = 0.2
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Output and maxima, to base 2, that a forward pass leaves for others, and the columns of a step."""
-    heads, channels = problem.grad_out.shape[1:]
-    planned = AttentionProblem(
-        problem.score, heads, channels, problem.dtype, graph.device, False, False, tf32=kind == "tf32"
-    )
-    x = {name: tensor.detach() for name, tensor in problem.inputs.items()}
-    values = values_of(planned, graph) | {"slope": slope}
-    if problem.score == "dot":
-        values |= {"target": x["query"], "key": x["key"], "value": x["value"]}
-    elif problem.score == "cosine":
-        inverse = 1 / x["x_src"].float().norm(dim=-1)
-        values |= {"target": x["x_src"], "value": x["x_src"], "parameter": x["beta"]}
-        values |= {"target_scalars": inverse, "source_scalars": inverse}
-    else:
-        values |= {"value": x["value"], "target_scalars": x["alpha_dst"], "source_scalars": x["alpha_src"]}
-    values |= {"out": torch.empty_like(problem.grad_out), "row_stats": torch.empty(graph.num_dst, heads, 2)}
-    with emulated_device():
-        constants = launch(FORWARD, "block_mma", planned, graph, values)
-    return values["out"], values["row_stats"][..., 0], constants["STEP"]
-
-
-def largest(logits: torch.Tensor, graph: Graph, columns: int | None = None) -> torch.Tensor:
-    """Of the logits [targets, heads, sources] the largest per row, to base 2, over its edges to the first columns."""
-    edges = torch.zeros(graph.num_dst, 1, graph.num_src, dtype=torch.bool)
-    edges[graph.edge_index[1], 0, graph.edge_index[0]] = True
-    return (logits / math.log(2)).masked_fill(~edges, -torch.inf)[..., :columns].amax(-1)
-
-
-def products_of(problem: Problem) -> torch.Tensor:
-    """The logits of the dot score [targets, heads, sources] in float64."""
-    query, key = (problem.inputs[name].detach().double() for name in ("query", "key"))
-    return torch.einsum("ihc,jhc->ihj", query, key) * query.size(-1) ** -0.5
-
-
-@pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_out_of_bounds_start_again(kind, heads):
-    """The maximum of the first steps stays until a sum is too large; then only the block of that row starts again."""
-    graph = late_graph()
-    problem = late_problem(graph, heads, KINDS[kind], rise=29.0)
-    out, maxima, step = forward_pass(problem, graph, kind)
-    logits = products_of(problem)
-    rows, first, later = (largest(logits, graph, columns) for columns in (None, step, 32 + step))
-    close = {"rtol": 0.0, "atol": 0.02 if kind == "tf32" else 1e-4}
-    # The whole block of rows 0 to 15, one row of which has no edges.
-    taken = torch.arange(32) != 20
-    torch.testing.assert_close(maxima[:32, -1][taken].double(), rows[:32, -1][taken], **close)
-    assert bool((rows[:16, -1] > 40).all()) and not bool(maxima[20].any())
-    # What other rows fixed is left alone, and so are the heads beside it: once all rows of a warp have edges.
-    torch.testing.assert_close(maxima[48:64].double(), first[48:64], **close)
-    torch.testing.assert_close(maxima[64:80].double(), later[64:80], **close)
-    assert all(bool((rows > fixed + 0.1)[48:80].any()) for fixed in (first, later))
-    # Large maxima are fixed nowhere in a warp.
-    torch.testing.assert_close(maxima[80:].double(), rows[80:], **close)
-    if heads > 1:
-        torch.testing.assert_close(maxima[:16, 0].double(), first[:16, 0], **close)
-    expected = exact(problem, graph)["out"]
-    if kind == "tf32":
-        assert_all_close({"out": (out, expected)}, "tf32")
-    else:
-        bound = SHARE[problem.dtype] * TOLERANCE[problem.dtype, "out"]
-        assert (out - expected).abs().max() <= bound * expected.abs().max()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_passes_after_a_start_again(kind):
-    graph = late_graph()
-    (check_tf32 if kind == "tf32" else check_tiles)(late_problem(graph, 2, KINDS[kind], rise=29.0), graph)
-
-
-@pytest.mark.parametrize(("kind", "rise"), [("fp32", 20.0), ("bf16", 20.0), ("tf32", 20.0), ("fp16", 4.0)])
-def test_sums_within_bounds_stay(kind, rise):
-    """Weights far above 1, in all passes."""
-    graph = late_graph()
-    problem = late_problem(graph, 2, KINDS[kind], rise)
-    _, maxima, step = forward_pass(problem, graph, kind)
-    logits = products_of(problem)
-    rows, first = largest(logits, graph), largest(logits, graph, step)
-    torch.testing.assert_close(maxima[:16].double(), first[:16], rtol=0.0, atol=0.02 if kind == "tf32" else 1e-4)
-    assert bool((rows - first > rise)[:16, -1].all())
-    (check_tf32 if kind == "tf32" else check_tiles)(problem, graph)
-
-
-@pytest.mark.parametrize(
-    ("kind", "beta", "bound"),
-    [
-        *(("fp32", beta, True) for beta in (0.0, 0.25, -2.0, 13.5)),
-        *(("fp32", beta, False) for beta in (-14.0, 30.0)),
-        *(("fp16", beta, True) for beta in (-2.5, 0.0)),
-        *(("fp16", beta, False) for beta in (3.0, 20.0)),
-        *(("bf16", beta, True) for beta in (-13.0, 1.0)),
-        ("bf16", 50.0, False),
-        ("tf32", -13.0, True),
-    ],
-)
-def test_cosine_takes_the_bound_of_a_small_beta(kind, beta, bound):
-    graph = build_graph("isolated")
-    problem = problem_of("cosine", graph, dtype=KINDS[kind])
-    problem.inputs["beta"].fill_(beta)
-    _, maxima, _ = forward_pass(problem, graph, kind)
-    has_edges = graph.csr.rowptr.diff() > 0
-    expected = abs(beta) / math.log(2)
-    assert torch.allclose(maxima[has_edges], torch.tensor(expected), rtol=1e-6, atol=0.0) == bound
-    assert not bool(maxima[~has_edges].any())
-    (check_tf32 if kind == "tf32" else check_tiles)(problem, graph)
-
-
-def add_logits(problem: Problem, slope: float) -> torch.Tensor:
-    source, target = (problem.inputs[name].detach().double() for name in ("alpha_src", "alpha_dst"))
-    return torch.nn.functional.leaky_relu(target[..., None] + source.t(), slope)
-
-
-@pytest.mark.parametrize(
-    ("kind", "slope", "spread", "factored"),
-    [
-        *(("fp32", slope, 1.0, True) for slope in (0.0, 0.2, 1.0)),
-        *(("fp32", slope, 1.0, False) for slope in (-0.5, 1.5)),
-        ("fp32", 0.2, 3.0, True),
-        ("fp32", 0.0, 30.0, False),
-        ("fp32", 0.2, 30.0, False),
-        ("fp16", 0.2, 0.5, True),
-        ("fp16", 0.2, 2.0, False),
-        ("bf16", 0.0, 3.0, True),
-        ("bf16", 0.2, 30.0, False),
-        ("tf32", 0.2, 2.0, True),
-    ],
-)
-def test_add_takes_factors_of_close_scalars(kind, slope, spread, factored):
-    """Where the scalars of the sources lie close together, it is that of all columns and heads, with an edge or not."""
-    graph = build_graph("far")
-    problem = problem_of("add", graph, dtype=KINDS[kind])
-    scalars = problem.inputs["alpha_src"].mul_(spread)
-    scalars -= scalars.max()
-    _, maxima, _ = forward_pass(problem, graph, kind, slope)
-    logits, has_edges = add_logits(problem, slope), graph.csr.rowptr.diff() > 0
-    source, target = (problem.inputs[name].detach().double() for name in ("alpha_src", "alpha_dst"))
-    rows = largest(logits, graph)
-    window = torch.nn.functional.leaky_relu(target + source.max(), slope) / math.log(2)
-    torch.testing.assert_close(
-        maxima[has_edges].double(), (window if factored else rows)[has_edges], rtol=1e-6, atol=1e-6
-    )
-    assert bool((window > rows + 0.1)[has_edges].any())
-    ends = graph.edge_index, graph.num_dst
-    with products(kind), emulated_device():
-        actual = problem.run(lambda **inputs: ops.add_attention(graph, **inputs, negative_slope=slope))
-    expected = problem.run(
-        lambda **inputs: reference.add_attention(*ends, **inputs, negative_slope=slope)[0], torch.float64
-    )
-    if kind == "tf32":
-        assert_all_close({name: (tensor, expected[name]) for name, tensor in actual.items()}, "tf32")
-        return
-    for name, error in errors(actual, expected).items():
-        assert error <= SHARE[problem.dtype] * TOLERANCE[problem.dtype, "grad" if "grad" in name else "out"], name
-
-
-@pytest.mark.parametrize("name", ["alpha_src", "alpha_dst"])
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e30, -1e30])
-def test_scalars_of_add_that_no_factor_holds(name, number):
-    """As `row_split` has it, in the rows that see the number and in those that do not."""
-    graph = build_graph("batch")
-    problem = problem_of("add", graph)
-    problem.inputs[name][20] = number
-    results = {}
-    for schedule in ("row_split", "block_mma"):
-        with settings(schedule=schedule, fallback="error"), torch.no_grad(), emulated_device() as launched:
-            results[schedule] = ops.add_attention(graph, **problem.inputs)
-        assert (ENTRIES["forward"] in launched) == (schedule == "block_mma")
-    torch.testing.assert_close(results["block_mma"], results["row_split"], rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert bool(results["block_mma"][:17].isfinite().all())
-
-
-@pytest.mark.parametrize("number", [1e3, -1e5, 1e8, 1e20])
-def test_weights_of_large_scalars_sum_to_one(number):
-    """A target's scalar that rounds those of its sources: all passes must see the same logits."""
-    graph = build_graph("batch")
-    problem = problem_of("add", graph)
-    problem.inputs["alpha_dst"][::2] = number
-    with torch.no_grad(), emulated_device() as launched:
-        _, weights = ops.add_attention(graph, **problem.inputs, return_weights=True)
-    assert ENTRIES["forward"] in launched
-    total = torch.zeros(graph.num_dst, 2).index_add_(0, graph.edge_index[1], weights)[graph.csr.rowptr.diff() > 0]
-    torch.testing.assert_close(total, torch.ones_like(total), rtol=0.0, atol=5e-6)
-
-
-@pytest.mark.parametrize("longest", [300, 513])
-def test_bound_of_the_longest_segment(longest):
-    """A graph whose edges are refilled has shorter segments than it has room for; factors take 512 columns at most."""
-    graph = build_graph("batch")
-    blocks = replace(diagonal_blocks(build_graph("batch")), longest=longest)
-    graph.derived(KEY, lambda: blocks)
-    problem = problem_of("add", graph, channels=8)
-    _, maxima, _ = forward_pass(problem, graph)
-    is_largest = torch.isclose(maxima.double(), largest(add_logits(problem, 0.2), graph), rtol=1e-6, atol=1e-6)
-    assert bool(is_largest[graph.csr.rowptr.diff() > 0].all()) == (longest > 512)
-    check_tiles(problem, graph)
-
-
-@pytest.mark.parametrize("size", [512, 520])
-def test_segment_around_the_most_columns_of_factors(size):
-    torch.manual_seed(1)
-    dense = torch.rand(size, size) < 0.025
-    dense.fill_diagonal_(True)
-    dense[0, -1] = True
-    graph = Graph.of(*side_by_side(dense))
-    problem = problem_of("add", graph, 2, 8)
-    planned = AttentionProblem("add", 2, 8, torch.float32, graph.device, False, False)
-    chosen = FAMILY.candidates["block_mma"].plan_pass(planned, "forward", graph)
-    assert chosen.constants["FACTORED"] == (size <= 512)
-    with torch.no_grad(), emulated_device() as launched:
-        out = ops.add_attention(graph, **problem.inputs)
-    assert launched == [ENTRIES["forward"]]
-    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
-    expected, _ = reference.add_attention(graph.edge_index, graph.num_dst, **inputs)
-    bound = SHARE[torch.float32] * TOLERANCE[torch.float32, "out"]
-    assert (out - expected).abs().max() <= bound * expected.abs().max()
-
-
-@pytest.mark.parametrize("name", ["key", "query"])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
-def test_gradients_of_rows_that_are_no_numbers(kind, name):
-    """All sources of a row whose weights are NaN get no finite gradient: a loss that went wrong does not hide."""
-    graph = build_graph("batch")
-    problem = problem_of("dot", graph, dtype=KINDS[kind])
-    problem.inputs[name][20] = torch.nan
-    actual, _ = run(problem, graph)
-    source, target = graph.edge_index
-    rows = target[source == 20] if name == "key" else torch.tensor([20])
-    assert not bool(actual["out"][rows].isfinite().any()) and len(rows) > 0
-    seen = source[torch.isin(target, rows)].unique()
-    assert not bool(actual["grad value"][seen].isfinite().any()) and len(seen) > 10
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -722,24 +281,24 @@ def test_memory_layout_of_inputs(score, layout):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "tf32"])
 @pytest.mark.parametrize("name", ["isolated", "bipartite"])
 def test_every_number_of_the_results_is_written(score, name, kind):
-    """Also what other results do not show: softmax, fp32 copy and records, of rows without edges too."""
+    """Also what other results do not show: row_stats, fp32 copy and bwd_row_stats, of rows without edges too."""
     if (name, kind) == ("bipartite", "fp32"):
         pytest.skip("listed columns take no full float32")
     graph, dtype = build_graph(name), KINDS[kind]
     problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, tf32=kind == "tf32")
     expected, actual = (passes(problem, graph, schedule) for schedule in ("row_split", "block_mma"))
-    for found in expected, actual:
-        softmax, records = found["softmax"], found["records"]
-        assert torch.equal(records[..., :2], softmax)
+    for results in expected, actual:
+        stats, of_backward = results["row_stats"], results["bwd_row_stats"]
+        assert torch.equal(of_backward[..., :2], stats)
         # Any maximum will do, and the inverse is of a sum under it: together they are the same for all schedules.
-        total = softmax[..., 0] - softmax[..., 1].log2().nan_to_num(neginf=0.0)
-        torch.testing.assert_close(records[..., 3], total, rtol=1e-6, atol=1e-6)
-        found |= {"softmax": total, "records": records[..., 2]}
+        total = stats[..., 0] - stats[..., 1].log2().nan_to_num(neginf=0.0)
+        torch.testing.assert_close(of_backward[..., 3], total, rtol=1e-6, atol=1e-6)
+        results |= {"row_stats": total, "bwd_row_stats": of_backward[..., 2]}
     for name, tensor in actual.items():
         assert tensor.isfinite().all(), name
         # In 16 bits the weights are rounded before they meet the values, so sums in float32 differ as well.
-        bound = tolerance("tf32" if kind == "tf32" else torch.float32 if name == "softmax" else dtype).relative
-        if name == "softmax" and kind == "bf16":
+        bound = tolerance("tf32" if kind == "tf32" else torch.float32 if name == "row_stats" else dtype).relative
+        if name == "row_stats" and kind == "bf16":
             # The sum is of rounded weights too: at most their rounding, here of a logarithm to base 2.
             assert (tensor - expected[name]).abs().max() < torch.finfo(dtype).eps / 2 / math.log(2)
         else:
@@ -792,24 +351,6 @@ def passes(
 
 # Mixtures -------------------------------------------------------------------------------------------------------------
 
-ROWS_ENTRIES = {
-    "forward": "attention_forward",
-    "targets": "attention_backward_targets",
-    "sources": "attention_backward_sources",
-}
-
-
-def mix(monkeypatch: pytest.MonkeyPatch, by_rows: tuple[str, ...]) -> None:
-    """Lets the schedule `row_split` take some of the passes."""
-    choose = dispatch.choose
-
-    def mixed(family, problem, graph, directions, current, **options):
-        chosen = choose(family, problem, graph, directions, current, **options)
-        rows = choose(family, problem, graph, directions, replace(current, schedule="row_split"), **options)
-        return tuple(b if a.direction in by_rows else a for a, b in zip(chosen, rows, strict=True))
-
-    monkeypatch.setattr(dispatch, "choose", mixed)
-
 
 @pytest.mark.parametrize(
     "by_rows",
@@ -824,22 +365,3 @@ def test_rows_may_take_some_passes(score, by_rows, monkeypatch):
     for walk in DIRECTIONS:
         assert (ENTRIES[walk] in launched) == (walk not in by_rows), walk
         assert (ROWS_ENTRIES[walk] in launched) == (walk in by_rows), walk
-
-
-@pytest.mark.parametrize("by_rows", [("targets",), ("sources",), ("targets", "sources")], ids="+".join)
-def test_rows_may_take_the_backward_of_a_fixed_maximum(score, by_rows, monkeypatch):
-    """Maxima that are far from the largest logits, and the weights of the edges under them."""
-    mix(monkeypatch, by_rows)
-    graph = late_graph() if score == "dot" else build_graph("far")
-    problem = late_problem(graph, 2, torch.float32, 20.0) if score == "dot" else problem_of(score, graph)
-    if score == "cosine":
-        problem.inputs["beta"].fill_(-10.0)
-    if score == "add":
-        problem.inputs["alpha_src"].mul_(6.0)
-    launched = check(problem, graph)
-    assert {walk for walk in DIRECTIONS if ROWS_ENTRIES[walk] in launched} == {*by_rows}
-    with torch.no_grad(), emulated_device():
-        _, weights = getattr(ops, f"{score}_attention")(graph, **problem.inputs, return_weights=True)
-    inputs = {name: tensor.detach().double() for name, tensor in problem.inputs.items()}
-    _, expected = getattr(reference, f"{score}_attention")(graph.edge_index, graph.num_dst, **inputs)
-    assert (weights - expected).abs().max() <= SHARE[torch.float32] * TOLERANCE[torch.float32, "grad"]

@@ -18,30 +18,19 @@ from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
-from tests.kernels.test_emulated import (
+from tests.kernels.problems import (
     NAMES,
-    TOLERANCE,
-    Problem,
+    assert_largest_close,
+    batch_graph,
     build_graph,
     check,
-    errors,
     heavy_graph,
     label,
+    problem_of,
     square_graph,
 )
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
-
-
-def batch_graph() -> tuple[list[tuple[int, int]], int, int]:
-    """Small graphs side by side: single nodes, nodes without edges, loops and a duplicate."""
-    generator = torch.Generator().manual_seed(3)
-    edges, first = [(0, 1), (0, 1)], 0
-    for size in (5, 1, 9, 3, 3, 12, 2, 7, 4):
-        pairs = (torch.rand(size, size, generator=generator) < 0.5).nonzero() + first
-        edges += [(int(j), int(i)) for j, i in pairs]
-        first += size
-    return edges, first, first
 
 
 GRAPHS = {"heavy": heavy_graph, "square": square_graph, "batch": batch_graph}
@@ -64,7 +53,7 @@ def cases(graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: 
 def run(row: Row) -> set[str]:
     torch.manual_seed(0)
     graph = build_graph(*GRAPHS[row["graph"]]())
-    problem = Problem(row["score"], graph, *row["shape"], row["dtype"], row["edge"])
+    problem = problem_of(row["score"], graph, *row["shape"], row["dtype"], row["edge"])
     return set(check(problem, graph, row["dropout"], row["order"]))
 
 
@@ -117,7 +106,7 @@ def test_joined_chunks_of_half_of_the_heads(joined, order):
     planned = AttentionProblem("dot", 8, 16, torch.float32, graph.device, False, False)
     constants = row_split.plan_pass(planned, "forward", graph).constants
     assert constants["JOINED"] and (constants["HEAD_SLOTS"], constants["WARP_ROWS"]) == (4, 2)
-    launched = check(Problem("dot", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
+    launched = check(problem_of("dot", graph, 8, 16), graph, 0.0, order)
     assert not [name for name in launched if name.endswith("_merge")]
 
 
@@ -137,7 +126,7 @@ def test_resident_rows_of_narrow_heads(small_blocks, name, order):
     graph = build_graph(*{"batch": batch_graph, "isolated": isolated_graph}[name]())
     planned = AttentionProblem("gatv2", 8, 16, torch.float32, graph.device, False, False)
     assert smem.constants_of(planned, "forward")["LANE_VECS"] == 2
-    check(Problem("gatv2", graph, 8, 16, torch.float32, edge=False), graph, 0.0, order)
+    check(problem_of("gatv2", graph, 8, 16), graph, 0.0, order)
 
 
 @pytest.mark.parametrize("in_shared", [0, 1], ids=["cache", "shared"])
@@ -145,7 +134,7 @@ def test_resident_rows_of_either_memory(small_blocks, in_shared, monkeypatch):
     constants = smem.constants_of
     monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "IN_SHARED": in_shared})
     graph = build_graph(*batch_graph())
-    check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
+    check(problem_of("dot", graph, 1, 16), graph, 0.0)
 
 
 def isolated_graph() -> tuple[list[tuple[int, int]], int, int]:
@@ -190,7 +179,7 @@ def test_forward_finds_the_norms(request, monkeypatch, schedule, name, heads, ch
     """No kernel of their own and the same bits in all that reads them."""
     request.getfixturevalue(schedule)
     graph = build_graph(*NORM_GRAPHS[name]())
-    problem = Problem("cosine", graph, heads, channels, dtype, edge=False)
+    problem = problem_of("cosine", graph, heads, channels, dtype, edge=False)
     problem.inputs["x_src"][0, 0] = 0.0
     problem.inputs["x_src"][-1, -1, :-1] = 0.0
     call = partial(ops.cosine_attention, graph)
@@ -224,7 +213,7 @@ def test_targets_that_are_no_sources_have_norms_of_their_own(request, schedule, 
         pytest.skip("an edge leaves every range of nodes")
     request.getfixturevalue(schedule)
     graph = build_graph(*NORM_GRAPHS[name]())
-    problem = Problem("cosine", graph, heads, channels, dtype, edge=False)
+    problem = problem_of("cosine", graph, heads, channels, dtype, edge=False)
     problem.inputs["x_dst"] = torch.randn_like(problem.inputs["x_src"])
     call = partial(ops.cosine_attention, graph)
     with emulated_device() as launched:
@@ -237,27 +226,22 @@ def test_targets_that_are_no_sources_have_norms_of_their_own(request, schedule, 
             alone = call(**problem.inputs)
     # Nothing but backward reads those that `row_split` finds.
     assert launched == ["attention_inverse_norm"] * (schedule == "small_blocks") + ["attention_forward"]
-    exact = problem.run(
-        lambda **inputs: reference.cosine_attention(graph.edge_index, graph.num_dst, **inputs)[0], dtype=torch.float64
-    )
     assert [key for key in first if not torch.equal(first[key], again[key])] == []
     assert torch.equal(alone, first["out"])
-    assert max(errors(again, exact).values()) < TOLERANCE[dtype, "grad"]
+    assert_largest_close(problem.dtype, again, problem.expected())
 
 
 @pytest.mark.parametrize("schedule", NORM_LAUNCHES)
 def test_an_edited_output_is_computed_again_with_its_norms(request, schedule):
     request.getfixturevalue(schedule)
     graph = build_graph(*batch_graph())
-    problem = Problem("cosine", graph, 2, 10, torch.float32, edge=False)
+    problem = problem_of("cosine", graph, 2, 10)
     with emulated_device() as launched:
         for _ in range(2):
             launched.clear()
             actual = problem.run(lambda **inputs: ops.cosine_attention(graph, **inputs).mul_(0.5))
     assert launched.count("attention_forward") == 2 and "attention_inverse_norm" not in launched
-    edges = graph.edge_index, graph.num_dst
-    exact = problem.run(lambda **inputs: reference.cosine_attention(*edges, **inputs)[0] * 0.5, dtype=torch.float64)
-    assert max(errors(actual, exact).values()) < 2e-6
+    assert_largest_close(problem.dtype, actual, {name: tensor * 0.5 for name, tensor in problem.expected().items()})
 
 
 ORDERED = cases(("heavy", "square"), ((1, 128), (8, 16)), ("dot", "add"))
@@ -274,26 +258,11 @@ def test_ordered_rows(default_settings, monkeypatch, row):
     assert "attention_forward_merge" in run(row)
 
 
-@pytest.mark.parametrize("schedule", ["row_split", "smem"])
-@pytest.mark.parametrize("score", ["cosine", "gatv2"])
-def test_thread_order_changes_no_bit(score, schedule, default_settings):
-    settings(schedule=schedule, fallback="error")
-    graph = build_graph(*(batch_graph if schedule == "smem" else heavy_graph)())
-    problem = Problem(score, graph, 2, 8, torch.float32, edge=False)
-    call = getattr(ops, f"{score}_attention")
-    results = []
-    for order in ORDERS:
-        with emulated_device(order, seed=2):
-            results.append(problem.run(lambda **inputs: call(graph, **inputs)))
-    for other in results[1:]:
-        assert [name for name in other if not torch.equal(other[name], results[0][name])] == []
-
-
 def test_nodes_without_edges():
     """A range whose rows are all empty, next to one that has edges."""
     graph = Graph.of(torch.tensor([[0, 1, 40], [1, 0, 40]]), 60)
     with settings(schedule="smem", fallback="error"):
-        check(Problem("dot", graph, 1, 16, torch.float32, False), graph, 0.0)
+        check(problem_of("dot", graph, 1, 16), graph, 0.0)
 
 
 @pytest.mark.parametrize("score", ["dot", "add", "gatv2"])
@@ -306,14 +275,13 @@ def test_a_hub_of_many_chunks_adds_up(score, monkeypatch, default_settings):
     nodes = 8000
     torch.manual_seed(1)
     graph = build_graph([(0, i) for i in range(nodes)] + [(i, 0) for i in range(1, nodes)], nodes, nodes)
-    problem = Problem(score, graph, 1, 4, torch.float32, False)
+    problem = problem_of(score, graph, 1, 4)
     # Terms of one sign, so that the sums do not cancel.
     problem.inputs = {name: tensor.abs() for name, tensor in problem.inputs.items()}
     problem.grad_out.abs_()
     with emulated_device() as launched:
         actual = problem.run(lambda **inputs: getattr(ops, f"{score}_attention")(graph, **inputs))
     assert "attention_forward_merge" in launched and "attention_backward_sources_merge" in launched
-    exact = getattr(reference, f"{score}_attention")
-    expected = problem.run(lambda **inputs: exact(graph.edge_index, graph.num_dst, **inputs)[0], torch.float64)
+    expected = problem.expected()
     for name in {"out", "grad value", "grad key", "grad alpha_src", "grad x_src"} & set(actual):
         assert relative_error(actual[name][0], expected[name][0]) < 5e-7, name

@@ -17,8 +17,8 @@ from tests.emu.loader import compiler
 from tests.kernels.covering import covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import ARCHS, compile_cubin, missing
+from tests.kernels.problems import assert_largest_close, build_graph, heavy_graph, sparse_graph, square_graph
 from tests.kernels.specs import spec_of
-from tests.kernels.test_emulated import TOLERANCE, build_graph, errors, heavy_graph, sparse_graph, square_graph
 
 # S = -scale * (l_i - r_j + t_ij)^2, on scalars of nodes and edges.
 DISTANCE = Score(
@@ -186,10 +186,7 @@ def test_equals_autograd_in_float64(row):
     expected = exact(score, graph, given, grad_out, p)
     assert ("attention_forward_merge" in launched) == (row["graph"] is heavy_graph)
     assert {*actual} == {*expected}
-    for name, error in errors(actual, expected).items():
-        # Weights are float32 whatever the storage.
-        kept = torch.float32 if name == "weights" else dtype
-        assert error <= TOLERANCE[kept, "grad" if name.startswith("grad") else "out"], name
+    assert_largest_close(dtype, actual, expected)
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
