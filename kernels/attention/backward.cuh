@@ -34,7 +34,7 @@ __device__ __forceinline__ void reduce_products(Products& p) {
 }
 
 // Removes the radial part: x^ (x) -> g - x^ <x^, g>. Below the clamp of the norm the projection drops out.
-__device__ __forceinline__ HeadValues project(Part& g, const Part& x, const HeadValues& inverse_norm) {
+__device__ __forceinline__ HeadValues project(Fragment& g, const Fragment& x, const HeadValues& inverse_norm) {
     HeadValues along = head_dot(x, g);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {

@@ -11,9 +11,9 @@ attention_backward_nodes(i64 num_rows, const void* out, const float* dout_dlogit
     const i64 w = item_of_lane(l);
     const bool active = w < num_rows;
     const int row = active ? (int)w : 0;
-    const Part grad = load_part(grad_out, row, l);
+    const Fragment grad = load_fragment(grad_out, row, l);
     const HeadValues delta = head_dot(grad, load_out(out, row, l));
-    const HeadValues derivative = head_dot(grad, load_part_fp32(dout_dlogit, row, l));
+    const HeadValues derivative = head_dot(grad, load_fragment_fp32(dout_dlogit, row, l));
     if (!active) return;
     store_bwd_row_stats(bwd_row_stats, row, l, load_row_stats(row_stats, row, l), delta);
     store_heads(grad_target, row, l, derivative);

@@ -3,7 +3,7 @@
 #include "attention/backward.cuh"
 
 struct Sums {
-    Part value, score;
+    Fragment value, score;
     HeadValues scalar;
 };
 
@@ -15,7 +15,7 @@ struct Backward {
     const ScoreInputs& in;
     const Lanes& l;
 
-    __device__ __forceinline__ Sums empty() const { return {zero_part(), zero_part(), zero_heads()}; }
+    __device__ __forceinline__ Sums empty() const { return {zero_fragment(), zero_fragment(), zero_heads()}; }
 
     __device__ __forceinline__ void merge_slots(Sums& sums) const {
         if (SUMS_VALUE) slot_sum<false>(sums.value);
@@ -26,16 +26,16 @@ struct Backward {
     // Value [count, HEADS, CHANNELS], score likewise, scalar [count, HEADS].
     __device__ __forceinline__ void save(const Sums& sums, float* buffer, i64 count, i64 i) const {
         float* rest = buffer + SUMS_VALUE * count * ROW_STRIDE;
-        if (SUMS_VALUE) store_part_fp32(buffer, i, l, sums.value);
-        if (SUMS_SCORE) store_part_fp32(rest, i, l, sums.score);
+        if (SUMS_VALUE) store_fragment_fp32(buffer, i, l, sums.value);
+        if (SUMS_SCORE) store_fragment_fp32(rest, i, l, sums.score);
         if (SUMS_SCALAR) store_heads(rest + SUMS_SCORE * count * ROW_STRIDE, i, l, sums.scalar);
     }
 
     __device__ __forceinline__ Sums restore(const float* buffer, i64 count, i64 i) const {
         Sums sums = empty();
         const float* rest = buffer + SUMS_VALUE * count * ROW_STRIDE;
-        if (SUMS_VALUE) sums.value = load_part_fp32(buffer, i, l);
-        if (SUMS_SCORE) sums.score = load_part_fp32(rest, i, l);
+        if (SUMS_VALUE) sums.value = load_fragment_fp32(buffer, i, l);
+        if (SUMS_SCORE) sums.score = load_fragment_fp32(rest, i, l);
         if (SUMS_SCALAR) sums.scalar = load_state_heads(rest + SUMS_SCORE * count * ROW_STRIDE, i, l);
         return sums;
     }

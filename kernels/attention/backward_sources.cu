@@ -18,7 +18,9 @@ struct Targets : EdgeTerms {
     RowStats stats[UNROLL];
     HeadValues delta[UNROLL];
 
-    __device__ __forceinline__ Part query(int u) const { return HAS_TARGET_VECTOR ? widen(queries[u]) : zero_part(); }
+    __device__ __forceinline__ Fragment query(int u) const {
+        return HAS_TARGET_VECTOR ? widen(queries[u]) : zero_fragment();
+    }
 };
 
 __device__ __forceinline__ void load_bwd_row_stats(const float* base, int row, const Lanes& l, RowStats& stats,
@@ -46,21 +48,21 @@ struct BackwardSources : Backward {
 
     const ScoreInputs& gathered;
     const SourceGrads& grads;
-    const Part& parameters;
+    const Fragment& parameters;
     u64 seed;
     const storage_t* grad_out;
     const float* bwd_row_stats;
-    Part own_value, own_key;
+    Fragment own_value, own_key;
     HeadValues own_scalars, factor;
 
     __device__ __forceinline__ BackwardSources(const ScoreInputs& in, const Lanes& l, const ScoreInputs& gathered,
-                                               const SourceGrads& grads, const Part& parameters)
+                                               const SourceGrads& grads, const Fragment& parameters)
         : Backward{in, l}, gathered(gathered), grads(grads), parameters(parameters) {}
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
-        own_value = load_part<NODE_STRIDE>(in.value, item.row, l);
+        own_value = load_fragment<NODE_STRIDE>(in.value, item.row, l);
         own_key = own_value;
-        if (HAS_KEY) own_key = load_part<NODE_STRIDE>(in.key, item.row, l);
+        if (HAS_KEY) own_key = load_fragment<NODE_STRIDE>(in.key, item.row, l);
         own_scalars = load_scalars(in.source_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
     }
@@ -85,10 +87,10 @@ struct BackwardSources : Backward {
         Products products;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            Part source = own_key, content = own_value;
+            Fragment source = own_key, content = own_value;
             targets.add_edge(source, u);
             if (EDGE_IN_VALUE) targets.add_edge(content, u);
-            const Part query = targets.query(u), grad = widen(targets.grads[u]);
+            const Fragment query = targets.query(u), grad = widen(targets.grads[u]);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
 #if HAS_TARGET_VECTOR
@@ -103,8 +105,8 @@ struct BackwardSources : Backward {
 
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part query = targets.query(u), grad = widen(targets.grads[u]);
-            Part source = own_key;
+            const Fragment query = targets.query(u), grad = widen(targets.grads[u]);
+            Fragment source = own_key;
             targets.add_edge(source, u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
@@ -119,7 +121,7 @@ struct BackwardSources : Backward {
 #endif
 #if HAS_TARGET_VECTOR
                 const float dp = Score::product_grad(ds, terms, in);
-                Part& score_sum = SUMS_SCORE ? sums.score : sums.value;
+                Fragment& score_sum = SUMS_SCORE ? sums.score : sums.value;
 #endif
 #pragma unroll
                 for (int c = 0; c < LANE_ELEMS; ++c) {
@@ -137,10 +139,10 @@ struct BackwardSources : Backward {
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_NORMS
-        project(sums.score, load_part<NODE_STRIDE>(in.value, row, l), load_scalars(in.source_scalars, row, l));
+        project(sums.score, load_fragment<NODE_STRIDE>(in.value, row, l), load_scalars(in.source_scalars, row, l));
 #endif
         const bool adds = TARGET_IS_VALUE && grads.target != nullptr;
-        const Part before = adds ? load_part<NODE_STRIDE>(grads.target, row, l) : zero_part();
+        const Fragment before = adds ? load_fragment<NODE_STRIDE>(grads.target, row, l) : zero_fragment();
         if (!writes) return;
 #if SUMS_SCORE
 #pragma unroll
@@ -154,8 +156,8 @@ struct BackwardSources : Backward {
         }
 #endif
         if (TARGET_IS_VALUE && (HAS_KEY || !SUMS_SCORE)) add_to(sums.value, before);
-        store_part<NODE_STRIDE>(grads.value, row, l, sums.value);
-        if (HAS_KEY) store_part<NODE_STRIDE>(grads.key, row, l, sums.score);
+        store_fragment<NODE_STRIDE>(grads.value, row, l, sums.value);
+        if (HAS_KEY) store_fragment<NODE_STRIDE>(grads.key, row, l, sums.score);
         if (SUMS_SCALAR) store_heads(grads.scalars, row, l, sums.scalar);
     }
 };
@@ -170,7 +172,7 @@ attention_backward_sources(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* 
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
     bring_targets(gathered, grad_out, bwd_row_stats, a);
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     BackwardSources functor(in, l, gathered, grads, parameters);
     functor.seed = DROPOUT ? *in.seed : 0;
     functor.grad_out = grad_out;
@@ -191,6 +193,6 @@ attention_backward_sources_merge(HEAVY_PARAMETERS, const float* partial, const s
     in.scale = (float)scale;
     const SourceGrads grads = {grad_key, grad_value, grad_source_scalars, grad_target};
     const Lanes l = lane_layout();
-    const Part parameters = zero_part();
+    const Fragment parameters = zero_fragment();
     merge_heavy_rows(HeavyRows HEAVY, l, BackwardSources(in, l, in, grads, parameters), partial, carry);
 }

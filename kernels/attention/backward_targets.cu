@@ -22,33 +22,33 @@ struct BackwardTargets : Backward {
 
     const ScoreInputs& gathered;
     const TargetGrads& grads;
-    const Part& parameters;
+    const Fragment& parameters;
     u64 seed;
     const void* out;
     const float* row_stats;
     const storage_t* grad_out;
     float* bwd_row_stats;
     // Over all rows, and of one row: the gradient of a parameter [HEADS, CHANNELS].
-    Part parameter_sum, own_parameter_sum;
-    Part own, grad;
+    Fragment parameter_sum, own_parameter_sum;
+    Fragment own, grad;
     HeadValues own_scalars, own_delta, factor;
     RowStats own_stats;
 
     __device__ __forceinline__ BackwardTargets(const ScoreInputs& in, const Lanes& l, const ScoreInputs& gathered,
-                                               const TargetGrads& grads, const Part& parameters)
+                                               const TargetGrads& grads, const Fragment& parameters)
         : Backward{in, l}, gathered(gathered), grads(grads), parameters(parameters) {}
 
     __device__ __forceinline__ void begin(const Adjacency& a, const Item& item) {
-        grad = load_part(grad_out, item.row, l);
+        grad = load_fragment(grad_out, item.row, l);
         own_stats = load_row_stats(row_stats, item.row, l);
         own_delta = head_dot(grad, load_out(out, item.row, l));
         if (a.starts() && item.first && l.edge_slot == 0) {
             store_bwd_row_stats(bwd_row_stats, item.row, l, own_stats, own_delta);
         }
-        if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
         own_scalars = load_scalars(in.target_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
-        if (PARAMETER == 2) own_parameter_sum = zero_part();
+        if (PARAMETER == 2) own_parameter_sum = zero_fragment();
     }
 
     __device__ __forceinline__ Neighbours load(const Step<Index>& step) const {
@@ -61,9 +61,9 @@ struct BackwardTargets : Backward {
         Products products;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part content = neighbours.content(u);
+            const Fragment content = neighbours.content(u);
 #if HAS_TARGET_VECTOR
-            const Part other = neighbours.scored(u);
+            const Fragment other = neighbours.scored(u);
 #endif
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
@@ -80,10 +80,10 @@ struct BackwardTargets : Backward {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
 #if HAS_TARGET_VECTOR
-            const Part other = neighbours.scored(u);
+            const Fragment other = neighbours.scored(u);
 #endif
 #if HAS_EDGE_VECTOR
-            Part grad_e;
+            Fragment grad_e;
 #elif HAS_EDGE_SCALARS
             HeadValues grad_e;
 #endif
@@ -121,7 +121,7 @@ struct BackwardTargets : Backward {
 #if HAS_EDGE_SCALARS
                 store_heads(static_cast<float*>(grads.edge), now.edge[u].perm, l, grad_e);
 #else
-                store_part(static_cast<storage_t*>(grads.edge), now.edge[u].perm, l, grad_e);
+                store_fragment(static_cast<storage_t*>(grads.edge), now.edge[u].perm, l, grad_e);
 #endif
             }
 #endif
@@ -134,13 +134,13 @@ struct BackwardTargets : Backward {
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_TARGET_VECTOR
-        Part& sum = sums.score;
+        Fragment& sum = sums.score;
 #if HAS_NORMS
-        const HeadValues along = project(sum, load_part<NODE_STRIDE>(in.target, row, l),
+        const HeadValues along = project(sum, load_fragment<NODE_STRIDE>(in.target, row, l),
                                          load_scalars(in.target_scalars, row, l));
 #endif
         // Read once more: a merge kernel has no registers to spare before.
-        const Part weights = load_parameter(in, l);
+        const Fragment weights = load_parameter(in, l);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
@@ -148,7 +148,7 @@ struct BackwardTargets : Backward {
                 sum.x[h][c] = Score::finish_target(sum.x[h][c], {0.0f, 0.0f, weights.x[h][c]}, in);
             }
         }
-        if (writes) store_part<NODE_STRIDE>(static_cast<storage_t*>(grads.target), row, l, sum);
+        if (writes) store_fragment<NODE_STRIDE>(static_cast<storage_t*>(grads.target), row, l, sum);
 #if PARAMETER == 1
         // The logit is the parameter times <x^_i, x^_j>.
         if (writes) store_heads(grads.parameter, row, l, along);
@@ -169,14 +169,14 @@ attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* o
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
     bring_sources(gathered, a);
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     BackwardTargets functor(in, l, gathered, grads, parameters);
     functor.seed = DROPOUT ? *in.seed : 0;
     functor.out = out;
     functor.row_stats = row_stats;
     functor.grad_out = grad_out;
     functor.bwd_row_stats = bwd_row_stats;
-    if (PARAMETER == 2) functor.parameter_sum = zero_part();
+    if (PARAMETER == 2) functor.parameter_sum = zero_fragment();
     finish_copies();
     traverse(a, l, functor, partial, carry);
 #if PARAMETER == 2
@@ -195,6 +195,6 @@ attention_backward_targets_merge(HEAVY_PARAMETERS, const float* partial, const s
     in.scale = (float)scale;
     const TargetGrads grads = {grad_target, grad_parameter, nullptr};
     const Lanes l = lane_layout();
-    const Part parameters = zero_part();
+    const Fragment parameters = zero_fragment();
     merge_heavy_rows(HeavyRows HEAVY, l, BackwardTargets(in, l, in, grads, parameters), partial, carry);
 }

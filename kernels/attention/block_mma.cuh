@@ -6,9 +6,9 @@
 // the window owns and columns that it visits are gathered alike, so a small graph stays on chip while all its edges are
 // used. A thread block takes BLOCK_HEADS heads side by side, which share the bits.
 //
-// Constants beside those of the score: STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16 bytes or a multiple of
-// them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each other), FOLD (see
-// multiply_rows), MIN_BLOCKS.
+// Constants beside those of the score: STORAGE, EDGE (0), SPLIT, HEADS, BLOCK_HEADS (divides HEADS), CHANNELS (16
+// bytes or a multiple of them), WARPS, STEP (16 or 32), LISTED (whether columns are listed one by one, or follow each
+// other), FOLD (see multiply_rows), MIN_BLOCKS.
 #define THREADS (32 * WARPS)
 #define WINDOW (16 * WARPS)
 #define STEP_TILES (STEP / 8)
@@ -24,9 +24,9 @@ struct Window {
     int first_row, end_row, first_block, num_columns, first_column;
 };
 
-#define TILES_PARAMETERS const int *windows, const int *columns, const u32 *bits
+#define BLOCK_SPARSE_PARAMETERS const int *windows, const int *columns, const u32 *bits
 
-struct Tiles {
+struct BlockSparse {
     const int* windows;  // [num_windows, 8]: the fields of Window
     const int* columns;  // [num_blocks, 32] with LISTED; past the end the last one again
     const u32* bits;     // [num_blocks, WINDOW]: bit c of word r stands for row r of the window, column c of the block
@@ -38,7 +38,7 @@ struct OwnRows {
     bool exists[2];
 };
 
-__device__ __forceinline__ Window load_window(const Tiles& t) {
+__device__ __forceinline__ Window load_window(const BlockSparse& t) {
     const int4* const fields = reinterpret_cast<const int4*>(t.windows) + 2 * (i64)blockIdx.x;
     const int4 w = __ldg(fields);
     return {w.x, w.y, w.z, w.w, LISTED ? 0 : __ldg(fields + 1).x};
@@ -58,7 +58,7 @@ __device__ __forceinline__ OwnRows own_rows(const Window& w) {
 }
 
 // The node at a column; the last one again past the end.
-__device__ __forceinline__ int column_node(const Tiles& t, const Window& w, int column) {
+__device__ __forceinline__ int column_node(const BlockSparse& t, const Window& w, int column) {
     if (LISTED) return __ldg(t.columns + (i64)w.first_block * 32 + column);
     return w.first_column + (column < w.num_columns ? column : w.num_columns - 1);
 }
@@ -147,7 +147,7 @@ struct StepBits {
     }
 };
 
-__device__ __forceinline__ StepBits load_bits(const Tiles& t, const Window& w, int step) {
+__device__ __forceinline__ StepBits load_bits(const BlockSparse& t, const Window& w, int step) {
     const u32* words = t.bits + (i64)(w.first_block + step * STEP / 32) * WINDOW + first_warp_row() + lane_group();
     return {{__ldg(words), __ldg(words + 8)}};
 }
@@ -247,7 +247,7 @@ __device__ __forceinline__ bool warp_has_edges(const StepBits& bits) {
 // Passes over the columns of a window: work(step, edges) for the steps in which the warp has edges, while
 // fetch(step + 1) copies what the next step gathers. The caller has fetched step 0.
 template <class Fetch, class Work>
-__device__ __forceinline__ void for_each_step(const Tiles& t, const Window& w, int steps, const Fetch& fetch,
+__device__ __forceinline__ void for_each_step(const BlockSparse& t, const Window& w, int steps, const Fetch& fetch,
                                               const Work& work) {
     StepBits next_bits = {};
     if (steps > 0) next_bits = load_bits(t, w, 0);
@@ -418,8 +418,8 @@ __device__ __forceinline__ float2 load_pair(const storage_t* address) {
 #endif
 }
 
-// Removes the radial part of a gradient g through the norms, given the own rows x: (g - x^ <x^, g>) / norm, where `along` is
-// <x^, g>. Below the clamp of the norm the projection drops out.
+// Removes the radial part of a gradient g through the norms, given the own rows x: (g - x^ <x^, g>) / norm, where
+// `along` is <x^, g>. Below the clamp of the norm the projection drops out.
 __device__ __forceinline__ void project(float (&g)[CHANNEL_TILES][4], const storage_t* x, const OwnRows& own, int h,
                                         const float (&inverse_norm)[2], const float (&along)[2]) {
 #pragma unroll

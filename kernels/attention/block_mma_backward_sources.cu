@@ -15,7 +15,8 @@
 // What a lane holds of one head.
 struct Head {
     float own_scalar[2], factor[2];
-    // The gradient of the row's scalar, or with norms that along the row: summed here as the products' operands may be rounded to 16 bits.
+    // The gradient of the row's scalar, or with norms that along the row: summed here as the products' operands may be
+    // rounded to 16 bits.
     float scalar_sum[2];
     float value[CHANNEL_TILES][4];
 #if HAS_TARGET_VECTOR
@@ -90,11 +91,12 @@ __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, co
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_block_mma_backward_sources(TILES_PARAMETERS, INPUT_PARAMETERS, const float* bwd_row_stats, const storage_t* grad_out,
+attention_block_mma_backward_sources(BLOCK_SPARSE_PARAMETERS, INPUT_PARAMETERS, const float* bwd_row_stats,
+                                     const storage_t* grad_out,
                                  storage_t* grad_key, storage_t* grad_value, float* grad_source,
                                  const storage_t* grad_target) {
     extern __shared__ __align__(16) unsigned char memory[];
-    const Tiles tiles = {windows, columns, bits};
+    const BlockSparse tiles = {windows, columns, bits};
     const ScoreInputs in = INPUTS;
     u32* const value_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     u32* const key_words = value_words + OWN_WORDS - BLOCK_HEADS * LEFT_WORDS;

@@ -18,7 +18,8 @@
 // What a lane holds of one head.
 struct Head {
     float own_scalar[2], factor[2], max[2], inverse[2], delta[2];
-    // The gradient of the row's scalar, or with norms that along the row: summed here as the products' operands may be rounded to 16 bits.
+    // The gradient of the row's scalar, or with norms that along the row: summed here as the products' operands may be
+    // rounded to 16 bits.
     float scalar_sum[2];
 #if HAS_TARGET_VECTOR
     float acc[CHANNEL_TILES][4];
@@ -121,11 +122,12 @@ __device__ __forceinline__ void store_head(Head& head, const ScoreInputs& in, co
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_block_mma_backward_targets(TILES_PARAMETERS, INPUT_PARAMETERS, const float* out, const float* row_stats,
+attention_block_mma_backward_targets(BLOCK_SPARSE_PARAMETERS, INPUT_PARAMETERS, const float* out,
+                                     const float* row_stats,
                                      const storage_t* grad_out, float* bwd_row_stats, void* grad_target,
                                      float* grad_parameter) {
     extern __shared__ __align__(16) unsigned char memory[];
-    const Tiles tiles = {windows, columns, bits};
+    const BlockSparse tiles = {windows, columns, bits};
     const ScoreInputs in = INPUTS;
     u32* const grad_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     u32* const target_words = grad_words + OWN_WORDS - BLOCK_HEADS * LEFT_WORDS;

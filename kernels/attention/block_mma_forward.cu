@@ -202,7 +202,8 @@ __device__ __forceinline__ void store_head(Head& head, const OwnRows& own, int h
 // Finds B and B' of all columns, each [step][head][place], A and A' of the rows, and c, `top`. Returns whether all of
 // them are within bounds. `bounds` has room for two numbers per warp.
 __device__ __forceinline__ bool find_factors(Head (&heads)[BLOCK_HEADS], float& top, float* rising, float* falling,
-                                             float* bounds, const ScoreInputs& in, const Tiles& tiles, const Window& w,
+                                             float* bounds, const ScoreInputs& in, const BlockSparse& tiles,
+                                             const Window& w,
                                              const OwnRows& own, int count) {
     float bottom = -negative_infinity();
     top = negative_infinity();
@@ -277,9 +278,10 @@ __device__ __forceinline__ bool is_out_of_bounds(const Head& head, const OwnRows
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_block_mma_forward(TILES_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* row_stats, float* out_fp32) {
+attention_block_mma_forward(BLOCK_SPARSE_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* row_stats,
+                            float* out_fp32) {
     extern __shared__ __align__(16) unsigned char memory[];
-    const Tiles tiles = {windows, columns, bits};
+    const BlockSparse tiles = {windows, columns, bits};
     const ScoreInputs in = INPUTS;
     u32* const own_words = reinterpret_cast<u32*>(memory) + threadIdx.x / 32 * OWN_WORDS;
     storage_t* const stages = reinterpret_cast<storage_t*>(reinterpret_cast<u32*>(memory) + WARPS * OWN_WORDS);

@@ -9,9 +9,9 @@
 //
 //   dO_i / dl_i = (1 - s) (O+ - p+ O_i)
 //
-// With NORMS it finds the inverse norms that it needs itself: with SMEM those of its sources, which it writes to `norms`
-// (see smem.cuh); otherwise those of every row it reads, and it writes those of its targets, if these are the sources
-// too and `norms` is not null. That takes two products in place of one, but no kernel before.
+// With NORMS it finds the inverse norms that it needs itself: with SMEM those of its sources, which it writes to
+// `norms` (see smem.cuh); otherwise those of every row it reads, and it writes those of its targets, if these are the
+// sources too and `norms` is not null. That takes two products in place of one, but no kernel before.
 //
 // With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/traversal.cuh"
@@ -21,12 +21,13 @@
 #include "attention/smem.cuh"
 #include "attention/gather.cuh"
 
-// Sums of weights and of weighted values: the first over all edges, with DOUT_DLOGIT the second over those with slope 1.
+// Sums of weights and of weighted values: the first over all edges, with DOUT_DLOGIT the second over those with slope
+// 1.
 #define ACCUMULATORS (DOUT_DLOGIT ? 2 : 1)
 
 struct Softmax {
     HeadValues max, sum[ACCUMULATORS];
-    Part acc[ACCUMULATORS];
+    Fragment acc[ACCUMULATORS];
 };
 
 // The maximum over no edges: finite, so that a logit of -inf differs from it by -inf and not by NaN.
@@ -67,14 +68,14 @@ struct Forward {
     const ScoreInputs &in, &gathered;
     const Results& results;
     const Lanes& l;
-    const Part& parameters;
+    const Fragment& parameters;
     u64 seed;
-    Part own;
+    Fragment own;
     HeadValues own_scalars, factor;
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
-        own = zero_part();
-        if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
+        own = zero_fragment();
+        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
         // Targets that are no sources have norms of their own.
         const bool shares = NORMS && in.target_scalars == in.source_scalars;
 #if READS_NORMS
@@ -96,12 +97,13 @@ struct Forward {
 #pragma unroll
         for (int k = 0; k < ACCUMULATORS; ++k) {
             s.sum[k] = zero_heads();
-            s.acc[k] = zero_part();
+            s.acc[k] = zero_fragment();
         }
         return s;
     }
 
-    __device__ __forceinline__ Neighbours load(const Step<Index>& step) const { return load_neighbours(gathered, step, l); }
+    __device__ __forceinline__ Neighbours load(const Step<Index>& step) const { return load_neighbours(gathered, step,
+                                                                                                       l); }
 
     template <bool FULL>
     __device__ __forceinline__ void step(Softmax& state, Neighbours& neighbours, const Adjacency& a, const Item& item,
@@ -144,7 +146,7 @@ struct Forward {
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part v = neighbours.content(u);
+            const Fragment v = neighbours.content(u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
@@ -188,7 +190,7 @@ struct Forward {
         store_heads(heads, i, l, s.max);
 #pragma unroll
         for (int k = 0; k < ACCUMULATORS; ++k) {
-            store_part_fp32(buffer, k * count + i, l, s.acc[k]);
+            store_fragment_fp32(buffer, k * count + i, l, s.acc[k]);
             store_heads(heads, (k + 1) * count + i, l, s.sum[k]);
         }
     }
@@ -199,7 +201,7 @@ struct Forward {
         s.max = load_state_heads(heads, i, l);
 #pragma unroll
         for (int k = 0; k < ACCUMULATORS; ++k) {
-            s.acc[k] = load_part_fp32(buffer, k * count + i, l);
+            s.acc[k] = load_fragment_fp32(buffer, k * count + i, l);
             s.sum[k] = load_state_heads(heads, (k + 1) * count + i, l);
         }
         return s;
@@ -247,7 +249,7 @@ struct Forward {
     __device__ __forceinline__ void store(const Softmax& s, int row, bool writes) const {
         if (!writes) return;
         RowStats stats;
-        Part out;
+        Fragment out;
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             const bool empty = s.sum[0].x[h] == 0.0f;
@@ -257,11 +259,11 @@ struct Forward {
 #pragma unroll
             for (int c = 0; c < LANE_ELEMS; ++c) out.x[h][c] = empty ? 0.0f : s.acc[0].x[h][c] * inverse;
         }
-        store_part(results.out, row, l, out);
-        if (results.out_fp32 != nullptr) store_part_fp32(results.out_fp32, row, l, out);
+        store_fragment(results.out, row, l, out);
+        if (results.out_fp32 != nullptr) store_fragment_fp32(results.out_fp32, row, l, out);
         store_row_stats(results.row_stats, row, l, stats);
 #if DOUT_DLOGIT
-        Part derivative;
+        Fragment derivative;
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             const bool empty = s.sum[0].x[h] == 0.0f;
@@ -273,7 +275,7 @@ struct Forward {
                 derivative.x[h][c] = scale * fmaf(-share, s.acc[0].x[h][c], s.acc[1].x[h][c]);
             }
         }
-        store_part_fp32(results.dout_dlogit, row, l, derivative);
+        store_fragment_fp32(results.dout_dlogit, row, l, derivative);
 #endif
     }
 };
@@ -287,7 +289,7 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
     bring_sources(gathered, a);
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     const u64 key64 = DROPOUT ? *in.seed : 0;
     finish_copies();
     find_norms(gathered, a, l, norms);
@@ -302,7 +304,7 @@ attention_forward_merge(HEAVY_PARAMETERS, const float* partial, double slope, st
     in.slope = (float)slope;
     const Results results = {out, row_stats, out_fp32, dout_dlogit, nullptr};
     const Lanes l = lane_layout();
-    const Part parameters = zero_part();
+    const Fragment parameters = zero_fragment();
     const Forward functor = {in, in, results, l, parameters, 0};
     merge_heavy_rows(HeavyRows HEAVY, l, functor, partial, carry);
 }

@@ -15,9 +15,9 @@ struct EdgeTerms {
         return HAS_EDGE_SCALARS ? edge_scalars[u].x[h] : 0.0f;
     }
 
-    __device__ __forceinline__ void add_edge(Part& part, int u) const {
+    __device__ __forceinline__ void add_edge(Fragment& fragment, int u) const {
 #if HAS_EDGE_VECTOR
-        add_to(part, widen(edges[u]));
+        add_to(fragment, widen(edges[u]));
 #endif
     }
 
@@ -56,21 +56,21 @@ struct Neighbours : EdgeTerms {
 #endif
 
     // The vector the score takes: key or value, plus the edge's.
-    __device__ __forceinline__ Part scored(int u) const {
+    __device__ __forceinline__ Fragment scored(int u) const {
 #if HAS_KEY
-        Part part = widen(keys[u]);
+        Fragment fragment = widen(keys[u]);
 #else
-        Part part = widen(values[u]);
+        Fragment fragment = widen(values[u]);
 #endif
-        add_edge(part, u);
-        return part;
+        add_edge(fragment, u);
+        return fragment;
     }
 
     // The vector that is averaged: the value, with EDGE_IN_VALUE plus the edge's.
-    __device__ __forceinline__ Part content(int u) const {
-        Part part = widen(values[u]);
-        if (EDGE_IN_VALUE) add_edge(part, u);
-        return part;
+    __device__ __forceinline__ Fragment content(int u) const {
+        Fragment fragment = widen(values[u]);
+        if (EDGE_IN_VALUE) add_edge(fragment, u);
+        return fragment;
     }
 };
 
@@ -91,11 +91,11 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
 
 // The score's products of a step, reduced over the lanes of a head; a score without vectors has none.
 __device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEADS], const Neighbours& neighbours,
-                                               const Part& own, const Part& parameter, const ScoreInputs& in) {
+                                               const Fragment& own, const Fragment& parameter, const ScoreInputs& in) {
 #if HAS_TARGET_VECTOR
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-        const Part other = neighbours.scored(u);
+        const Fragment other = neighbours.scored(u);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, parameter, in, h);
     }
@@ -106,11 +106,11 @@ __device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEA
 #if !READS_NORMS
 // The same with the norms of the sources, from one exchange between lanes: a second one would double the wait.
 __device__ __forceinline__ void score_products_and_norms(float (&product)[UNROLL][LANE_HEADS], Neighbours& neighbours,
-                                                         const Part& own) {
+                                                         const Fragment& own) {
     float sums[UNROLL][LANE_HEADS][2];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-        const Part other = neighbours.scored(u);
+        const Fragment other = neighbours.scored(u);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             sums[u][h][0] = lane_dot(own, other, h);

@@ -53,10 +53,12 @@ struct Terms {
     __device__ __forceinline__ float source() const { return ROWS_ARE_TARGETS ? other : own; }
 };
 
+#define SCORE_FN static __device__ __forceinline__
+
 // What a score states:
 //
-//   float product(float sum, const Channel&, const ScoreInputs&)   with vectors: adds one channel; of zeros, which pad a
-//                                                                  row, it adds 0
+//   float product(float sum, const Channel&, const ScoreInputs&)   with vectors: adds one channel; for a channel of
+//                                                                  zeros, which pads a row, it adds 0
 //   float target_grad(float sum, float ds, const Channel&, const ScoreInputs&), source_grad, with an edge vector
 //   edge_grad, with a parameter per channel parameter_grad         add the gradients of one channel
 //   float target_scalar_grad(float sum, float ds, const Terms&, const ScoreInputs&), source_scalar_grad
@@ -67,18 +69,18 @@ struct Terms {
 // ds is the gradient of S, the logit in base e. What follows a score may leave out.
 struct ScoreDefaults {
     // The part of the base-2 logit that all edges of a row share, given the row's own scalar.
-    static __device__ __forceinline__ float factor(const ScoreInputs&, float) { return LOG2E; }
+    SCORE_FN float factor(const ScoreInputs&, float) { return LOG2E; }
 
     // The base-2 logit.
-    static __device__ __forceinline__ float logit(const Terms& t, const ScoreInputs&) { return t.factor * t.product; }
+    SCORE_FN float logit(const Terms& t, const ScoreInputs&) { return t.factor * t.product; }
 
     // The gradient of the product, which target_grad, source_grad, edge_grad and parameter_grad then take as ds.
-    static __device__ __forceinline__ float product_grad(float ds, const Terms&, const ScoreInputs&) { return ds; }
+    SCORE_FN float product_grad(float ds, const Terms&, const ScoreInputs&) { return ds; }
 
     // From the sum of target_grad over the edges of a target to the gradient, and from that of source_grad where the
     // source's vector is not the value or has norms.
-    static __device__ __forceinline__ float finish_target(float sum, const Channel&, const ScoreInputs&) { return sum; }
-    static __device__ __forceinline__ float finish_source(float sum, const ScoreInputs&) { return sum; }
+    SCORE_FN float finish_target(float sum, const Channel&, const ScoreInputs&) { return sum; }
+    SCORE_FN float finish_source(float sum, const ScoreInputs&) { return sum; }
 };
 
 // LeakyReLU and its slope. The pre-activation z should be a plain sum, so that its sign is the same in every kernel.

@@ -1,14 +1,16 @@
 // What the row schedules compute of a score on a lane's part of a row.
 #include "attention/inputs.cuh"
 
-__device__ __forceinline__ Channel channel_of(const Part& target, const Part& source, const Part& parameter, int h,
+__device__ __forceinline__ Channel channel_of(const Fragment& target, const Fragment& source,
+                                              const Fragment& parameter, int h,
                                               int c) {
     return {HAS_TARGET_VECTOR ? target.x[h][c] : 0.0f, source.x[h][c], PARAMETER == 2 ? parameter.x[h][c] : 0.0f};
 }
 
 #if HAS_TARGET_VECTOR
 // One lane's part of the product of head h; the sum over the lanes of the head is the product.
-__device__ __forceinline__ float score_product(const Part& target, const Part& source, const Part& parameter,
+__device__ __forceinline__ float score_product(const Fragment& target, const Fragment& source,
+                                               const Fragment& parameter,
                                                const ScoreInputs& in, int h) {
     float sum = 0.0f;
 #pragma unroll
@@ -35,10 +37,10 @@ __device__ __forceinline__ HeadValues logit_factor(const ScoreInputs& in, const 
     return factor;
 }
 
-__device__ __forceinline__ Part load_parameter(const ScoreInputs& in, const Lanes& l) {
+__device__ __forceinline__ Fragment load_parameter(const ScoreInputs& in, const Lanes& l) {
 #if PARAMETER == 2
-    return load_part_fp32(in.parameter, 0, l);
+    return load_fragment_fp32(in.parameter, 0, l);
 #else
-    return zero_part();
+    return zero_fragment();
 #endif
 }

@@ -17,7 +17,7 @@ template <class Values>
 __device__ __forceinline__ void score_edges_backward(const Edges& edges, const ScoreInputs& in,
                                                      const storage_t* grad_out, const Span& span, const Lanes& l,
                                                      const Values& logits, const Values& grads) {
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     OwnRow own;
     Step next;
     if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
@@ -32,11 +32,11 @@ __device__ __forceinline__ void score_edges_backward(const Edges& edges, const S
         for (int u = 0; u < UNROLL; ++u) {
             own.move_to(in, grad_out, now.edge[u].row, l);
             scalars[u] = own.scalars;
-            const Part grad = widen(own.grad), content = neighbours.content(u);
+            const Fragment grad = widen(own.grad), content = neighbours.content(u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) products.value[u][h] = lane_dot(grad, content, h);
 #if HAS_TARGET_VECTOR
-            const Part target = widen(own.target), other = neighbours.scored(u);
+            const Fragment target = widen(own.target), other = neighbours.scored(u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
                 products.score[u][h] = score_product(target, other, parameters, in, h);
@@ -67,11 +67,11 @@ __device__ __forceinline__ void score_edges_backward(const Edges& edges, const S
 // 16-bit output: there `out` is the fp32 copy that the forward pass left.
 __device__ __forceinline__ float delta_of_row(const void* out, const storage_t* grad_out, i64 row, const Lanes& l) {
 #if STORAGE != 0
-    const Part own = load_part_fp32(static_cast<const float*>(out), row, l);
+    const Fragment own = load_fragment_fp32(static_cast<const float*>(out), row, l);
 #else
-    const Part own = load_part(static_cast<const storage_t*>(out), (int)row, l);
+    const Fragment own = load_fragment(static_cast<const storage_t*>(out), (int)row, l);
 #endif
-    return to_heads(head_dot(load_part(grad_out, (int)row, l), own));
+    return to_heads(head_dot(load_fragment(grad_out, (int)row, l), own));
 }
 
 // P~ and G of a row's edges, which take the place of logits and dP and go to the state too where that is another place.
@@ -128,15 +128,16 @@ __device__ __forceinline__ float softmax_row_backward(const Edges& edges, const 
 }
 
 #if HAS_TARGET_VECTOR
-// sum_j G_ij k_j, less the factor of finish_target; the first warp of the row gets it. Writes the gradients of the edge vectors.
+// sum_j G_ij k_j, less the factor of finish_target; the first warp of the row gets it. Writes the gradients of the
+// edge vectors.
 template <class Values>
-__device__ __forceinline__ Part gather_row_backward(const Edges& edges, const ScoreInputs& in,
+__device__ __forceinline__ Fragment gather_row_backward(const Edges& edges, const ScoreInputs& in,
                                                     const storage_t* grad_out, i64 row, const Span& span,
                                                     const Lanes& l, const Values& weights, const Values& grads,
                                                     void* grad_edge) {
-    Part total = zero_part(), acc = zero_part();
+    Fragment total = zero_fragment(), acc = zero_fragment();
 #if HAS_EDGE_VECTOR
-    const Part own = load_part(in.target, (int)row, l), out = load_part(grad_out, (int)row, l);
+    const Fragment own = load_fragment(in.target, (int)row, l), out = load_fragment(grad_out, (int)row, l);
 #endif
     Step next;
     if (span.begin < span.end) next = load_step<false>(edges, span, l, span.begin);
@@ -146,7 +147,7 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
         next = load_step<false>(edges, span, l, first + STEP_EDGES);
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part other = neighbours.scored(u);
+            const Fragment other = neighbours.scored(u);
             const int position = position_of(first, l, u);
             const bool valid = position < span.end;
 #pragma unroll
@@ -157,7 +158,7 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
             }
 #if HAS_EDGE_VECTOR
             if (grad_edge == nullptr || !valid) continue;
-            Part grad_e;
+            Fragment grad_e;
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const int number = number_of(l, h);
@@ -169,7 +170,7 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
                     grad_e.x[h][c] = Score::edge_grad(content_grad, grad, {own.x[h][c], 0.0f, 0.0f}, in);
                 }
             }
-            store_part(static_cast<storage_t*>(grad_edge), now.edge[u].perm, l, grad_e);
+            store_fragment(static_cast<storage_t*>(grad_edge), now.edge[u].perm, l, grad_e);
 #endif
         }
         fold_sum(total, acc, first - span.begin);
@@ -180,9 +181,10 @@ __device__ __forceinline__ Part gather_row_backward(const Edges& edges, const Sc
 }
 #endif
 
-// From g = sum G x of the other ends to g - n^2 <x, g> x, the gradient of x through the norm. Below the clamp of the norm
-// the projection drops out. Returns <x, g>.
-__device__ __forceinline__ HeadValues project_normalised(Part& g, const Part& x, const HeadValues& inverse_norm) {
+// From g = sum G x of the other ends to g - n^2 <x, g> x, the gradient of x through the norm. Below the clamp of the
+// norm the projection drops out. Returns <x, g>.
+__device__ __forceinline__ HeadValues project_normalised(Fragment& g, const Fragment& x,
+                                                         const HeadValues& inverse_norm) {
     const HeadValues along = head_dot(x, g);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
@@ -200,7 +202,8 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
                                                     const Values& logits, const Values& grads,
                                                     const Scores<HEADS>& weight_state,
                                                     const Scores<HEADS>& grad_state, const void* out,
-                                                    const float* row_stats, const storage_t* grad_out, float* bwd_row_stats,
+                                                    const float* row_stats, const storage_t* grad_out,
+                                                    float* bwd_row_stats,
                                                     void* grad_target, float* grad_parameter, void* grad_edge) {
     const Span span = share_of_row(edges, row);
     const float delta = delta_of_row(out, grad_out, row, l);
@@ -213,10 +216,10 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
                                            grad_edge);
     if (SUMS_SCALAR && writes) static_cast<float*>(grad_target)[place] = sum;
 #if HAS_TARGET_VECTOR
-    Part acc = gather_row_backward(edges, in, grad_out, row, span, l, logits, grads, grad_edge);
+    Fragment acc = gather_row_backward(edges, in, grad_out, row, span, l, logits, grads, grad_edge);
     if (!is_first_warp()) return;
 #if HAS_NORMS
-    const HeadValues along = project_normalised(acc, load_part(in.target, (int)row, l),
+    const HeadValues along = project_normalised(acc, load_fragment(in.target, (int)row, l),
                                                 load_scalars(in.target_scalars, (int)row, l));
     if (PARAMETER == 1 && l.edge_slot == 0) store_heads(grad_parameter, row, l, along);
 #endif
@@ -225,6 +228,6 @@ __device__ __forceinline__ void finish_row_backward(const Edges& edges, const Sc
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] = Score::finish_target(acc.x[h][c], {}, in);
     }
-    if (l.edge_slot == 0) store_part(static_cast<storage_t*>(grad_target), (int)row, l, acc);
+    if (l.edge_slot == 0) store_fragment(static_cast<storage_t*>(grad_target), (int)row, l, acc);
 #endif
 }

@@ -18,7 +18,7 @@ __device__ __forceinline__ Span edges_of_row(const Edges& edges, i64 row) {
     return {__ldg(edges.rowptr + row), __ldg(edges.rowptr + row + 1)};
 }
 
-// Part `part` of `parts` equal ones.
+// Fragment `part` of `parts` equal ones.
 __device__ __forceinline__ Span share_of(const Span& span, int part, int parts) {
     const int size = (span.end - span.begin + parts - 1) / parts;
     const int begin = span.begin + part * size;
@@ -119,14 +119,14 @@ __device__ __forceinline__ float row_max(float value) {
 }
 
 // Over all edges of a row, from lanes over features: the edge slots, then the warps. The first warp gets the sum.
-__device__ __forceinline__ void row_sum(Part& part) {
-    slot_sum<false>(part);
+__device__ __forceinline__ void row_sum(Fragment& fragment) {
+    slot_sum<false>(fragment);
 #if ROW_WARPS > 1
     __shared__ float values[WARPS][LANE_HEADS * LANE_ELEMS][32];
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < LANE_HEADS * LANE_ELEMS; ++i) {
-        values[threadIdx.x / 32][i][threadIdx.x & 31] = part.x[i / LANE_ELEMS][i % LANE_ELEMS];
+        values[threadIdx.x / 32][i][threadIdx.x & 31] = fragment.x[i / LANE_ELEMS][i % LANE_ELEMS];
     }
     __syncthreads();
     if (!is_first_warp()) return;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void row_sum(Part& part) {
     for (int w = 1; w < WARPS; ++w) {
 #pragma unroll
         for (int i = 0; i < LANE_HEADS * LANE_ELEMS; ++i) {
-            part.x[i / LANE_ELEMS][i % LANE_ELEMS] += values[w][i][threadIdx.x & 31];
+            fragment.x[i / LANE_ELEMS][i % LANE_ELEMS] += values[w][i][threadIdx.x & 31];
         }
     }
 #endif
@@ -208,9 +208,9 @@ __device__ __forceinline__ float edge_dropout(const Edges& edges, const ScoreInp
 }
 
 // A super node's sum in parts of some hundred edges, so that rounding does not grow with its degree.
-__device__ __forceinline__ void fold_sum(Part& total, Part& acc, int edges_before) {
+__device__ __forceinline__ void fold_sum(Fragment& total, Fragment& acc, int edges_before) {
     constexpr int STEPS = 64;
     if (edges_before / STEP_EDGES % STEPS != STEPS - 1) return;
     add_to(total, acc);
-    acc = zero_part();
+    acc = zero_fragment();
 }

@@ -20,7 +20,7 @@ __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInput
         logits.at(e, head) = Score::logit(scalar_terms(edges, in, __ldg(edges.row + e), e, head), in);
     }
 #else
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     OwnRow own;
     Step next;
     if (span.begin < span.end) next = load_step<true>(edges, span, l, span.begin);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void score_edges(const Edges& edges, const ScoreInput
         for (int u = 0; u < UNROLL; ++u) {
             own.move_to(in, nullptr, now.edge[u].row, l);
             scalars[u] = own.scalars;
-            const Part target = widen(own.target), other = neighbours.scored(u);
+            const Fragment target = widen(own.target), other = neighbours.scored(u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(target, other, parameters, in, h);
         }
@@ -142,9 +142,10 @@ __device__ __forceinline__ float gather_weight(const Edges& edges, const ScoreIn
 #if VECTOR_GATHER
 // Sum over a row of weights times values, not yet divided by the sum of the weights; the first warp of the row gets it.
 template <class Logits>
-__device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs& in, const Span& span, const Lanes& l,
+__device__ __forceinline__ Fragment gather_row(const Edges& edges, const ScoreInputs& in, const Span& span,
+                                               const Lanes& l,
                                            const Logits& logits, const HeadValues& max) {
-    Part total = zero_part(), acc = zero_part();
+    Fragment total = zero_fragment(), acc = zero_fragment();
     Step next;
     if (span.begin < span.end) next = load_step<false>(edges, span, l, span.begin);
     for (int first = span.begin; first < span.end; first += STEP_EDGES) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ Part gather_row(const Edges& edges, const ScoreInputs
         next = load_step<false>(edges, span, l, first + STEP_EDGES);
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Part content = neighbours.content(u);
+            const Fragment content = neighbours.content(u);
             const int position = position_of(first, l, u);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
@@ -216,15 +217,15 @@ __device__ __forceinline__ void attend_row(const Edges& edges, const ScoreInputs
     }
 #if VECTOR_GATHER
     const HeadValues max = to_features(own.max, l), inverse = to_features(own.inverse, l);
-    Part acc = gather_row(edges, in, span, l, logits, max);
+    Fragment acc = gather_row(edges, in, span, l, logits, max);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) acc.x[h][c] *= inverse.x[h];
     }
     if (!is_first_warp() || l.edge_slot != 0) return;
-    store_part(out, (int)row, l, acc);
-    if (out_fp32 != nullptr) store_part_fp32(out_fp32, row, l, acc);
+    store_fragment(out, (int)row, l, acc);
+    if (out_fp32 != nullptr) store_fragment_fp32(out_fp32, row, l, acc);
 #else
     gather_row_scalar(edges, in, row, span, logits, own, out, out_fp32);
 #endif

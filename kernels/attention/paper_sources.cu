@@ -1,6 +1,7 @@
 // Attention backward over sources from the `state` of the pass over targets (see paper_backward.cuh):
-// dV_j = sum_i P~_ij dO_i and, with vectors q, dK_j = sum_i G_ij q_i, else dr_j = sum_i G_ij for the scalars. A warp or a
-// block owns a row of the CSC, lanes over features; `position` tells where in the CSR, and so in the state, an edge is.
+// dV_j = sum_i P~_ij dO_i and, with vectors q, dK_j = sum_i G_ij q_i, else dr_j = sum_i G_ij for the scalars. A warp
+// or a block owns a row of the CSC, lanes over features; `position` tells where in the CSR, and so in the state, an
+// edge is.
 #define ROWS_ARE_TARGETS 0
 #include "include/storage.cuh"
 #include "include/reduce.cuh"
@@ -34,7 +35,7 @@ attention_paper_sources(const int* rowptr, const int* col, const int* position, 
     const Span span = share_of_row({rowptr, nullptr, col, nullptr}, row);
     const float* const grad_state = state + num_edges * HEADS;
 
-    Part value_sum = zero_part(), score_sum = zero_part();
+    Fragment value_sum = zero_fragment(), score_sum = zero_fragment();
     HeadValues scalar_sum = zero_heads();
     SourceStep next;
     if (span.begin < span.end) next = load_source_step(col, position, span, l, span.begin);
@@ -58,9 +59,9 @@ attention_paper_sources(const int* rowptr, const int* col, const int* position, 
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const bool valid = position_of(first, l, u) < span.end;
-            const Part out = widen(outs[u]);
+            const Fragment out = widen(outs[u]);
 #if HAS_TARGET_VECTOR
-            const Part other = widen(targets[u]);
+            const Fragment other = widen(targets[u]);
 #endif
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
@@ -87,7 +88,7 @@ attention_paper_sources(const int* rowptr, const int* col, const int* position, 
 #endif
     if (!is_first_warp()) return;
 #if HAS_NORMS
-    project_normalised(score_sum, load_part(value, (int)row, l), load_scalars(source_scalars, (int)row, l));
+    project_normalised(score_sum, load_fragment(value, (int)row, l), load_scalars(source_scalars, (int)row, l));
 #endif
 #if HAS_TARGET_VECTOR
     const ScoreInputs in = INPUTS;
@@ -99,9 +100,9 @@ attention_paper_sources(const int* rowptr, const int* col, const int* position, 
     if (!HAS_KEY) add_to(value_sum, score_sum);
 #endif
 #if TARGET_IS_VALUE
-    if (grad_target != nullptr) add_to(value_sum, load_part(grad_target, (int)row, l));
+    if (grad_target != nullptr) add_to(value_sum, load_fragment(grad_target, (int)row, l));
 #endif
     if (l.edge_slot != 0) return;
-    store_part(grad_value, (int)row, l, value_sum);
-    if (HAS_KEY) store_part(grad_key, (int)row, l, score_sum);
+    store_fragment(grad_value, (int)row, l, value_sum);
+    if (HAS_KEY) store_fragment(grad_key, (int)row, l, score_sum);
 }

@@ -14,17 +14,17 @@ struct Weights {
 
     const ScoreInputs& in;
     const Lanes& l;
-    const Part& parameters;
+    const Fragment& parameters;
     u64 seed;
     const float* row_stats;
     float* weights_out;
-    Part own;
+    Fragment own;
     HeadValues own_scalars, factor;
     RowStats own_stats;
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
-        own = zero_part();
-        if (HAS_TARGET_VECTOR) own = load_part<NODE_STRIDE>(in.target, item.row, l);
+        own = zero_fragment();
+        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
         own_scalars = load_scalars(in.target_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
         own_stats = load_row_stats(row_stats, item.row, l);
@@ -70,7 +70,7 @@ attention_weights(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* row_stats
     const Adjacency a = ADJACENCY;
     const ScoreInputs in = INPUTS;
     const Lanes l = lane_layout();
-    const Part parameters = load_parameter(in, l);
+    const Fragment parameters = load_parameter(in, l);
     Weights functor = {in, l, parameters, DROPOUT ? *in.seed : 0, row_stats, weights_out};
     traverse(a, l, functor, nullptr, nullptr);
 }

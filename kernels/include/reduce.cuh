@@ -1,4 +1,4 @@
-// Warp reductions over the lane layout of storage.cuh. Every lane of the warp takes part; the order is fixed.
+// Warp reductions over the lane layout of storage.cuh. Every lane of the warp takes fragment; the order is fixed.
 
 // Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2. While several values are left, each exchange
 // halves them (a lane keeps one half and sends the other), which needs COUNT + log2(HEAD_LANES) shuffles instead of
@@ -31,14 +31,14 @@ __device__ __forceinline__ void head_sum(float* v) {
 }
 
 // One lane's part of the product of head h.
-__device__ __forceinline__ float lane_dot(const Part& a, const Part& b, int h) {
+__device__ __forceinline__ float lane_dot(const Fragment& a, const Fragment& b, int h) {
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < LANE_ELEMS; ++c) sum = fmaf(a.x[h][c], b.x[h][c], sum);
     return sum;
 }
 
-__device__ __forceinline__ HeadValues head_dot(const Part& a, const Part& b) {
+__device__ __forceinline__ HeadValues head_dot(const Fragment& a, const Fragment& b) {
     HeadValues sums;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) sums.x[h] = lane_dot(a, b, h);
@@ -49,7 +49,7 @@ __device__ __forceinline__ HeadValues head_dot(const Part& a, const Part& b) {
 // 1 / max(||x||, 1e-12) of the sum of squares, as torch.nn.functional.normalize clamps the norm.
 __device__ __forceinline__ float inverse_norm(float squares) { return 1.0f / fmaxf(sqrtf(squares), 1e-12f); }
 
-__device__ __forceinline__ HeadValues inverse_norms(const Part& x) {
+__device__ __forceinline__ HeadValues inverse_norms(const Fragment& x) {
     HeadValues norms = head_dot(x, x);
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) norms.x[h] = inverse_norm(norms.x[h]);
@@ -67,11 +67,11 @@ __device__ __forceinline__ float slot_sum(float value) {
 }
 
 template <bool ROWS>
-__device__ __forceinline__ void slot_sum(Part& part) {
+__device__ __forceinline__ void slot_sum(Fragment& fragment) {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] = slot_sum<ROWS>(part.x[h][c]);
+        for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] = slot_sum<ROWS>(fragment.x[h][c]);
     }
 }
 
@@ -81,15 +81,15 @@ __device__ __forceinline__ void slot_sum(HeadValues& values) {
 }
 
 // Sums over the rows of a thread block, which its first GROUP_LANES threads get.
-__device__ __forceinline__ void block_sum(Part& part) {
+__device__ __forceinline__ void block_sum(Fragment& fragment) {
     __shared__ float shared[WARPS][GROUP_LANES][LANE_HEADS * LANE_ELEMS];
-    slot_sum<true>(part);
+    slot_sum<true>(fragment);
     const int lane = threadIdx.x & 31;
     if (lane < GROUP_LANES) {
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-            for (int c = 0; c < LANE_ELEMS; ++c) shared[threadIdx.x / 32][lane][h * LANE_ELEMS + c] = part.x[h][c];
+            for (int c = 0; c < LANE_ELEMS; ++c) shared[threadIdx.x / 32][lane][h * LANE_ELEMS + c] = fragment.x[h][c];
         }
     }
     __syncthreads();
@@ -100,7 +100,7 @@ __device__ __forceinline__ void block_sum(Part& part) {
         for (int c = 0; c < LANE_ELEMS; ++c) {
             float sum = 0.0f;
             for (int w = 0; w < WARPS; ++w) sum += shared[w][threadIdx.x][h * LANE_ELEMS + c];
-            part.x[h][c] = sum;
+            fragment.x[h][c] = sum;
         }
     }
 }
@@ -114,14 +114,14 @@ __device__ __forceinline__ int warp_max(int value) {
     return value;
 }
 
-__device__ __forceinline__ Part zero_part() {
-    Part part;
+__device__ __forceinline__ Fragment zero_fragment() {
+    Fragment fragment;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] = 0.0f;
+        for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] = 0.0f;
     }
-    return part;
+    return fragment;
 }
 
 __device__ __forceinline__ HeadValues zero_heads() {
@@ -131,11 +131,11 @@ __device__ __forceinline__ HeadValues zero_heads() {
     return values;
 }
 
-__device__ __forceinline__ void add_to(Part& part, const Part& other) {
+__device__ __forceinline__ void add_to(Fragment& fragment, const Fragment& other) {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) part.x[h][c] += other.x[h][c];
+        for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] += other.x[h][c];
     }
 }
 
@@ -152,7 +152,7 @@ __device__ __forceinline__ void accumulate(float& sum, float& lost, float term) 
 }
 
 template <bool COMPENSATED>
-__device__ __forceinline__ void accumulate(Part& sum, Part& lost, const Part& term) {
+__device__ __forceinline__ void accumulate(Fragment& sum, Fragment& lost, const Fragment& term) {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
@@ -169,7 +169,7 @@ __device__ __forceinline__ void accumulate(HeadValues& sum, HeadValues& lost, co
 // Adds what a sum has lost; an infinite one has no such number.
 __device__ __forceinline__ void add_lost(float& sum, float lost) { sum += lost == lost ? lost : 0.0f; }
 
-__device__ __forceinline__ void add_lost(Part& sum, const Part& lost) {
+__device__ __forceinline__ void add_lost(Fragment& sum, const Fragment& lost) {
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll

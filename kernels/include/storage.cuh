@@ -112,7 +112,7 @@ __device__ __forceinline__ int vec_offset(int h, int k) { return h * HEAD_SLOTS 
 struct Packed {
     u32 words[LANE_HEADS][LANE_VECS][PACK_WORDS];
 };
-struct Part {
+struct Fragment {
     float x[LANE_HEADS][LANE_ELEMS];
 };
 
@@ -152,23 +152,23 @@ __device__ __forceinline__ Packed load_packed(const storage_t* lane_base, int ro
     return p;
 }
 
-__device__ __forceinline__ Part widen(const Packed& p) {
-    Part part;
+__device__ __forceinline__ Fragment widen(const Packed& p) {
+    Fragment fragment;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
-        for (int k = 0; k < LANE_VECS; ++k) unpack(p.words[h][k], &part.x[h][k * VEC]);
+        for (int k = 0; k < LANE_VECS; ++k) unpack(p.words[h][k], &fragment.x[h][k * VEC]);
     }
-    return part;
+    return fragment;
 }
 
 template <int STRIDE = ROW_STRIDE>
-__device__ __forceinline__ Part load_part(const storage_t* base, int row, const Lanes& l) {
+__device__ __forceinline__ Fragment load_fragment(const storage_t* base, int row, const Lanes& l) {
     return widen(load_packed<false, STRIDE>(at_lane(base, l), row, l));
 }
 
 template <int STRIDE = ROW_STRIDE>
-__device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes& l, const Part& part) {
+__device__ __forceinline__ void store_fragment(storage_t* base, int row, const Lanes& l, const Fragment& fragment) {
     storage_t* address = base + (i64)row * STRIDE + l.offset;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes
         for (int k = 0; k < LANE_VECS; ++k) {
             if (has_vec(l, h, k)) {
                 u32 words[PACK_WORDS];
-                pack(&part.x[h][k * VEC], words);
+                pack(&fragment.x[h][k * VEC], words);
                 store_pack(address + vec_offset(h, k), words);
             }
         }
@@ -185,14 +185,14 @@ __device__ __forceinline__ void store_part(storage_t* base, int row, const Lanes
 
 // The same for fp32 buffers whatever the storage type: parameters, outputs, states. Plain loads, as a kernel may write
 // the buffer that it reads.
-__device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const Lanes& l) {
-    Part part;
+__device__ __forceinline__ Fragment load_fragment_fp32(const float* base, i64 row, const Lanes& l) {
+    Fragment fragment;
     const float* address = base + row * ROW_STRIDE + l.offset;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
-            float* x = &part.x[h][k * VEC];
+            float* x = &fragment.x[h][k * VEC];
 #pragma unroll
             for (int v = 0; v < VEC; ++v) x[v] = 0.0f;
             if (!has_vec(l, h, k)) continue;
@@ -211,17 +211,17 @@ __device__ __forceinline__ Part load_part_fp32(const float* base, i64 row, const
 #endif
         }
     }
-    return part;
+    return fragment;
 }
 
-__device__ __forceinline__ void store_part_fp32(float* base, i64 row, const Lanes& l, const Part& part) {
+__device__ __forceinline__ void store_fragment_fp32(float* base, i64 row, const Lanes& l, const Fragment& fragment) {
     float* address = base + row * ROW_STRIDE + l.offset;
 #pragma unroll
     for (int h = 0; h < LANE_HEADS; ++h) {
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
             if (!has_vec(l, h, k)) continue;
-            const float* x = &part.x[h][k * VEC];
+            const float* x = &fragment.x[h][k * VEC];
 #if VEC % 4 == 0
 #pragma unroll
             for (int v = 0; v < VEC; v += 4) {

@@ -1,8 +1,8 @@
 // The traversal of a compressed adjacency: who works on which edges.
 //
 // A work item is one row, or one chunk of a heavy row (a row with more than max_edges edges). Chunks come first. A warp
-// holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each with UNROLL edges in flight.
-// All lanes of a warp take the same number of steps, so warp collectives use the full mask.
+// holds WARP_ROWS items; EDGE_SLOTS groups of GROUP_LANES lanes share an item's edges, each with UNROLL edges in
+// flight. All lanes of a warp take the same number of steps, so warp collectives use the full mask.
 //
 // With ORDERED light rows are taken in the order row_order, longest first, so that rows of a thread block end together.
 //
@@ -24,12 +24,12 @@
 //                                   position itself); what a lane gathers in one step
 //   F::PREFETCHES                   whether the indices of the next step are read while this one is computed
 //   F::HAS_FULL_STEPS               whether steps in which every lane has all its edges get a loop of their own
-//   F::RESETS_EMPTY                 whether rows without edges, which read an edge of another row, start over at the end
-//   begin(item)                     reads what belongs to the row
+//   F::RESETS_EMPTY                 whether rows without edges, which read an edge of another row, start over at last
+//   begin(a, item)                  reads what belongs to the row
 //   empty()                         the state of no edges
 //   load(step)                      gathers for the edges of a step
-//   step<FULL>(state, loaded, a, item, step, number)   adds the edges of a step, and emits what an edge itself gets; with
-//                                   FULL all of them are valid, see is_valid()
+//   step<FULL>(state, loaded, a, item, step, number)   adds the edges of a step, and emits what an edge itself gets;
+//                                   with FULL all of them are valid, see is_valid()
 //   end(item)                       after the last step; of rows without edges not called with RESETS_EMPTY
 //   merge_slots(state)              joins the edge slots of a row; every slot ends with the result
 //   merge<COMPENSATED>(state, buffer, count, begin, end)   adds the states begin ... end - 1, each slot every
@@ -59,10 +59,8 @@ struct Adjacency {
     // With SMEM: the thread block's nodes, and the first edge of their rows.
     int first_node, last_node, first_edge;
 
-    __device__ __forceinline__ int begin(i64 row) const { return SWEPT ? rowptr[row * num_blocks + block] : rowptr[row]; }
-    __device__ __forceinline__ int end(i64 row) const {
-        return SWEPT ? rowptr[row * num_blocks + block + 1] : rowptr[row + 1];
-    }
+    __device__ __forceinline__ int begin(i64 row) const { return rowptr[SWEPT ? row * num_blocks + block : row]; }
+    __device__ __forceinline__ int end(i64 row) const { return rowptr[(SWEPT ? row * num_blocks + block : row) + 1]; }
     __device__ __forceinline__ bool starts() const { return !SWEPT || block == 0; }
     __device__ __forceinline__ bool finishes() const { return !SWEPT || block + 1 == num_blocks; }
 };
@@ -138,8 +136,8 @@ struct Flag {
 };
 
 // The edges that a lane works on in one step. Positions past the end repeat the last edge, so that loads need no
-// predicate; they are not valid and get weight 0. A row without edges reads an edge of another row: its result is set to
-// 0 at the end. To be loaded only when some item of the warp has edges.
+// predicate; they are not valid and get weight 0. A row without edges reads an edge of another row: its result is set
+// to 0 at the end. To be loaded only when some item of the warp has edges.
 template <class Index>
 struct Step {
     Index edge[UNROLL];
@@ -262,11 +260,11 @@ __device__ __forceinline__ void merge_heavy_rows(const HeavyRows& heavy, const L
 }
 
 // One sum per thread block, [gridDim.x, HEADS, CHANNELS], to which each sweep adds.
-__device__ __forceinline__ void store_block_sum(Part& sum, float* sums, const Adjacency& a, const Lanes& l) {
+__device__ __forceinline__ void store_block_sum(Fragment& sum, float* sums, const Adjacency& a, const Lanes& l) {
     block_sum(sum);
     if (threadIdx.x < GROUP_LANES) {
-        if (!a.starts()) add_to(sum, load_part_fp32(sums, blockIdx.x, l));
-        store_part_fp32(sums, blockIdx.x, l, sum);
+        if (!a.starts()) add_to(sum, load_fragment_fp32(sums, blockIdx.x, l));
+        store_fragment_fp32(sums, blockIdx.x, l, sum);
     }
 }
 
