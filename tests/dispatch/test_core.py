@@ -1,5 +1,6 @@
 """The rules that choose attention kernels: what is refused and why, what is chosen, how a plan reads."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -121,8 +122,10 @@ def test_a_plan_reads_as_text():
     assert lines[0] == "schedule row_split" and lines[1].strip() == "results: the same in every run"
     walks = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
     assert [line.split(":")[0] for line in walks] == ["forward", "backward over targets", "backward over sources"]
-    assert all("row_split (asked for), 1 lanes per head, 2 x 1 heads, 4 elements per load" in line for line in walks)
-    assert "16 rows per warp" in walks[0]
+    layout = (
+        r"row_split \(asked for\), \d+ lanes per head, \d+ x \d+ heads, \d+ elements per load, .* \d+ rows per warp"
+    )
+    assert all(re.search(layout, line) for line in walks)
     assert sum(line.strip().startswith("row_split: ") and " ms = max(" in line for line in lines) == 3
 
 

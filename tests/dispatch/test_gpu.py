@@ -17,9 +17,10 @@ def test_the_slowest_unit_counts_and_the_rest_adds_up():
     assert Cost({}).seconds == 0.0
 
 
-def test_a_cpu_is_planned_for_as_the_reference_device(monkeypatch):
+def test_what_is_not_here_is_planned_for_as_the_reference_device(monkeypatch):
     monkeypatch.setattr(gpu, "known", {})
-    assert gpu_of(torch.device("cpu")) is gpu.H200
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of(torch.device("cpu")) is gpu_of(torch.device("cuda", 0)) is gpu.H200
 
 
 def test_other_devices_are_scaled(monkeypatch):
@@ -35,6 +36,7 @@ def test_other_devices_are_scaled(monkeypatch):
         minor=6,
     )
     monkeypatch.setattr(gpu, "known", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or smaller)
     device = torch.device("cuda", 3)
