@@ -32,7 +32,7 @@ from pyg_dfgnn.bench.tables import timed
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.attention.row_split import has_tangent
+from pyg_dfgnn.dispatch.attention.row_split import saves_dout_dlogit
 from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD, choose
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
@@ -163,12 +163,15 @@ def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], tupl
         first.setdefault(sample.case, sample)
     lost = []
     for (case, walks), measured in times.items():
-        problem = replace(first[case].problem, tangent=False)
+        problem = replace(first[case].problem, dout_dlogit=False)
         taken = tuple(choice.plan.schedule for choice in choose(FAMILY, problem, first[case].graph, walks, Settings()))
         forward = choose(FAMILY, problem, first[case].graph, FORWARD, Settings())[0].plan.schedule
         tangent_ms = 0.0
         of_forward = times.get((case, FORWARD), {})
-        if has_tangent(problem.score, False) and {("row_split", "forward"), (forward, "forward")} <= of_forward.keys():
+        if (
+            saves_dout_dlogit(problem.score, False)
+            and {("row_split", "forward"), (forward, "forward")} <= of_forward.keys()
+        ):
             tangent_ms = max(0.0, of_forward["row_split", "forward"] - of_forward[forward, "forward"])
         sums = totals(walks, measured, tangent_ms)
         if taken in sums:

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.dispatch.attention import family, row_split, smem
-from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_tangent, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, unsupported_reasons
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD
 from pyg_dfgnn.dispatch.gpu import Cost
@@ -317,7 +317,7 @@ def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, le
     candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2 if forward == "row_split" else 0.5, 2, 2))
     seen = []
     monkeypatch.setattr(
-        Fake, "plan_pass", lambda self, problem, *_: seen.append(problem.tangent) or FakePass(self.name)
+        Fake, "plan_pass", lambda self, problem, *_: seen.append(problem.dout_dlogit) or FakePass(self.name)
     )
     for score, edge in (("add", False), ("add", True), ("dot", False)):
         seen.clear()
@@ -379,7 +379,7 @@ def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, mo
         return real(kernels, problem, graph, walks, settings, names)
 
     monkeypatch.setattr(dispatch, "options", options)
-    leaves_tangent(problem, graph, Settings())
+    leaves_dout_dlogit(problem, graph, Settings())
     assert (FORWARD, None) not in asked
 
 

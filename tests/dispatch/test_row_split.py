@@ -301,9 +301,9 @@ def test_what_stays_near():
 def test_the_tangent_spares_the_gathers_of_the_targets():
     problem = replace(PROBLEM, score="add", heads=1, channels=128)
     for graph in GRAPHS.values():
-        without, at_hand = (cost_of(replace(problem, tangent=left), "targets", graph) for left in (False, True))
+        without, at_hand = (cost_of(replace(problem, dout_dlogit=left), "targets", graph) for left in (False, True))
         assert at_hand.seconds < 0.8 * without.seconds
-        assert cost_of(problem, "sources", graph) == cost_of(replace(problem, tangent=True), "sources", graph)
+        assert cost_of(problem, "sources", graph) == cost_of(replace(problem, dout_dlogit=True), "sources", graph)
 
 
 @pytest.mark.parametrize("score", SCORES)

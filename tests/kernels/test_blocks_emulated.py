@@ -71,7 +71,7 @@ def small_blocks(monkeypatch, default_settings):
     constants = smem.constants_of
     monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
     monkeypatch.setattr(smem, "_ranges", lambda problem, walk, graph: node_ranges(graph, 14))
-    monkeypatch.setattr(row_split, "has_tangent", lambda *a: False)
+    monkeypatch.setattr(row_split, "saves_dout_dlogit", lambda *a: False)
 
 
 JOINED = cases(("heavy", "square"), ((1, 128), (3, 7), (8, 16)))

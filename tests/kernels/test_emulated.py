@@ -102,7 +102,7 @@ def test_an_infinite_value(score, train, name):
 @pytest.mark.parametrize("tangent", [False, True], ids=["edges", "nodes"])
 def test_slopes(tangent, negative_slope, monkeypatch):
     """The gradient of the target scalars, with the derivative that the forward pass leaves and without."""
-    monkeypatch.setattr(row_split, "has_tangent", lambda *arguments: tangent)
+    monkeypatch.setattr(row_split, "saves_dout_dlogit", lambda *arguments: tangent)
     graph = build_graph(*heavy_graph())
     problem = problem_of("add", graph, 3, 8)
     with emulated_device() as launched:

@@ -38,7 +38,7 @@ def pointed_to(monkeypatch):
 
 def planned(schedule, walk, graph):
     if schedule == "swept":
-        return row_split.RowsPass(row_split.swept_constants(PROBLEM, walk), 64, 3)
+        return row_split.RowSplitPlan(row_split.swept_constants(PROBLEM, walk), 64, 3)
     walks = FORWARD if walk == "forward" else BACKWARD
     (offers,) = (o for o, w in zip(options(FAMILY, PROBLEM, graph, walks, Settings()), walks, strict=True) if w == walk)
     return offers[schedule].plan

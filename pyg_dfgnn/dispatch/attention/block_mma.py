@@ -37,7 +37,7 @@ _MAX_FACTORED = 512
 
 
 @dataclass(frozen=True)
-class TilesPass:
+class BlockMmaPlan:
     """One pass over the dense blocks of a side.
 
     Attributes:
@@ -95,15 +95,15 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     return _window_warps(segments.histogram, choices), False
 
 
-def tiles_of(graph: Graph, walk: str, rows: int, compact: bool) -> BlockSparse:
+def tiles_of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
     """The dense blocks that a pass works on, kept with the graph."""
-    return block_sparse.of(graph, walk, rows, compact)
+    return block_sparse.of(graph, direction, rows, compact)
 
 
-def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
     """Every reason why the schedule cannot run a pass."""
     reasons = []
-    if walk not in problem.record.block_mma:
+    if direction not in problem.record.block_mma:
         reasons.append(f"the {problem.score} score is no matrix product")
     if problem.edge:
         reasons.append("blocks of bits have no place for edge features")
@@ -126,60 +126,64 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
-    if tiles_of(graph, walk, TILE_ROWS * warps, compact).has_duplicates:
+    if tiles_of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
-    needed = shared_bytes(problem, walk, graph, _constants(problem, walk, graph, warps, compact))
+    needed = shared_bytes(problem, direction, graph, _constants(problem, direction, graph, warps, compact))
     limit = gpu_of(problem.device).shared_bytes
     if needed > limit:
         return [f"a block needs {needed} bytes of shared memory, the device has {limit}"]
     return []
 
 
-def _step(problem: AttentionProblem, walk: str) -> int:
+def _step(problem: AttentionProblem, direction: str) -> int:
     """Columns at a time, from timings of 16 and 32 on an H200: 32 unless shared memory or registers run out."""
-    several = block_heads(problem, walk) > 1
-    if walk == "forward" and several and not _splits(problem):
+    several = block_heads(problem, direction) > 1
+    if direction == "forward" and several and not _splits(problem):
         return 16
     record = problem.record
     scaled = record.node_scalars == "inverse_norm"
     if problem.dtype.itemsize == 2:
-        crowded = scaled and (walk == "sources" or (walk == "targets" and several))
+        crowded = scaled and (direction == "sources" or (direction == "targets" and several))
         return 16 if crowded else 32
     if record.key:
-        return 32 if problem.tf32 and (walk == "forward" or (walk == "targets" and _is_sixteen(problem))) else 16
-    crowded = walk == "targets" and several and (_splits(problem) or scaled)
-    return 16 if walk == "sources" or crowded else 32
+        return (
+            32 if problem.tf32 and (direction == "forward" or (direction == "targets" and _is_sixteen(problem))) else 16
+        )
+    crowded = direction == "targets" and several and (_splits(problem) or scaled)
+    return 16 if direction == "sources" or crowded else 32
 
 
-def _constants(problem: AttentionProblem, walk: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
+def _constants(problem: AttentionProblem, direction: str, graph: Graph, warps: int, compact: bool) -> dict[str, int]:
     segments = None if compact else diagonal_blocks(graph)
     longest = math.inf if segments is None else segments.longest
-    factored = {"FACTORED": int(problem.record.has_factors and longest <= _MAX_FACTORED)} if walk == "forward" else {}
+    factored = (
+        {"FACTORED": int(problem.record.has_factors and longest <= _MAX_FACTORED)} if direction == "forward" else {}
+    )
     return {
         **problem.constants,
         "SPLIT": int(_splits(problem)),
         "HEADS": problem.heads,
-        "BLOCK_HEADS": block_heads(problem, walk),
+        "BLOCK_HEADS": block_heads(problem, direction),
         "CHANNELS": problem.channels,
         "WARPS": warps,
-        "STEP": _step(problem, walk),
+        "STEP": _step(problem, direction),
         "LISTED": int(compact),
         # What tensor cores cut off stays within the bounds of float32 for some ten steps.
         "FOLD": int(_splits(problem) and segments is not None and longest > _MAX_UNFOLDED),
         **factored,
-        "MIN_BLOCKS": max(1, _resident_warps(problem, walk, compact) // warps),
+        "MIN_BLOCKS": max(1, _resident_warps(problem, direction, compact) // warps),
     }
 
 
-def _resident_warps(problem: AttentionProblem, walk: str, compact: bool) -> int:
+def _resident_warps(problem: AttentionProblem, direction: str, compact: bool) -> int:
     """Warps per multiprocessor that the compiler leaves registers for: as many as cost next to no spills."""
-    scalar, several = not problem.record.target, block_heads(problem, walk) > 1
+    scalar, several = not problem.record.target, block_heads(problem, direction) > 1
     half, split = problem.dtype.itemsize == 2, _splits(problem)
-    if walk == "forward" and problem.record.key and _is_sixteen(problem):
+    if direction == "forward" and problem.record.key and _is_sixteen(problem):
         return 14
-    if walk == "forward":
+    if direction == "forward":
         return 16 if (half and (scalar or several)) or (scalar and several and not split) else 12
-    if walk == "targets":
+    if direction == "targets":
         more = 4 if several and (half or split) else 0
         return more + (12 if scalar and several else 16 if scalar else 8)
     if several:
@@ -193,16 +197,16 @@ def _is_sixteen(problem: AttentionProblem) -> bool:
     return rounded and problem.channels == 16 and problem.heads % 4 == 0
 
 
-def block_heads(problem: AttentionProblem, walk: str) -> int:
+def block_heads(problem: AttentionProblem, direction: str) -> int:
     """Heads side by side in a thread block. More share the bits, but leave fewer registers; timed 1, 2, 4, 8 of 16."""
     room = 32 if not problem.record.key and _splits(problem) else 64
-    if _is_sixteen(problem) and problem.record.block_mma[walk].in_pairs:
+    if _is_sixteen(problem) and problem.record.block_mma[direction].in_pairs:
         room = 32
     most = max(1, min(4, room // problem.channels))
     return max(heads for heads in range(1, problem.heads + 1) if problem.heads % heads == 0 and heads <= most)
 
 
-def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: Mapping[str, int]) -> int:
+def shared_bytes(problem: AttentionProblem, direction: str, graph: Graph, constants: Mapping[str, int]) -> int:
     """Dynamic shared memory of the kernel of a pass: its own rows, two steps of what it gathers, and factors."""
     itemsize, step, heads = problem.dtype.itemsize, constants["STEP"], constants["BLOCK_HEADS"]
     product = 32 // itemsize
@@ -210,9 +214,9 @@ def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: 
     own_row = heads * padded * itemsize
     row = (-(-((heads - 1) * problem.channels + padded) // 16) * 16 + 8) * itemsize
     target, key = int(problem.record.target), int(problem.record.key)
-    own = {"forward": target, "targets": 1 + target, "sources": 1 + key}[walk]
-    gathered = 1 + (target if walk == "sources" else key)
-    scalars = heads * (4 + (16 if walk == "sources" else 0))
+    own = {"forward": target, "targets": 1 + target, "sources": 1 + key}[direction]
+    gathered = 1 + (target if direction == "sources" else key)
+    scalars = heads * (4 + (16 if direction == "sources" else 0))
     factors = 0
     if constants.get("FACTORED"):
         diagonal = diagonal_blocks(graph)
@@ -222,12 +226,12 @@ def shared_bytes(problem: AttentionProblem, walk: str, graph: Graph, constants: 
     return own * TILE_ROWS * constants["WARPS"] * own_row + 2 * step * (gathered * row + scalars) + factors
 
 
-def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> TilesPass:
-    """The pass of one walk."""
+def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> BlockMmaPlan:
+    """The pass of one direction."""
     warps, compact = _window(problem, graph)
-    constants = _constants(problem, walk, graph, warps, compact)
+    constants = _constants(problem, direction, graph, warps, compact)
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
-    return TilesPass(constants, compact, shared_bytes(problem, walk, graph, constants), fill)
+    return BlockMmaPlan(constants, compact, shared_bytes(problem, direction, graph, constants), fill)
 
 
 # Constants of the cost model, fitted to 108 passes on an H200 (two batches of 1,024 graphs; rms of the logarithm 0.13);
@@ -264,17 +268,17 @@ def specs(problem: AttentionProblem, direction: str, plan: Any) -> list[Spec]:
     return [Spec(f"attention/{STEMS[direction]}.cu", constants, texts=problem.record.texts)]
 
 
-def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, gpu: Gpu) -> Cost:
+def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockMmaPlan, gpu: Gpu) -> Cost:
     """Estimated time of the pass.
 
     A thread block takes node tensors, products and what surrounds them in turn, and few blocks share a multiprocessor:
     these add up. The window with most columns takes its steps in turn too.
     """
     c = chosen.constants
-    tiles = tiles_of(graph, walk, chosen.rows, chosen.compact)
+    tiles = tiles_of(graph, direction, chosen.rows, chosen.compact)
     area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
-    tuning = problem.record.block_mma[walk]
+    tuning = problem.record.block_mma[direction]
     products = tuning.products
     flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
     nodes = tuning.node_tensors * graph.num_dst * problem.row_bytes
@@ -282,7 +286,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: TilesPass, 
     rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
     overlapped = {"products": flops / rate * (LISTED if chosen.compact else 1.0)}
     added = {
-        "numbers": area / 32 * NUMBER[walk] / gpu.instructions_per_s,
+        "numbers": area / 32 * NUMBER[direction] / gpu.instructions_per_s,
         "memory": MEMORY * nodes / gpu.memory_bytes_per_s,
         "waves": max(1.0, waves) * WAVE_S,
     }

@@ -44,26 +44,26 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-def leaves_tangent(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
-    """Return whether a forward pass that gradients follow leaves the tangent for the pass over targets.
+def leaves_dout_dlogit(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
+    """Return whether a forward pass that gradients follow leaves dout_dlogit for the pass over targets.
 
     `row_split` leaves it. Where another schedule is chosen by estimate for the forward pass alone, all three passes are
     weighed.
     """
-    if not row_split.has_tangent(problem.score, problem.edge):
+    if not row_split.saves_dout_dlogit(problem.score, problem.edge):
         return False
     kind = core.kind_of("dout_dlogit", problem, graph, settings)
-    return core.decide_once(kind, lambda: _tangent_pays(problem, graph, settings))
+    return core.decide_once(kind, lambda: _dout_dlogit_pays(problem, graph, settings))
 
 
-def _tangent_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
+def _dout_dlogit_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
     (forward,) = core.choose(FAMILY, problem, graph, FORWARD, replace(settings, fallback="silent"))
     if forward.plan.schedule == FAMILY.fallback or settings.schedule not in ("auto", "autotune"):
         return forward.plan.schedule == FAMILY.fallback
 
-    def training_s(plan: Any, tangent: bool) -> float:
+    def training_s(plan: Any, dout_dlogit: bool) -> float:
         """Estimate all passes, given the forward one."""
-        seen = replace(problem, tangent=tangent)
+        seen = replace(problem, dout_dlogit=dout_dlogit)
         cost = FAMILY.by_name[plan.schedule].cost(seen, "forward", graph, plan, gpu_of(problem.device))
         backward = core.cheapest(FAMILY, core.options(FAMILY, seen, graph, BACKWARD, settings))
         return sum((option.cost.seconds for option in backward), cost.seconds)
@@ -76,9 +76,9 @@ def _seen_by(
     problem: AttentionProblem, graph: Graph, directions: Sequence[str], settings: Settings
 ) -> AttentionProblem:
     """Return the problem as passes see it: in backward, with what the forward pass has left."""
-    if directions != BACKWARD or problem.tangent:
+    if directions != BACKWARD or problem.dout_dlogit:
         return problem
-    return replace(problem, tangent=leaves_tangent(problem, graph, settings))
+    return replace(problem, dout_dlogit=leaves_dout_dlogit(problem, graph, settings))
 
 
 def _before(problem: AttentionProblem, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Mapping[str, float]:
@@ -103,6 +103,6 @@ FAMILY = Family(
     rules=MappingProxyType({"paper": paper.rule}),
     unsupported=unsupported_reasons,
     seen_by=_seen_by,
-    given=lambda problem, flags: replace(problem, tangent="dout_dlogit" in flags),
+    given=lambda problem, flags: replace(problem, dout_dlogit="dout_dlogit" in flags),
     before=_before,
 )

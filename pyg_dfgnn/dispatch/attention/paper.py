@@ -47,7 +47,7 @@ _RESIDENT_BLOCKS = 4
 
 
 @dataclass(frozen=True)
-class PaperPass:
+class PaperPlan:
     """One pass of `smmf`, `pmf` or an ablation.
 
     Attributes:
@@ -88,7 +88,7 @@ def _lanes(problem: AttentionProblem, max_heads: int) -> dict[str, int]:
     return lanes
 
 
-def _constants(problem: AttentionProblem, walk: str, lanes: Mapping[str, int], warps: int) -> dict[str, int]:
+def _constants(problem: AttentionProblem, direction: str, lanes: Mapping[str, int], warps: int) -> dict[str, int]:
     """Constants of the kernels of one pass."""
     lane_bytes = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"] * problem.dtype.itemsize
     return {
@@ -96,24 +96,24 @@ def _constants(problem: AttentionProblem, walk: str, lanes: Mapping[str, int], w
         **lanes,
         "WARPS": warps,
         "UNROLL": 4 if lane_bytes <= 16 else 2 if lane_bytes <= 32 else 1,
-        "MIN_BLOCKS": max(1, _resident_warps(problem, walk, lanes) // warps),
+        "MIN_BLOCKS": max(1, _resident_warps(problem, direction, lanes) // warps),
     }
 
 
-def _resident_warps(problem: AttentionProblem, walk: str, lanes: Mapping[str, int]) -> int:
+def _resident_warps(problem: AttentionProblem, direction: str, lanes: Mapping[str, int]) -> int:
     """Warps of a multiprocessor that the compiler makes room for, as many as cost no spill; 0 leaves it to itself."""
     if problem.edge or problem.dropout or lanes["LANE_HEADS"] * lanes["LANE_VECS"] > 1:
         return 0
-    if walk == "forward":
+    if direction == "forward":
         return 32
     # 80 registers do not hold two products of 16-bit rows, or of several heads at once.
     is_large = problem.dtype.itemsize == 2 or (problem.record.key and lanes["HEAD_SLOTS"] > 1)
-    return 20 if walk == "targets" and is_large else 24
+    return 20 if direction == "targets" and is_large else 24
 
 
-def _score_planes(problem: AttentionProblem, walk: str) -> int:
+def _score_planes(problem: AttentionProblem, direction: str) -> int:
     """Numbers that `smmf` keeps in shared memory per edge and head: logits, and dP in the pass over targets."""
-    return 2 if walk == "targets" and _is_dot(problem) else 1
+    return 2 if direction == "targets" and _is_dot(problem) else 1
 
 
 def _is_dot(problem: AttentionProblem) -> bool:
@@ -137,14 +137,21 @@ _BUSY_WARPS = 24
 
 
 def _cost(
-    problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu, warps: int, share: int, scores: int
+    problem: AttentionProblem,
+    direction: str,
+    graph: Graph,
+    chosen: PaperPlan,
+    gpu: Gpu,
+    warps: int,
+    share: int,
+    scores: int,
 ) -> Cost:
     """Estimated time of a pass; the terms are those of `row_split`, without sweeps: what the cache misses comes from
     memory.
 
     Args:
         problem: What is computed.
-        walk: Which pass.
+        direction: Which pass.
         graph: On which graph.
         chosen: How.
         gpu: On which device.
@@ -152,9 +159,9 @@ def _cost(
         share: Edges of a warp in the step of the scores.
         scores: Numbers per edge and head that go to memory or come from it.
     """
-    side, num_columns = side_of(walk, graph)
+    side, num_columns = side_of(direction, graph)
     c = chosen.constants
-    tuning = problem.record.paper[walk]
+    tuning = problem.record.paper[direction]
     gathers, products, sums, scans = tuning.gathers, tuning.work, tuning.sums, tuning.scans
     kernels = 2 if chosen.warp_edges else 1
     nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
@@ -174,9 +181,9 @@ def _cost(
         + SHUFFLE * sums * heads * (c["HEAD_LANES"].bit_length() - 1)
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
-    issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[walk] * scans)
-    issued += side.num_edges * problem.heads / 32 * _SOFTMAX[walk]
-    # The scores, the two walks of the softmax, the sum.
+    issued = groups * (side.num_edges / c["EDGE_SLOTS"] * step + side.num_rows * ROW[direction] * scans)
+    issued += side.num_edges * problem.heads / 32 * _SOFTMAX[direction]
+    # The scores, the two scans of the softmax, the sum.
     in_flight = c["UNROLL"] * c["EDGE_SLOTS"]
     chain = -(-share // in_flight) + (2 if share else 0) - (-side.max_degree // (c["ROW_WARPS"] * in_flight))
     if share:
@@ -194,14 +201,14 @@ def _cost(
     )
 
 
-def stem_of(direction: str, plan: PaperPass) -> str:
+def stem_of(direction: str, plan: PaperPlan) -> str:
     """Return the stem of the kernel source of a pass; its main entry is called the same."""
     if direction == "sources":
         return "paper_sources"
     return f"{'smmf' if plan.one_kernel else 'pmf'}_{direction}"
 
 
-def _specs(problem: AttentionProblem, direction: str, plan: PaperPass) -> list[Spec]:
+def _specs(problem: AttentionProblem, direction: str, plan: PaperPlan) -> list[Spec]:
     """Return what is compiled for a planned pass."""
     constants = tuple(plan.constants.items())
     return [Spec(f"attention/{stem_of(direction, plan)}.cu", constants, texts=problem.record.texts)]
@@ -227,11 +234,11 @@ class Smmf:
     refillable = False
     specs = staticmethod(_specs)
 
-    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    def reasons_against(self, problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass: the scores of one head must fit in shared memory."""
         reasons = _reasons(problem)
-        if walk != "sources":
-            needed = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+        if direction != "sources":
+            needed = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, direction) * SCORE_BYTES
             room = gpu_of(problem.device).shared_bytes
             if needed > room:
                 reasons.append(
@@ -239,26 +246,26 @@ class Smmf:
                 )
         return reasons
 
-    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
-        """The pass of one walk, with as many heads in a block as leave room for several blocks."""
-        if walk == "sources":
+    def plan_pass(self, problem: AttentionProblem, direction: str, graph: Graph) -> PaperPlan:
+        """The pass of one direction, with as many heads in a block as leave room for several blocks."""
+        if direction == "sources":
             return _sources(self.name, problem, graph)
-        head_bytes = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, walk) * SCORE_BYTES
+        head_bytes = most_edges(graph, graph.csr, BLOCK_ROWS) * _score_planes(problem, direction) * SCORE_BYTES
         comfortable = gpu_of(problem.device).shared_bytes // _RESIDENT_BLOCKS
         lanes = _lanes(problem, max(1, min(_GROUP_HEADS, comfortable // max(1, head_bytes))))
-        constants = {**_constants(problem, walk, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS, "ROW_WARPS": 1}
-        if walk == "forward":
+        constants = {**_constants(problem, direction, lanes, BLOCK_ROWS), "BLOCK_ROWS": BLOCK_ROWS, "ROW_WARPS": 1}
+        if direction == "forward":
             constants |= _switches(self.balanced_scores, self.edge_softmax, self.vector_gather)
         shared_bytes = head_bytes * lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
-        return PaperPass(self.name, True, MappingProxyType(constants), shared_bytes)
+        return PaperPlan(self.name, True, MappingProxyType(constants), shared_bytes)
 
-    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
+    def cost(self, problem: AttentionProblem, direction: str, graph: Graph, chosen: PaperPlan, gpu: Gpu) -> Cost:
         """Estimated time of the pass; shared memory decides how many warps run at once."""
-        if walk == "sources":
-            return _cost(problem, walk, graph, chosen, gpu, _BUSY_WARPS, 0, 2)
+        if direction == "sources":
+            return _cost(problem, direction, graph, chosen, gpu, _BUSY_WARPS, 0, 2)
         warps = BLOCK_ROWS * max(1, min(64 // BLOCK_ROWS, gpu.shared_bytes // max(1, chosen.shared_bytes)))
         share = -(-most_edges(graph, graph.csr, BLOCK_ROWS) // BLOCK_ROWS)
-        return _cost(problem, walk, graph, chosen, gpu, warps, share, 2 if walk == "targets" else 0)
+        return _cost(problem, direction, graph, chosen, gpu, warps, share, 2 if direction == "targets" else 0)
 
 
 @dataclass(frozen=True)
@@ -271,36 +278,36 @@ class Pmf:
     refillable = False
     specs = staticmethod(_specs)
 
-    def reasons_against(self, problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+    def reasons_against(self, problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
         """Every reason why it cannot run a pass; no graph is too large."""
         return _reasons(problem)
 
-    def plan_pass(self, problem: AttentionProblem, walk: str, graph: Graph) -> PaperPass:
-        """The pass of one walk."""
-        if walk == "sources":
+    def plan_pass(self, problem: AttentionProblem, direction: str, graph: Graph) -> PaperPlan:
+        """The pass of one direction."""
+        if direction == "sources":
             return _sources(self.name, problem, graph)
-        constants = _constants(problem, walk, _lanes(problem, _GROUP_HEADS), WARPS) | _row_warps(graph.csr)
+        constants = _constants(problem, direction, _lanes(problem, _GROUP_HEADS), WARPS) | _row_warps(graph.csr)
         step = constants["UNROLL"] * constants["EDGE_SLOTS"]
         # A share that still fills the device, in whole steps.
         share = graph.num_edges // (64 * gpu_of(problem.device).multiprocessors)
         warp_edges = -(-max(step, min(_WARP_EDGES, share)) // step) * step
-        if walk == "forward":
+        if direction == "forward":
             constants |= _switches(True, True, True)
-        return PaperPass(self.name, False, MappingProxyType(constants), warp_edges=warp_edges)
+        return PaperPlan(self.name, False, MappingProxyType(constants), warp_edges=warp_edges)
 
-    def cost(self, problem: AttentionProblem, walk: str, graph: Graph, chosen: PaperPass, gpu: Gpu) -> Cost:
+    def cost(self, problem: AttentionProblem, direction: str, graph: Graph, chosen: PaperPlan, gpu: Gpu) -> Cost:
         """Estimated time of the pass: scores are written, replaced and read."""
-        scores = 2 if walk == "sources" else 4 * _score_planes(problem, walk)
-        return _cost(problem, walk, graph, chosen, gpu, _BUSY_WARPS, chosen.warp_edges, scores)
+        scores = 2 if direction == "sources" else 4 * _score_planes(problem, direction)
+        return _cost(problem, direction, graph, chosen, gpu, _BUSY_WARPS, chosen.warp_edges, scores)
 
 
 def _row_warps(side: Adjacency) -> dict[str, int]:
     return {"ROW_WARPS": WARPS if side.num_edges >= _SHARED_ROW_EDGES * side.num_rows > 0 else 1}
 
 
-def _sources(schedule: str, problem: AttentionProblem, graph: Graph) -> PaperPass:
+def _sources(schedule: str, problem: AttentionProblem, graph: Graph) -> PaperPlan:
     constants = _constants(problem, "sources", _lanes(problem, _GROUP_HEADS), WARPS) | _row_warps(graph.csc)
-    return PaperPass(schedule, False, MappingProxyType(constants))
+    return PaperPlan(schedule, False, MappingProxyType(constants))
 
 
 def _switches(balanced_scores: bool, edge_softmax: bool, vector_gather: bool) -> dict[str, int]:
@@ -327,7 +334,7 @@ ABLATIONS: Mapping[str, Smmf] = MappingProxyType(_ablations())
 
 
 def rule(
-    problem: AttentionProblem, graph: Graph, walks: Sequence[str] = ("forward",), capacity_bytes: int | None = None
+    problem: AttentionProblem, graph: Graph, directions: Sequence[str] = ("forward",), capacity_bytes: int | None = None
 ) -> tuple[str, str]:
     """The paper's choice between `smmf` and `pmf`, and why.
 
@@ -337,7 +344,7 @@ def rule(
     Args:
         problem: What is computed.
         graph: On which graph.
-        walks: The passes that are chosen for.
+        directions: The passes that are chosen for.
         capacity_bytes: Shared memory that a row may fill, of which the paper does not say how much that is; by default
             what a block may opt in to, divided by its rows.
 
@@ -349,7 +356,7 @@ def rule(
     facts = f"largest degree {degree}, super nodes from {threshold} = {capacity_bytes} / {SCORE_BYTES} bytes"
     if _is_dot(problem) and degree >= threshold:
         return pmf.name, f"super nodes and a dot score: {facts}"
-    for walk in walks:
-        for reason in smmf.reasons_against(problem, walk, graph):
+    for direction in directions:
+        for reason in smmf.reasons_against(problem, direction, graph):
             return pmf.name, f"not smmf: {reason}"
     return smmf.name, f"no super nodes: {facts}" if degree < threshold else f"super nodes, but no dot score: {facts}"

@@ -24,8 +24,8 @@ class AttentionProblem:
         edge: Whether the score takes edge features.
         dropout: Whether attention weights are dropped.
         tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
-        tangent: Whether the forward pass has left the derivative of the output in the target scalars, which spares the
-            pass over targets of `row_split` its gathers.
+        dout_dlogit: Whether the forward pass has left the derivative of the output in the target scalars, which spares
+            the pass over targets of `row_split` its gathers.
     """
 
     score: str
@@ -36,7 +36,7 @@ class AttentionProblem:
     edge: bool
     dropout: bool
     tf32: bool = False
-    tangent: bool = False
+    dout_dlogit: bool = False
 
     @property
     def record(self) -> Score:

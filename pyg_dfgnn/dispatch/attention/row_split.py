@@ -1,4 +1,4 @@
-"""The general schedule, `row_split`: a warp, or part of one, walks the edges of a row with all heads side by side.
+"""The general schedule, `row_split`: a warp, or part of one, takes the edges of a row with all heads side by side.
 
 Online softmax, light rows packed, heavy rows split in chunks that are merged in order, dense graphs swept by blocks of
 columns that fit the last-level cache.
@@ -29,8 +29,8 @@ WARPS = 4
 
 
 @dataclass(frozen=True)
-class RowsPass:
-    """One walk over a compressed side of the graph, a warp or part of one per row.
+class RowSplitPlan:
+    """One pass over a compressed side of the graph, a warp or part of one per row.
 
     Attributes:
         constants: What the kernel is specialised by.
@@ -50,7 +50,7 @@ class RowsPass:
 
 
 def layout(c: Mapping[str, int]) -> str:
-    """The constants of a walk over rows in words."""
+    """The constants of a pass over rows in words."""
     return (
         f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
         f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
@@ -76,7 +76,7 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
     """Map a feature row [H, C] to the lanes of a warp.
 
     A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
-    side while lanes are left, then a lane walks through several heads while its registers allow; the rest are groups of
+    side while lanes are left, then a lane takes several heads in turn while its registers allow; the rest are groups of
     heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
     """
     vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
@@ -107,19 +107,18 @@ def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: 
 _MIN_ROW_LANES = 8
 
 
-def _base_walk(walk: str) -> str:
-    """The forward pass for "dout_dlogit", which takes its layout, so that both add in the same order (but see
-    `_WHOLE_HEADS`)."""
-    return "forward" if walk == "dout_dlogit" else walk
+def _base_direction(direction: str) -> str:
+    """The forward pass for "dout_dlogit", which takes its layout, so that both add in the same order."""
+    return "forward" if direction == "dout_dlogit" else direction
 
 
-def _tuning(problem: AttentionProblem, walk: str) -> RowSplitTuning:
-    return problem.record.row_split_tuning(_base_walk(walk))
+def _tuning(problem: AttentionProblem, direction: str) -> RowSplitTuning:
+    return problem.record.row_split_tuning(_base_direction(direction))
 
 
-def _lanes(problem: AttentionProblem, walk: str, wide: bool) -> MappingProxyType[str, int]:
+def _lanes(problem: AttentionProblem, direction: str, wide: bool) -> MappingProxyType[str, int]:
     """The layout of a pass: the loads of a lane that were fastest."""
-    tuning, half = _tuning(problem, walk), problem.dtype.itemsize == 2
+    tuning, half = _tuning(problem, direction), problem.dtype.itemsize == 2
     loads = tuning.loads[half]
     if half and not wide and tuning.packed_loads is not None:
         loads = tuning.packed_loads
@@ -135,9 +134,9 @@ def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingP
         loads //= 2
 
 
-def _unroll(walk: str, problem: AttentionProblem, elements: int) -> int:
+def _unroll(direction: str, problem: AttentionProblem, elements: int) -> int:
     """Edges a slot keeps in flight: more hides latency until registers run out."""
-    unroll = problem.record.unroll(_base_walk(walk))
+    unroll = problem.record.unroll(_base_direction(direction))
     if elements <= 4:
         return unroll.up_to_4
     if elements == 8:
@@ -150,28 +149,28 @@ def _elements(c: Mapping[str, int]) -> int:
     return c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
 
 
-def _min_blocks(walk: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
+def _min_blocks(direction: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     if problem.edge or problem.dropout:
         return 1
-    elements, tuning = _elements(lanes), _tuning(problem, walk)
+    elements, tuning = _elements(lanes), _tuning(problem, direction)
     key = (problem.dtype.itemsize, elements)
-    blocks = (tuning.saved_min_blocks if walk == "dout_dlogit" else tuning.min_blocks).get(key, 1)
+    blocks = (tuning.saved_min_blocks if direction == "dout_dlogit" else tuning.min_blocks).get(key, 1)
     if packed:
         blocks = tuning.packed_min_blocks.get(key, blocks)
     if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
         blocks = tuning.paired_min_blocks.get(key, blocks)
     # Each head has a record of its own.
-    return max(1, blocks - 1) if walk == "sources" and problem.heads > 1 and elements > 4 else blocks
+    return max(1, blocks - 1) if direction == "sources" and problem.heads > 1 and elements > 4 else blocks
 
 
-def ordered(problem: AttentionProblem, walk: str, constants: Mapping[str, int]) -> dict[str, int]:
+def ordered(problem: AttentionProblem, direction: str, constants: Mapping[str, int]) -> dict[str, int]:
     """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
-    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(walk, problem, constants, packed=False)}
+    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(direction, problem, constants, packed=False)}
 
 
-def has_tangent(score: str, edge: bool) -> bool:
-    """Whether the forward pass of a score, with edge features or not, can leave the tangent.
+def saves_dout_dlogit(score: str, edge: bool) -> bool:
+    """Whether the forward pass of a score, with edge features or not, can leave dout_dlogit.
 
     That is the derivative of the output in the target scalars, [N_dst, H, C] in float32 kept until the backward pass,
     whose part over targets is then a dot product per node. It gives no gradient of edge scalars.
@@ -179,22 +178,22 @@ def has_tangent(score: str, edge: bool) -> bool:
     return SCORES[score].saves_dout_dlogit and not edge
 
 
-def pass_constants(problem: AttentionProblem, walk: str, wide: bool) -> dict[str, int]:
+def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> dict[str, int]:
     """Constants of the kernel of one pass.
 
     Args:
         problem: What is computed.
-        walk: "forward", "dout_dlogit", "targets" or "sources".
+        direction: "forward", "dout_dlogit", "targets" or "sources".
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
-    tangent = {"forward": {"DOUT_DLOGIT": 0, "LAZY": 0}, "dout_dlogit": {"DOUT_DLOGIT": 1, "LAZY": 0}}.get(walk, {})
-    lanes = _lanes(problem, walk, wide)
+    sums = {"forward": {"DOUT_DLOGIT": 0, "LAZY": 0}, "dout_dlogit": {"DOUT_DLOGIT": 1, "LAZY": 0}}.get(direction, {})
+    lanes = _lanes(problem, direction, wide)
     return {
         **problem.constants,
-        **tangent,
+        **sums,
         **lanes,
-        "UNROLL": _unroll(walk, problem, _elements(lanes)),
-        "MIN_BLOCKS": _min_blocks(walk, problem, lanes, lanes["WARP_ROWS"] > 1),
+        "UNROLL": _unroll(direction, problem, _elements(lanes)),
+        "MIN_BLOCKS": _min_blocks(direction, problem, lanes, lanes["WARP_ROWS"] > 1),
         "ORDERED": 0,
         "JOINED": 0,
         "SMEM": 0,
@@ -209,28 +208,28 @@ def fits_whole_heads(problem: AttentionProblem) -> bool:
     return has_two_loads and problem.heads >= _MIN_ROW_LANES and not problem.edge and not problem.dropout
 
 
-def with_whole_heads(problem: AttentionProblem, walk: str, constants: dict[str, int], kind: str) -> dict[str, int]:
+def with_whole_heads(problem: AttentionProblem, direction: str, constants: dict[str, int], kind: str) -> dict[str, int]:
     """The constants with a lane for each head, where that is faster.
 
     Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges. A pass
-    that leaves the tangent keeps its layout, which was faster with its sums on an H200.
+    that leaves dout_dlogit keeps its layout, which was faster with its sums on an H200.
 
     Args:
         problem: What is computed.
-        walk: "forward", "dout_dlogit", "targets" or "sources".
+        direction: "forward", "dout_dlogit", "targets" or "sources".
         constants: With two lanes for each head.
         kind: "swept" or "packed".
     """
-    if not fits_whole_heads(problem) or walk == "dout_dlogit" or _tuning(problem, walk).whole_heads != kind:
+    if not fits_whole_heads(problem) or direction == "dout_dlogit" or _tuning(problem, direction).whole_heads != kind:
         return constants
     wide = constants["WARP_ROWS"] == 1
     lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
     return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": 1}
 
 
-def gathers(problem: AttentionProblem, walk: str) -> int:
+def gathers(problem: AttentionProblem, direction: str) -> int:
     """Feature rows gathered per edge in a pass."""
-    return problem.record.gathers(_base_walk(walk))
+    return problem.record.gathers(_base_direction(direction))
 
 
 # What a sweep should gather, as a share of the cache, from timings on an H200, by bytes of an element.
@@ -242,7 +241,7 @@ _MIN_BLOCK_EDGES = 32
 
 
 def _blocks(
-    problem: AttentionProblem, walk: str, rows: Adjacency, num_columns: int, heads: int, share: float | None = None
+    problem: AttentionProblem, direction: str, rows: Adjacency, num_columns: int, heads: int, share: float | None = None
 ) -> int:
     """Number of column blocks: as few as make the gathered rows of one sweep fit in a share of the cache.
 
@@ -250,38 +249,38 @@ def _blocks(
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
     itemsize = problem.dtype.itemsize
-    share = _CACHE_SHARE[itemsize][_base_walk(walk)] if share is None else share
-    gathered = num_columns * heads * problem.channels * itemsize * gathers(problem, walk)
+    share = _CACHE_SHARE[itemsize][_base_direction(direction)] if share is None else share
+    gathered = num_columns * heads * problem.channels * itemsize * gathers(problem, direction)
     blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
 
-def _swept(problem: AttentionProblem, walk: str) -> tuple[dict[str, int], Sweep | None]:
+def _swept(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], Sweep | None]:
     """The constants of a swept pass, and how else it differs, if it does."""
-    found = _tuning(problem, walk).swept.get(problem.dtype.itemsize)
+    found = _tuning(problem, direction).swept.get(problem.dtype.itemsize)
     if found is not None:
         lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
         # Others take other registers.
         if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == found.loads and not problem.edge and not problem.dropout:
-            constants = {**pass_constants(problem, walk, wide=not found.packed), **lanes, "UNROLL": found.unroll}
+            constants = {**pass_constants(problem, direction, wide=not found.packed), **lanes, "UNROLL": found.unroll}
             # Each head has a record of its own.
-            blocks = found.min_blocks - int(walk == "sources" and problem.heads > 1)
+            blocks = found.min_blocks - int(direction == "sources" and problem.heads > 1)
             return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
-    constants = with_whole_heads(problem, walk, pass_constants(problem, walk, wide=True), "swept")
+    constants = with_whole_heads(problem, direction, pass_constants(problem, direction, wide=True), "swept")
     return {**constants, "ORDERED": 1}, None
 
 
-def swept_constants(problem: AttentionProblem, walk: str) -> dict[str, int]:
+def swept_constants(problem: AttentionProblem, direction: str) -> dict[str, int]:
     """Constants of the kernel of one pass in sweeps over blocks of columns."""
-    return _swept(problem, walk)[0]
+    return _swept(problem, direction)[0]
 
 
 def _max_edges(num_edges: int, max_degree: int) -> int:
-    """Longest piece of a row that one group of lanes walks.
+    """Longest piece of a row that one group of lanes takes.
 
-    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that walking a piece of the
-    longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128 edges. Not
-    longer than it is good for the sums, which a piece adds up one after the other.
+    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that going through a piece
+    of the longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128
+    edges. Not longer than it is good for the sums, which a piece adds up one after the other.
     """
     length = 128 if max_degree <= 128 else min(_SUMMED_EDGES, 1.5 * math.sqrt(max_degree))
     return max(32, min(1024, _power_of_two(max(_balanced(num_edges), round(length)))))
@@ -292,36 +291,35 @@ def _balanced(num_edges: int) -> int:
     return _power_of_two(max(1, num_edges // 16384))
 
 
-def side_of(walk: str, graph: Graph) -> tuple[Adjacency, int]:
-    """The rows that a pass walks and the number of columns it gathers from."""
-    return (graph.csc, graph.num_dst) if walk == "sources" else (graph.csr, graph.num_src)
+def side_of(direction: str, graph: Graph) -> tuple[Adjacency, int]:
+    """The rows that a pass takes and the number of columns it gathers from."""
+    return (graph.csc, graph.num_dst) if direction == "sources" else (graph.csr, graph.num_src)
 
 
-def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
     """None: this schedule runs whatever has fused kernels."""
     return []
 
 
-def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
-    """The pass of one walk, or of two more.
+def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
+    """The pass of one direction, or of two more.
 
     "weights", which writes the weights of all edges, gathers once and is never swept; "dout_dlogit" is a forward pass
-    that
-    leaves the tangent, see :func:`has_tangent`.
+    that leaves this derivative, see :func:`saves_dout_dlogit`.
     """
-    if walk == "weights":
+    if direction == "weights":
         return replace(_plan_pass(problem, "forward", graph), blocks=1)
-    return _finding_norms(_plan_pass(problem, walk, graph), problem, walk, graph)
+    return _finding_norms(_plan_pass(problem, direction, graph), problem, direction, graph)
 
 
-def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
+def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
     """The pass, which finds the norms of the cosine score itself where that takes less than a kernel before it.
 
     So it does on a small graph, from every row that it reads, and writes down those of its targets: these have to be
     the sources too, and none of them may be left to a merge.
     """
     if (
-        walk != "forward"
+        direction != "forward"
         or problem.record.node_scalars != "inverse_norm"
         or graph.num_src != graph.num_dst
         or found.blocks > 1
@@ -336,38 +334,38 @@ def _finding_norms(found: RowsPass, problem: AttentionProblem, walk: str, graph:
     return found
 
 
-def _plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> RowsPass:
-    """The pass of a walk other than "weights", which reads norms."""
-    rows, num_columns = side_of(walk, graph)
+def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
+    """The pass of a direction other than "weights", which reads norms."""
+    rows, num_columns = side_of(direction, graph)
     if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
-        return RowsPass(pass_constants(problem, walk, wide=True), rows.max_degree, 1)
-    constants = pass_constants(problem, walk, wide=True)
+        return RowSplitPlan(pass_constants(problem, direction, wide=True), rows.max_degree, 1)
+    constants = pass_constants(problem, direction, wide=True)
     # Too few edges in the average row to keep its slots busy for two steps: packing rows beats sharing their edges.
     if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
-        constants = pass_constants(problem, walk, wide=False)
+        constants = pass_constants(problem, direction, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
-    blocks = _blocks(problem, walk, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
+    blocks = _blocks(problem, direction, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
     if blocks > 1:
-        constants, sweep = _swept(problem, walk)
+        constants, sweep = _swept(problem, direction)
         if sweep is None:
-            return RowsPass(constants, _ORDERED_EDGES, blocks)
+            return RowSplitPlan(constants, _ORDERED_EDGES, blocks)
         # More sweeps only where rows are long enough for them.
-        counted = _blocks(problem, walk, rows, num_columns, heads, sweep.share)
-        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_walk(walk)]
+        counted = _blocks(problem, direction, rows, num_columns, heads, sweep.share)
+        smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_direction(direction)]
         longest = max(1, int(sweep.pieces * _ORDERED_EDGES))
-        return RowsPass(constants, longest, max(counted, blocks) if smaller else counted)
+        return RowSplitPlan(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = _max_edges(rows.num_edges, rows.max_degree)
     # A list of chunks asks the device for its length, which a batch that came without a sync should not.
-    joined = None if graph.facts is not None else _joined(problem, constants, walk, rows, max_edges)
+    joined = None if graph.facts is not None else _joined(problem, constants, direction, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
         longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
-        return RowsPass(ordered(problem, walk, constants), min(2 * max_edges, longest), 1)
+        return RowSplitPlan(ordered(problem, direction, constants), min(2 * max_edges, longest), 1)
     if constants["WARP_ROWS"] > 1:
-        constants = with_whole_heads(problem, walk, constants, "packed")
-    return RowsPass(constants, max_edges, 1)
+        constants = with_whole_heads(problem, direction, constants, "packed")
+    return RowSplitPlan(constants, max_edges, 1)
 
 
 _SUMMED_EDGES = 256
@@ -390,11 +388,11 @@ _FEW_BLOCKS = 264
 
 
 def _joined(
-    problem: AttentionProblem, constants: Mapping[str, int], walk: str, rows: Adjacency, max_edges: int
-) -> RowsPass | None:
+    problem: AttentionProblem, constants: Mapping[str, int], direction: str, rows: Adjacency, max_edges: int
+) -> RowSplitPlan | None:
     """The pass with the chunks of a row joined in its thread block, which spares the merge launch.
 
-    None where one block cannot walk the longest row in chunks of `max_edges` or hold the states of its chunks, and
+    None where one block cannot take the longest row in chunks of `max_edges` or hold the states of its chunks, and
     where no row is too long.
     """
     constants = {**constants, "WARPS": _JOINED_WARPS, "MIN_BLOCKS": 1, "JOINED": 1}
@@ -407,27 +405,27 @@ def _joined(
     if length > max_edges or length >= rows.max_degree:
         return None
     if constants["WARP_ROWS"] > 1 and not is_small:
-        return _in_order(problem, constants, walk, rows, max_edges)
+        return _in_order(problem, constants, direction, rows, max_edges)
     # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
-    if _elements(constants) == 8 and (walk == "targets" or (walk == "forward" and is_small)):
+    if _elements(constants) == 8 and (direction == "targets" or (direction == "forward" and is_small)):
         constants["UNROLL"] = max(4, constants["UNROLL"])
-    if is_small and walk == "forward" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout:
+    if is_small and direction == "forward" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout:
         constants.update(_of_few_rows(problem, constants, length))
         length = _joined_edges(rows, items_per_block(constants))
-    return RowsPass(constants, length, 1)
+    return RowSplitPlan(constants, length, 1)
 
 
 def _in_order(
-    problem: AttentionProblem, constants: dict[str, int], walk: str, rows: Adjacency, max_edges: int
-) -> RowsPass:
+    problem: AttentionProblem, constants: dict[str, int], direction: str, rows: Adjacency, max_edges: int
+) -> RowSplitPlan:
     """The pass over packed rows with chunks joined in a block and the longest rows first, which few rows do not need.
 
     The rows of a warp are as long as each other then. Forward and backward on PubMed take 0.57 to 0.83 of the time of
     rows as they come, on an H200, with blocks of half the warps, as far as these
-    can walk the longest row. The layouts were chosen by times of 1 head of 128 there.
+    can take the longest row. The layouts were chosen by times of 1 head of 128 there.
     """
-    fewer = ordered(problem, walk, {**constants, "WARPS": WARPS})
-    itemsize, tuning = problem.dtype.itemsize, _tuning(problem, walk)
+    fewer = ordered(problem, direction, {**constants, "WARPS": WARPS})
+    itemsize, tuning = problem.dtype.itemsize, _tuning(problem, direction)
     plain = not problem.edge and not problem.dropout
     if plain and itemsize == 4 and tuning.four_loads:
         lanes = fitting_lanes(problem, 4, wide=False)
@@ -437,12 +435,12 @@ def _in_order(
         fewer["MIN_BLOCKS"] = tuning.ordered_min_blocks.get((itemsize, _elements(fewer)), fewer["MIN_BLOCKS"])
     length = _joined_edges(rows, items_per_block(fewer))
     if length <= max_edges:
-        return RowsPass(fewer, length, 1)
-    return RowsPass({**constants, "ORDERED": 1}, _joined_edges(rows, items_per_block(constants)), 1)
+        return RowSplitPlan(fewer, length, 1)
+    return RowSplitPlan({**constants, "ORDERED": 1}, _joined_edges(rows, items_per_block(constants)), 1)
 
 
 def _joined_edges(rows: Adjacency, items: int) -> int:
-    """Edges of a chunk where a thread block walks so many."""
+    """Edges of a chunk where a thread block takes so many items."""
     return max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
 
 
@@ -451,7 +449,7 @@ def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length
 
     From timings of captured layers on an H200, float32, 1 head of 128 and 8 of 16, so for
     rows of as many bytes: half of the heads in a warp, the others in other blocks, where the score's record says so;
-    else twice the warps with half as many edges each, unless the pass that leaves the tangent would add in another
+    else twice the warps with half as many edges each, unless the pass that leaves dout_dlogit would add in another
     order then: training and inference give the same bits.
     """
     record = problem.record
@@ -473,9 +471,9 @@ STEP_S = 0.43e-6
 """Time from one step of a row to the next, which depends on it."""
 
 
-def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
+def issued(direction: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
     """Warp instructions of a pass with the constants ``c``."""
-    read, heads = gathers(problem, walk), c["LANE_HEADS"]
+    read, heads = gathers(problem, direction), c["LANE_HEADS"]
     elements = heads * c["LANE_VECS"] * c["VEC"]
     converted = elements * read if problem.dtype.itemsize == 2 else 0
     # Norms of what is read.
@@ -484,12 +482,12 @@ def issued(walk: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str
         STEP
         + LOAD * read * heads * c["LANE_VECS"]
         + CONVERT * converted
-        + MULTIPLY_ADD * elements * (problem.record.work(walk) + own)
-        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (problem.record.head_sums(walk) + own)
+        + MULTIPLY_ADD * elements * (problem.record.work(direction) + own)
+        + SHUFFLE * heads * (c["HEAD_LANES"].bit_length() - 1) * (problem.record.head_sums(direction) + own)
     )
     groups = -(-c["HEADS"] // (c["HEAD_SLOTS"] * heads))
     steps = rows.num_edges / (c["EDGE_SLOTS"] * c["WARP_ROWS"])
-    return groups * (steps * step + sweeps * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[walk])
+    return groups * (steps * step + sweeps * rows.num_rows / c["WARP_ROWS"] * c["LANE_VECS"] * ROW[direction])
 
 
 def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
@@ -519,18 +517,18 @@ def specs(problem: AttentionProblem, direction: str, plan: Any) -> list[Spec]:
     return [Spec(f"attention/{STEMS[direction]}.cu", constants, texts=problem.record.texts)]
 
 
-def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, gpu: Gpu) -> Cost:
+def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: RowSplitPlan, gpu: Gpu) -> Cost:
     """Estimated time of the pass.
 
     Each tensor of the nodes travels once, each gathered row comes from the last-level cache, each step is issued, and
     the longest row takes its steps in turn. Gathers among the few nodes of a small segment stay within a multiprocessor
-    and count as instructions alone. With the tangent at hand the pass over targets reads nodes only.
+    and count as instructions alone. With dout_dlogit at hand the pass over targets reads nodes only.
     """
-    rows, num_columns = side_of(walk, graph)
-    if walk == "targets" and problem.tangent:
+    rows, num_columns = side_of(direction, graph)
+    if direction == "targets" and problem.dout_dlogit:
         read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
         return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
-    tensors = gathers(problem, walk)
+    tensors = gathers(problem, direction)
     moved = (rows.num_rows * (tensors + 1) + num_columns * tensors) * problem.row_bytes + 4 * rows.num_edges
     # The state of all rows, written and read between sweeps.
     carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
@@ -542,7 +540,7 @@ def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: RowsPass, g
         {
             "memory": (moved + carried) / gpu.memory_bytes_per_s,
             "gathers": gathered / gpu.cache_bytes_per_s,
-            "instructions": issued(walk, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
+            "instructions": issued(direction, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
             "longest row": chain * STEP_S,
         },
         {"launches": chosen.blocks * gpu.launch_s},

@@ -1,6 +1,6 @@
 """The schedule `smem`: the kernels of `row_split` on batches of small graphs, which stay on one multiprocessor.
 
-A thread block owns a range of nodes that no edge leaves, copies what its rows gather to shared memory, and walks its
+A thread block owns a range of nodes that no edge leaves, copies what its rows gather to shared memory, and takes its
 rows as `row_split` does: a row of features travels once, however many edges read it.
 """
 
@@ -21,14 +21,14 @@ refillable = False
 specs = rows.specs
 
 MAX_DEGREE = 512
-"""Longest row that one group of lanes may walk alone."""
+"""Longest row that one group of lanes may take alone."""
 _RESERVED = 1024
 """Shared memory that the system takes of each block."""
 
 
 @dataclass(frozen=True)
-class ResidentPass:
-    """One walk over ranges of nodes, a thread block each.
+class SmemPlan:
+    """One pass over ranges of nodes, a thread block each.
 
     Attributes:
         constants: What the kernel is specialised by.
@@ -56,52 +56,52 @@ class ResidentPass:
         return f"{rows.layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
 
 
-def node_bytes(problem: AttentionProblem, walk: str) -> int:
+def node_bytes(problem: AttentionProblem, direction: str) -> int:
     """Shared memory per node: the gathered rows of features, numbers and records per head, and where its row ends."""
     scalars = 4 * problem.heads if problem.record.node_scalars else 0
-    records = 16 * problem.heads if walk == "sources" else 0
-    return rows.gathers(problem, walk) * problem.row_bytes + scalars + records + 4
+    records = 16 * problem.heads if direction == "sources" else 0
+    return rows.gathers(problem, direction) * problem.row_bytes + scalars + records + 4
 
 
-def shared_bytes(problem: AttentionProblem, walk: str, ranges: NodeRanges) -> int:
+def shared_bytes(problem: AttentionProblem, direction: str, ranges: NodeRanges) -> int:
     """Dynamic shared memory of a block with copies; each of up to six arrays starts at a multiple of 16 bytes."""
-    return ranges.most_nodes * node_bytes(problem, walk) + 4 * ranges.most_edges + 4 + 6 * 16
+    return ranges.most_nodes * node_bytes(problem, direction) + 4 * ranges.most_edges + 4 + 6 * 16
 
 
-def _static_bytes(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> int:
+def _static_bytes(problem: AttentionProblem, direction: str, c: Mapping[str, int]) -> int:
     """Shared memory that the kernel takes whatever the ranges: sums of the gradient of a vector parameter."""
-    if not problem.record.parameter or walk != "targets":
+    if not problem.record.parameter or direction != "targets":
         return 0
     return 4 * c["WARPS"] * c["HEAD_LANES"] * c["HEAD_SLOTS"] * c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
 
 
-def _ranges(problem: AttentionProblem, walk: str, graph: Graph) -> NodeRanges | None:
+def _ranges(problem: AttentionProblem, direction: str, graph: Graph) -> NodeRanges | None:
     """The ranges of the pass: as long as lets the planned number of blocks share a multiprocessor, if any do."""
     capacity = gpu_of(problem.device).shared_bytes + _RESERVED
-    constants, per_node = constants_of(problem, walk), node_bytes(problem, walk)
+    constants, per_node = constants_of(problem, direction), node_bytes(problem, direction)
     for blocks in range(constants["MIN_BLOCKS"], 0, -1):
-        room = capacity // blocks - _RESERVED - _static_bytes(problem, walk, constants)
+        room = capacity // blocks - _RESERVED - _static_bytes(problem, direction, constants)
         ranges = node_ranges(graph, room // per_node)
         # What the edges take is known only now.
-        while ranges is not None and (excess := shared_bytes(problem, walk, ranges) - room) > 0:
+        while ranges is not None and (excess := shared_bytes(problem, direction, ranges) - room) > 0:
             ranges = node_ranges(graph, ranges.most_nodes - -(-excess // per_node))
         if ranges is not None:
             return ranges
     return None
 
 
-def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[str]:
+def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
     """Every reason why the schedule cannot run a pass."""
     reasons = []
     if problem.row_bytes % 4:
         reasons.append(f"rows of {problem.row_bytes} bytes are no multiple of 4")
-    lanes = constants_of(problem, walk)
+    lanes = constants_of(problem, direction)
     heads = lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"]
     if problem.heads > heads:
         reasons.append(f"a warp takes {heads} heads at once, not {problem.heads}")
     if graph.num_edges == 0:
         reasons.append("the graph has no edges")
-    longest = max(graph.csr.max_degree, graph.csc.max_degree if walk == "sources" else 0)
+    longest = max(graph.csr.max_degree, graph.csc.max_degree if direction == "sources" else 0)
     if longest > MAX_DEGREE:
         reasons.append(f"a row has {longest} edges, a warp takes up to {MAX_DEGREE}")
     if reasons:
@@ -109,8 +109,8 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
     segments = diagonal_blocks(graph)
     if segments is None:
         return ["sources and targets are not the same nodes"]
-    if _ranges(problem, walk, graph) is None:
-        needed = segments.longest * node_bytes(problem, walk)
+    if _ranges(problem, direction, graph) is None:
+        needed = segments.longest * node_bytes(problem, direction)
         limit = gpu_of(problem.device).shared_bytes
         return [f"{segments.longest} nodes with edges between them need {needed} bytes and more, a block has {limit}"]
     return []
@@ -121,8 +121,8 @@ def reasons_against(problem: AttentionProblem, walk: str, graph: Graph) -> list[
 _LAZY = 8
 
 
-def _layout(problem: AttentionProblem, walk: str) -> SmemLayout:
-    tuning, itemsize = problem.record.smem_tuning(walk), problem.dtype.itemsize
+def _layout(problem: AttentionProblem, direction: str) -> SmemLayout:
+    tuning, itemsize = problem.record.smem_tuning(direction), problem.dtype.itemsize
     if itemsize == 4 and tuning.narrow_layout is not None and _is_narrow(problem):
         return tuning.narrow_layout
     layout = tuning.layouts[itemsize == 2]
@@ -134,22 +134,22 @@ def _is_narrow(problem: AttentionProblem) -> bool:
     return problem.heads == 8 and problem.row_bytes == 32 * 16 and not problem.edge and not problem.dropout
 
 
-def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
+def constants_of(problem: AttentionProblem, direction: str) -> dict[str, int]:
     """What the kernel of a pass is specialised by."""
-    loads, unroll, warps, blocks = _layout(problem, walk)
+    loads, unroll, warps, blocks = _layout(problem, direction)
     lanes = rows.fitting_lanes(problem, loads, wide=False)
     whole = problem.channels == lanes["HEAD_LANES"] * lanes["LANE_VECS"] * lanes["VEC"]
     if lanes["LANE_HEADS"] * lanes["LANE_VECS"] > loads or not whole or problem.edge or problem.dropout:
         # More registers than were timed.
         warps, blocks = 8, 1
     # As timed: 4 % faster through the L1 cache, all others are slower.
-    full = walk == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
-    record, tuning = problem.record, problem.record.smem_tuning(walk)
+    full = direction == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
+    record, tuning = problem.record, problem.record.smem_tuning(direction)
     near = full and tuning.through_l1
-    norms = walk == "forward" and record.node_scalars == "inverse_norm"
-    lazy = walk == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and tuning.lazy
+    norms = direction == "forward" and record.node_scalars == "inverse_norm"
+    lazy = direction == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and tuning.lazy
     return {
-        **rows.pass_constants(problem, walk, wide=False),
+        **rows.pass_constants(problem, direction, wide=False),
         **lanes,
         "UNROLL": unroll,
         "WARPS": warps,
@@ -161,17 +161,17 @@ def constants_of(problem: AttentionProblem, walk: str) -> dict[str, int]:
     }
 
 
-def plan_pass(problem: AttentionProblem, walk: str, graph: Graph) -> ResidentPass:
-    """The pass of one walk."""
-    ranges = _ranges(problem, walk, graph)
+def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> SmemPlan:
+    """The pass of one direction."""
+    ranges = _ranges(problem, direction, graph)
     assert ranges is not None
-    constants = constants_of(problem, walk)
+    constants = constants_of(problem, direction)
     shared = 0
     if constants["IN_SHARED"]:
-        shared = shared_bytes(problem, walk, ranges)
+        shared = shared_bytes(problem, direction, ranges)
     elif constants["NORMS"]:
         shared = 4 * problem.heads * ranges.most_nodes
-    return ResidentPass(constants, ranges.bound, ranges.most_nodes, shared)
+    return SmemPlan(constants, ranges.bound, ranges.most_nodes, shared)
 
 
 SHARED_BYTES_PER_S = 25e12
@@ -181,41 +181,46 @@ UNTIMED = 1.25
 """The same over that of the dot score where layouts follow from registers, not from timings."""
 
 
-def _is_timed(problem: AttentionProblem, walk: str) -> bool:
+def _is_timed(problem: AttentionProblem, direction: str) -> bool:
     """Whether the layouts come from timings of the score."""
-    tuning, itemsize = problem.record.smem_tuning(walk), problem.dtype.itemsize
+    tuning, itemsize = problem.record.smem_tuning(direction), problem.dtype.itemsize
     if problem.heads == 1:
         return itemsize in tuning.timed
     return itemsize in tuning.timed_heads or (itemsize == 4 and tuning.timed_narrow and _is_narrow(problem))
 
 
-def _untimed(problem: AttentionProblem, walk: str, c: Mapping[str, int]) -> float:
+def _untimed(problem: AttentionProblem, direction: str, c: Mapping[str, int]) -> float:
     """What instructions take where their ratio to `row_split` is from timings of other layouts."""
-    if _is_timed(problem, walk):
+    if _is_timed(problem, direction):
         return 1.0
     known = (
-        problem.record.smem_tuning(walk).two_loads if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1 else None
+        problem.record.smem_tuning(direction).two_loads
+        if rows.fits_whole_heads(problem) and c["WARP_ROWS"] > 1
+        else None
     )
     return UNTIMED if known is None else known
 
 
-def cost(problem: AttentionProblem, walk: str, graph: Graph, chosen: ResidentPass, gpu: Gpu) -> Cost:
+def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: SmemPlan, gpu: Gpu) -> Cost:
     """Estimated time of the pass: as `row_split`, but gathers come from shared memory.
 
     Fewer blocks on a multiprocessor than the registers allow hide less of what each of them waits for.
     """
-    side, _ = rows.side_of(walk, graph)
+    side, _ = rows.side_of(direction, graph)
     c = chosen.constants
     fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
-    gathered = side.num_edges * rows.gathers(problem, walk) * problem.row_bytes
-    moved = problem.record.node_tensors(walk) * side.num_rows * problem.row_bytes + 4 * side.num_edges
-    issued = rows.issued(walk, problem, side, c) * _untimed(problem, walk, c)
+    gathered = side.num_edges * rows.gathers(problem, direction) * problem.row_bytes
+    moved = problem.record.node_tensors(direction) * side.num_rows * problem.row_bytes + 4 * side.num_edges
+    issued = rows.issued(direction, problem, side, c) * _untimed(problem, direction, c)
     return Cost(
         {
             "memory": moved / gpu.memory_bytes_per_s,
             "gathers": gathered / (SHARED_BYTES_PER_S if c["IN_SHARED"] else NEAR_BYTES_PER_S),
-            "instructions": problem.record.smem_tuning(walk).instructions * waiting * issued / gpu.instructions_per_s,
+            "instructions": problem.record.smem_tuning(direction).instructions
+            * waiting
+            * issued
+            / gpu.instructions_per_s,
         },
         {"launch": gpu.launch_s},
     )

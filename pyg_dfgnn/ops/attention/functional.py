@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_tangent
+from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
@@ -78,7 +78,7 @@ def _optional(problem: AttentionProblem, graph: Graph | None, settings: Settings
         score = SCORES[problem.score]
         leaves = score.saves_dout_dlogit and not problem.edge and settings.schedule in ("auto", FAMILY.fallback)
     else:
-        leaves = leaves_tangent(problem, graph, settings)
+        leaves = leaves_dout_dlogit(problem, graph, settings)
     return frozenset({"dout_dlogit"}) if leaves else frozenset()
 
 
