@@ -1,0 +1,224 @@
+"""Writes the numbers of the documents anew from the CSV files in ``results/``, and draws the figure of the README.
+
+python tools/published.py           rewrite README.md and docs/, and draw docs/times_faster.png
+python tools/published.py --check   only say which documents differ from the results; exit code 1 if any does
+
+A document holds a number of ours between the lines ``<!-- published: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyg_dfgnn.bench import table2_report, tables
+from pyg_dfgnn.bench.results import Table, markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = "nvidia-h200"
+FIGURE = ROOT / "docs" / "times_faster.png"
+BACKENDS = {
+    "auto": "pyg_dfgnn",
+    "auto_graph": "pyg_dfgnn, steps in a CUDA graph",
+    "pyg_compile": "PyG under torch.compile",
+}
+"""Backends of a training step that the figure of the README shows."""
+DATA_SETS = {
+    "pattern": "PATTERN",
+    "cluster": "CLUSTER",
+    "pascalvoc_sp_like": "PascalVOC-SP\n(generated)",
+    "coco_sp_like": "COCO-SP\n(generated)",
+    "cora": "Cora",
+    "citeseer": "CiteSeer",
+    "pubmed_made_features": "PubMed\n(features made up)",
+}
+GRAPHS = {
+    "a": "PATTERN batch",
+    "e": "superpixel batch",
+    "b": "Cora-like",
+    "d": "proteins-like",
+    "c": "Reddit-like",
+}
+LAYERS = {"GAT": "GATConv", "GATv2": "GATv2Conv", "GT": "TransformerConv", "AGNN": "AGNNConv"}
+
+Row = Mapping[str, Any]
+
+
+def timings(name: str) -> list[Row]:
+    """Return the rows of an experiment."""
+    return Table.read(ROOT / "results" / "bench" / GPU / f"{name}.csv")
+
+
+def steps_of(model: str) -> list[Row]:
+    """Return the rows of the training steps of a model."""
+    return table2_report.latest(Table.read(ROOT / "results" / "table2" / f"{model}-{GPU}.csv"))
+
+
+def both_ways() -> dict[tuple[str, str, str], Row]:
+    """Return the rows of forward and backward of one layer, by layer, graph and implementation."""
+    rows = [row for row in tables.latest(timings("peers")) if row["size"] == "1x128" and row["dtype"] == "float32"]
+    shown = [row for row in rows if row["direction"] in ("fwd+bwd", "") and row["state"] in ("warm", "")]
+    return {(row["layer"], row["graph"], row["implementation"]): row for row in shown if row["layer"] in LAYERS}
+
+
+def layers() -> str:
+    """Milliseconds of ours and of PyG's for forward and backward of each layer on each graph."""
+    rows = both_ways()
+    edges = {row["graph"]: int(row["edges"]) for row in rows.values()}
+    body = []
+    for layer, name in LAYERS.items():
+        cells = []
+        for graph in GRAPHS:
+            ours, theirs = rows[layer, graph, "fused"], rows.get((layer, graph, "pyg"))
+            pygs = f"{tables.milliseconds(theirs):.3g}" if theirs and theirs["status"] == "ok" else "-"
+            cells.append(f"{tables.milliseconds(ours):.3g} / {pygs}")
+        body.append([f"`{name}`", *cells])
+    header = ["ms, ours / PyG's", *(f"{title}, {_count(edges[graph])} edges" for graph, title in GRAPHS.items())]
+    return markdown(header, body)
+
+
+def _count(number: int) -> str:
+    if number < 1e5:
+        return f"{number:,}"
+    return f"{number / 1e6:.2g}M" if number < 1e7 else f"{number / 1e6:.0f}M"
+
+
+def host() -> str:
+    """How long the host takes for eager calls on the small graph."""
+    rows = both_ways()
+
+    def span(implementation: str) -> str:
+        times = [float(rows[layer, "b", implementation]["host_us"]) / 1e3 for layer in LAYERS]
+        return f"{min(times):.2g} to {max(times):.2g} ms"
+
+    return f"The host takes {span('fused')} for an eager forward and backward of ours there, {span('pyg')} for PyG's."
+
+
+def steps() -> str:
+    """How many times faster than PyG's a training step is, over the data sets."""
+    factors = table2_report.faster(steps_of("transformer_stack"), "sum_ms")
+
+    def span(backend: str) -> str:
+        values = [factor for (_, name), factor in factors.items() if name == backend]
+        return f"{min(values):.2g} to {max(values):.2g}"
+
+    return (
+        "Forward and backward of eight `TransformerConv` layers, with the preparation of the graph, are\n"
+        f"{span('auto')} times as fast as with PyG on these data sets, and {span('auto_graph')} times with steps in\n"
+        f"a CUDA graph. PyG under `torch.compile` is {span('pyg_compile')} times as fast."
+    )
+
+
+def implementations() -> str:
+    """Median milliseconds of every implementation of one layer with one head of 128 channels."""
+    rows = [row for row in timings("peers") if row["size"] == "1x128" and row["direction"] in ("fwd", "fwd+bwd")]
+    return tables.times_table([row for row in rows if row["dtype"] in ("float32", "bfloat16")])
+
+
+def builds() -> str:
+    """Milliseconds that the sort of a new `edge_index` takes."""
+    rows = [row for row in tables.latest(timings("peers")) if row["op"] == "graph"]
+    graphs = tables.in_order(row["graph"] for row in rows)
+    time = {(row["direction"], row["graph"]): f"{tables.milliseconds(row):.3g}" for row in rows}
+    body = [[what, *(time.get((what, graph), "") for graph in graphs)] for what in ("csr", "csc")]
+    return markdown(["sort", *graphs], body)
+
+
+def peers() -> str:
+    """Our times beside the fastest right result of another package."""
+    return tables.peers_table([row for row in timings("peers") if row["size"] == "1x128"])
+
+
+def means() -> str:
+    """Geometric means of the times faster than unfused calls over the data sets of the paper."""
+    return tables.means_table([row for name in ("fig9", "fig10a", "fig10b") for row in timings(name)], "unfused")
+
+
+def check() -> str:
+    """The worst error against float64 by schedule and dtype."""
+    rows = [row for row in Table.read(ROOT / "results" / "check" / f"{GPU}.csv") if row["worst_error"]]
+    errors: dict[tuple[str, str], dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row["schedule"]):
+        line = errors.setdefault((row["schedule"], row["dtype"]), {})
+        line[row["tensors"]] = max(line.get(row["tensors"], 0.0), float(row["worst_error"]))
+    columns = list(dict.fromkeys(row["tensors"] for row in rows))
+    bounds = {row["dtype"]: row["bound"] for row in rows}
+    body = [
+        [f"`{schedule}`", dtype, *(f"{line[name]:.1e}" if name in line else "-" for name in columns), bounds[dtype]]
+        for (schedule, dtype), line in errors.items()
+    ]
+    return markdown(["schedule", "dtype", *columns, "bound"], body)
+
+
+def _table2(model: str) -> Callable[[], str]:
+    return lambda: table2_report.times_table(steps_of(model))
+
+
+PUBLISHED: dict[str, Callable[[], str]] = {
+    **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
+    **{model: _table2(model) for model in ("transformer_stack", "agnn_stack", "gat_stack")},
+}
+"""What documents may hold, by name."""
+
+_PLACE = re.compile(r"(<!-- published: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def renewed(text: str) -> str:
+    """Return a document with its numbers written anew."""
+    return _PLACE.sub(lambda found: found[1] + PUBLISHED[found[2]]() + "\n" + found[3], text)
+
+
+def documents() -> list[Path]:
+    """Return the documents of the project."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def draw(path: Path) -> None:
+    """Draw how many times faster than PyG's a training step is, one group of bars per data set."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = steps_of("transformer_stack")
+    factors = table2_report.faster(rows, "sum_ms")
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    width = 0.8 / len(BACKENDS)
+    for index, (backend, label) in enumerate(BACKENDS.items()):
+        heights = [factors[data, backend] for data in DATA_SETS]
+        places = [place + (index - (len(BACKENDS) - 1) / 2) * width for place in range(len(DATA_SETS))]
+        bars = axis.bar(places, heights, width, label=label)
+        axis.bar_label(bars, [f"{height:.2g}x" for height in heights], fontsize="x-small", padding=1)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(DATA_SETS)), list(DATA_SETS.values()), fontsize="small")
+    axis.set_ylabel("times faster than PyG")
+    axis.set_title(
+        f"Forward and backward of eight TransformerConv layers, width 128, float32, one {rows[0]['gpu']}",
+        fontsize="medium",
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize="small", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    stale = [path for path in documents() if renewed(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} differs from the results")
+        if not options.check:
+            path.write_text(renewed(path.read_text()))
+    if not options.check:
+        draw(FIGURE)
+        print(FIGURE.relative_to(ROOT))
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
