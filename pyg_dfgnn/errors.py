@@ -1,4 +1,4 @@
-"""One wording for every refused argument: the name, what it needs, what was given.
+"""Errors of refused arguments in one wording: the name of the argument, what it needs, what was given.
 
 Torch is imported where it is used, so that `import pyg_dfgnn` does not load it: see :mod:`pyg_dfgnn.threads`.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(RuntimeError):
-    """What was asked for by name cannot run here; `reasons` says why, all at once.
+    """A kernel or schedule that the user asked for cannot run here; `reasons` lists every reason.
 
     Args:
         reasons: One sentence per obstacle.
@@ -42,7 +42,7 @@ def check_tensor(name: str, value: Any) -> None:
     """Check that an argument is a tensor.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is something else.
     """
     import torch
 
@@ -88,7 +88,7 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
     Raises:
         TypeError: `tensor` is not a tensor.
-        ValueError: It lives elsewhere.
+        ValueError: The tensor lives on another device.
     """
     check_tensor(name, tensor)
     if tensor.device != device:
@@ -99,7 +99,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Check that a value is one of a few; 1 is not True.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The value is none of them.
     """
     if value not in choices or (value in (0, 1) and type(value) not in map(type, choices)):
         raise ValueError(f"'{name}' needs one of {', '.join(map(repr, choices))} (got {value!r})")
@@ -109,7 +109,7 @@ def check_bool(name: str, value: Any) -> None:
     """Check that a value is True or False.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is something else.
     """
     if not isinstance(value, bool):
         raise TypeError(f"'{name}' needs True or False (got {_given(value)})")
@@ -120,7 +120,7 @@ def check_integer(name: str, value: Any, low: int | None = None, high: int | Non
 
     Raises:
         TypeError: The value is not an integer.
-        ValueError: It is out of range.
+        ValueError: The value is out of range.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"'{name}' needs an integer (got {_given(value)})")
@@ -132,7 +132,7 @@ def check_range(name: str, value: Any, low: float | None = None, high: float | N
 
     Raises:
         TypeError: The value is not a number.
-        ValueError: It is out of range.
+        ValueError: The value is out of range.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"'{name}' needs a number (got {_given(value)})")

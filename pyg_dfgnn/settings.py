@@ -28,14 +28,13 @@ class Settings:
     Args:
         schedule: What each pass of a layer runs. `"auto"` takes the candidate with the lowest estimated time,
             `"autotune"` the fastest one in a timing of all candidates that is made once per kind of graph and kept on
-            disk, so that later runs choose alike; `"paper"` follows the rule of DF-GNN. Any other name asks for that
-            schedule. Two schedules round differently.
+            disk, so that later runs choose alike; `"paper"` follows the rule of DF-GNN. Any other name asks for the
+            schedule of that name. Two schedules round differently.
         deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
             `torch.are_deterministic_algorithms_enabled()`.
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
             `"row_split"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`,
-            `"silent"`
-            says nothing. Tensors on a CPU are a reason for `"error"` alone, and only where there is a GPU.
+            `"silent"` reports nothing. With `"error"`, tensors on a CPU raise an error only where there is a GPU.
     """
 
     schedule: str = "auto"
@@ -66,15 +65,15 @@ _override = _Override()
 
 
 def current() -> Settings:
-    """The settings in force in this thread."""
+    """Return the settings in force in this thread."""
     return _override.settings or _global
 
 
 class settings:
     """Change settings: for the whole process when called, for one thread and one block in a `with` statement.
 
-    What is not named keeps its value. A function compiled by `torch.compile` keeps the block's settings it was traced
-    under; changes for the whole process recompile it.
+    A setting that is not named keeps its value. A function compiled by `torch.compile` keeps the settings of the block
+    that it was traced under; a change for the whole process recompiles it.
 
     Args:
         schedule: See :class:`Settings`.
