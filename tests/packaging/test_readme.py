@@ -1,5 +1,6 @@
-"""The README's example runs, and its commands name configs that exist."""
+"""What the documents show runs, names what exists, and states the numbers in ``results/``."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -10,25 +11,83 @@ from hydra import compose, initialize_config_dir
 
 from pyg_dfgnn.nn import GATConv
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
+from pyg_dfgnn.statements import scores
+from tools import published
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-COMMANDS = re.findall(r"^`?python train\.py ?([^#`\n]*)", README, flags=re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in published.documents()}
+OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md", "results/cora_gat/README.md")
+README, TRAINING = DOCUMENTS["README.md"], DOCUMENTS["docs/training.md"]
+COMMANDS = re.findall(r"^`?python train\.py ?([^#`\n]*)", README + TRAINING, flags=re.MULTILINE)
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def examples(name):
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", DOCUMENTS[name], flags=re.DOTALL)
 
 
-def test_example(capsys):
-    exec(EXAMPLES[0], {})
+@pytest.fixture(autouse=True)
+def default(default_settings):
+    """Settings that an example changes come back."""
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 180
+
+
+def test_readme_example_prints_what_is_shown(capsys, caplog):
+    (example,) = examples("README.md")
+    with caplog.at_level("INFO", logger="pyg_dfgnn"):
+        exec(example, {})
+    line, table = re.findall(r"\n\n```\n(.*?\n)```", README, flags=re.DOTALL)
+    # Without logging the line is printed with the package's name before it.
+    assert line.strip() in [f"pyg_dfgnn: {message}" for message in caplog.messages]
     printed = capsys.readouterr().out
-    assert printed.startswith("torch.Size([100, 32])\n") and "PyG's own path, because" in printed
+    if not torch.cuda.is_available():
+        assert printed.startswith(table) and "PyG's own path, because" in printed
 
 
 def test_partitioned_example():
-    (example,) = EXAMPLES[1:]
+    (example,) = examples("docs/training.md")
     given = {"edge_index": torch.randint(30, (2, 90)), "num_nodes": 30, "x": torch.randn(30, 4), "model": GATConv(4, 2)}
     exec(example, given)
     assert given["out"].shape == (30, 2)
+
+
+@pytest.mark.parametrize("name", ["docs/settings.md", "docs/schedules.md"])
+def test_other_examples(name, capsys):
+    for example in examples(name):
+        exec(example, {})
+    assert "row_split" in capsys.readouterr().out
+
+
+def test_own_score(capsys):
+    """The scores of the page are those that the kernels are tested with, and its code runs."""
+    tested = (ROOT / "tests/kernels/test_outside_score.py").read_text()
+    blocks = examples("docs/own_score.md")
+    stated = [block for block in blocks if "Score(" in block]
+    assert len(stated) == 2 and all(block.strip() in tested for block in stated)
+    try:
+        given = {}
+        exec("\n".join(blocks), given)
+        wide = {name: given[name].double() for name in ("value", "left", "right")}
+        out = given["edge_attention"](
+            given["graph"],
+            given["DISTANCE"],
+            value=wide["value"],
+            target_scalars=wide["left"],
+            source_scalars=wide["right"],
+            scale=0.5,
+        )
+        source, target = given["graph"].edge_index
+        logits = -0.5 * (wide["left"][target] - wide["right"][source]) ** 2
+        weights = logits.exp() / torch.zeros(100, 8).double().index_add(0, target, logits.exp())[target]
+        messages = weights[..., None] * wide["value"][source]
+        torch.testing.assert_close(out, torch.zeros(100, 8, 16).double().index_add(0, target, messages))
+    finally:
+        scores._scores.pop("distance", None)
+    assert capsys.readouterr().out == "torch.Size([100, 8, 16])\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,8 +97,48 @@ def test_commands_compose(command):
         compose("train", overrides)
 
 
+def rows_of(name):
+    """First cell of a table -> the names in the second."""
+    found = re.findall(r"^\| `(\w+)` \| ([^|]*)", DOCUMENTS[name], flags=re.MULTILINE)
+    return {key: re.findall(r"`\"?(\w+)\"?`", cell) for key, cell in found}
+
+
 def test_choices_are_all_there():
-    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:`\w+` ?)+)", README, flags=re.MULTILINE))
+    rows = rows_of("docs/training.md")
     for group in ("model", "data", "backend", "optimizer", "scheduler", "trainer"):
-        choices = {path.stem for path in (configs_dir() / group).glob("*.yaml")}
-        assert set(re.findall(r"\w+", rows[group])) == choices
+        assert set(rows[group]) == {path.stem for path in (configs_dir() / group).glob("*.yaml")}
+
+
+def test_settings_are_all_there():
+    assert set(rows_of("docs/schedules.md")) - {"schedule"} == {name for name in SCHEDULES if "+" not in name}
+    assert set(rows_of("docs/settings.md")["fallback"]) == set(FALLBACKS)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
+def test_links_lead_somewhere(name):
+    path = ROOT / name
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+    for file in re.findall(r"`((?:pyg_dfgnn|kernels|tests|tools|configs|examples|docs)/[\w./]+)`", text):
+        assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_numbers_are_those_of_the_results(name):
+    """`python tools/published.py` writes them anew."""
+    assert published.renewed(DOCUMENTS[name]) == DOCUMENTS[name]
+
+
+def test_figure_is_drawn_from_the_results(tmp_path):
+    published.draw(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000 and published.FIGURE.exists()
+
+
+@pytest.mark.parametrize("name", ["accelerate_gat", "batches"])
+def test_examples_run(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = module.main()
+    assert result.isfinite().all() if name == "batches" else result > 0.5
