@@ -50,7 +50,7 @@ Row = Mapping[str, Any]
 
 def timings(name: str) -> list[Row]:
     """Return the rows of an experiment."""
-    return Table.read(ROOT / "results" / "bench" / GPU / f"{name}.csv")
+    return [*Table.read(ROOT / "results" / "bench" / GPU / f"{name}.csv")]
 
 
 def steps_of(model: str) -> list[Row]:
