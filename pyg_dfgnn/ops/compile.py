@@ -107,7 +107,7 @@ class Text:
             self.fresh(value.name, f"torch.{make}_like({value.like})")
         else:
             sizes = self.shape.sizes(value, blocks)
-            if value is self.statement.output and "concat" in self.flags:
+            if value.name in (self.statement.output.name, self.statement.exact_output) and "concat" in self.flags:
                 sizes = (sizes[0], self.shape.heads * self.shape.channels)
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
             self.fresh(value.name, f"{near}.new_{make}({sizes}{dtype})")

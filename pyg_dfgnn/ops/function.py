@@ -249,7 +249,7 @@ def _run_fake(
         rows = {"targets": sizes[1], "sources": sizes[0], "edges": edges}[stated.domain]
         letters = {"H": heads, "C": channels}
         shape = [rows, *(letters.get(each, each) for each in stated.shape)]  # type: ignore[arg-type]
-        if stated is statement.output and "concat" in program.flags:
+        if stated.name in (statement.output.name, statement.exact_output) and "concat" in program.flags:
             shape = [rows, heads * channels]
         dtype = value.dtype if stated.dtype == "features" else getattr(torch, stated.dtype)
         return value.new_empty(shape, dtype=dtype)

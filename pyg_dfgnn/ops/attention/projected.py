@@ -113,7 +113,6 @@ class _ProjectedAttention(torch.autograd.Function):
         row_stats, exact = kept if prepared.keeps_exact else (*kept, None)
         if is_wide:
             out, exact = exact, None
-            out = out.flatten(1) if concat else out
         # As in `Fused`.
         ctx.out = (out.detach(), out._version) if exact is None else None
         ctx.save_for_backward(x, parameter, seed, exact, row_stats, rows, *weights)
@@ -236,7 +235,7 @@ def projected_attention(
         rows, None, None, vector, None, seed, *numbers
     )
     if is_wide:
-        out = kept[1].flatten(1) if concat else kept[1]
+        out = kept[1]
     return out, *_others(prepared, rows)
 
 
