@@ -240,7 +240,6 @@ ADD = register(
                 min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 6, (2, 8): 8},
                 saved_min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 6, (2, 8): 6},
                 whole_heads="packed",
-                whole_heads_min_blocks=8,
                 few_rows_half_heads=True,
                 swept={4: Sweep(2, True, 2, 6, 1.1, 2.0)},
             ),
@@ -248,7 +247,7 @@ ADD = register(
                 work=2,
                 loads=(2, 2),
                 unroll=Unroll(4, 2, 2, 2),
-                min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 8, (2, 8): 7, (2, 16): 7},
+                min_blocks={(4, 4): 8, (2, 4): 8, (4, 8): 6, (2, 8): 7},
             ),
             "sources": RowSplitTuning(
                 work=2,

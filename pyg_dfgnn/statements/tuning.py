@@ -64,7 +64,6 @@ class RowSplitTuning:
         saved_min_blocks: ``min_blocks`` of the forward pass that leaves dout_dlogit.
         four_loads: Whether a lane takes four loads in float32, one edge at a time, where packed rows come in order.
         whole_heads: Where a lane takes a whole head of two loads in 16 bits: in passes that are "swept" or "packed".
-        whole_heads_min_blocks: Blocks per multiprocessor there.
         few_rows_half_heads: Whether 8 heads of 16 are split over two blocks where there are few rows.
         swept: How sweeps differ, by bytes of an element.
     """
@@ -80,7 +79,6 @@ class RowSplitTuning:
     saved_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     four_loads: bool = False
     whole_heads: str | None = None
-    whole_heads_min_blocks: int = 1
     few_rows_half_heads: bool = False
     swept: Mapping[int, Sweep] = field(default_factory=_nothing)
 

@@ -220,12 +220,11 @@ def with_whole_heads(problem: AttentionProblem, direction: str, constants: dict[
         constants: With two lanes for each head.
         kind: "swept" or "packed".
     """
-    tuning = _tuning(problem, direction)
-    if not fits_whole_heads(problem) or direction == "dout_dlogit" or tuning.whole_heads != kind:
+    if not fits_whole_heads(problem) or direction == "dout_dlogit" or _tuning(problem, direction).whole_heads != kind:
         return constants
     wide = constants["WARP_ROWS"] == 1
     lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads=2)
-    return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": tuning.whole_heads_min_blocks}
+    return {**constants, **lanes, "UNROLL": 2, "MIN_BLOCKS": 1}
 
 
 def gathers(problem: AttentionProblem, direction: str) -> int:
