@@ -136,8 +136,8 @@ class Statement:
         edge_value: See there.
         derived: Arguments computed from inputs.
         exact_output: Name of the saved value that backward reads in place of a rounded output.
-        reference: The op in plain torch: `reference(edge_index, num_dst, keep=..., **inputs and numbers by label)`
-            returns the output and the value per edge.
+        reference: The op in plain torch: `reference(edge_index, num_dst, inputs, numbers, keep)`, with inputs and
+            numbers by role and the dropout factors [E, H] or None, returns the output and the value per edge.
     """
 
     name: str
