@@ -212,7 +212,7 @@ def test_only_its_own_files_compare_a_score():
     [
         ('x = score == "dot"', True),
         ('x = problem.score in ("add", "gatv2")', True),
-        ('x = (walk, score) != ("targets", "dot")', True),
+        ('x = (direction, score) != ("targets", "dot")', True),
         ('match score:\n    case "cosine":\n        pass', True),
         ('x = conv.aggr == "add"', False),
         ('x = {"dot": 1}[score]', False),

@@ -33,9 +33,10 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import saves_dout_dlogit
-from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD, choose
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, choose
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.op import DIRECTIONS
 
 STEPS = 2000
 ALLOWED_LOSS = 0.05
@@ -53,7 +54,7 @@ class Sample:
         case: Graph, score, size and dtype, as the file has them.
         problem: What was computed.
         graph: The graph.
-        walk: Name of the pass.
+        direction: Name of the pass.
         schedule: Name of the schedule.
         chosen: The plan of the pass.
         seconds: The measured time.
@@ -62,7 +63,7 @@ class Sample:
     case: tuple[str, ...]
     problem: AttentionProblem
     graph: Graph
-    walk: str
+    direction: str
     schedule: str
     chosen: Any
     seconds: float
@@ -71,7 +72,7 @@ class Sample:
     def estimate(self) -> float:
         """Seconds by the cost model as it is now."""
         device = gpu.gpu_of(self.problem.device)
-        return FAMILY.by_name[self.schedule].cost(self.problem, self.walk, self.graph, self.chosen, device).seconds
+        return FAMILY.by_name[self.schedule].cost(self.problem, self.direction, self.graph, self.chosen, device).seconds
 
     @property
     def error(self) -> float:
@@ -107,14 +108,14 @@ def read(path: Path, device: torch.device, small: bool = False, graphs: Containe
             print(f"skipped graph {graph_name}: {error}")
             continue
         for row in rows:
-            name, walk = row["schedule"], row["direction"]
+            name, direction = row["schedule"], row["direction"]
             problem = AttentionCase.of(row["op"], row["size"]).problem(row["dtype"], device)
-            walks = FORWARD if walk in FORWARD else BACKWARD
-            problem = FAMILY.seen_by(problem, graph, walks, Settings(schedule=name))
-            if not FAMILY.by_name[name].reasons_against(problem, walk, graph):
+            directions = FORWARD if direction in FORWARD else BACKWARD
+            problem = FAMILY.seen_by(problem, graph, directions, Settings(schedule=name))
+            if not FAMILY.by_name[name].reasons_against(problem, direction, graph):
                 case = (graph_name, row["op"], row["size"], row["dtype"])
-                chosen = FAMILY.by_name[name].plan_pass(problem, walk, graph)
-                samples.append(Sample(case, problem, graph, walk, name, chosen, 1e-3 * float(row["median_ms"])))
+                chosen = FAMILY.by_name[name].plan_pass(problem, direction, graph)
+                samples.append(Sample(case, problem, graph, direction, name, chosen, 1e-3 * float(row["median_ms"])))
     return samples
 
 
@@ -126,29 +127,30 @@ def spread(samples: Sequence[Sample]) -> float:
 def comparison(samples: Sequence[Sample]) -> str:
     """Estimated over measured, by schedule and pass."""
     body = []
-    for name, walk in product(FAMILY.candidates, DIRECTIONS):
-        of_pass = [sample for sample in samples if (sample.schedule, sample.walk) == (name, walk)]
+    for name, direction in product(FAMILY.candidates, DIRECTIONS):
+        of_pass = [sample for sample in samples if (sample.schedule, sample.direction) == (name, direction)]
         if of_pass:
             errors = sorted(sample.error for sample in of_pass)
             worst = max(of_pass, key=lambda sample: abs(sample.error))
             ratios = [f"{math.exp(error):.2f}" for error in (errors[0], median(errors), errors[-1])]
             shown = f"{' '.join(worst.case)}: {1e3 * worst.seconds:.4g} ms, estimated {1e3 * worst.estimate:.4g}"
-            body.append([name, walk, len(of_pass), *ratios, f"{spread(of_pass):.3f}", shown])
+            body.append([name, direction, len(of_pass), *ratios, f"{spread(of_pass):.3f}", shown])
     return markdown(["schedule", "pass", "n", "least", "median", "most", "rms of log", "furthest"], body)
 
 
-def totals(walks: tuple[str, ...], times: Times, tangent_ms: float = 0.0) -> dict[tuple[str, ...], float]:
+def totals(directions: tuple[str, ...], times: Times, dout_dlogit_ms: float = 0.0) -> dict[tuple[str, ...], float]:
     """Schedules of the passes -> milliseconds together, of all schedules that can run together.
 
     Schedules that hand over from one pass to the other run with themselves alone. Where `row_split` reads over targets
-    what a forward pass by `row_split` leaves, `tangent_ms` counts: what that pass takes longer than the one that ran.
+    what a forward pass by `row_split` leaves, `dout_dlogit_ms` counts: how much longer that pass takes than the
+    one that ran.
     """
     sums = {}
-    for team in product(dict.fromkeys(schedule for schedule, _ in times), repeat=len(walks)):
-        passes = list(zip(team, walks, strict=True))
+    for team in product(dict.fromkeys(schedule for schedule, _ in times), repeat=len(directions)):
+        passes = list(zip(team, directions, strict=True))
         hands_over = any(FAMILY.by_name[schedule].hands_over for schedule in team)
         if all(each in times for each in passes) and (len(set(team)) == 1 or not hands_over):
-            extra = tangent_ms if walks == BACKWARD and team[0] == "row_split" else 0.0
+            extra = dout_dlogit_ms if directions == BACKWARD and team[0] == "row_split" else 0.0
             sums[team] = sum(times[each] for each in passes) + extra
     return sums
 
@@ -158,25 +160,27 @@ def losses(samples: Iterable[Sample]) -> list[tuple[float, tuple[str, ...], tupl
     times: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[str, str], float]] = {}
     first: dict[tuple[str, ...], Sample] = {}
     for sample in samples:
-        walks: tuple[str, ...] = FORWARD if sample.walk in FORWARD else BACKWARD
-        times.setdefault((sample.case, walks), {})[sample.schedule, sample.walk] = 1e3 * sample.seconds
+        directions: tuple[str, ...] = FORWARD if sample.direction in FORWARD else BACKWARD
+        times.setdefault((sample.case, directions), {})[sample.schedule, sample.direction] = 1e3 * sample.seconds
         first.setdefault(sample.case, sample)
     lost = []
-    for (case, walks), measured in times.items():
+    for (case, directions), measured in times.items():
         problem = replace(first[case].problem, dout_dlogit=False)
-        taken = tuple(choice.plan.schedule for choice in choose(FAMILY, problem, first[case].graph, walks, Settings()))
+        taken = tuple(
+            choice.plan.schedule for choice in choose(FAMILY, problem, first[case].graph, directions, Settings())
+        )
         forward = choose(FAMILY, problem, first[case].graph, FORWARD, Settings())[0].plan.schedule
-        tangent_ms = 0.0
+        dout_dlogit_ms = 0.0
         of_forward = times.get((case, FORWARD), {})
         if (
             saves_dout_dlogit(problem.score, False)
             and {("row_split", "forward"), (forward, "forward")} <= of_forward.keys()
         ):
-            tangent_ms = max(0.0, of_forward["row_split", "forward"] - of_forward[forward, "forward"])
-        sums = totals(walks, measured, tangent_ms)
+            dout_dlogit_ms = max(0.0, of_forward["row_split", "forward"] - of_forward[forward, "forward"])
+        sums = totals(directions, measured, dout_dlogit_ms)
         if taken in sums:
             fastest = min(sums, key=lambda team: sums[team])
-            direction = "forward" if walks == FORWARD else "backward"
+            direction = "forward" if directions == FORWARD else "backward"
             lost.append((max(0.0, sums[taken] / sums[fastest] - 1.0), (*case, direction), taken, fastest))
     return sorted(lost, key=lambda choice: -choice[0])
 

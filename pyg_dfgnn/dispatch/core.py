@@ -22,13 +22,11 @@ from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import RULES, Settings, current
+from pyg_dfgnn.statements.op import DIRECTIONS
 
 T = TypeVar("T")
 
-FORWARD = ("forward",)
-BACKWARD = ("targets", "sources")
-DIRECTIONS = (*FORWARD, *BACKWARD)
-"""The passes of an op: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
+FORWARD, BACKWARD = DIRECTIONS[:1], DIRECTIONS[1:]
 LABELS: Mapping[str, str] = MappingProxyType(
     {"forward": "forward", "targets": "backward over targets", "sources": "backward over sources"}
 )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+DIRECTIONS = ("forward", "targets", "sources")
+"""The passes of an op: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
 DOMAINS = ("targets", "sources", "edges", "blocks", "whole")
 """What the rows of a tensor belong to; "blocks" are partial results of thread blocks, "whole" has no rows."""
 FEATURES = "features"

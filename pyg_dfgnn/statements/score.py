@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.tuning import (
-    DIRECTIONS,
     BlockMmaTuning,
     PaperTuning,
     RowSplitTuning,

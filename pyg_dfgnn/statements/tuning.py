@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-DIRECTIONS = ("forward", "targets", "sources")
-"""The three passes: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 

@@ -275,7 +275,7 @@ def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch):
     assert [row for row in rows if row["implementation"] == "pyg"] == [r for r in first if r["implementation"] == "pyg"]
 
 
-def test_schedules_that_run_are_recorded_for_each_walk(tmp_path):
+def test_schedules_that_run_are_recorded_for_each_direction(tmp_path):
     extra = ["graphs=[b]", "ops=[dot]", "dtypes=[float32]", "implementations=[fused]", "schedules=[row_split]"]
     with emulated_device():
         assert bench(tmp_path, *extra, "directions=[fwd,fwd+bwd,forward,targets,sources]", "states=[warm]") == 0

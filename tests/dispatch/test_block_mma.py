@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pyg_dfgnn.dispatch import gpu
-from pyg_dfgnn.dispatch.attention import block_mma as tiles
-from pyg_dfgnn.dispatch.attention.problem import WALKS
+from pyg_dfgnn.dispatch.attention import block_mma
 from pyg_dfgnn.dispatch.core import FORWARD
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings, settings
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.dispatch.test_core import PROBLEM, choose, graph_of, plan
 
 SCORES = ("dot", "cosine", "add")
@@ -41,20 +41,20 @@ def kinds(graph):
     return {key if isinstance(key, str) else key[0] for key in graph.derived_bytes()}
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [(1, 8), (1, 128), (8, 16), (4, 64), (3, 24), (65535, 8)], ids=str)
-def test_what_runs(walk, dtype, size):
+def test_what_runs(direction, dtype, size):
     heads, channels = size
     for score in SCORES:
         problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
-        assert tiles.reasons_against(problem, walk, batch()) == []
-        assert tiles.reasons_against(replace(problem, tf32=True), walk, full(70, 40)) == []
+        assert block_mma.reasons_against(problem, direction, batch()) == []
+        assert block_mma.reasons_against(replace(problem, tf32=True), direction, full(70, 40)) == []
         if dtype != torch.float32:
-            assert tiles.reasons_against(problem, walk, full(70, 40)) == []
+            assert block_mma.reasons_against(problem, direction, full(70, 40)) == []
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -67,84 +67,84 @@ def test_what_runs(walk, dtype, size):
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_each_reason_of_a_problem(walk, changes, reason):
+def test_each_reason_of_a_problem(direction, changes, reason):
     graph = batch()
-    assert tiles.reasons_against(replace(PROBLEM, **changes), walk, graph) == [reason]
+    assert block_mma.reasons_against(replace(PROBLEM, **changes), direction, graph) == [reason]
     # Found without a look at the graph.
     assert not {"diagonal_blocks", "block_sparse"} & kinds(graph)
 
 
 def test_all_reasons_of_a_problem_at_once():
     problem = replace(PROBLEM, score="gatv2", edge=True, dropout=True, channels=133)
-    assert len(tiles.reasons_against(problem, "forward", path(1))) == 6
+    assert len(block_mma.reasons_against(problem, "forward", path(1))) == 6
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(0, 0), (5, 5), (3, 0), (0, 3)])
-def test_a_graph_without_edges(walk, num_src, num_dst):
+def test_a_graph_without_edges(direction, num_src, num_dst):
     graph = Graph.of(torch.zeros(2, 0, dtype=torch.long), num_src, num_dst)
-    assert tiles.reasons_against(PROBLEM, walk, graph) == ["the graph has no edges"]
+    assert block_mma.reasons_against(PROBLEM, direction, graph) == ["the graph has no edges"]
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_listed_columns_in_full_float32(walk, monkeypatch):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_listed_columns_in_full_float32(direction, monkeypatch):
     """Found before any block is built. Sources that are not the targets, and segments too long to be taken whole."""
-    monkeypatch.setattr(tiles, "MAX_SEGMENT", 40)
+    monkeypatch.setattr(block_mma, "MAX_SEGMENT", 40)
     for graph in (full(70, 40), full(41, 41)):
-        assert tiles.reasons_against(PROBLEM, walk, graph) == [
+        assert block_mma.reasons_against(PROBLEM, direction, graph) == [
             "listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"
         ]
         assert "block_sparse" not in kinds(graph)
         for changes in ({"tf32": True}, {"dtype": torch.float16}, {"dtype": torch.bfloat16}):
-            assert tiles.reasons_against(replace(PROBLEM, **changes), walk, graph) == []
-    assert tiles.reasons_against(PROBLEM, walk, full(40, 40)) == []
+            assert block_mma.reasons_against(replace(PROBLEM, **changes), direction, graph) == []
+    assert block_mma.reasons_against(PROBLEM, direction, full(40, 40)) == []
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_too_few_bits(walk, monkeypatch):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_too_few_bits(direction, monkeypatch):
     """The share in the reason is that of the graph, and at the threshold blocks are built."""
     graph = path(1600)
     share = graph.num_edges / 1600**2
-    (reason,) = tiles.reasons_against(PROBLEM, walk, graph)
-    assert reason == f"{share:.2%} of the bits of its blocks would be set, at least {tiles.MIN_FILL:.0%} are needed"
+    (reason,) = block_mma.reasons_against(PROBLEM, direction, graph)
+    assert reason == f"{share:.2%} of the bits of its blocks would be set, at least {block_mma.MIN_FILL:.0%} are needed"
     assert "block_sparse" not in kinds(graph)
-    monkeypatch.setattr(tiles, "MIN_FILL", share)
-    assert tiles.reasons_against(PROBLEM, walk, graph) == []
+    monkeypatch.setattr(block_mma, "MIN_FILL", share)
+    assert block_mma.reasons_against(PROBLEM, direction, graph) == []
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_duplicates(walk):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_duplicates(direction):
     """One edge of hundreds, twice, is enough."""
     edges = batch().edge_index
     graph = Graph.of(torch.cat([edges, edges[:, 5:6]], dim=1), 240)
-    assert tiles.reasons_against(PROBLEM, walk, graph) == ["some edge occurs twice, which a bit cannot tell"]
+    assert block_mma.reasons_against(PROBLEM, direction, graph) == ["some edge occurs twice, which a bit cannot tell"]
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("score", SCORES)
-def test_shared_memory(walk, score, monkeypatch):
+def test_shared_memory(direction, score, monkeypatch):
     """Just enough is enough."""
     problem = replace(PROBLEM, score=score, heads=1, channels=128)
     graph = batch()
-    needed = tiles.plan_pass(problem, walk, graph).shared_bytes
+    needed = block_mma.plan_pass(problem, direction, graph).shared_bytes
     monkeypatch.setitem(gpu.known, PROBLEM.device, replace(gpu.H200, shared_bytes=needed))
-    assert tiles.reasons_against(problem, walk, graph) == []
+    assert block_mma.reasons_against(problem, direction, graph) == []
     monkeypatch.setitem(gpu.known, PROBLEM.device, replace(gpu.H200, shared_bytes=needed - 1))
-    (reason,) = tiles.reasons_against(problem, walk, graph)
+    (reason,) = block_mma.reasons_against(problem, direction, graph)
     assert reason == f"a block needs {needed} bytes of shared memory, the device has {needed - 1}"
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_shape_fits_an_h200(walk, dtype, tf32):
+def test_every_shape_fits_an_h200(direction, dtype, tf32):
     """In two blocks per multiprocessor at least, whatever the shape."""
     graph = batch()
     for score in SCORES:
         for heads in (1, 2, 3, 4, 8, 12):
             for channels in range(8, 129, 8):
                 problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels, tf32=tf32)
-                assert 0 < tiles.plan_pass(problem, walk, graph).shared_bytes <= 114 * KIB
+                assert 0 < block_mma.plan_pass(problem, direction, graph).shared_bytes <= 114 * KIB
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -153,11 +153,11 @@ def test_the_zoo(case, score, tf32):
     """Every graph has either a reason or a plan with a cost, for each pass."""
     graph = graph_of(case)
     problem = replace(PROBLEM, score=score, tf32=tf32)
-    for walk in WALKS:
-        if not tiles.reasons_against(problem, walk, graph):
-            chosen = tiles.plan_pass(problem, walk, graph)
+    for direction in DIRECTIONS:
+        if not block_mma.reasons_against(problem, direction, graph):
+            chosen = block_mma.plan_pass(problem, direction, graph)
             assert chosen.schedule == "block_mma"
-            assert tiles.cost(problem, walk, graph, chosen, gpu.H200).seconds > 0
+            assert block_mma.cost(problem, direction, graph, chosen, gpu.H200).seconds > 0
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -166,20 +166,20 @@ def test_the_zoo(case, score, tf32):
 def test_listed_columns_where_segments_do_not_help(monkeypatch):
     """Sources that are not the targets, and segments too long to be taken whole."""
     problem = replace(PROBLEM, dtype=torch.float16)
-    assert not tiles.plan_pass(problem, "forward", batch()).compact
-    assert tiles.plan_pass(problem, "forward", full(70, 40)).compact
+    assert not block_mma.plan_pass(problem, "forward", batch()).compact
+    assert block_mma.plan_pass(problem, "forward", full(70, 40)).compact
     long, fits = (full(size, size) for size in (41, 40))
-    monkeypatch.setattr(tiles, "MAX_SEGMENT", 40)
-    assert tiles.plan_pass(problem, "forward", long).compact
-    assert not tiles.plan_pass(problem, "forward", fits).compact
+    monkeypatch.setattr(block_mma, "MAX_SEGMENT", 40)
+    assert block_mma.plan_pass(problem, "forward", long).compact
+    assert not block_mma.plan_pass(problem, "forward", fits).compact
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_long_sums_are_folded(walk):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_long_sums_are_folded(direction):
     """In full float32 only: rounding the factors loses more than tensor cores cut off the sums."""
 
     def folds(size, **changes):
-        return tiles.plan_pass(replace(PROBLEM, **changes), walk, full(size, size)).constants["FOLD"]
+        return block_mma.plan_pass(replace(PROBLEM, **changes), direction, full(size, size)).constants["FOLD"]
 
     assert (folds(16), folds(500)) == (0, 1)
     assert folds(500, tf32=True) == folds(500, dtype=torch.float16) == folds(500, dtype=torch.bfloat16) == 0
@@ -187,54 +187,54 @@ def test_long_sums_are_folded(walk):
 
 def test_windows_suit_the_segments():
     """The fewest idle warps, in segments of 4, 5 or 9 units of 16 rows; of equals the first."""
-    assert [tiles._window_warps(((units, 3),), (4, 5)) for units in (4, 5, 9)] == [4, 5, 5]
-    assert tiles._window_warps(((4, 9), (5, 1)), (4, 5)) == 4
-    assert tiles._window_warps(((4, 1), (5, 9)), (4, 5)) == 5
-    assert tiles._window_warps(((20, 1),), (4, 5)) == 4
+    assert [block_mma._window_warps(((units, 3),), (4, 5)) for units in (4, 5, 9)] == [4, 5, 5]
+    assert block_mma._window_warps(((4, 9), (5, 1)), (4, 5)) == 4
+    assert block_mma._window_warps(((4, 1), (5, 9)), (4, 5)) == 5
+    assert block_mma._window_warps(((20, 1),), (4, 5)) == 4
 
 
 def test_the_two_sides_have_tiles_of_their_own():
     graph = batch()
-    forward, targets, sources = (tiles.tiles_of(graph, walk, 64, False) for walk in WALKS)
+    forward, targets, sources = (block_mma.block_sparse_of(graph, direction, 64, False) for direction in DIRECTIONS)
     assert forward is targets and forward is not sources
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_tf32_changes_the_plan(walk):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tf32_changes_the_plan(direction):
     """One product instead of three; 16-bit products are exact either way."""
     graph = batch()
-    plain, rounded = (tiles.plan_pass(replace(PROBLEM, tf32=tf32), walk, graph) for tf32 in (False, True))
+    plain, rounded = (block_mma.plan_pass(replace(PROBLEM, tf32=tf32), direction, graph) for tf32 in (False, True))
     assert plain != rounded and str(plain) != str(rounded)
     assert "three tf32 products each" in str(plain)
     assert "tf32 products" in str(rounded) and "three" not in str(rounded)
     cost = [
-        tiles.cost(replace(PROBLEM, tf32=tf32), walk, graph, chosen, gpu.H200).overlapped["products"]
+        block_mma.cost(replace(PROBLEM, tf32=tf32), direction, graph, chosen, gpu.H200).overlapped["products"]
         for tf32, chosen in ((False, plain), (True, rounded))
     ]
     assert cost[0] > cost[1]
     half = replace(PROBLEM, dtype=torch.bfloat16)
-    assert "product" not in str(tiles.plan_pass(half, walk, graph))
+    assert "product" not in str(block_mma.plan_pass(half, direction, graph))
 
 
 def test_a_pass_reads_as_text():
     graph = batch()
     fill = graph.num_edges / (6 * 48 * 48)
-    chosen = tiles.plan_pass(replace(PROBLEM, dtype=torch.float16), "forward", graph)
+    chosen = block_mma.plan_pass(replace(PROBLEM, dtype=torch.float16), "forward", graph)
     text = str(chosen)
     assert text.startswith(f"windows of {chosen.rows} rows over the nodes of the segment, ")
     assert f"{fill:.1%} of the bits set" in text and f"{chosen.shared_bytes} bytes of shared memory" in text
-    listed = tiles.plan_pass(replace(PROBLEM, dtype=torch.float16), "forward", full(70, 40))
+    listed = block_mma.plan_pass(replace(PROBLEM, dtype=torch.float16), "forward", full(70, 40))
     assert "over the columns that occur" in str(listed)
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("score", SCORES)
-def test_cost_grows_with_the_area(walk, score):
+def test_cost_grows_with_the_area(direction, score):
     """Also where the number of edges does not, and with heads and channels."""
     problem = replace(PROBLEM, score=score, dtype=torch.float16)
 
     def cost(problem, graph):
-        return tiles.cost(problem, walk, graph, tiles.plan_pass(problem, walk, graph), gpu.H200)
+        return block_mma.cost(problem, direction, graph, block_mma.plan_pass(problem, direction, graph), gpu.H200)
 
     # One loop per node, in segments of 32 or of 128.
     def loops(size):

@@ -15,12 +15,13 @@ from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.dispatch.attention import family, row_split, smem
 from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, unsupported_reasons
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
+from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.scores import SCORES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,8 +107,8 @@ def test_neither_rules_nor_operators_import_cupy():
 def test_plans_of_the_zoo(case, score):
     """Each graph has a plan, an empty one too."""
     found = plan(replace(PROBLEM, score=score), graph_of(case))
-    for choice, walk in zip(found, DIRECTIONS, strict=True):
-        assert choice.direction == walk and choice.plan.schedule in FAMILY.candidates
+    for choice, direction in zip(found, DIRECTIONS, strict=True):
+        assert choice.direction == direction and choice.plan.schedule in FAMILY.candidates
 
 
 def test_no_backward_pass_without_gradients():
@@ -120,12 +121,12 @@ def test_a_plan_reads_as_text():
     with settings(schedule="row_split"):
         lines = str(plan(replace(PROBLEM, heads=2, channels=4), graph_of(random(50, 50, 100)))).splitlines()
     assert lines[0] == "schedule row_split" and lines[1].strip() == "results: the same in every run"
-    walks = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
-    assert [line.split(":")[0] for line in walks] == ["forward", "backward over targets", "backward over sources"]
+    directions = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
+    assert [line.split(":")[0] for line in directions] == ["forward", "backward over targets", "backward over sources"]
     layout = (
         r"row_split \(asked for\), \d+ lanes per head, \d+ x \d+ heads, \d+ elements per load, .* \d+ rows per warp"
     )
-    assert all(re.search(layout, line) for line in walks)
+    assert all(re.search(layout, line) for line in directions)
     assert sum(line.strip().startswith("row_split: ") and " ms = max(" in line for line in lines) == 3
 
 
@@ -145,7 +146,7 @@ class FakePass:
 
 
 class Fake:
-    """A candidate that costs what it is told and has no pass for a walk without a cost."""
+    """A candidate that costs what it is told and has no pass for a direction without a cost."""
 
     refillable = True
 
@@ -153,17 +154,17 @@ class Fake:
         self.name, self.hands_over, self.deterministic = name, hands_over, deterministic
         self.seconds = dict(zip(DIRECTIONS, (forward, targets, sources), strict=True))
 
-    def reasons_against(self, problem, walk, graph):
-        return [f"{self.name} has no {walk}", "and never had"] if self.seconds[walk] is None else []
+    def reasons_against(self, problem, direction, graph):
+        return [f"{self.name} has no {direction}", "and never had"] if self.seconds[direction] is None else []
 
-    def plan_pass(self, problem, walk, graph):
+    def plan_pass(self, problem, direction, graph):
         return FakePass(self.name)
 
-    def specs(self, problem, walk, plan):
+    def specs(self, problem, direction, plan):
         return []
 
-    def cost(self, problem, walk, graph, chosen, gpu):
-        return Cost({"work": self.seconds[walk]}, {"launch": 0.5})
+    def cost(self, problem, direction, graph, chosen, gpu):
+        return Cost({"work": self.seconds[direction]}, {"launch": 0.5})
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def chosen(**changes):
     return [choice.plan.schedule for choice in both]
 
 
-def test_each_walk_takes_the_cheapest(candidates):
+def test_each_direction_takes_the_cheapest(candidates):
     candidates(Fake("row_split", 2, 1, 3), Fake("block_mma", 1, 2, 1), Fake("smmf", 3, 3, 2))
     assert chosen() == ["block_mma", "row_split", "block_mma"]
     candidates(Fake("row_split", 2, 1, 3), Fake("block_mma", 1))
@@ -306,14 +307,14 @@ def test_where_there_is_no_choice_nothing_is_estimated(monkeypatch):
     monkeypatch.setattr(row_split, "cost", fail)
     gatv2 = replace(PROBLEM, score="gatv2")
     bipartite = Graph.of(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, 4)
-    for walks in (FORWARD, BACKWARD):
-        assert choose(gatv2, bipartite, walks, Settings())[0].plan.schedule == "row_split"
-        assert choose(PROBLEM, GRAPH, walks, Settings(schedule="row_split"))[0].plan.schedule == "row_split"
+    for directions in (FORWARD, BACKWARD):
+        assert choose(gatv2, bipartite, directions, Settings())[0].plan.schedule == "row_split"
+        assert choose(PROBLEM, GRAPH, directions, Settings(schedule="row_split"))[0].plan.schedule == "row_split"
 
 
 @pytest.mark.parametrize(("forward", "left"), [("row_split", True), ("block_mma", False)])
 def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, left):
-    """With an add score the forward pass of `row_split` leaves the tangent."""
+    """With an add score the forward pass of `row_split` leaves `dout_dlogit`."""
     candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2 if forward == "row_split" else 0.5, 2, 2))
     seen = []
     monkeypatch.setattr(
@@ -338,8 +339,8 @@ def test_batches_of_a_kind_take_the_same_schedules(resident_graphs, score):
     problem = replace(PROBLEM, score=score, channels=16)
     ids = torch.arange(48)
     first, second = (Graph.of_batch(resident_graphs.batch(each)) for each in (ids, ids.flip(0)))
-    for walks in (FORWARD, BACKWARD):
-        chosen, again = choose(problem, first, walks, Settings()), choose(problem, second, walks, Settings())
+    for directions in (FORWARD, BACKWARD):
+        chosen, again = choose(problem, first, directions, Settings()), choose(problem, second, directions, Settings())
         assert all(len(choice.options) == len(FAMILY.candidates) for choice in chosen)
         for one, other in zip(chosen, again, strict=True):
             assert [option.schedule for option in other.options] == [other.plan.schedule] == [one.plan.schedule]
@@ -369,14 +370,14 @@ def test_batches_are_on_their_own(resident_graphs, monkeypatch):
 
 
 def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, monkeypatch):
-    """What was decided for batches of a kind is not decided again for the tangent."""
+    """What was decided for batches of a kind is not decided again for `dout_dlogit`."""
     problem, graph = replace(PROBLEM, score="add"), Graph.of_batch(resident_graphs.batch(torch.arange(48)))
     choose(problem, graph, FORWARD, Settings())
     asked, real = [], dispatch.options
 
-    def options(kernels, problem, graph, walks, settings, names=None):
-        asked.append((walks, names))
-        return real(kernels, problem, graph, walks, settings, names)
+    def options(kernels, problem, graph, directions, settings, names=None):
+        asked.append((directions, names))
+        return real(kernels, problem, graph, directions, settings, names)
 
     monkeypatch.setattr(dispatch, "options", options)
     leaves_dout_dlogit(problem, graph, Settings())
@@ -386,19 +387,22 @@ def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, mo
 def test_a_graph_that_is_no_batch_needs_no_segments():
     """Finding them reads all edges and waits for the device."""
     graph = graph_of(random(64, 64, 512, seed=1))
-    for walks in (FORWARD, BACKWARD):
-        choose(replace(PROBLEM, score="add"), graph, walks, Settings(schedule="row_split"))
+    for directions in (FORWARD, BACKWARD):
+        choose(replace(PROBLEM, score="add"), graph, directions, Settings(schedule="row_split"))
     assert "diagonal_blocks" not in graph.derived_bytes()
 
 
 # Autotune -------------------------------------------------------------------------------------------------------------
 
 
-def measured(walks, **seconds):
+def measured(directions, **seconds):
     """Remember that candidates took so long."""
     with settings(schedule="autotune"):
-        found = dispatch.options(family.FAMILY, PROBLEM, GRAPH, walks, current())
-    store.remember(store.key_of(family.FAMILY, PROBLEM, GRAPH, walks, found), {walk: dict(seconds) for walk in walks})
+        found = dispatch.options(family.FAMILY, PROBLEM, GRAPH, directions, current())
+    store.remember(
+        store.key_of(family.FAMILY, PROBLEM, GRAPH, directions, found),
+        {direction: dict(seconds) for direction in directions},
+    )
 
 
 def test_what_was_timed_decides(candidates):

@@ -7,9 +7,9 @@ import torch
 
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, pmf, rule, smmf
-from pyg_dfgnn.dispatch.attention.problem import WALKS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.dispatch.test_core import PROBLEM, graph_of
 
 KIB = 1 << 10
@@ -83,37 +83,37 @@ def test_blocks_of_rows_decide_not_single_rows():
     assert smmf.reasons_against(PROBLEM, "forward", together) and not smmf.reasons_against(PROBLEM, "forward", apart)
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("heads", [1, 2, 8, 33])
 @pytest.mark.parametrize("degree", [1, 100, 3000, 9000, 29000])
-def test_heads_of_a_block_fit(walk, heads, degree):
+def test_heads_of_a_block_fit(direction, heads, degree):
     problem = replace(PROBLEM, heads=heads)
     graph = star(degree)
-    assert not smmf.reasons_against(problem, walk, graph)
-    chosen = smmf.plan_pass(problem, walk, graph)
+    assert not smmf.reasons_against(problem, direction, graph)
+    chosen = smmf.plan_pass(problem, direction, graph)
     c = chosen.constants
     group = c["HEAD_SLOTS"] * c["LANE_HEADS"]
     assert c["HEAD_LANES"] * c["HEAD_SLOTS"] * c["EDGE_SLOTS"] == 32 and c["WARP_ROWS"] == 1
     assert group <= 32 and group & (group - 1) == 0
     assert chosen.shared_bytes <= gpu.H200.shared_bytes
-    if walk == "sources":
+    if direction == "sources":
         assert chosen.shared_bytes == 0
         return
-    assert chosen.shared_bytes == degree * (8 if walk == "targets" else 4) * group
+    assert chosen.shared_bytes == degree * (8 if direction == "targets" else 4) * group
     # Several blocks run side by side, or none could with fewer heads.
     assert 4 * chosen.shared_bytes <= gpu.H200.shared_bytes or group == 1
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_the_zoo_has_plans(case, walk):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_zoo_has_plans(case, direction):
     graph = graph_of(case)
     for candidate in (smmf, pmf, *ABLATIONS.values()):
         for score in ("dot", "cosine", "add"):
             problem = replace(PROBLEM, score=score)
-            assert candidate.reasons_against(problem, walk, graph) == []
-            chosen = candidate.plan_pass(problem, walk, graph)
+            assert candidate.reasons_against(problem, direction, graph) == []
+            chosen = candidate.plan_pass(problem, direction, graph)
             assert chosen.schedule == candidate.name and str(chosen)
-            assert candidate.cost(problem, walk, graph, chosen, gpu.H200).seconds > 0
+            assert candidate.cost(problem, direction, graph, chosen, gpu.H200).seconds > 0
 
 
 def test_gatv2_is_refused():

@@ -8,10 +8,11 @@ import torch
 
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split as rows
-from pyg_dfgnn.dispatch.attention.problem import SCORES, WALKS
+from pyg_dfgnn.dispatch.attention.problem import SCORES
 from pyg_dfgnn.dispatch.attention.row_split import lane_constants, pass_constants, plan_pass
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import random, zoo
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.dispatch.test_core import DTYPES, PROBLEM, graph_of
 
 
@@ -60,7 +61,7 @@ def test_lanes_of_all_shapes(itemsize, wide):
         # More lanes would idle, fewer would each hold more.
         assert c["HEAD_LANES"] == 1 or per_lane * c["LANE_VECS"] < 2 * channels, shape
         assert c["HEAD_SLOTS"] < 2 * heads and c["LANE_HEADS"] * c["HEAD_SLOTS"] < 2 * heads, shape
-        # A lane walks through several heads only while its registers allow; one head may need more by itself.
+        # A lane goes through several heads only while its registers allow; one head may need more by itself.
         elements = c["LANE_VECS"] * c["VEC"]
         assert elements <= 16 and c["LANE_HEADS"] * elements <= 16, shape
         assert (c["EDGE_SLOTS"] == 1) or (c["WARP_ROWS"] == 1), shape
@@ -79,8 +80,8 @@ def test_every_element_is_loaded_once(heads, itemsize, loads):
 
 def test_constants_are_plain_numbers_and_read_only():
     """They become #define lines and part of a cache key."""
-    for score, walk, wide in product(SCORES, WALKS, (False, True)):
-        constants = pass_constants(replace(PROBLEM, score=score), walk, wide)
+    for score, direction, wide in product(SCORES, DIRECTIONS, (False, True)):
+        constants = pass_constants(replace(PROBLEM, score=score), direction, wide)
         assert all(type(value) is int for value in constants.values())
         assert constants["UNROLL"] in (1, 2, 4, 8) and constants["MIN_BLOCKS"] >= 1
     with pytest.raises(TypeError):
@@ -91,7 +92,7 @@ def test_constants_are_plain_numbers_and_read_only():
 def test_training_adds_in_the_order_of_inference(dtype):
     for heads, channels, wide in product((1, 8), (16, 40, 128), (False, True)):
         problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=channels)
-        found = [pass_constants(problem, walk, wide) for walk in ("forward", "dout_dlogit")]
+        found = [pass_constants(problem, direction, wide) for direction in ("forward", "dout_dlogit")]
         assert [c.pop("DOUT_DLOGIT") for c in found] == [0, 1]
         assert len({tuple(c[name] for name in c if name != "MIN_BLOCKS") for c in found}) == 1
 
@@ -169,8 +170,8 @@ def test_sweeps(monkeypatch):
     monkeypatch.setattr(rows, "_MIN_BLOCK_EDGES", 0)
     small = replace(PROBLEM, heads=1, channels=4)
     for case in zoo():
-        for walk in WALKS:
-            found = plan_pass(small, walk, graph_of(case))
+        for direction in DIRECTIONS:
+            found = plan_pass(small, direction, graph_of(case))
             assert found.blocks == 1 or found.constants["WARP_ROWS"] == 1
     graph = graph_of(random(50, 10, 4000))
     found = plan_pass(small, "forward", graph)
@@ -182,26 +183,26 @@ def test_sweeps(monkeypatch):
 @pytest.mark.parametrize("score", SCORES)
 def test_passes_of_the_zoo(case, score):
     """Each graph has its passes, an empty one too."""
-    for walk in WALKS:
-        found = plan_pass(replace(PROBLEM, score=score), walk, graph_of(case))
+    for direction in DIRECTIONS:
+        found = plan_pass(replace(PROBLEM, score=score), direction, graph_of(case))
         assert found.constants["WARP_ROWS"] * found.constants["EDGE_SLOTS"] >= 1 and found.blocks == 1
         assert 8 <= found.max_edges <= 1024
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("score", SCORES)
-def test_long_rows_are_joined_in_a_block_or_come_first(score, walk):
-    """A thread block that joins the chunks of a row walks all of them; hubs come first where blocks cannot."""
+def test_long_rows_are_joined_in_a_block_or_come_first(score, direction):
+    """A thread block that joins the chunks of a row goes through all of them; hubs come first where blocks cannot."""
     kinds = set()
     shapes = product(((1, 128), (8, 16), (3, 7), (8, 128)), DTYPES, (4, 8, 40, 170, 500, 40_000), (2_708, 20_000))
     for (heads, channels), dtype, degree, nodes in shapes:
         problem = replace(PROBLEM, score=score, heads=heads, channels=channels, dtype=dtype)
-        found = plan_pass(problem, walk, FakeGraph(nodes, 4 * nodes, degree))
+        found = plan_pass(problem, direction, FakeGraph(nodes, 4 * nodes, degree))
         c = found.constants
         assert not c["JOINED"] or degree <= found.max_edges * rows.items_per_block(c)
         kinds.add("joined" if c["JOINED"] else "ordered" if c["ORDERED"] else "plain")
     assert kinds == {"plain", "joined", "ordered"}
-    swept = plan_pass(replace(PROBLEM, score=score, heads=1, channels=128), walk, GRAPHS["c"])
+    swept = plan_pass(replace(PROBLEM, score=score, heads=1, channels=128), direction, GRAPHS["c"])
     assert swept.blocks > 1 and not swept.constants["JOINED"]
 
 
@@ -209,13 +210,13 @@ def test_small_graphs_find_the_norms_from_what_they_read():
     """Only forward passes of the cosine score, of targets that are the sources, of rows that no merge finishes."""
     problem = replace(PROBLEM, score="cosine", heads=1, channels=128)
 
-    def finds(num_edges=10_000, degree=4, walk="forward", graph=None, **changes):
+    def finds(num_edges=10_000, degree=4, direction="forward", graph=None, **changes):
         graph = graph or FakeGraph(20_000, num_edges, degree)
-        return bool(plan_pass(replace(problem, **changes), walk, graph).constants["NORMS"])
+        return bool(plan_pass(replace(problem, **changes), direction, graph).constants["NORMS"])
 
     assert [finds(degree=degree) for degree in (4, 170, 40_000)] == [True, True, False]
     assert not finds(graph=GRAPHS["c"]) and not finds(num_edges=10_000_000)
-    assert not any(finds(walk=walk) for walk in ("targets", "sources", "weights"))
+    assert not any(finds(direction=direction) for direction in ("targets", "sources", "weights"))
     assert not any(finds(score=score) for score in SCORES if score != "cosine")
     bipartite = FakeGraph(20_000, 10_000, 4)
     bipartite.num_src += 1
@@ -259,30 +260,32 @@ MEASURED = {
 }
 
 
-def cost_of(problem, walk, graph, device=gpu.H200):
-    return rows.cost(problem, walk, graph, plan_pass(problem, walk, graph), device)
+def cost_of(problem, direction, graph, device=gpu.H200):
+    return rows.cost(problem, direction, graph, plan_pass(problem, direction, graph), device)
 
 
 @pytest.mark.parametrize(("score", "dtype"), MEASURED, ids=lambda value: str(value).removeprefix("torch."))
 def test_estimates_are_near_what_was_measured(score, dtype):
     problem = replace(PROBLEM, score=score, dtype=dtype, heads=1, channels=128)
     for name, times in MEASURED[score, dtype].items():
-        for walk, milliseconds in zip(WALKS, times, strict=True):
+        for direction, milliseconds in zip(DIRECTIONS, times, strict=True):
             if milliseconds is not None:
-                ratio = 1e3 * cost_of(problem, walk, GRAPHS[name]).seconds / milliseconds
-                assert 1 / 1.4 < ratio < 1.4, (name, walk, ratio)
+                ratio = 1e3 * cost_of(problem, direction, GRAPHS[name]).seconds / milliseconds
+                assert 1 / 1.4 < ratio < 1.4, (name, direction, ratio)
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_what_a_cost_grows_with(walk):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_a_cost_grows_with(direction):
     problem = replace(PROBLEM, heads=1, channels=128)
-    dense = cost_of(problem, walk, GRAPHS["c"])
-    assert cost_of(problem, walk, GRAPHS["c"], replace(gpu.H200, cache_bytes_per_s=1e12)).seconds > 4 * dense.seconds
-    near, far = (cost_of(problem, walk, FakeGraph(122_039, 6_441_672, 89, longest)) for longest in (158, 5000))
+    dense = cost_of(problem, direction, GRAPHS["c"])
+    assert (
+        cost_of(problem, direction, GRAPHS["c"], replace(gpu.H200, cache_bytes_per_s=1e12)).seconds > 4 * dense.seconds
+    )
+    near, far = (cost_of(problem, direction, FakeGraph(122_039, 6_441_672, 89, longest)) for longest in (158, 5000))
     assert near.overlapped["gathers"] == 0 < far.overlapped["gathers"] and near.seconds < far.seconds
-    light, heavy = (cost_of(problem, walk, FakeGraph(2708, 10_880, degree)) for degree in (4, 2000))
+    light, heavy = (cost_of(problem, direction, FakeGraph(2708, 10_880, degree)) for degree in (4, 2000))
     assert heavy.seconds > 3 * light.seconds and max(heavy.overlapped, key=heavy.overlapped.get) == "longest row"
-    swept = plan_pass(problem, walk, GRAPHS["c"])
+    swept = plan_pass(problem, direction, GRAPHS["c"])
     assert swept.blocks > 1 and dense.added["launches"] == pytest.approx(swept.blocks * gpu.H200.launch_s)
 
 
@@ -309,4 +312,4 @@ def test_the_tangent_spares_the_gathers_of_the_targets():
 @pytest.mark.parametrize("score", SCORES)
 def test_every_graph_has_a_cost(case, score):
     problem = replace(PROBLEM, score=score)
-    assert all(0 < cost_of(problem, walk, graph_of(case)).seconds < 1e-3 for walk in WALKS)
+    assert all(0 < cost_of(problem, direction, graph_of(case)).seconds < 1e-3 for direction in DIRECTIONS)

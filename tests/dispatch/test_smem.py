@@ -11,10 +11,11 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention import smem as resident
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.core import BACKWARD, DIRECTIONS, FORWARD
+from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.scores import SCORES
 from tests.dispatch.test_core import choose
 
@@ -53,8 +54,8 @@ def batch(size, count=3):
     ],
 )
 def test_reasons(change, graph, reason):
-    for walk in DIRECTIONS:
-        (found,) = resident.reasons_against(replace(PROBLEM, **change), walk, graph)
+    for direction in DIRECTIONS:
+        (found,) = resident.reasons_against(replace(PROBLEM, **change), direction, graph)
         assert re.search(reason, found)
 
 
@@ -63,13 +64,13 @@ def test_reasons(change, graph, reason):
 def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
     for heads, channels in ((1, 128), (8, 16), (4, 64), (2, 40)):
         problem = replace(PROBLEM, score=score, dtype=dtype, heads=heads, channels=channels)
-        for walk in DIRECTIONS:
-            assert not resident.reasons_against(problem, walk, superpixels)
-            found = resident.plan_pass(problem, walk, superpixels)
+        for direction in DIRECTIONS:
+            assert not resident.reasons_against(problem, direction, superpixels)
+            found = resident.plan_pass(problem, direction, superpixels)
             ranges = node_ranges(superpixels, found.bound)
             assert ranges.most_nodes == found.most_nodes >= 71 and found.constants["SMEM"] == 1
             if found.constants["IN_SHARED"]:
-                assert found.shared_bytes >= 71 * resident.node_bytes(problem, walk) + 4 * ranges.most_edges
+                assert found.shared_bytes >= 71 * resident.node_bytes(problem, direction) + 4 * ranges.most_edges
                 assert found.shared_bytes <= gpu.H200.shared_bytes and "shared memory" in str(found)
             else:
                 norms = 4 * heads * ranges.most_nodes if found.constants["NORMS"] else 0
@@ -79,8 +80,8 @@ def test_blocks_fit_their_multiprocessor(score, dtype, superpixels):
 def test_as_many_blocks_as_planned(superpixels):
     """Two thread blocks of float32 share a multiprocessor, and three or more of 16 bits."""
     for dtype in (torch.float32, torch.bfloat16):
-        for walk in DIRECTIONS:
-            found = resident.plan_pass(replace(PROBLEM, dtype=dtype), walk, superpixels)
+        for direction in DIRECTIONS:
+            found = resident.plan_pass(replace(PROBLEM, dtype=dtype), direction, superpixels)
             blocks = found.constants["MIN_BLOCKS"]
             assert blocks * (found.shared_bytes + 1024) <= gpu.H200.shared_bytes + 1024
 
@@ -88,13 +89,15 @@ def test_as_many_blocks_as_planned(superpixels):
 @pytest.mark.parametrize(("heads", "dtype"), MEASURED, ids=str)
 def test_estimates_are_near_what_was_measured(heads, dtype, superpixels):
     problem = replace(PROBLEM, heads=heads, channels=128 // heads, dtype=dtype)
-    for walk, measured in zip(DIRECTIONS, MEASURED[heads, dtype], strict=True):
-        chosen = resident.plan_pass(problem, walk, superpixels)
-        seconds = resident.cost(problem, walk, superpixels, chosen, gpu.H200).seconds
-        assert 1 / 1.2 < 1e6 * seconds / measured < 1.2, walk
+    for direction, measured in zip(DIRECTIONS, MEASURED[heads, dtype], strict=True):
+        chosen = resident.plan_pass(problem, direction, superpixels)
+        seconds = resident.cost(problem, direction, superpixels, chosen, gpu.H200).seconds
+        assert 1 / 1.2 < 1e6 * seconds / measured < 1.2, direction
         # All of these were faster than `row_split`.
-        others = rows.cost(problem, walk, superpixels, rows.plan_pass(problem, walk, superpixels), gpu.H200).seconds
-        assert seconds < others, walk
+        others = rows.cost(
+            problem, direction, superpixels, rows.plan_pass(problem, direction, superpixels), gpu.H200
+        ).seconds
+        assert seconds < others, direction
 
 
 # Microseconds on an H200 with 8 heads of 16 in float32: `smem`, `row_split`.
@@ -106,17 +109,17 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize(("score", "walk"), NARROW)
-def test_narrow_heads(score, walk, superpixels):
+@pytest.mark.parametrize(("score", "direction"), NARROW)
+def test_narrow_heads(score, direction, superpixels):
     """The estimates are in the order of the times, and near them."""
     problem = replace(PROBLEM, score=score, heads=8, channels=16)
 
     def seconds(schedule, problem=problem):
         return schedule.cost(
-            problem, walk, superpixels, schedule.plan_pass(problem, walk, superpixels), gpu.H200
+            problem, direction, superpixels, schedule.plan_pass(problem, direction, superpixels), gpu.H200
         ).seconds
 
-    measured = NARROW[score, walk]
+    measured = NARROW[score, direction]
     estimates = [1e6 * seconds(schedule) for schedule in (resident, rows)]
     assert (estimates[0] < estimates[1]) == (measured[0] < measured[1])
     for estimate, time in zip(estimates, measured, strict=True):
@@ -150,10 +153,10 @@ def test_the_ranges_that_run_are_those_that_were_sized():
     for seed in range(40):
         graph = uneven(seed)
         for problem in problems:
-            for walk in DIRECTIONS:
-                found = resident.plan_pass(problem, walk, graph)
+            for direction in DIRECTIONS:
+                found = resident.plan_pass(problem, direction, graph)
                 ranges = node_ranges(graph, found.bound)
-                assert resident.shared_bytes(problem, walk, ranges) == found.shared_bytes
+                assert resident.shared_bytes(problem, direction, ranges) == found.shared_bytes
                 others += node_ranges(graph, found.most_nodes).most_edges > ranges.most_edges
     assert others
 
@@ -171,8 +174,8 @@ def test_auto_takes_it_on_sparse_batches_and_leaves_dense_ones(score, superpixel
     problem = replace(PROBLEM, score=score)
     dense = benchmark_graph("cluster_like", "cpu")
     dense_graph = Graph.of(dense.edge_index, dense.num_src, dense.num_dst)
-    for walks in (FORWARD, BACKWARD):
-        schedules = [choice.plan.schedule for choice in choose(problem, superpixels, walks, Settings())]
+    for directions in (FORWARD, BACKWARD):
+        schedules = [choice.plan.schedule for choice in choose(problem, superpixels, directions, Settings())]
         assert schedules[-1] == "smem"
-        schedules = [choice.plan.schedule for choice in choose(problem, dense_graph, walks, Settings())]
+        schedules = [choice.plan.schedule for choice in choose(problem, dense_graph, directions, Settings())]
         assert "smem" not in schedules

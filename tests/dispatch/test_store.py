@@ -19,9 +19,11 @@ from tests.dispatch.test_core import PROBLEM, graph_of
 SECONDS = {"forward": {"row_split": 1e-3, "block_mma": 2e-3}}
 
 
-def key_of(problem=PROBLEM, graph=None, walks=FORWARD):
+def key_of(problem=PROBLEM, graph=None, directions=FORWARD):
     graph = graph_of(random(64, 64, 512, seed=1)) if graph is None else graph
-    return store.key_of(FAMILY, problem, graph, walks, dispatch.options(FAMILY, problem, graph, walks, current()))
+    return store.key_of(
+        FAMILY, problem, graph, directions, dispatch.options(FAMILY, problem, graph, directions, current())
+    )
 
 
 def files(folder):
@@ -45,8 +47,8 @@ def test_the_problem_is_part_of_the_key(changes):
     assert key_of(replace(PROBLEM, **changes)) != key_of()
 
 
-def test_so_are_walk_device_and_sources(monkeypatch):
-    keys = {key_of(), key_of(walks=BACKWARD)}
+def test_so_are_direction_device_and_sources(monkeypatch):
+    keys = {key_of(), key_of(directions=BACKWARD)}
     monkeypatch.setattr(store, "_sources", lambda *_: "other")
     keys.add(key_of())
     monkeypatch.setitem(gpu.known, PROBLEM.device, replace(gpu.H200, name="another"))
@@ -72,7 +74,7 @@ def test_the_other_side_matters_in_backward_alone():
     graphs = [Graph.of(each, 1000) for each in (edges, spread)]
     first, second = (key_of(graph=graph) for graph in graphs)
     assert first == second
-    first, second = (key_of(graph=graph, walks=BACKWARD) for graph in graphs)
+    first, second = (key_of(graph=graph, directions=BACKWARD) for graph in graphs)
     assert first != second
     assert key_of(graph=graphs[0]) == key_of(graph=graph_of_same(edges))
 

@@ -32,7 +32,7 @@ def taken(row: Row) -> bool:
     return row["size"] != (70, 40) or row["product"] != (torch.float32, False)
 
 
-def tiles_specs() -> list[Spec]:
+def block_mma_specs() -> list[Spec]:
     """A covering set of what dispatch plans for each source."""
     axes = {"score": ("dot", "cosine", "add"), "product": PRODUCTS, "shape": SHAPES, "size": SIZES}
     rows = covering(axes, taken)
@@ -46,10 +46,10 @@ def tiles_specs() -> list[Spec]:
     return [
         Spec(
             f"attention/{stem}.cu",
-            tuple(block_mma.plan_pass(problem(row), walk, graph).constants.items()),
+            tuple(block_mma.plan_pass(problem(row), direction, graph).constants.items()),
             texts=problem(row).record.texts,
         )
-        for walk, stem in STEMS.items()
+        for direction, stem in STEMS.items()
         for row in rows
         for graph in [graphs[row["size"]]]
     ]

@@ -36,6 +36,6 @@ def paper_specs() -> list[Spec]:
     cases += [(*source, row, heavy) for source in SOURCES for row in plain]
     cases += [("forward", candidate, row, light) for candidate, row in zip(ABLATIONS.values(), rows, strict=False)]
     return [
-        candidate.specs(problem(row), walk, candidate.plan_pass(problem(row), walk, graph))[0]
-        for walk, candidate, row, graph in cases
+        candidate.specs(problem(row), direction, candidate.plan_pass(problem(row), direction, graph))[0]
+        for direction, candidate, row, graph in cases
     ]

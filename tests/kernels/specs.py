@@ -27,7 +27,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.spec import HOPPER, Spec
-from tests.kernels.block_mma_specs import tiles_specs
+from tests.kernels.block_mma_specs import block_mma_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
 
@@ -36,8 +36,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ((1, 1), (3, 7), (8, 16), (8, 40), (1, 128), (4, 64), (2, 131), (1, 512))
 
 
-# The walk over the graph that a source makes, which its constants depend on.
-WALKS = {"forward": "forward", "weights": "forward", "backward_targets": "targets", "backward_sources": "sources"}
+# The direction of the pass that a source runs, on which its constants depend.
+DIRECTION_OF = {
+    "forward": "forward",
+    "weights": "forward",
+    "backward_targets": "targets",
+    "backward_sources": "sources",
+}
 
 
 def problem(row: Row) -> AttentionProblem:
@@ -62,17 +67,20 @@ def attention_specs() -> list[Spec]:
     options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
     # Calls without edge features and dropout are capped at fewer registers.
     plain = covering({**axes, "edge": [False], "dropout": [False]})
-    tangent = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
-    passes = [(stem, walk, row) for stem, walk in WALKS.items() for row in options + plain]
-    passes += [("forward", "dout_dlogit", row) for row in tangent]
-    return [spec_of(stem, row["score"], pass_constants(problem(row), walk, row["wide"])) for stem, walk, row in passes]
+    dout_dlogit = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
+    passes = [(stem, direction, row) for stem, direction in DIRECTION_OF.items() for row in options + plain]
+    passes += [("forward", "dout_dlogit", row) for row in dout_dlogit]
+    return [
+        spec_of(stem, row["score"], pass_constants(problem(row), direction, row["wide"]))
+        for stem, direction, row in passes
+    ]
 
 
-def in_mode(mode, problem, walk, wide):
+def in_mode(mode, problem, direction, wide):
     """The constants of a pass as it is planned for rows of even length, of uneven length, and of a small graph."""
-    constants = pass_constants(problem, walk, wide)
+    constants = pass_constants(problem, direction, wide)
     if mode == "ordered":
-        return ordered(problem, walk, constants)
+        return ordered(problem, direction, constants)
     return constants if mode == "light" else {**constants, "JOINED": 1, "WARPS": 8, "MIN_BLOCKS": 1}
 
 
@@ -87,15 +95,18 @@ def block_specs() -> list[Spec]:
     }
     specs = []
     for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
-        for stem, walk in WALKS.items():
-            constants = in_mode(row["mode"], problem(row), walk, row["wide"])
+        for stem, direction in DIRECTION_OF.items():
+            constants = in_mode(row["mode"], problem(row), direction, row["wide"])
             if row["mode"] == "smem":
-                constants = smem.constants_of(problem(row), walk)
+                constants = smem.constants_of(problem(row), direction)
             if row["mode"] == "smem" and stem == "weights":
                 continue
             specs.append(spec_of(stem, row["score"], constants))
     for row in covering({**axes, "mode": ["swept"], "edge": [False], "dropout": [False]}):
-        specs += [spec_of(stem, row["score"], swept_constants(problem(row), walk)) for stem, walk in WALKS.items()]
+        specs += [
+            spec_of(stem, row["score"], swept_constants(problem(row), direction)[0])
+            for stem, direction in DIRECTION_OF.items()
+        ]
     return specs
 
 
@@ -133,16 +144,16 @@ def projection_specs() -> list[Spec]:
     found = []
     for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
         for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
-            for stem, walk in WALKS.items():
+            for stem, direction in DIRECTION_OF.items():
                 if stem != "weights":
-                    constants = in_mode(row["mode"], problem(row), walk, row["wide"])
+                    constants = in_mode(row["mode"], problem(row), direction, row["wide"])
                     constants["PROJECTIONS"] = row["projections"]
                     found.append(spec_of(stem, score, constants))
     return found
 
 
 def small_graph() -> Graph:
-    """Few rows, of which one is so long that it is walked in chunks."""
+    """Few rows, of which one is so long that it is taken in chunks."""
     return Graph.of(torch.stack([torch.arange(256), torch.arange(256).where(torch.arange(256) > 200, 0)]), 256)
 
 
@@ -152,11 +163,11 @@ def narrow_specs() -> list[Spec]:
     for dtype in (torch.float16, torch.bfloat16):
         axes = {"shape": (8, 16), "dtype": dtype, "edge": False, "dropout": False}
         add, cosine = (problem({**axes, "score": score}) for score in ("add", "cosine"))
-        for stem, walk in WALKS.items():
-            packed = pass_constants(add, walk, wide=False)
-            whole = with_whole_heads(add, walk, packed, "packed")
+        for stem, direction in DIRECTION_OF.items():
+            packed = pass_constants(add, direction, wide=False)
+            whole = with_whole_heads(add, direction, packed, "packed")
             found += [(stem, "add", whole)] if whole != packed else []
-            found.append((stem, "cosine", swept_constants(cosine, walk)))
+            found.append((stem, "cosine", swept_constants(cosine, direction)[0]))
     dot = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "dot"})
     joined = plan_pass(dot, "forward", small_graph()).constants
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
@@ -211,7 +222,7 @@ def gemm_specs() -> list[Spec]:
 
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    return rows + paper_specs() + tiles_specs() + gemm_specs()
+    return rows + paper_specs() + block_mma_specs() + gemm_specs()
 
 
 def label(spec: Spec) -> str:

@@ -7,7 +7,6 @@ import torch
 
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.core import DIRECTIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
@@ -15,6 +14,7 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.tolerances import largest_errors, relative_error, tolerance
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD, SOURCES, TARGETS
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.block_mma import (
@@ -104,7 +104,10 @@ def test_sums_over_a_long_segment(score, heads, channels):
     graph = long_graph()
     problem = problem_of(score, graph, heads, channels)
     planned = AttentionProblem(score, heads, channels, torch.float32, graph.device, False, False)
-    assert all(FAMILY.candidates["block_mma"].plan_pass(planned, walk, graph).constants["FOLD"] for walk in DIRECTIONS)
+    assert all(
+        FAMILY.candidates["block_mma"].plan_pass(planned, direction, graph).constants["FOLD"]
+        for direction in DIRECTIONS
+    )
     check_tiles(problem, graph)
 
 
@@ -362,6 +365,6 @@ def test_rows_may_take_some_passes(score, by_rows, monkeypatch):
     graph = build_graph("batch")
     mix(monkeypatch, by_rows)
     launched = check(problem_of(score, graph), graph)
-    for walk in DIRECTIONS:
-        assert (ENTRIES[walk] in launched) == (walk not in by_rows), walk
-        assert (ROWS_ENTRIES[walk] in launched) == (walk in by_rows), walk
+    for direction in DIRECTIONS:
+        assert (ENTRIES[direction] in launched) == (direction not in by_rows), direction
+        assert (ROWS_ENTRIES[direction] in launched) == (direction in by_rows), direction

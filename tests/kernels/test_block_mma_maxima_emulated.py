@@ -8,13 +8,13 @@ import torch
 
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.core import DIRECTIONS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, tolerance
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.emu.loader import compiler
 from tests.kernels.block_mma import (
     BLOCK_MMA,
@@ -313,7 +313,7 @@ def test_rows_may_take_the_backward_of_a_fixed_maximum(score, by_rows, monkeypat
     if score == "add":
         problem.inputs["alpha_src"].mul_(6.0)
     launched = check(problem, graph)
-    assert {walk for walk in DIRECTIONS if ROWS_ENTRIES[walk] in launched} == {*by_rows}
+    assert {direction for direction in DIRECTIONS if ROWS_ENTRIES[direction] in launched} == {*by_rows}
     with torch.no_grad(), emulated_device():
         weights = problem.call(return_weights=True)[1]
     bound = tolerance(torch.float32, BACKWARD, BLOCK_MMA).largest

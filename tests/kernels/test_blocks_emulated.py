@@ -70,7 +70,7 @@ def small_blocks(monkeypatch, default_settings):
     settings(schedule="smem", fallback="error")
     constants = smem.constants_of
     monkeypatch.setattr(smem, "constants_of", lambda *a: {**constants(*a), "WARPS": 2})
-    monkeypatch.setattr(smem, "_ranges", lambda problem, walk, graph: node_ranges(graph, 14))
+    monkeypatch.setattr(smem, "_ranges", lambda problem, direction, graph: node_ranges(graph, 14))
     monkeypatch.setattr(row_split, "saves_dout_dlogit", lambda *a: False)
 
 
@@ -92,8 +92,8 @@ def test_joined_chunks_in_order(joined, row, monkeypatch):
     planned = AttentionProblem(
         row["score"], *row["shape"], row["dtype"], graph.device, row["edge"], row["dropout"] > 0, True
     )
-    for walk in ("forward", "sources"):
-        constants = row_split.plan_pass(planned, walk, graph).constants
+    for direction in ("forward", "sources"):
+        constants = row_split.plan_pass(planned, direction, graph).constants
         assert constants["JOINED"] and constants["ORDERED"] == (constants["WARP_ROWS"] > 1)
     assert not [name for name in run(row) if name.endswith("_merge")]
 

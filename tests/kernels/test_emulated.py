@@ -99,10 +99,10 @@ def test_an_infinite_value(score, train, name):
 
 
 @pytest.mark.parametrize("negative_slope", [1.0, 0.0, -0.5, 3.0])
-@pytest.mark.parametrize("tangent", [False, True], ids=["edges", "nodes"])
-def test_slopes(tangent, negative_slope, monkeypatch):
+@pytest.mark.parametrize("dout_dlogit", [False, True], ids=["edges", "nodes"])
+def test_slopes(dout_dlogit, negative_slope, monkeypatch):
     """The gradient of the target scalars, with the derivative that the forward pass leaves and without."""
-    monkeypatch.setattr(row_split, "saves_dout_dlogit", lambda *arguments: tangent)
+    monkeypatch.setattr(row_split, "saves_dout_dlogit", lambda *arguments: dout_dlogit)
     graph = build_graph(*heavy_graph())
     problem = problem_of("add", graph, 3, 8)
     with emulated_device() as launched:
@@ -111,7 +111,7 @@ def test_slopes(tangent, negative_slope, monkeypatch):
             inference = problem.call(negative_slope=negative_slope)
     assert torch.equal(inference, actual["out"])
     expected = problem.expected(negative_slope=negative_slope)
-    assert ("attention_backward_nodes" in launched) == tangent
+    assert ("attention_backward_nodes" in launched) == dout_dlogit
     assert_largest_close(problem.dtype, actual, expected)
     if negative_slope == 1.0:
         assert float(actual["grad alpha_dst"].abs().max()) < 1e-6
@@ -191,13 +191,13 @@ NARROW_CASES = [
 @pytest.mark.parametrize(("dtype", "order"), NARROW_CASES)
 @pytest.mark.parametrize("name", ["sparse", "edges"])
 def test_packed_rows_of_whole_heads(name, dtype, order):
-    """A lane per head on four rows of a warp, some without edges; the pass that leaves the tangent has two lanes."""
+    """A lane per head on four rows of a warp, some without edges; the pass that leaves `dout_dlogit` has two lanes."""
     edges, num_src, num_dst = sparse_graph() if name == "sparse" else ([(0, 2), (5, 2), (6, 2), (5, 0)], 7, 9)
     graph = build_graph(edges, num_src, num_dst)
     problem = AttentionProblem("add", 8, 16, dtype, graph.device, False, False)
     lanes = [
-        row_split.plan_pass(problem, walk, graph).constants["HEAD_LANES"]
-        for walk in ("forward", "dout_dlogit", "sources", "weights")
+        row_split.plan_pass(problem, direction, graph).constants["HEAD_LANES"]
+        for direction in ("forward", "dout_dlogit", "sources", "weights")
     ]
     assert lanes == [1, 2, 1, 1]
     launched = check(problem_of("add", graph, 8, 16, dtype, edge=False), graph, 0.0, order, same_order=False)
@@ -214,8 +214,8 @@ def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
     edges = edges + [(j, i) for i in range(num_dst - 2) for j in range(i % 3, 20, 2)] * 2
     graph = build_graph(edges, num_src, num_dst)
     problem = AttentionProblem("cosine", 8, 16, dtype, graph.device, False, False)
-    for walk in ("targets", "sources"):
-        found = row_split.plan_pass(problem, walk, graph)
+    for direction in ("targets", "sources"):
+        found = row_split.plan_pass(problem, direction, graph)
         assert found.blocks == 3 and (found.constants["HEAD_LANES"], found.constants["EDGE_SLOTS"]) == (1, 4)
     launched = check(problem_of("cosine", graph, 8, 16, dtype, edge=False), graph, 0.0, order)
     for name in ("attention_backward_targets", "attention_backward_sources"):
@@ -231,7 +231,7 @@ def test_sweeps_of_rows_that_share_a_warp(score, dtype, monkeypatch):
     num_src = num_dst = 12
     edges = [(j, i) for i in range(num_dst) for j in range(num_src) if i % 4 or j // 4 != i // 4] * 2
     graph = build_graph([*edges, *[(0, 1)] * 40], num_src, num_dst)
-    packed = row_split.swept_constants(
+    packed, _ = row_split.swept_constants(
         AttentionProblem(score, 1, 128, dtype, torch.device("cpu"), False, False), "forward"
     )
     assert packed["WARP_ROWS"] > 1

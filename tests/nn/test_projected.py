@@ -183,7 +183,7 @@ def test_gradients_that_are_not_wanted():
     assert_all_close({name: (found[name].grad, wanted[name]) for name in wanted})
 
 
-def test_the_output_may_be_edited_and_the_graph_walked_twice():
+def test_the_output_may_be_edited_and_the_graph_traversed_twice():
     conv, _ = build("transformer_alone")
     graph, x = random(30, 30, 140), torch.randn(30, FEATURES)
     gradients = []

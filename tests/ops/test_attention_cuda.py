@@ -115,7 +115,7 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
     actual = problem.run()
     torch.manual_seed(3)
     actual["weights"] = problem.call(return_weights=True)[1]
-    # With the tangent of the forward pass at hand, the pass over targets reads nodes only.
+    # With `dout_dlogit` of the forward pass at hand, the pass over targets reads nodes only.
     targets = 0 if score == "add" and not full else 1
     for entry, passes in (("forward", 2), ("backward_targets", targets), ("backward_sources", 1)):
         assert launches.count(f"attention_{entry}") == 3 * passes

@@ -69,9 +69,9 @@ def test_against_float64(score, schedule, case):
 @pytest.mark.parametrize("case", SKEWED, ids=str)
 def test_packed_rows_come_in_order(case):
     graph = Graph.of(case.edge_index.to(DEVICE), case.num_src, case.num_dst)
-    for score, (heads, channels, dtype, more), walk in product(SCORES, SETUPS, ("forward", "targets", "sources")):
+    for score, (heads, channels, dtype, more), direction in product(SCORES, SETUPS, ("forward", "targets", "sources")):
         problem = AttentionProblem(score, heads, channels, dtype, DEVICE, False, more)
-        constants = plan_pass(problem, walk, graph).constants
+        constants = plan_pass(problem, direction, graph).constants
         assert constants["JOINED"] and constants["ORDERED"] and constants["WARP_ROWS"] > 1
 
 

@@ -127,17 +127,17 @@ def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, capl
     assert "nothing is timed for a choice by autotune: too much" in caplog.text
 
 
-@pytest.mark.parametrize("walks", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda walks: walks[0])
-def test_every_candidate_is_measured(score, walks, timer):
+@pytest.mark.parametrize("directions", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda directions: directions[0])
+def test_every_candidate_is_measured(score, directions, timer):
     """With edge features and dropout too, and in 16 bits."""
     problem = problem_of(score, DENSE)
     graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
     for dtype, full in ((torch.float32, False), (torch.bfloat16, True)):
         edge = full and score != "cosine"
         asked = AttentionProblem(score, 2, 8, dtype, torch.device("cpu"), edge, full)
-        found = dispatch.options(FAMILY, asked, graph, walks, current())
+        found = dispatch.options(FAMILY, asked, graph, directions, current())
         op, shape = op_and_shape(asked, graph)
-        seconds = tuning.measure(op, asked, graph, shape, walks, found, frozenset())
-        for walk, offers in zip(walks, found, strict=True):
-            assert seconds[walk].keys() == {name for name, option in offers.items() if not option.reasons}
-            assert set(seconds[walk].values()) == {1e-3}
+        seconds = tuning.measure(op, asked, graph, shape, directions, found, frozenset())
+        for direction, offers in zip(directions, found, strict=True):
+            assert seconds[direction].keys() == {name for name, option in offers.items() if not option.reasons}
+            assert set(seconds[direction].values()) == {1e-3}

@@ -9,8 +9,8 @@ from pyg_dfgnn.dispatch.attention import block_mma, paper, row_split, smem
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements import score as statements
+from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.scores import DOT, SCORES, Score, register
-from pyg_dfgnn.statements.tuning import DIRECTIONS
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.dispatch.attention.family import FAMILY
-from pyg_dfgnn.dispatch.core import DIRECTIONS
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.op import DIRECTIONS
 from tools import costs, counters, measure, overhead
 
 CPU = torch.device("cpu")
@@ -49,7 +49,9 @@ def path(tmp_path, constants):
     table = Table(tmp_path / "choice.csv", FIELDS)
     table.append(timed_rows(lambda *_: 1.0))
     samples = costs.read(table.path, CPU, small=True)
-    estimates = {(sample.case, sample.walk): sample.estimate for sample in samples if sample.schedule == "row_split"}
+    estimates = {
+        (sample.case, sample.direction): sample.estimate for sample in samples if sample.schedule == "row_split"
+    }
 
     def times(case, schedule, name):
         return 1e3 * estimates[case, name] * (1.0 if schedule == "row_split" else 10.0)
@@ -61,7 +63,7 @@ def path(tmp_path, constants):
 def test_passes_that_candidates_can_run_are_read(path):
     samples = costs.read(path, CPU, small=True)
     assert {sample.schedule for sample in samples} <= set(FAMILY.candidates)
-    assert {s.walk for s in samples} == set(DIRECTIONS)
+    assert {s.direction for s in samples} == set(DIRECTIONS)
     assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"row_split", "smem"}
     assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "row_split")
 
@@ -102,7 +104,9 @@ def test_losses_of_choices(path, capsys):
 
 def test_schedules_that_hand_over_run_with_themselves():
     ms = {"row_split": (2.0, 3.0), "pmf": (4.0, 1.0), "smmf": (1.0, 1.5)}
-    times = {(name, walk): each for name, pair in ms.items() for walk, each in zip(("targets", "sources"), pair)}
+    times = {
+        (name, direction): each for name, pair in ms.items() for direction, each in zip(("targets", "sources"), pair)
+    }
     expected = {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
     assert costs.totals(("targets", "sources"), times) == expected
     assert costs.totals(("targets", "sources"), times, 0.1)["row_split", "row_split"] == pytest.approx(5.1)

@@ -95,7 +95,7 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     return _window_warps(segments.histogram, choices), False
 
 
-def tiles_of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
+def block_sparse_of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
     """The dense blocks that a pass works on, kept with the graph."""
     return block_sparse.of(graph, direction, rows, compact)
 
@@ -126,7 +126,7 @@ def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> 
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
-    if tiles_of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
+    if block_sparse_of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
     needed = shared_bytes(problem, direction, graph, _constants(problem, direction, graph, warps, compact))
     limit = gpu_of(problem.device).shared_bytes
@@ -275,7 +275,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockM
     these add up. The window with most columns takes its steps in turn too.
     """
     c = chosen.constants
-    tiles = tiles_of(graph, direction, chosen.rows, chosen.compact)
+    tiles = block_sparse_of(graph, direction, chosen.rows, chosen.compact)
     area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
     tuning = problem.record.block_mma[direction]

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pyg_dfgnn.statements.scores import SCORES, Score
-from pyg_dfgnn.statements.tuning import DIRECTIONS
 
-WALKS = DIRECTIONS
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 

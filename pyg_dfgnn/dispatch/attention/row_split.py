@@ -255,8 +255,8 @@ def _blocks(
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
 
-def _swept(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], Sweep | None]:
-    """The constants of a swept pass, and how else it differs, if it does."""
+def swept_constants(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], Sweep | None]:
+    """Constants of the kernel of a pass in sweeps over blocks of columns, and what was measured of it, if it was."""
     found = _tuning(problem, direction).swept.get(problem.dtype.itemsize)
     if found is not None:
         lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
@@ -268,11 +268,6 @@ def _swept(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], S
             return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
     constants = with_whole_heads(problem, direction, pass_constants(problem, direction, wide=True), "swept")
     return {**constants, "ORDERED": 1}, None
-
-
-def swept_constants(problem: AttentionProblem, direction: str) -> dict[str, int]:
-    """Constants of the kernel of one pass in sweeps over blocks of columns."""
-    return _swept(problem, direction)[0]
 
 
 def _max_edges(num_edges: int, max_degree: int) -> int:
@@ -347,7 +342,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, direction, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
     if blocks > 1:
-        constants, sweep = _swept(problem, direction)
+        constants, sweep = swept_constants(problem, direction)
         if sweep is None:
             return RowSplitPlan(constants, _ORDERED_EDGES, blocks)
         # More sweeps only where rows are long enough for them.

@@ -4,7 +4,7 @@ heads."""
 from collections.abc import Sequence
 from typing import Any
 
-from pyg_dfgnn.dispatch.attention.block_mma import STEMS, specs, tiles_of
+from pyg_dfgnn.dispatch.attention.block_mma import STEMS, block_sparse_of, specs
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
@@ -22,7 +22,7 @@ class BlockMmaLaunch:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]
         (spec,) = specs(problem, direction, plan)
         self.kernel = kernel_of(spec, f"attention_{STEMS[direction]}")
-        self.tiles = tiles_of(graph, direction, plan.rows, plan.compact)
+        self.tiles = block_sparse_of(graph, direction, plan.rows, plan.compact)
         self.arrays = addresses((self.tiles.windows, self.tiles.columns, self.tiles.bits))
         self.grid = (self.tiles.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * plan.constants["WARPS"], 1, 1)

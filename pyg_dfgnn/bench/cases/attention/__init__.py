@@ -4,6 +4,6 @@ from pyg_dfgnn.bench.case import Family
 from pyg_dfgnn.bench.cases.attention.baselines import IMPLEMENTATIONS
 from pyg_dfgnn.bench.cases.attention.case import KERNEL_PASSES, SCORES, AttentionCase, check_groups
 from pyg_dfgnn.bench.cases.attention.peers import peers
-from pyg_dfgnn.dispatch.attention.problem import WALKS
+from pyg_dfgnn.statements.op import DIRECTIONS
 
-ATTENTION = Family(SCORES, WALKS, KERNEL_PASSES, AttentionCase.of, IMPLEMENTATIONS, check_groups, peers)
+ATTENTION = Family(SCORES, DIRECTIONS, KERNEL_PASSES, AttentionCase.of, IMPLEMENTATIONS, check_groups, peers)
