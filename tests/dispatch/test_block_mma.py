@@ -9,7 +9,7 @@ from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import block_mma
 from pyg_dfgnn.dispatch.core import FORWARD
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings, settings
 from pyg_dfgnn.statements.op import DIRECTIONS
@@ -195,7 +195,7 @@ def test_windows_suit_the_segments():
 
 def test_the_two_sides_have_tiles_of_their_own():
     graph = batch()
-    forward, targets, sources = (block_mma.block_sparse_of(graph, direction, 64, False) for direction in DIRECTIONS)
+    forward, targets, sources = (block_sparse.of(graph, direction, 64, False) for direction in DIRECTIONS)
     assert forward is targets and forward is not sources
 
 

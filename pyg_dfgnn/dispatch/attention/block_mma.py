@@ -17,7 +17,7 @@ import torch
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph, block_sparse
-from pyg_dfgnn.graph.block_sparse import BLOCK, BlockSparse
+from pyg_dfgnn.graph.block_sparse import BLOCK
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, diagonal_blocks
 from pyg_dfgnn.statements.spec import Spec
 
@@ -95,11 +95,6 @@ def _window(problem: AttentionProblem, graph: Graph) -> tuple[int, bool]:
     return _window_warps(segments.histogram, choices), False
 
 
-def block_sparse_of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
-    """The dense blocks that a pass works on, kept with the graph."""
-    return block_sparse.of(graph, direction, rows, compact)
-
-
 def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
     """Every reason why the schedule cannot run a pass."""
     reasons = []
@@ -126,7 +121,7 @@ def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> 
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
-    if block_sparse_of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
+    if block_sparse.of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
         return ["some edge occurs twice, which a bit cannot tell"]
     needed = shared_bytes(problem, direction, graph, _constants(problem, direction, graph, warps, compact))
     limit = gpu_of(problem.device).shared_bytes
@@ -275,14 +270,14 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockM
     these add up. The window with most columns takes its steps in turn too.
     """
     c = chosen.constants
-    tiles = block_sparse_of(graph, direction, chosen.rows, chosen.compact)
-    area = tiles.num_blocks * BLOCK * chosen.rows * problem.heads
+    sparse = block_sparse.of(graph, direction, chosen.rows, chosen.compact)
+    area = sparse.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
     tuning = problem.record.block_mma[direction]
     products = tuning.products
     flops = 2 * area * problem.channels * products * (3 if c["SPLIT"] else 1)
     nodes = tuning.node_tensors * graph.num_dst * problem.row_bytes
-    waves = tiles.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
+    waves = sparse.num_windows * c["HEADS"] // c["BLOCK_HEADS"] / (gpu.multiprocessors * c["MIN_BLOCKS"])
     rate = SHARE[kind] * gpu.tensor_flops * (2 if kind == "half" else 1)
     overlapped = {"products": flops / rate * (LISTED if chosen.compact else 1.0)}
     added = {
@@ -292,6 +287,6 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockM
     }
     width = c["BLOCK_HEADS"] * problem.channels * c["STEP"] / (MAX_CHANNELS * 16)
     step = STEP_S * (1.0 + products * width * CHAIN[kind])
-    chain = WAVE_S + -(-tiles.max_columns // c["STEP"]) * step
+    chain = WAVE_S + -(-sparse.max_columns // c["STEP"]) * step
     waiting = max(0.0, chain - overlapped["products"] - sum(added.values()))
     return Cost(overlapped, {**added, "longest window": waiting, "launch": gpu.launch_s})

@@ -4,9 +4,9 @@ heads."""
 from collections.abc import Sequence
 from typing import Any
 
-from pyg_dfgnn.dispatch.attention.block_mma import STEMS, block_sparse_of, specs
+from pyg_dfgnn.dispatch.attention.block_mma import STEMS, specs
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
 
 _COUNT = {"forward": 14, "targets": 17, "sources": 17}
@@ -22,9 +22,9 @@ class BlockMmaLaunch:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]
         (spec,) = specs(problem, direction, plan)
         self.kernel = kernel_of(spec, f"attention_{STEMS[direction]}")
-        self.tiles = block_sparse_of(graph, direction, plan.rows, plan.compact)
-        self.arrays = addresses((self.tiles.windows, self.tiles.columns, self.tiles.bits))
-        self.grid = (self.tiles.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
+        self.block_sparse = block_sparse.of(graph, direction, plan.rows, plan.compact)
+        self.arrays = addresses((self.block_sparse.windows, self.block_sparse.columns, self.block_sparse.bits))
+        self.grid = (self.block_sparse.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * plan.constants["WARPS"], 1, 1)
 
     def derives(self, name: str, saved: bool, shared: bool) -> str:
