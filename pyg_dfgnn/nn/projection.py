@@ -11,7 +11,7 @@ from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.gate import promoted_dtype
+from pyg_dfgnn.nn.gate import promoted_dtype, settle
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.attention.projected import USED, projected_attention
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -93,9 +93,11 @@ def attend(
     out, weights = out if return_weights else (out, None)
     other = vectors[0] if vectors else used[1]
     dtype = promoted_dtype(used[0].dtype, other.dtype, used[0].is_cuda)
-    if out.dtype is not dtype:
-        out = out.to(torch.promote_types(out.dtype, dtype))
-    return out, None if weights is None else weights.to(dtype), [other.flatten(1) for other in rows[roles:]]
+    return (
+        settle(out, dtype, False),
+        None if weights is None else weights.to(dtype),
+        [other.flatten(1) for other in rows[roles:]],
+    )
 
 
 def _attend_at_once(

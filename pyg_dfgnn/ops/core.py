@@ -1,8 +1,7 @@
 """One op core: from the statement of an op to its checks, prepared launches and calls.
 
 An :class:`Op` joins a statement (:mod:`pyg_dfgnn.statements.op`) with the kernels of a family. A call with arguments
-like
-those of an earlier call finds its :class:`PreparedOp` with the graph; a first call checks its arguments, chooses
+like those of an earlier call finds its :class:`PreparedOp` with the graph; a first call checks its arguments, chooses
 schedules and keeps them. Each group of passes compiles to one Python function that allocates, launches and returns.
 """
 

@@ -82,8 +82,7 @@ class PreparedOp:
     def _prepare(
         self, choices: Sequence[dispatch.Choice], graph: Graph, flags: frozenset[str]
     ) -> tuple[PreparedPass, ...]:
-        made = tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
-        return made
+        return tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
 
     def _pass(self, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
         if self.shape.interleaved is not None:
@@ -165,9 +164,7 @@ class PreparedOp:
 
     def _saved(self, graph: Graph) -> frozenset[str]:
         """Return the flags of what a forward pass leaves where gradients follow."""
-        if self._optional is None:
-            self._optional = self.op.optional(self.problem, graph, self.settings)
-        return _on(saved=True, exact=self.problem.dtype.itemsize == 2) | self._optional
+        return _on(saved=True, exact=self.problem.dtype.itemsize == 2) | self.optional(graph)
 
     def compiled(
         self, group: str, flags: frozenset[str], graph: Graph, key: int | tuple[str, frozenset[str]] | None = None
