@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from pyg_dfgnn.dispatch.attention.problem import STORAGE, tf32_allowed
+from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import fused_device_types, runs_on
 from pyg_dfgnn.dispatch.gemm import (
     COLUMN_SUM_THREADS,
@@ -37,6 +37,7 @@ from pyg_dfgnn.dispatch.gemm import (
     split_k,
     weight_grad,
 )
+from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_overridden, kernel_of, launch
 from pyg_dfgnn.statements.spec import HOPPER, Spec

@@ -9,7 +9,8 @@ import torch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import SCORES
-from pyg_dfgnn.dispatch.attention.row_split import lane_constants, pass_constants, plan_pass
+from pyg_dfgnn.dispatch.attention.row_split import pass_constants, plan_pass
+from pyg_dfgnn.dispatch.traversal import items_per_block, lane_constants
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import random, zoo
 from pyg_dfgnn.statements.op import DIRECTIONS
@@ -199,7 +200,7 @@ def test_long_rows_are_joined_in_a_block_or_come_first(score, direction):
         problem = replace(PROBLEM, score=score, heads=heads, channels=channels, dtype=dtype)
         found = plan_pass(problem, direction, FakeGraph(nodes, 4 * nodes, degree))
         c = found.constants
-        assert not c["JOINED"] or degree <= found.max_edges * rows.items_per_block(c)
+        assert not c["JOINED"] or degree <= found.max_edges * items_per_block(c)
         kinds.add("joined" if c["JOINED"] else "ordered" if c["ORDERED"] else "plain")
     assert kinds == {"plain", "joined", "ordered"}
     swept = plan_pass(replace(PROBLEM, score=score, heads=1, channels=128), direction, GRAPHS["c"])

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from pyg_dfgnn.dispatch import traversal
 from pyg_dfgnn.dispatch.attention import row_split, smem
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
@@ -61,7 +62,7 @@ def run(row: Row) -> set[str]:
 def joined(monkeypatch, default_settings):
     """Chunks of two edges and more; nothing is left to a merge kernel."""
     settings(schedule="row_split")
-    monkeypatch.setattr(row_split, "_JOINED_EDGES", 2)
+    monkeypatch.setattr(traversal, "JOINED_EDGES", 2)
 
 
 @pytest.fixture
@@ -252,8 +253,8 @@ def test_ordered_rows(default_settings, monkeypatch, row):
     """Rows by descending length, with chunks that are merged, swept where a warp has one row."""
     settings(schedule="row_split")
     monkeypatch.setattr(row_split, "_JOINED_BYTES", 0)
-    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: 2)
-    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 3)
+    monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 2)
+    monkeypatch.setattr(row_split, "ORDERED_EDGES", 3)
     monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 2)
     assert "attention_forward_merge" in run(row)
 
@@ -269,8 +270,8 @@ def test_nodes_without_edges():
 def test_a_hub_of_many_chunks_adds_up(score, monkeypatch, default_settings):
     """Sums over 8,000 edges merged from as many chunks: what rounding costs must not grow with their number."""
     settings(schedule="row_split")
-    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: 1)
-    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 1)
+    monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 1)
+    monkeypatch.setattr(row_split, "ORDERED_EDGES", 1)
     monkeypatch.setattr(row_split, "_joined", lambda *chosen: None)
     nodes = 8000
     torch.manual_seed(1)

@@ -35,8 +35,8 @@ CHUNK = 4
 def small_chunks(monkeypatch, default_settings):
     """Rows of more than a few edges count as heavy in the schedule under test."""
     settings(schedule="row_split")
-    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: CHUNK)
-    monkeypatch.setattr(row_split, "_ORDERED_EDGES", CHUNK)
+    monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: CHUNK)
+    monkeypatch.setattr(row_split, "ORDERED_EDGES", CHUNK)
     torch.manual_seed(0)
 
 

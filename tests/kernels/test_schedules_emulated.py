@@ -29,8 +29,8 @@ GENERAL = ("row_split", "smmf", "pmf")
 def use(request, monkeypatch, default_settings):
     """The schedule under test alone; rows of a few edges count as heavy."""
     settings(schedule=request.getfixturevalue("schedule"), fallback="error")
-    monkeypatch.setattr(row_split, "_max_edges", lambda *sizes: 4)
-    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 4)
+    monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 4)
+    monkeypatch.setattr(row_split, "ORDERED_EDGES", 4)
 
 
 def each(*schedules: str) -> pytest.MarkDecorator:

@@ -183,7 +183,7 @@ def small_cache(monkeypatch):
     """Graphs of a few nodes exceed the cache, rows of a few edges count as heavy."""
     monkeypatch.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, cache_bytes=4096))
     monkeypatch.setattr(row_split, "_MIN_BLOCK_EDGES", 1)
-    monkeypatch.setattr(row_split, "_ORDERED_EDGES", 4)
+    monkeypatch.setattr(row_split, "ORDERED_EDGES", 4)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])

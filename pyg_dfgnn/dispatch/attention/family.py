@@ -9,9 +9,10 @@ import torch
 
 from pyg_dfgnn.dispatch import core
 from pyg_dfgnn.dispatch.attention import block_mma, paper, row_split, smem
-from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, Family
 from pyg_dfgnn.dispatch.gpu import Gpu, gpu_of
+from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.scores import SCORES

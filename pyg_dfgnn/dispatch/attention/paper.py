@@ -23,11 +23,10 @@ from pyg_dfgnn.dispatch.attention.row_split import (
     SHUFFLE,
     STEP,
     STEP_S,
-    lane_constants,
-    side_of,
     stays_near,
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.dispatch.traversal import lane_constants, side_of
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.statements.spec import Spec

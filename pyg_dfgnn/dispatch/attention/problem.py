@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.statements.scores import SCORES, Score
-
-STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True)

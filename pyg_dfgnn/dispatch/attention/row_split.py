@@ -4,17 +4,29 @@ Online softmax, light rows packed, heavy rows split in chunks that are merged in
 columns that fit the last-level cache.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from pyg_dfgnn.dispatch.attention.problem import STORAGE, AttentionProblem
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.dispatch.traversal import (
+    JOINED_EDGES,
+    ORDERED_EDGES,
+    STORAGE,
+    SUMMED_EDGES,
+    WARPS,
+    RowSplitPlan,
+    items_per_block,
+    joined_edges,
+    lane_constants,
+    max_edges_of,
+    side_of,
+)
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.statements.scores import SCORES
@@ -24,86 +36,6 @@ from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 hands_over = False
 deterministic = True
 refillable = True
-WARPS = 4
-"""Warps of a block."""
-
-
-@dataclass(frozen=True)
-class RowSplitPlan:
-    """One pass over a compressed side of the graph, a warp or part of one per row.
-
-    Attributes:
-        constants: What the kernel is specialised by.
-        max_edges: Rows with more edges are split in chunks of at most this many.
-        blocks: Number of launches, each over the edges of one block of columns.
-    """
-
-    constants: Mapping[str, int] = field(hash=False)
-    max_edges: int
-    blocks: int
-    schedule: ClassVar[str] = "row_split"
-
-    def __str__(self) -> str:
-        sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
-        joined = " joined in a block" if self.constants["JOINED"] else ""
-        return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
-
-
-def layout(c: Mapping[str, int]) -> str:
-    """The constants of a pass over rows in words."""
-    return (
-        f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
-        f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
-    )
-
-
-def items_per_block(constants: Mapping[str, int]) -> int:
-    """Work items of a thread block."""
-    return constants["WARPS"] * constants["WARP_ROWS"]
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-# Registers decide how many elements of a row a lane may hold.
-_LANE_ELEMENTS = 16
-
-
-@cache
-def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1) -> MappingProxyType[str, int]:
-    """Map a feature row [H, C] to the lanes of a warp.
-
-    A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
-    side while lanes are left, then a lane takes several heads in turn while its registers allow; the rest are groups of
-    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
-    """
-    vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
-    vecs = channels // vec
-    head_lanes = min(32, max(1, _power_of_two(vecs) // loads))
-    lane_vecs = -(-vecs // head_lanes)
-    head_slots = min(_power_of_two(heads), 32 // head_lanes)
-    lane_heads = 1
-    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
-        lane_heads *= 2
-    spare = 32 // (head_lanes * head_slots)
-    return MappingProxyType(
-        {
-            "HEADS": heads,
-            "CHANNELS": channels,
-            "VEC": vec,
-            "HEAD_LANES": head_lanes,
-            "LANE_VECS": lane_vecs,
-            "HEAD_SLOTS": head_slots,
-            "LANE_HEADS": lane_heads,
-            "EDGE_SLOTS": spare if wide else 1,
-            "WARP_ROWS": 1 if wide else spare,
-            "WARPS": WARPS,
-        }
-    )
-
-
 _MIN_ROW_LANES = 8
 
 
@@ -270,27 +202,6 @@ def swept_constants(problem: AttentionProblem, direction: str) -> tuple[dict[str
     return {**constants, "ORDERED": 1}, None
 
 
-def _max_edges(num_edges: int, max_degree: int) -> int:
-    """Longest piece of a row that one group of lanes takes.
-
-    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that going through a piece
-    of the longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128
-    edges. Not longer than it is good for the sums, which a piece adds up one after the other.
-    """
-    length = 128 if max_degree <= 128 else min(_SUMMED_EDGES, 1.5 * math.sqrt(max_degree))
-    return max(32, min(1024, _power_of_two(max(_balanced(num_edges), round(length)))))
-
-
-def _balanced(num_edges: int) -> int:
-    """Edges of a chunk that spread a graph over some 16,000 warps."""
-    return _power_of_two(max(1, num_edges // 16384))
-
-
-def side_of(direction: str, graph: Graph) -> tuple[Adjacency, int]:
-    """The rows that a pass takes and the number of columns it gathers from."""
-    return (graph.csc, graph.num_dst) if direction == "sources" else (graph.csr, graph.num_src)
-
-
 def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> list[str]:
     """None: this schedule runs whatever has fused kernels."""
     return []
@@ -344,29 +255,25 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
     if blocks > 1:
         constants, sweep = swept_constants(problem, direction)
         if sweep is None:
-            return RowSplitPlan(constants, _ORDERED_EDGES, blocks)
+            return RowSplitPlan(constants, ORDERED_EDGES, blocks)
         # More sweeps only where rows are long enough for them.
         counted = _blocks(problem, direction, rows, num_columns, heads, sweep.share)
         smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_direction(direction)]
-        longest = max(1, int(sweep.pieces * _ORDERED_EDGES))
+        longest = max(1, int(sweep.pieces * ORDERED_EDGES))
         return RowSplitPlan(constants, longest, max(counted, blocks) if smaller else counted)
-    max_edges = _max_edges(rows.num_edges, rows.max_degree)
+    max_edges = max_edges_of(rows.num_edges, rows.max_degree)
     # A list of chunks asks the device for its length, which a batch that came without a sync should not.
     joined = None if graph.facts is not None else _joined(problem, constants, direction, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
-        longest = min(max(max_edges, _SUMMED_EDGES), _ORDERED_EDGES)
+        longest = min(max(max_edges, SUMMED_EDGES), ORDERED_EDGES)
         return RowSplitPlan(ordered(problem, direction, constants), min(2 * max_edges, longest), 1)
     if constants["WARP_ROWS"] > 1:
         constants = with_whole_heads(problem, direction, constants, "packed")
     return RowSplitPlan(constants, max_edges, 1)
 
 
-_SUMMED_EDGES = 256
-"""Edges of a piece whose sums lose little: the relative error of a chain of n equal float32 terms grows with n."""
-_ORDERED_EDGES = 1024
-"""Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
 _NORM_NUMBERS = 1 << 21
 """Gathered numbers up to which to find norms from them takes no longer than a launch before. Calls back to back on an
 H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
@@ -374,8 +281,6 @@ products still were summed over lanes one after the other."""
 _NORM_NUMBERS_IN_ORDER = 1 << 24
 """The same for packed rows in order, which took 12 to 21 % less with 11 million (PubMed, float32)."""
 _JOINED_WARPS = 8
-_JOINED_EDGES = 8
-"""Edges that a chunk should have at least to be worth its part in joining."""
 _JOINED_BYTES = 48 << 10
 """Shared memory for the states of a block's chunks."""
 _FEW_BLOCKS = 264
@@ -396,7 +301,7 @@ def _joined(
     # At most two sums of a row's width and three numbers per head.
     if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
         return None
-    length = _joined_edges(rows, items)
+    length = joined_edges(rows, items)
     if length > max_edges or length >= rows.max_degree:
         return None
     if constants["WARP_ROWS"] > 1 and not is_small:
@@ -406,7 +311,7 @@ def _joined(
         constants["UNROLL"] = max(4, constants["UNROLL"])
     if is_small and direction == "forward" and problem.dtype.itemsize == 4 and not problem.edge and not problem.dropout:
         constants.update(_of_few_rows(problem, constants, length))
-        length = _joined_edges(rows, items_per_block(constants))
+        length = joined_edges(rows, items_per_block(constants))
     return RowSplitPlan(constants, length, 1)
 
 
@@ -428,15 +333,10 @@ def _in_order(
             fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
     elif plain:
         fewer["MIN_BLOCKS"] = tuning.ordered_min_blocks.get((itemsize, _elements(fewer)), fewer["MIN_BLOCKS"])
-    length = _joined_edges(rows, items_per_block(fewer))
+    length = joined_edges(rows, items_per_block(fewer))
     if length <= max_edges:
         return RowSplitPlan(fewer, length, 1)
-    return RowSplitPlan({**constants, "ORDERED": 1}, _joined_edges(rows, items_per_block(constants)), 1)
-
-
-def _joined_edges(rows: Adjacency, items: int) -> int:
-    """Edges of a chunk where a thread block takes so many items."""
-    return max(_JOINED_EDGES, _power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
+    return RowSplitPlan({**constants, "ORDERED": 1}, joined_edges(rows, items_per_block(constants)), 1)
 
 
 def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length: int) -> Mapping[str, int]:
@@ -453,7 +353,7 @@ def _of_few_rows(problem: AttentionProblem, constants: Mapping[str, int], length
         lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
         return {**lanes, "HEAD_SLOTS": 4, "WARP_ROWS": 2, "UNROLL": 4, "WARPS": constants["WARPS"]}
     loads = constants["LANE_HEADS"] * constants["LANE_VECS"]
-    if not record.saves_dout_dlogit and (loads, constants["WARP_ROWS"]) == (2, 2) and length > _JOINED_EDGES:
+    if not record.saves_dout_dlogit and (loads, constants["WARP_ROWS"]) == (2, 2) and length > JOINED_EDGES:
         return {"WARPS": 2 * constants["WARPS"], "UNROLL": 2}
     return {}
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.dispatch.traversal import layout, side_of
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import NodeRanges, diagonal_blocks, node_ranges
 from pyg_dfgnn.statements.tuning import SmemLayout
@@ -53,7 +54,7 @@ class SmemPlan:
         if self.constants["IN_SHARED"]:
             place = f"in {self.shared_bytes} bytes of shared memory"
         warps = self.constants["WARPS"]
-        return f"{rows.layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
+        return f"{layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
 
 
 def node_bytes(problem: AttentionProblem, direction: str) -> int:
@@ -206,7 +207,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: SmemPl
 
     Fewer blocks on a multiprocessor than the registers allow hide less of what each of them waits for.
     """
-    side, _ = rows.side_of(direction, graph)
+    side, _ = side_of(direction, graph)
     c = chosen.constants
     fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)

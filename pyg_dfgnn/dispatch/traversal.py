@@ -1,0 +1,127 @@
+"""What the plans of all traversals share: how a feature row maps to lanes, and how long rows are cut."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+
+from pyg_dfgnn.graph import Adjacency, Graph
+
+STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The constant of each dtype that kernels store."""
+WARPS = 4
+"""Warps of a block."""
+
+
+SUMMED_EDGES = 256
+"""Edges of a piece whose sums lose little: the relative error of a chain of n equal float32 terms grows with n."""
+ORDERED_EDGES = 1024
+"""Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
+JOINED_EDGES = 8
+"""Edges that a chunk should have at least to be worth its part in joining."""
+
+
+@dataclass(frozen=True)
+class RowSplitPlan:
+    """One pass over a compressed side of the graph, a warp or part of one per row.
+
+    Attributes:
+        constants: What the kernel is specialised by.
+        max_edges: Rows with more edges are split in chunks of at most this many.
+        blocks: Number of launches, each over the edges of one block of columns.
+    """
+
+    constants: Mapping[str, int] = field(hash=False)
+    max_edges: int
+    blocks: int
+    schedule: ClassVar[str] = "row_split"
+
+    def __str__(self) -> str:
+        sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
+        joined = " joined in a block" if self.constants["JOINED"] else ""
+        return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
+
+
+def layout(c: Mapping[str, int]) -> str:
+    """The constants of a pass over rows in words."""
+    return (
+        f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
+        f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
+    )
+
+
+def items_per_block(constants: Mapping[str, int]) -> int:
+    """Work items of a thread block."""
+    return constants["WARPS"] * constants["WARP_ROWS"]
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+# Registers decide how many elements of a row a lane may hold.
+_LANE_ELEMENTS = 16
+
+
+@cache
+def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1) -> MappingProxyType[str, int]:
+    """Map a feature row [H, C] to the lanes of a warp.
+
+    A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
+    side while lanes are left, then a lane takes several heads in turn while its registers allow; the rest are groups of
+    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
+    """
+    vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
+    vecs = channels // vec
+    head_lanes = min(32, max(1, power_of_two(vecs) // loads))
+    lane_vecs = -(-vecs // head_lanes)
+    head_slots = min(power_of_two(heads), 32 // head_lanes)
+    lane_heads = 1
+    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
+        lane_heads *= 2
+    spare = 32 // (head_lanes * head_slots)
+    return MappingProxyType(
+        {
+            "HEADS": heads,
+            "CHANNELS": channels,
+            "VEC": vec,
+            "HEAD_LANES": head_lanes,
+            "LANE_VECS": lane_vecs,
+            "HEAD_SLOTS": head_slots,
+            "LANE_HEADS": lane_heads,
+            "EDGE_SLOTS": spare if wide else 1,
+            "WARP_ROWS": 1 if wide else spare,
+            "WARPS": WARPS,
+        }
+    )
+
+
+def max_edges_of(num_edges: int, max_degree: int) -> int:
+    """Longest piece of a row that one group of lanes takes.
+
+    Long enough that a graph is not spread over more than some 16,000 warps; beyond that, so that going through a piece
+    of the longest row takes about as long as merging all its pieces. Merging takes another launch, as long as 128
+    edges. Not longer than it is good for the sums, which a piece adds up one after the other.
+    """
+    length = 128 if max_degree <= 128 else min(SUMMED_EDGES, 1.5 * math.sqrt(max_degree))
+    return max(32, min(1024, power_of_two(max(_balanced(num_edges), round(length)))))
+
+
+def _balanced(num_edges: int) -> int:
+    """Edges of a chunk that spread a graph over some 16,000 warps."""
+    return power_of_two(max(1, num_edges // 16384))
+
+
+def side_of(direction: str, graph: Graph) -> tuple[Adjacency, int]:
+    """The rows that a pass takes and the number of columns it gathers from."""
+    return (graph.csc, graph.num_dst) if direction == "sources" else (graph.csr, graph.num_src)
+
+
+def joined_edges(rows: Adjacency, items: int) -> int:
+    """Edges of a chunk where a thread block takes so many items."""
+    return max(JOINED_EDGES, power_of_two(-(-rows.max_degree // items)), _balanced(rows.num_edges))
