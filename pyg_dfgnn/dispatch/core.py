@@ -364,7 +364,7 @@ def choose(
         family: Whose kernels.
         problem: What is computed.
         graph: On which graph.
-        directions: ``FORWARD`` or ``BACKWARD``.
+        directions: ``FORWARD`` or the backward passes of a statement.
         settings: What the user decided.
         explain: Look at all candidates also where one is asked for, and refuse nothing: a choice to be read.
 
@@ -454,7 +454,14 @@ def _with_seconds(offers: Mapping[str, Option], seconds: Mapping[str, float]) ->
     return {name: replace(option, measured_s=seconds.get(name)) for name, option in offers.items()}
 
 
-def explain(family: Family, problem: Any, graph: Graph, trained: bool, settings: Settings | None = None) -> Choices:
+def explain(
+    family: Family,
+    problem: Any,
+    graph: Graph,
+    trained: bool,
+    settings: Settings | None = None,
+    backward: Sequence[str] = BACKWARD,
+) -> Choices:
     """Return what would run for ``problem`` on ``graph``, and why.
 
     Args:
@@ -463,7 +470,8 @@ def explain(family: Family, problem: Any, graph: Graph, trained: bool, settings:
         graph: On which graph.
         trained: Whether a backward pass may follow.
         settings: What the user decided; by default the settings in force.
+        backward: The backward passes.
     """
     settings = current() if settings is None else settings
-    groups = (FORWARD, BACKWARD) if trained else (FORWARD,)
+    groups = (FORWARD, backward) if trained else (FORWARD,)
     return Choices(c for each in groups for c in choose(family, problem, graph, each, settings, explain=True))

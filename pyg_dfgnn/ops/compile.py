@@ -214,7 +214,7 @@ def _backward(
     output = statement.output.name
     if exact in kept:
         text.alias(output, exact)
-    else:
+    elif statement.reads_output:
         text.bring(output)
     text.bring(_GRADIENT_OF_OUTPUT)
     layout = text.shape.interleaved

@@ -45,7 +45,7 @@ class Fused(Function):
         out, *kept = prepared.forward(TRAIN, concat, shared, graph)(*tensors, *numbers)
         ctx.call = call
         # Not saved: autograd would then forbid to edit it in place, as one may with PyG's, and a copy costs every call.
-        ctx.out = None if prepared.keeps_exact else (out.detach(), out._version)
+        ctx.out = (out.detach(), out._version) if prepared.keeps_output else None
         ctx.save_for_backward(*tensors, *kept)
         ctx.set_materialize_grads(False)
         if not returns_kept:
@@ -62,7 +62,7 @@ class Fused(Function):
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         out = None
-        if not prepared.keeps_exact:
+        if prepared.keeps_output:
             out = unedited(ctx)
             if out is None:
                 inputs = saved[: len(ctx.needs_input_grad) - 1]

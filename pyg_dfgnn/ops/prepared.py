@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyg_dfgnn.dispatch import core as dispatch
-from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, fused_device_types
+from pyg_dfgnn.dispatch.core import FORWARD, fused_device_types
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.compile import compile_group
@@ -66,6 +66,7 @@ class PreparedOp:
         self.present |= {"seed"} if self.drops else set()
         self.edge_place = op.edge_place
         self.keeps_exact = bool(op.statement.exact_output) and problem.dtype.itemsize == 2
+        self.keeps_output = op.statement.reads_output and not self.keeps_exact
         self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._passes: dict[Any, tuple[PreparedPass, ...]] = {}
@@ -95,16 +96,17 @@ class PreparedOp:
         """Return the passes of a group, prepared on first use, and whether the next call would take the same.
 
         Args:
-            group: ``FORWARD``, ``BACKWARD``, or the name of a pass that no dispatch chooses.
+            group: ``FORWARD``, the backward passes of the statement, or the name of a pass that no dispatch chooses.
             optional: Flags of optional values that the forward pass leaves.
             graph: The edges.
         """
         known = self._passes.get((group, optional))
         if known is not None:
             return known, True
-        if group == BACKWARD:
+        backward = self.op.statement.backward_directions
+        if group == backward:
             problem = self.op.family.given(self.problem, optional)
-            choices = self._choose(problem, graph, BACKWARD)
+            choices = self._choose(problem, graph, backward)
             passes = self._prepare(choices, graph, optional)
             if not all(choice.final for choice in choices):
                 return passes, False
@@ -183,7 +185,7 @@ class PreparedOp:
             return function
         statement = self.op.statement
         optional = flags & statement.optional_flags
-        directions: tuple[str, ...] = {"forward": FORWARD, "backward": BACKWARD}.get(group, ())
+        directions: tuple[str, ...] = {"forward": FORWARD, "backward": statement.backward_directions}.get(group, ())
         if group == "edge":
             assert statement.edge_pass is not None
             directions, optional = (statement.edge_pass.direction,), frozenset()

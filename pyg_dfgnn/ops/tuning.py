@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch import store
-from pyg_dfgnn.dispatch.core import BACKWARD, Option, options
+from pyg_dfgnn.dispatch.core import FORWARD, Option, options
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.compile import Shape, compile_group
 from pyg_dfgnn.runtime import launcher
@@ -101,7 +101,7 @@ def measure(
         problem: Its problem, as the passes see it.
         graph: On which graph.
         shape: What functions are compiled for.
-        directions: ``FORWARD`` or ``BACKWARD``.
+        directions: ``FORWARD`` or the backward passes.
         offers: The options of each of them.
         optional: Flags of optional values that the forward pass leaves.
     """
@@ -109,7 +109,7 @@ def measure(
     statement, fallback = op.statement, op.family.fallback
     tensors, numbers = example(shape, problem)
     flags = frozenset({"stats"})
-    if directions == BACKWARD:
+    if directions != FORWARD:
         exact = {"exact"} if problem.dtype.itemsize == 2 else set()
         flags |= optional | {"saved", "edge_grad"} | exact
     for name in dict.fromkeys(name for each in offers for name, option in each.items() if not option.reasons):
@@ -119,7 +119,7 @@ def measure(
             for direction, option in zip(directions, team, strict=True)
         ]
         try:
-            if directions == BACKWARD:
+            if directions != FORWARD:
                 kept = [_zeros(shape, statement.values[each], problem) for each in statement.kept(flags)]
                 out = _zeros(shape, statement.output, problem)
                 compile_group(shape, "backward", flags, timed)(*tensors, *kept, out, torch.ones_like(out), *numbers)
@@ -134,7 +134,7 @@ def measure(
 
 
 def _zeros(shape: Shape, value: Value, problem: Any) -> Tensor:
-    dtype = problem.dtype if value.dtype == FEATURES else torch.float32
+    dtype = problem.dtype if value.dtype == FEATURES else getattr(torch, value.dtype)
     return torch.zeros(shape.sizes(value), dtype=dtype, device=problem.device)
 
 
@@ -147,7 +147,7 @@ def tune(op: Any, problem: Any, graph: Graph, shape: Shape, directions: tuple[st
         return
     try:
         with torch.inference_mode(False), torch.no_grad():
-            optional = op.optional(problem, graph, settings) if directions == BACKWARD else frozenset()
+            optional = op.optional(problem, graph, settings) if directions != FORWARD else frozenset()
             seconds = measure(op, seen, graph, shape, directions, offers, optional)
     except torch.OutOfMemoryError as error:
         _logger.warning("nothing is timed for a choice by autotune: %s", error)

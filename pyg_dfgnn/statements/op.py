@@ -166,6 +166,16 @@ class Statement:
         return {value.name: value for value in (*every, *grads, *edge)}
 
     @cached_property
+    def backward_directions(self) -> tuple[str, ...]:
+        """Names of the backward passes, in order."""
+        return tuple(stated.direction for stated in self.backward)
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether a backward pass reads the output."""
+        return any(self.output.name in stated.arguments for stated in self.backward)
+
+    @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Names of the inputs."""
         return tuple(value.name for value in self.inputs)
