@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+from pyg_dfgnn.dispatch import segment
 from pyg_dfgnn.dispatch.attention import smem
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import (
@@ -23,9 +25,11 @@ from pyg_dfgnn.dispatch.gemm import (
     forward_tile,
     weight_grad,
 )
+from pyg_dfgnn.dispatch.segment import SegmentProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import block_mma_specs
 from tests.kernels.covering import Row, covering
@@ -220,14 +224,38 @@ def gemm_specs() -> list[Spec]:
     return specs
 
 
+def segment_specs() -> list[Spec]:
+    """A covering set of constants for each source of the aggregation kernels."""
+    axes = {
+        "message": MESSAGES,
+        "stats": (("sum",), ("max",), ("squares", "min"), STATS),
+        "dtype": DTYPES,
+        "channels": (1, 7, 16, 40, 128, 131, 512),
+        "wide": (False, True),
+    }
+    specs = []
+    for row in covering(axes, lambda row: row["message"] != "gate" or row["stats"] == ("sum",)):
+        problem = SegmentProblem(row["message"], row["stats"], row["channels"], row["dtype"], torch.device("cuda"))
+        directions = ["forward", "sources"] + ["targets"] * MESSAGES[row["message"]].target
+        for direction in directions + ["args"] * ("max" in row["stats"] or "min" in row["stats"]):
+            constants = segment.constants_of(problem, direction, row["wide"])
+            specs += segment.specs_of(problem, direction, SimpleNamespace(constants=constants))
+    return specs
+
+
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    return rows + paper_specs() + block_mma_specs() + gemm_specs()
+    return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 
 def label(spec: Spec) -> str:
     """Short name of a module: what was asked for, not every constant that follows from it."""
     c = dict(spec.constants)
+    if spec.path.startswith("segment/"):
+        message = Path(spec.texts[0][1].strip('"')).stem
+        options = [name.lower() for name in ("SUM", "SQUARES", "MAX", "MIN", "ARGS") if c[name]]
+        size = f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch."), f"slots{c['EDGE_SLOTS']}"
+        return "-".join([spec.path[:-3], message, *options, *size])
     if spec.path.startswith("gemm/"):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [score.name for score in SCORES.values() if score.texts == spec.texts]

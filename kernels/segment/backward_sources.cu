@@ -1,0 +1,149 @@
+// Backward of the aggregation over the rows of the CSC (sources): gradients of value, key and edge. The gradient of the
+// message m = a_j m_ij is
+//
+//   g_ij = t_i (dO_i,sum + 2 m dO_i,squares) + [m = max_i] dO_i,max / number of edges that have it + the same of min
+//
+// where the extremes are looked at only for edges whose source may be theirs.
+#define GRADIENTS (1 + HAS_KEY)
+#include "segment/backward.cuh"
+
+struct Extremes {
+    const out_t* out;
+    const u16 *arg_max, *arg_min;
+    const float *num_max, *num_min;
+};
+
+struct Grads {
+    storage_t *key, *value;
+    void* edge;
+};
+
+struct Targets {
+    OutPack sums[ROOM(SUMS)][UNROLL];
+    Args args[ROOM(EXTREMES)][UNROLL];
+    Packed targets[HAS_TARGET ? UNROLL : 1];
+    EdgeOperand edges;
+    float scale[UNROLL];
+};
+
+struct BackwardSources : Backward {
+    typedef Targets Loaded;
+
+    const Extremes& extremes;
+    const Grads& grads;
+    const out_t* grad_out;
+    Fragment own_value, own_key;
+    float own_scale;
+    u32 own_arg;
+
+    __device__ __forceinline__ BackwardSources(const Inputs& in, const Lanes& l, const Extremes& extremes,
+                                               const Grads& grads)
+        : Backward{in, l}, extremes(extremes), grads(grads) {}
+
+    __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
+        own_value = load_fragment(in.value, item.row, l);
+        own_key = zero_fragment();
+        if (HAS_KEY) own_key = load_fragment(in.key, item.row, l);
+        own_scale = scale_of(in.source_scale, item.row);
+        own_arg = arg_of(item.row);
+    }
+
+    __device__ __forceinline__ Targets load(const Step<Index>& step) const {
+        Targets t;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int col = step.edge[u].col;
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) t.sums[k][u] = load_out(grad_out, k, col, l);
+            if (MAX) t.args[0][u] = load_args(extremes.arg_max, col, l);
+            if (MIN) t.args[MAX ? 1 : 0][u] = load_args(extremes.arg_min, col, l);
+            if (HAS_TARGET) t.targets[HAS_TARGET ? u : 0] = load_packed(at_lane(in.target, l), col, l);
+            t.edges.load(in.edge, u, step.edge[u].perm, l);
+            t.scale[u] = scale_of(in.target_scale, col);
+        }
+        return t;
+    }
+
+    // What the extreme number k of a row gives to the gradient of a message m whose source may be its own.
+    __device__ __forceinline__ float extreme_grad(int k, int row, int place, u32 arg, float m) const {
+        const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
+        if (m != out_number(extremes.out, at)) return 0.0f;
+        const float grad = out_number(grad_out, at);
+        if (arg != TIED) return grad;
+        return grad / __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
+    }
+
+    template <bool FULL>
+    __device__ __forceinline__ void step(Sums& sums, const Targets& t, const Adjacency&, const Item& item,
+                                         const Step<Index>& step, int number) const {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Fragment edge = t.edges.at(u);
+            const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
+            const bool counts = is_valid(item, l, number, u);
+            const int col = step.edge[u].col;
+            Fragment grads_of[ROOM(SUMS)], edge_grad;
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) grads_of[k] = widen(t.sums[k][u]);
+            float edge_sum = 0.0f;
+            for_each_channel(l, [&](int h, int c, int place) {
+                const Operands o = {own_value.x[h][c], edge.x[h][c], own_key.x[h][c], target.x[h][c]};
+                const float m = SQUARES || EXTREMES ? message_of(o, own_scale) : 0.0f;
+                float g = SUM ? grads_of[0].x[h][c] : 0.0f;
+                if (SQUARES) g = fmaf(2.0f * m, grads_of[SUM].x[h][c], g);
+                g *= t.scale[u];
+#pragma unroll
+                for (int k = 0; k < EXTREMES; ++k) {
+                    const u32 arg = t.args[k][u].get(h, c);
+                    if ((arg == own_arg || arg == TIED) && counts && has_vec(l, h, c / VEC)) {
+                        g += extreme_grad(k, col, place, arg, m);
+                    }
+                }
+                g = counts ? g * own_scale : 0.0f;
+                sums.of[0].x[h][c] += counts ? Message::value_grad(g, o) : 0.0f;
+                if (HAS_KEY) sums.of[HAS_KEY].x[h][c] += counts ? Message::key_grad(g, o) : 0.0f;
+                if (EDGE != 0) edge_grad.x[h][c] = Message::edge_grad(g, o);
+                if (EDGE == 2) edge_sum += has_vec(l, h, c / VEC) ? edge_grad.x[h][c] : 0.0f;
+            });
+#if EDGE == 1
+            if (counts && grads.edge != nullptr) {
+                store_fragment(static_cast<storage_t*>(grads.edge), step.edge[u].perm, l, edge_grad);
+            }
+#elif EDGE == 2
+            if (grads.edge != nullptr) {
+                head_sum<1, GROUP_LANES / 2>(&edge_sum);
+                if (counts && l.head_lane == 0) static_cast<float*>(grads.edge)[step.edge[u].perm] = edge_sum;
+            }
+#endif
+        }
+    }
+
+    __device__ __forceinline__ void store(const Sums& sums, int row, bool writes) const {
+        if (!writes) return;
+        store_fragment(grads.value, row, l, sums.of[0]);
+        if (HAS_KEY) store_fragment(grads.key, row, l, sums.of[HAS_KEY]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+segment_backward_sources(ADJACENCY_PARAMETERS, BACKWARD_PARAMETERS, storage_t* grad_key, storage_t* grad_value,
+                         void* grad_edge, float* partial, float* carry) {
+    const Adjacency a = ADJACENCY;
+    const Inputs in = INPUTS;
+    const Extremes extremes = {out, arg_max, arg_min, num_max, num_min};
+    const Grads grads = {grad_key, grad_value, grad_edge};
+    const Lanes l = lane_layout();
+    BackwardSources functor(in, l, extremes, grads);
+    functor.grad_out = grad_out;
+    traverse(a, l, functor, partial, carry);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+segment_backward_sources_merge(HEAVY_PARAMETERS, const float* partial, storage_t* grad_key, storage_t* grad_value,
+                               float* carry) {
+    const Inputs in = {};
+    const Extremes extremes = {};
+    const Grads grads = {grad_key, grad_value, nullptr};
+    const Lanes l = lane_layout();
+    merge_heavy_rows(HeavyRows HEAVY, l, BackwardSources(in, l, extremes, grads), partial, carry);
+}

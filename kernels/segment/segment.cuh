@@ -1,0 +1,191 @@
+// What the aggregation kernels share: their inputs, what a message states, and the loads of an edge.
+//
+// Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, SQUARES, MAX, MIN (which statistics there
+// are, in the order in which they lie in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
+// HAS_KEY, HAS_TARGET, OUT_FP32 (the output is float32 whatever the storage).
+#include "include/traversal.cuh"
+
+#define SUMS (SUM + SQUARES)
+#define EXTREMES (MAX + MIN)
+#define STATS (SUMS + EXTREMES)
+#define OUT_STRIDE (STATS * ROW_STRIDE)
+// Arrays have an element more than they need: none may be empty.
+#define ROOM(count) ((count) > 0 ? (count) : 1)
+
+#define INPUT_PARAMETERS                                                                                             \
+    const storage_t *target, const storage_t *key, const storage_t *value, const void *edge,                         \
+        const float *source_scale, const float *target_scale
+#define INPUTS {target, key, value, edge, source_scale, target_scale}
+
+struct Inputs {
+    const storage_t* target;     // [num_targets, CHANNELS]
+    const storage_t* key;        // [num_sources, CHANNELS]
+    const storage_t* value;      // [num_sources, CHANNELS]
+    const void* edge;            // [E, CHANNELS] storage_t or [E] fp32
+    const float* source_scale;   // [num_sources], or null for ones
+    const float* target_scale;   // [num_targets], or null for ones
+};
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+// One channel of an edge; 0 for what a message does not read.
+struct Operands {
+    float value, edge, key, target;
+};
+
+#define MESSAGE_FN static __device__ __forceinline__
+
+// What a message states: its value and the gradients of its operands, given the gradient g of the message. Those that it
+// does not read it may leave out.
+struct MessageDefaults {
+    MESSAGE_FN float edge_grad(float, const Operands&) { return 0.0f; }
+    MESSAGE_FN float key_grad(float, const Operands&) { return 0.0f; }
+    MESSAGE_FN float target_grad(float, const Operands&) { return 0.0f; }
+};
+
+#include "message.cuh"
+
+// The message times the scale of its source. Rounded to the storage type, as PyG's is, where messages are compared.
+__device__ __forceinline__ float message_of(const Operands& o, float scale) {
+    const float m = scale * Message::value(o);
+#if STORAGE != 0 && EXTREMES > 0
+    return from_bits16(to_bits16(m));
+#else
+    return m;
+#endif
+}
+
+__device__ __forceinline__ float scale_of(const float* scale, int row) {
+    return scale == nullptr ? 1.0f : __ldg(scale + row);
+}
+
+// The edge's own operand for UNROLL edges.
+struct EdgeOperand {
+    Packed vectors[EDGE == 1 ? UNROLL : 1];
+    float numbers[EDGE == 2 ? UNROLL : 1];
+
+    __device__ __forceinline__ void load(const void* edge, int u, int perm, const Lanes& l) {
+#if EDGE == 1
+        vectors[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), perm, l);
+#elif EDGE == 2
+        numbers[u] = __ldg(static_cast<const float*>(edge) + perm);
+#endif
+    }
+
+    __device__ __forceinline__ Fragment at(int u) const {
+#if EDGE == 1
+        return widen(vectors[u]);
+#else
+        Fragment fragment = zero_fragment();
+#if EDGE == 2
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] = numbers[u];
+        }
+#endif
+        return fragment;
+#endif
+    }
+};
+
+// A lane's share of a row of the output, or of its gradient: statistic s of row `row`.
+#if OUT_FP32
+typedef float out_t;
+#else
+typedef storage_t out_t;
+#endif
+
+// As it lies in memory, so that it waits in few registers.
+#if OUT_FP32
+typedef Fragment OutPack;
+__device__ __forceinline__ Fragment widen(const Fragment& fragment) { return fragment; }
+#else
+typedef Packed OutPack;
+#endif
+
+__device__ __forceinline__ OutPack load_out(const out_t* out, int s, int row, const Lanes& l) {
+#if OUT_FP32
+    return load_fragment_fp32(out, (i64)row * STATS + s, l);
+#else
+    return load_packed<false, OUT_STRIDE>(at_lane(out + s * ROW_STRIDE, l), row, l);
+#endif
+}
+
+__device__ __forceinline__ void store_out(out_t* out, int s, int row, const Lanes& l, const Fragment& fragment) {
+#if OUT_FP32
+    store_fragment_fp32(out, (i64)row * STATS + s, l, fragment);
+#else
+    store_fragment<OUT_STRIDE>(out + s * ROW_STRIDE, row, l, fragment);
+#endif
+}
+
+// One number of it.
+__device__ __forceinline__ float out_number(const out_t* out, i64 place) {
+#if OUT_FP32 || STORAGE == 0
+    return __ldg(out + place);
+#else
+    return from_bits16(__ldg(out + place));
+#endif
+}
+
+// Which source an extreme comes from: 16 bits of its number, or TIED where several edges have it. Two sources may have
+// the same bits, so that whoever finds them compares the message with the extreme too.
+constexpr u32 TIED = 0xffffu;
+
+__device__ __forceinline__ u32 arg_of(int source) {
+    const u32 bits = ((u32)source ^ (u32)source >> 16) & 0xffffu;
+    return bits == TIED ? TIED - 1 : bits;
+}
+
+// A lane's share of a row [rows, CHANNELS] of 16-bit arguments, two to a word.
+#define ARG_WORDS ((VEC + 1) / 2)
+struct Args {
+    u32 words[LANE_HEADS][LANE_VECS][ARG_WORDS];
+
+    __device__ __forceinline__ u32 get(int h, int c) const {
+        return words[h][c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & 0xffffu;
+    }
+};
+
+__device__ __forceinline__ Args load_args(const u16* base, int row, const Lanes& l) {
+    Args args;
+    const u16* address = base + (i64)row * ROW_STRIDE + l.offset;
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            const u16* from = address + vec_offset(h, k);
+            u32(&words)[ARG_WORDS] = args.words[h][k];
+#pragma unroll
+            for (int w = 0; w < ARG_WORDS; ++w) words[w] = 0u;
+            if (!has_vec(l, h, k)) continue;
+#if VEC == 8
+            const uint4 r = __ldg(reinterpret_cast<const uint4*>(from));
+            words[0] = r.x;
+            words[1] = r.y;
+            words[2] = r.z;
+            words[3] = r.w;
+#elif VEC == 4
+            const uint2 r = __ldg(reinterpret_cast<const uint2*>(from));
+            words[0] = r.x;
+            words[1] = r.y;
+#elif VEC == 2
+            words[0] = __ldg(reinterpret_cast<const u32*>(from));
+#else
+            words[0] = __ldg(from);
+#endif
+        }
+    }
+    return args;
+}
+
+// Calls work(h, c, place) for every channel of a row that the lane has; place counts from the row's first channel.
+template <class Work>
+__device__ __forceinline__ void for_each_channel(const Lanes& l, const Work& work) {
+#pragma unroll
+    for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) work(h, c, l.offset + vec_offset(h, c / VEC) + c % VEC);
+    }
+}

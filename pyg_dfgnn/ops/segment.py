@@ -1,0 +1,188 @@
+r"""Aggregation over the edges of a graph: every statistic that is asked for in one gather.
+
+.. math::
+    O_{is} = \mathrm{stat}_s \{ m_{ij} : j \in N(i) \}
+
+All functions run on CPU tensors and in float64 through the reference implementation.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, specs_of
+from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.adjacency import finished
+from pyg_dfgnn.ops.core import Edges, Op, check_graph
+from pyg_dfgnn.ops.traversal import TraversalLaunch
+from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.statements.segment import EXTREMES, MESSAGES, STATS, SUMS, statement_of
+
+STATISTICS = ("sum", "mean", "max", "min", "var", "std")
+"""Statistics of :func:`aggregate`."""
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "sum": ("sum",),
+    "mean": ("sum",),
+    "max": ("max",),
+    "min": ("min",),
+    "var": ("sum", "squares"),
+    "std": ("sum", "squares"),
+}
+
+
+_COUNT = {"forward": 11, "args": 11, "targets": 13, "sources": 15}
+"""Arguments of the statement's pass that the kernel takes."""
+_MERGED = {"forward": (5, 6, 7, 8, 9, 10), "args": (5, 6, 7, 8, 9, 10), "targets": (12,), "sources": (12, 13)}
+"""Places of the arguments that the merge kernel takes between its two states."""
+
+
+def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> TraversalLaunch:
+    """Return the launches of a pass.
+
+    Args:
+        problem: What is computed.
+        direction: A pass of the statement, or "args" for the forward pass that leaves where extremes come from.
+        plan: How the pass runs.
+        graph: The edges.
+        flags: Optional values that the forward pass has left.
+    """
+    (spec,) = specs_of(problem, direction, plan)
+    entry = "segment_" + spec.path.removeprefix("segment/").removesuffix(".cu")
+    elements = problem.fragments(direction) * problem.channels
+    return TraversalLaunch(plan, direction, graph, spec, entry, elements, _COUNT[direction], _MERGED[direction])
+
+
+@cache
+def op_of(message: str, stats: tuple[str, ...]) -> Op:
+    """Return the op of a message and some of the statistics that kernels compute."""
+
+    def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> SegmentProblem:
+        value = inputs["value"]
+        return SegmentProblem(message, stats, channels, value.dtype, value.device)
+
+    def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
+        return frozenset({"args"}) if set(stats) & set(EXTREMES) else frozenset()
+
+    return Op(statement_of(MESSAGES[message], stats), FAMILY, problem, prepare, optional=optional)
+
+
+def aggregate(
+    graph: Edges,
+    x: Tensor,
+    stats: str | Sequence[str] = "sum",
+    *,
+    message: str = "copy",
+    edge: Tensor | None = None,
+    key: Tensor | None = None,
+    target: Tensor | None = None,
+    source_scale: Tensor | None = None,
+    target_scale: Tensor | None = None,
+) -> Tensor:
+    r"""Statistics of the messages that each target receives, all from one gather.
+
+    .. math:: O_{is} = \mathrm{stat}_s \{ a_j \, m_{ij} : j \in N(i) \}, \quad O_i = b_i \sum_j a_j \, m_{ij}
+
+    The variance is :math:`E[m^2] - E[m]^2` and the standard deviation :math:`\sqrt{\max(var, 10^{-5})}`, or 0 where
+    that is at most :math:`\sqrt{10^{-5}}`, as PyG has them. A target without edges gets zeros. Gradients of a maximum
+    or minimum are shared evenly among its ties, as torch's `scatter_reduce` does.
+
+    Args:
+        graph: The edges; of :meth:`~pyg_dfgnn.graph.Graph.of_index` or :meth:`~pyg_dfgnn.graph.Graph.of_ptr` for a
+            reduction of the rows of `x`.
+        x: Features :math:`v` of the sources, shape [N_src, F].
+        stats: One of ``STATISTICS``, or a sequence of them.
+        message: `"copy"` for :math:`v_j`, `"weight"` for :math:`e_{ij} v_j`, `"add"` for :math:`v_j + e_{ij}`,
+            `"relu_add"` for :math:`\max(v_j + e_{ij}, 0)`, `"gate"` for :math:`\sigma(t_i + k_j) v_j`.
+        edge: Shape [E] for `"weight"`, [E, F] for `"add"` and `"relu_add"`, in the order of ``graph.edge_index``.
+        key: Features :math:`k` of the sources, shape [N_src, F], for `"gate"`.
+        target: Features :math:`t` of the targets, shape [N_dst, F], for `"gate"`.
+        source_scale: Factors :math:`a` of the messages, float32 [N_src]; no gradient of them is computed.
+        target_scale: Factors :math:`b` of sums and means, float32 [N_dst]; no gradient of them is computed.
+
+    Returns:
+        Shape [N_dst, F] for a name, [N_dst, S, F] for a sequence of S names.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A shape, device or name does not fit, or the message needs an input that is None.
+    """
+    names = (stats,) if isinstance(stats, str) else tuple(stats)
+    if not names:
+        raise ValueError(f"'stats' needs at least one of {', '.join(STATISTICS)} (got none)")
+    for name in names:
+        check_choice("stats", name, STATISTICS)
+    check_choice("message", message, tuple(MESSAGES))
+    record = MESSAGES[message]
+    reads = (("edge", edge, record.edge), ("key", key, record.key), ("target", target, record.target))
+    for name, tensor, is_read in reads:
+        if (tensor is None) == bool(is_read):
+            raise ValueError(
+                f"{name!r} needs {'a tensor' if is_read else 'None'} for the message {message!r} "
+                f"(got {'None' if tensor is None else 'a tensor'})"
+            )
+    graph, _ = check_graph(graph)
+    moments = not {"var", "std"}.isdisjoint(names)
+    if moments and target_scale is not None:
+        raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
+    wanted = {part for name in names for part in _PARTS[name]}
+    parts = tuple(part for part in STATS if part in wanted)
+    scale = target_scale
+    # Next to a sum, means are made of that.
+    divides = not {"mean", "var", "std"}.isdisjoint(names) and "sum" not in names
+    if divides:
+        scale = inverse_degree(graph) if scale is None else inverse_degree(graph) * scale
+    scales = {"source_scale": source_scale, "target_scale": scale}
+    out = _run(op_of(message, parts), graph, {"value": x, "edge": edge, "key": key, "target": target}, scales)
+    if len(names) == 1 and not moments:
+        return out[:, 0] if isinstance(stats, str) else out
+    sums = dict(zip(parts, out.unbind(1), strict=True))
+    means = sums
+    if not divides and names != ("sum",):
+        inverse = inverse_degree(graph).unsqueeze(1)
+        means = {part: total * inverse if part in SUMS else total for part, total in sums.items()}
+    outputs = [_statistic(name, sums if name == "sum" else means).to(x.dtype) for name in names]
+    return outputs[0] if isinstance(stats, str) else torch.stack(outputs, dim=1)
+
+
+def _statistic(name: str, by_part: Mapping[str, Tensor]) -> Tensor:
+    """Return a statistic of :func:`aggregate` from what the kernels computed."""
+    if name in ("var", "std"):
+        variance = by_part["squares"] - by_part["sum"] * by_part["sum"]
+        if name == "var":
+            return variance
+        deviation = variance.clamp(min=1e-5).sqrt()
+        return deviation.masked_fill(deviation <= 1e-5**0.5, 0.0)
+    return by_part[_PARTS[name][0]]
+
+
+def _run(op: Op, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Mapping[str, Tensor | None]) -> Tensor:
+    """Return the statistics [N_dst, S, F] that kernels compute, wide features in pieces."""
+    x = vectors["value"]
+    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > MAX_CHANNELS:
+        pieces = -(-x.size(1) // MAX_CHANNELS)
+        cut = {
+            name: [tensor] * pieces if tensor is None or tensor.dim() < 2 else tensor.tensor_split(pieces, dim=1)
+            for name, tensor in vectors.items()
+        }
+        columns = [{name: parts[place] for name, parts in cut.items()} for place in range(pieces)]
+        return torch.cat([_run(op, graph, column, scales) for column in columns], dim=2)
+    by_name = {**vectors, **scales}
+    out: Tensor = op(graph, tuple(by_name[name] for name in op.statement.input_names), (), heads=1)
+    return out.flatten(2)
+
+
+def inverse_degree(graph: Edges) -> Tensor:
+    """Return ``1 / max(degree, 1)`` of each target, float32 [N_dst]; a graph keeps it."""
+    if isinstance(graph, Graph):
+
+        def build() -> Tensor:
+            return finished(graph.csr.rowptr.diff().clamp(min=1).float().reciprocal())
+
+        return graph.derived("inverse_degree", build)
+    target = graph.edge_index[0 if graph.transposed else 1]
+    degree = torch.zeros(graph.num_dst, device=target.device).index_add(0, target, torch.ones_like(target).float())
+    return degree.clamp(min=1).reciprocal()

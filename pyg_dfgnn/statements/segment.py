@@ -1,0 +1,155 @@
+"""The statement of aggregations over the edges of a graph, made from a message and the statistics that are asked for.
+
+.. math::
+    O_{is} = t_i \\, \\mathrm{stat}_s \\{ m_{ij} : j \\in N(i) \\}
+
+A message :math:`m_{ij}` is one record here and one struct in CUDA. All statistics of a call come from one gather.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.statements.op import Gradient, Pass, Statement, Value
+
+STATS = ("sum", "squares", "max", "min")
+"""Statistics that kernels compute, in the order of their outputs; those of ``SUMS`` are scaled, the others are not."""
+SUMS = STATS[:2]
+EXTREMES = STATS[2:]
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What an edge sends, channel by channel.
+
+    Attributes:
+        name: Name in :data:`MESSAGES`, and stem of its CUDA struct in ``kernels/segment/messages``.
+        reference: The messages [E, F] in plain torch of (value, edge, key, target) at every edge.
+        edge: What it reads of an edge: a "vector" [E, F], a "scalar" [E], or None.
+        key: Whether it reads a vector of the source other than the value.
+        target: Whether it reads a vector of the target.
+    """
+
+    name: str
+    reference: Callable[..., Tensor]
+    edge: str | None = None
+    key: bool = False
+    target: bool = False
+
+
+def _copy(value: Tensor, *_: Tensor | None) -> Tensor:
+    return value
+
+
+def _weight(value: Tensor, edge: Tensor, *_: Tensor | None) -> Tensor:
+    return value * edge.view(-1, *(1,) * (value.dim() - 1))
+
+
+def _add(value: Tensor, edge: Tensor, *_: Tensor | None) -> Tensor:
+    return value + edge
+
+
+def _relu_add(value: Tensor, edge: Tensor, *_: Tensor | None) -> Tensor:
+    return (value + edge).relu()
+
+
+def _gate(value: Tensor, _: Tensor | None, key: Tensor, target: Tensor) -> Tensor:
+    return torch.sigmoid(target + key) * value
+
+
+COPY = Message("copy", _copy)
+"""``m_ij = v_j``."""
+WEIGHT = Message("weight", _weight, edge="scalar")
+"""``m_ij = e_ij v_j`` with one number per edge."""
+ADD = Message("add", _add, edge="vector")
+"""``m_ij = v_j + e_ij``."""
+RELU_ADD = Message("relu_add", _relu_add, edge="vector")
+"""``m_ij = max(v_j + e_ij, 0)``."""
+GATE = Message("gate", _gate, key=True, target=True)
+"""``m_ij = sigmoid(t_i + k_j) v_j``."""
+MESSAGES = MappingProxyType({message.name: message for message in (COPY, WEIGHT, ADD, RELU_ADD, GATE)})
+"""Every message by its name."""
+
+_INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale")
+FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", "arg_max", "arg_min", "num_max", "num_min"))
+
+
+@cache
+def statement_of(message: Message, stats: Sequence[str]) -> Statement:
+    """Return the statement of the aggregation of messages.
+
+    Args:
+        message: What an edge sends.
+        stats: Some of ``STATS``, in their order.
+    """
+    # Only extremes are looked up in the output.
+    out = "out" if set(stats) & set(EXTREMES) else ""
+    known = (*_INPUTS, out, "arg_max", "arg_min", "num_max", "num_min", "grad_out")
+    targets = Pass("targets", "targets", "sources", (*known, "grad_target"))
+    sources = Pass("sources", "sources", "targets", (*known, "grad_key", "grad_value", "grad_edge"))
+    extremes = [stat for stat in stats if stat in EXTREMES]
+    edge_shape, edge_dtype = (("H", "C"), "features") if message.edge == "vector" else ((), "float32")
+    inputs = (
+        Value("target", "targets", ("H", "C"), needed=message.target),
+        Value("key", "sources", ("H", "C"), needed=message.key),
+        Value("value", "sources", ("H", "C"), label="x", needed=True),
+        Value("edge", "edges", edge_shape, edge_dtype, needed=message.edge is not None),
+        Value("source_scale", "sources", (), "float32"),
+        Value("target_scale", "targets", (), "float32"),
+    )
+    gradients = [Gradient("value", Value("grad_value", "sources", like="value"))]
+    if message.target:
+        gradients.append(Gradient("target", Value("grad_target", "targets", like="target")))
+    if message.key:
+        gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
+    if message.edge is not None:
+        gradients.append(Gradient("edge", Value("grad_edge", "edges", like="edge"), when="edge_grad"))
+    # Squares cancel in what is made of them: they leave in float32 whatever the features are.
+    out_dtype = "float32" if "squares" in stats else "features"
+    saved = [Value(f"arg_{stat}", "targets", ("H", "C"), "int16", when="args") for stat in extremes]
+    saved += [Value(f"num_{stat}", "targets", ("H", "C"), "float32", when="args") for stat in extremes]
+    return Statement(
+        name=f"segment/{message.name}/{'+'.join(stats)}",
+        inputs=inputs,
+        numbers=(),
+        output=Value("out", "targets", (len(stats), "H", "C"), out_dtype),
+        saved=tuple(saved),
+        forward=(FORWARD,),
+        backward=(targets, sources) if message.target else (sources,),
+        gradients=tuple(gradients),
+        reference=partial(_reference, message, stats),
+    )
+
+
+def _reference(
+    message: Message, stats: Sequence[str], edge_index: Tensor, num_dst: int, inputs: dict[str, Any], *_: Any
+) -> tuple[Tensor, None]:
+    """Return the statistics [N_dst, S, H, C] in plain torch."""
+    source, target = edge_index
+
+    def at(name: str, nodes: Tensor) -> Tensor | None:
+        tensor = inputs.get(name)
+        return None if tensor is None else tensor[nodes]
+
+    scale = at("source_scale", source)
+    value, key, query = at("value", source), at("key", source), at("target", target)
+    messages = message.reference(value, inputs.get("edge"), key, query)
+    if scale is not None:
+        messages = messages * scale.view(-1, 1, 1)
+    outputs = []
+    for stat in stats:
+        if stat in SUMS:
+            terms = messages * messages if stat == "squares" else messages
+            out = messages.new_zeros((num_dst, *messages.shape[1:])).index_add(0, target, terms)
+            factor = inputs.get("target_scale")
+            outputs.append(out if factor is None else out * factor.view(-1, 1, 1))
+        else:
+            index = target.view(-1, 1, 1).expand_as(messages)
+            zeros = messages.new_zeros((num_dst, *messages.shape[1:]))
+            outputs.append(zeros.scatter_reduce(0, index, messages, f"a{stat}", include_self=False))
+    return torch.stack(outputs, dim=1), None
