@@ -52,10 +52,10 @@ GRAPHS = {
 }
 
 
-def build_graph(edges: list[tuple[int, int]], num_src: int, num_dst: int) -> Graph:
+def build_graph(edges: list[tuple[int, int]], num_src: int, num_dst: int, device: str = "cpu") -> Graph:
     order = torch.randperm(len(edges))
     edge_index = torch.tensor(edges, dtype=torch.long).reshape(-1, 2).t()[:, order].contiguous()
-    return Graph.of(edge_index, num_src, num_dst)
+    return Graph.of(edge_index.to(device), num_src, num_dst)
 
 
 def problem_of(

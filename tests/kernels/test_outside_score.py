@@ -1,5 +1,7 @@
 """Scores that are stated outside the package: a record and the text of a CUDA struct are all that they take."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,7 +102,7 @@ HEADS, SCALE = 8, 0.7
 
 
 def random_inputs(score: Score, graph: Graph, channels: int, dtype: torch.dtype, edge: bool) -> dict[str, Tensor]:
-    """Inputs by the names of the operands."""
+    """Inputs by the names of the operands, on the device of the graph."""
     nodes = {"target": graph.num_dst, "key": graph.num_src, "value": graph.num_src}
     inputs = {name: torch.randn(count, HEADS, channels).to(dtype) for name, count in nodes.items()}
     inputs["target_scalars"] = torch.randn(graph.num_dst, HEADS)
@@ -110,7 +112,7 @@ def random_inputs(score: Score, graph: Graph, channels: int, dtype: torch.dtype,
     if score.edge == "vector":
         inputs["edge"] = torch.randn(graph.num_edges, HEADS, channels).to(dtype)
     taken = {*score.gradients} - (set() if edge else {"edge"})
-    return {name: tensor for name, tensor in inputs.items() if name in taken}
+    return {name: tensor.to(graph.device) for name, tensor in inputs.items() if name in taken}
 
 
 def results(out: Tensor, inputs: dict[str, Tensor], grad_out: Tensor) -> dict[str, Tensor]:
@@ -136,7 +138,11 @@ def exact(score: Score, graph: Graph, given: dict[str, Tensor], grad_out: Tensor
     wide = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
     torch.manual_seed(5)
     seed = draw_seed(grad_out.device) if p else None
-    keep = None if seed is None else dropout_factor(torch.arange(graph.num_edges), HEADS, p, seed).double()
+    keep = (
+        None
+        if seed is None
+        else dropout_factor(torch.arange(graph.num_edges, device=graph.device), HEADS, p, seed).double()
+    )
     out, weights = edge_attention(score, graph.edge_index, graph.num_dst, **wide, scale=SCALE, keep=keep)
     return {**results(out, wide, grad_out), "weights": weights.detach()}
 
@@ -171,20 +177,26 @@ CASES = covering(
 )
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+DEVICES = (
+    pytest.param("cpu", marks=pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row", CASES, ids=lambda row: "-".join(str(getattr(v, "__name__", v)) for v in row.values()))
-def test_equals_autograd_in_float64(row):
+def test_equals_autograd_in_float64(row, device):
     score, dtype, p = SCORES[row["score"]], row["dtype"], row["dropout"]
     # The graph whose sources are its targets fits in shared memory.
     schedule = "smem" if row["graph"] is square_graph else "row_split"
     settings(schedule=schedule, fallback="error")
-    graph = build_graph(*row["graph"]())
+    graph = build_graph(*row["graph"](), device)
     given = random_inputs(score, graph, row["channels"], dtype, row["edge"])
-    grad_out = torch.randn(graph.num_dst, HEADS, row["channels"]).to(dtype)
-    with emulated_device(seed=1) as launched:
+    grad_out = torch.randn(graph.num_dst, HEADS, row["channels"]).to(device, dtype)
+    with emulated_device(seed=1) if device == "cpu" else nullcontext() as launched:
         actual = fused(score, graph, given, grad_out, p)
     expected = exact(score, graph, given, grad_out, p)
-    assert ("attention_forward_merge" in launched) == (row["graph"] is heavy_graph)
+    assert launched is None or ("attention_forward_merge" in launched) == (row["graph"] is heavy_graph)
     assert {*actual} == {*expected}
     assert_largest_close(dtype, actual, expected)
 
