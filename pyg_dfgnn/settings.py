@@ -12,7 +12,7 @@ from pyg_dfgnn.errors import check_choice
 RULES = ("auto", "autotune", "paper")
 SCHEDULES = (
     *RULES,
-    *("row_split", "smem", "block_mma", "smmf", "pmf"),
+    *("row_split", "smem", "block_mma", "smmf", "pmf", "cusparse", "cusparse_alg3"),
     # Forward passes of smmf with some or all of its optimisations off.
     "feature_parallel",
     *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),

@@ -41,6 +41,17 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
+// The larger of two numbers; a NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+#ifdef PYG_DFGNN_EMULATOR
+    return x != x || y != y ? x + y : fmaxf(x, y);
+#else
+    float max;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(x), "f"(y));
+    return max;
+#endif
+}
+
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {

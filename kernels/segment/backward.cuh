@@ -13,7 +13,7 @@ struct Sums {
 struct Backward {
     typedef Sums State;
     typedef ColumnIndex<(EDGE != 0)> Index;
-    static constexpr bool PREFETCHES = true, HAS_FULL_STEPS = false, RESETS_EMPTY = false;
+    static constexpr bool PREFETCHES = true, HAS_FULL_STEPS = true, RESETS_EMPTY = false;
 
     const Inputs& in;
     const Lanes& l;

@@ -44,7 +44,7 @@ struct BackwardSources : Backward {
         own_value = load_fragment(in.value, item.row, l);
         own_key = zero_fragment();
         if (HAS_KEY) own_key = load_fragment(in.key, item.row, l);
-        own_scale = scale_of(in.source_scale, item.row);
+        own_scale = source_scale_of(in, item.row);
         own_arg = arg_of(item.row);
     }
 
@@ -59,7 +59,7 @@ struct BackwardSources : Backward {
             if (MIN) t.args[MAX ? 1 : 0][u] = load_args(extremes.arg_min, col, l);
             if (HAS_TARGET) t.targets[HAS_TARGET ? u : 0] = load_packed(at_lane(in.target, l), col, l);
             t.edges.load(in.edge, u, step.edge[u].perm, l);
-            t.scale[u] = scale_of(in.target_scale, col);
+            t.scale[u] = target_scale_of(in, col);
         }
         return t;
     }
@@ -67,8 +67,8 @@ struct BackwardSources : Backward {
     // What the extreme number k of a row gives to the gradient of a message m whose source may be its own.
     __device__ __forceinline__ float extreme_grad(int k, int row, int place, u32 arg, float m) const {
         const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
-        if (m != out_number(extremes.out, at)) return 0.0f;
-        const float grad = out_number(grad_out, at);
+        const float best = out_number(extremes.out, at), grad = out_number(grad_out, at);
+        if (m != best) return 0.0f;
         if (arg != TIED) return grad;
         return grad / __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
     }
@@ -80,8 +80,13 @@ struct BackwardSources : Backward {
         for (int u = 0; u < UNROLL; ++u) {
             const Fragment edge = t.edges.at(u);
             const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
-            const bool counts = is_valid(item, l, number, u);
+            const bool counts = FULL || is_valid(item, l, number, u);
             const int col = step.edge[u].col;
+            bool may_be_extreme = false;
+#pragma unroll
+            for (int k = 0; k < EXTREMES; ++k) may_be_extreme |= counts && t.args[k][u].may_have(own_arg);
+            // Most edges give nothing to an extreme.
+            if (SUMS == 0 && EDGE == 0 && !may_be_extreme) continue;
             Fragment grads_of[ROOM(SUMS)], edge_grad;
 #pragma unroll
             for (int k = 0; k < SUMS; ++k) grads_of[k] = widen(t.sums[k][u]);
@@ -91,17 +96,19 @@ struct BackwardSources : Backward {
                 const float m = SQUARES || EXTREMES ? message_of(o, own_scale) : 0.0f;
                 float g = SUM ? grads_of[0].x[h][c] : 0.0f;
                 if (SQUARES) g = fmaf(2.0f * m, grads_of[SUM].x[h][c], g);
-                g *= t.scale[u];
+                if (TARGET_SCALED) g *= t.scale[u];
 #pragma unroll
                 for (int k = 0; k < EXTREMES; ++k) {
                     const u32 arg = t.args[k][u].get(h, c);
-                    if ((arg == own_arg || arg == TIED) && counts && has_vec(l, h, c / VEC)) {
+                    if (may_be_extreme && (arg == own_arg || arg == TIED) && has_vec(l, h, c / VEC)) {
                         g += extreme_grad(k, col, place, arg, m);
                     }
                 }
-                g = counts ? g * own_scale : 0.0f;
-                sums.of[0].x[h][c] += counts ? Message::value_grad(g, o) : 0.0f;
-                if (HAS_KEY) sums.of[HAS_KEY].x[h][c] += counts ? Message::key_grad(g, o) : 0.0f;
+                if (SOURCE_SCALED) g *= own_scale;
+                if (counts) {
+                    sums.of[0].x[h][c] += Message::value_grad(g, o);
+                    if (HAS_KEY) sums.of[HAS_KEY].x[h][c] += Message::key_grad(g, o);
+                }
                 if (EDGE != 0) edge_grad.x[h][c] = Message::edge_grad(g, o);
                 if (EDGE == 2) edge_sum += has_vec(l, h, c / VEC) ? edge_grad.x[h][c] : 0.0f;
             });

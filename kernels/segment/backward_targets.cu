@@ -21,7 +21,7 @@ struct BackwardTargets : Backward {
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = load_fragment(in.target, item.row, l);
         grad = widen(load_out(grad_out, 0, item.row, l));
-        const float scale = scale_of(in.target_scale, item.row);
+        const float scale = target_scale_of(in, item.row);
         for_each_channel(l, [&](int h, int c, int) { grad.x[h][c] *= scale; });
     }
 
@@ -33,7 +33,7 @@ struct BackwardTargets : Backward {
             s.values[u] = load_packed(at_lane(in.value, l), col, l);
             if (HAS_KEY) s.keys[u] = load_packed(at_lane(in.key, l), col, l);
             s.edges.load(in.edge, u, step.edge[u].perm, l);
-            s.scale[u] = scale_of(in.source_scale, col);
+            s.scale[u] = source_scale_of(in, col);
         }
         return s;
     }
@@ -45,7 +45,7 @@ struct BackwardTargets : Backward {
         for (int u = 0; u < UNROLL; ++u) {
             const Fragment value = widen(s.values[u]), edge = s.edges.at(u);
             const Fragment key = HAS_KEY ? widen(s.keys[u]) : zero_fragment();
-            const bool counts = is_valid(item, l, number, u);
+            const bool counts = FULL || is_valid(item, l, number, u);
             for_each_channel(l, [&](int h, int c, int) {
                 const Operands o = {value.x[h][c], edge.x[h][c], key.x[h][c], own.x[h][c]};
                 const float g = Message::target_grad(s.scale[u] * grad.x[h][c], o);

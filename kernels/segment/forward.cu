@@ -25,15 +25,14 @@ struct Results {
 
 // Takes `number` messages x of the source `arg` into an extreme.
 __device__ __forceinline__ void take(float& best, float& count, float& arg, float x, float number, float from) {
-    if (ARGS && number == 0.0f) return;
-    if (x > best || x != x) {
-        best = x;
-        count = number;
-        arg = from;
-    } else if (ARGS && x == best) {
-        arg = count > 0.0f ? __uint_as_float(TIED) : from;
-        count += number;
-    }
+#if ARGS
+    // Nothing is looked up of a NaN.
+    const float max = max_or_nan(best, x);
+    const bool is_new = max != best, is_tie = x == best;
+    arg = is_new || (is_tie && count == 0.0f) ? from : is_tie && number > 0.0f ? __uint_as_float(TIED) : arg;
+    count = is_new ? number : is_tie ? count + number : count;
+#endif
+    best = max_or_nan(best, x);
 }
 
 __device__ __forceinline__ float signed_message(int extreme, float m) { return extreme == 0 && MAX ? m : -m; }
@@ -83,7 +82,7 @@ struct Forward {
             n.values[u] = load_packed(at_lane(in.value, l), col, l);
             if (HAS_KEY) n.keys[HAS_KEY ? u : 0] = load_packed(at_lane(in.key, l), col, l);
             n.edges.load(in.edge, u, step.edge[u].perm, l);
-            n.scale[u] = scale_of(in.source_scale, col);
+            n.scale[u] = source_scale_of(in, col);
         }
         return n;
     }
@@ -183,7 +182,7 @@ struct Forward {
 
     __device__ __forceinline__ void store(const Stats& s, int row, bool writes) const {
         if (!writes) return;
-        const float scale = scale_of(in.target_scale, row);
+        const float scale = target_scale_of(in, row);
 #pragma unroll
         for (int k = 0; k < SUMS; ++k) {
             Fragment out = s.sums[k];

@@ -2,7 +2,8 @@
 //
 // Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, SQUARES, MAX, MIN (which statistics there
 // are, in the order in which they lie in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
-// HAS_KEY, HAS_TARGET, OUT_FP32 (the output is float32 whatever the storage).
+// HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), ROUNDS (messages of an extreme are
+// rounded to the storage type), OUT_FP32 (the output is float32 whatever the storage).
 #include "include/traversal.cuh"
 
 #define SUMS (SUM + SQUARES)
@@ -22,8 +23,8 @@ struct Inputs {
     const storage_t* key;        // [num_sources, CHANNELS]
     const storage_t* value;      // [num_sources, CHANNELS]
     const void* edge;            // [E, CHANNELS] storage_t or [E] fp32
-    const float* source_scale;   // [num_sources], or null for ones
-    const float* target_scale;   // [num_targets], or null for ones
+    const float* source_scale;   // [num_sources], with SOURCE_SCALED
+    const float* target_scale;   // [num_targets], with TARGET_SCALED
 };
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -47,16 +48,20 @@ struct MessageDefaults {
 
 // The message times the scale of its source. Rounded to the storage type, as PyG's is, where messages are compared.
 __device__ __forceinline__ float message_of(const Operands& o, float scale) {
-    const float m = scale * Message::value(o);
-#if STORAGE != 0 && EXTREMES > 0
-    return from_bits16(to_bits16(m));
+    const float m = SOURCE_SCALED ? scale * Message::value(o) : Message::value(o);
+#if ROUNDS
+    return from_bits16(pack_pair(m, 0.0f) & 0xffffu);
 #else
     return m;
 #endif
 }
 
-__device__ __forceinline__ float scale_of(const float* scale, int row) {
-    return scale == nullptr ? 1.0f : __ldg(scale + row);
+__device__ __forceinline__ float source_scale_of(const Inputs& in, int row) {
+    return SOURCE_SCALED ? __ldg(in.source_scale + row) : 1.0f;
+}
+
+__device__ __forceinline__ float target_scale_of(const Inputs& in, int row) {
+    return TARGET_SCALED && SUMS ? __ldg(in.target_scale + row) : 1.0f;
 }
 
 // The edge's own operand for UNROLL edges.
@@ -142,6 +147,25 @@ __device__ __forceinline__ u32 arg_of(int source) {
 #define ARG_WORDS ((VEC + 1) / 2)
 struct Args {
     u32 words[LANE_HEADS][LANE_VECS][ARG_WORDS];
+
+    // Whether some of them may be `arg` or TIED; seldom, one of them is not.
+    __device__ __forceinline__ bool may_have(u32 arg) const {
+        u32 zeros = 0;
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int k = 0; k < LANE_VECS; ++k) {
+#pragma unroll
+                for (int w = 0; w < ARG_WORDS; ++w) {
+                    const u32 word = words[h][k][w], other = word ^ arg * 0x10001u;
+                    // A half of x that is 0 sets its upper bit here.
+                    zeros |= (other - 0x10001u) & ~other;
+                    zeros |= (~word - 0x10001u) & word;
+                }
+            }
+        }
+        return (zeros & 0x80008000u) != 0;
+    }
 
     __device__ __forceinline__ u32 get(int h, int c) const {
         return words[h][c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & 0xffffu;

@@ -63,6 +63,8 @@ class Op:
 
     def __post_init__(self) -> None:
         ops[self.statement.name] = self
+        # Known from here on: torch.compile cannot trace the first look at a cached property.
+        _ = self.statement.input_names, self._value_place, self.edge_place
 
     def shape(
         self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], interleaved: Any = None

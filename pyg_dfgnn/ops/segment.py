@@ -7,18 +7,20 @@ All functions run on CPU tensors and in float64 through the reference implementa
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, specs_of
+from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, CusparsePlan, SegmentProblem, specs_of
+from pyg_dfgnn.dispatch.traversal import side_of
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.adjacency import finished
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
 from pyg_dfgnn.ops.traversal import TraversalLaunch
+from pyg_dfgnn.runtime.cusparse import SpMM
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.segment import EXTREMES, MESSAGES, STATS, SUMS, statement_of
 
@@ -40,7 +42,44 @@ _MERGED = {"forward": (5, 6, 7, 8, 9, 10), "args": (5, 6, 7, 8, 9, 10), "targets
 """Places of the arguments that the merge kernel takes between its two states."""
 
 
-def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> TraversalLaunch:
+class CusparseLaunch:
+    """A sum over the rows of one side by cuSPARSE (:class:`~pyg_dfgnn.ops.core.PreparedPass`).
+
+    The matrix with its descriptors, workspace and preprocessing is kept with the graph, once for each stream.
+    """
+
+    blocks = 0
+
+    def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
+        self.plan, self.device = plan, graph.device
+        side, num_cols = side_of(direction, graph)
+        self._places = (2, 6) if direction == "forward" else (11, 13)
+
+        def ones() -> Tensor:
+            return finished(torch.ones(graph.num_edges, dtype=problem.dtype, device=graph.device))
+
+        key = "cusparse", direction, problem.channels, problem.dtype, plan.algorithm
+        self._matrices: dict[int, SpMM] = graph.derived(key, dict)
+        values = graph.derived(("ones", problem.dtype), ones)
+        self._operands = side.rowptr, side.col, values, num_cols, problem.channels, plan.algorithm
+
+    def derives(self, name: str, saved: bool, shared: bool) -> str:
+        """Return that the pass reads what is derived."""
+        return "reads"
+
+    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
+        """Launch the product."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        matrix = self._matrices.get(stream)
+        if matrix is None:
+            # A capture records a product that another stream has prepared.
+            capturing = torch.cuda.is_current_stream_capturing() and self._matrices
+            matrix = next(iter(self._matrices.values())) if capturing else SpMM(*self._operands)
+            self._matrices[stream] = matrix
+        matrix(*(arguments[place] for place in self._places))
+
+
+def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> Any:
     """Return the launches of a pass.
 
     Args:
@@ -50,24 +89,30 @@ def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, fl
         graph: The edges.
         flags: Optional values that the forward pass has left.
     """
+    if isinstance(plan, CusparsePlan):
+        return CusparseLaunch(problem, direction, plan, graph)
     (spec,) = specs_of(problem, direction, plan)
     entry = "segment_" + spec.path.removeprefix("segment/").removesuffix(".cu")
     elements = problem.fragments(direction) * problem.channels
     return TraversalLaunch(plan, direction, graph, spec, entry, elements, _COUNT[direction], _MERGED[direction])
 
 
-@cache
-def op_of(message: str, stats: tuple[str, ...]) -> Op:
+def _op_of(message: str, stats: tuple[str, ...]) -> Op:
     """Return the op of a message and some of the statistics that kernels compute."""
 
     def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> SegmentProblem:
-        value = inputs["value"]
-        return SegmentProblem(message, stats, channels, value.dtype, value.device)
+        value, scaled = inputs["value"], [inputs[f"{side}_scale"] is not None for side in ("source", "target")]
+        return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled)
 
     def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
         return frozenset({"args"}) if set(stats) & set(EXTREMES) else frozenset()
 
     return Op(statement_of(MESSAGES[message], stats), FAMILY, problem, prepare, optional=optional)
+
+
+# Made at once, so that torch.compile only looks them up.
+_SUBSETS = [subset for size in range(1, len(STATS) + 1) for subset in combinations(STATS, size)]
+_ops = {(message, subset): _op_of(message, subset) for message in MESSAGES for subset in _SUBSETS}
 
 
 def aggregate(
@@ -136,7 +181,7 @@ def aggregate(
     if divides:
         scale = inverse_degree(graph) if scale is None else inverse_degree(graph) * scale
     scales = {"source_scale": source_scale, "target_scale": scale}
-    out = _run(op_of(message, parts), graph, {"value": x, "edge": edge, "key": key, "target": target}, scales)
+    out = _run(_ops[message, parts], graph, {"value": x, "edge": edge, "key": key, "target": target}, scales)
     if len(names) == 1 and not moments:
         return out[:, 0] if isinstance(stats, str) else out
     sums = dict(zip(parts, out.unbind(1), strict=True))

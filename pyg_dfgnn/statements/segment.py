@@ -8,7 +8,7 @@ A message :math:`m_{ij}` is one record here and one struct in CUDA. All statisti
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -79,7 +79,6 @@ _INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale")
 FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", "arg_max", "arg_min", "num_max", "num_min"))
 
 
-@cache
 def statement_of(message: Message, stats: Sequence[str]) -> Statement:
     """Return the statement of the aggregation of messages.
 

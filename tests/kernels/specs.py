@@ -232,10 +232,12 @@ def segment_specs() -> list[Spec]:
         "dtype": DTYPES,
         "channels": (1, 7, 16, 40, 128, 131, 512),
         "wide": (False, True),
+        "scaled": (False, True),
     }
     specs = []
     for row in covering(axes, lambda row: row["message"] != "gate" or row["stats"] == ("sum",)):
-        problem = SegmentProblem(row["message"], row["stats"], row["channels"], row["dtype"], torch.device("cuda"))
+        what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
+        problem = SegmentProblem(*what, torch.device("cuda"), *scaled)
         directions = ["forward", "sources"] + ["targets"] * MESSAGES[row["message"]].target
         for direction in directions + ["args"] * ("max" in row["stats"] or "min" in row["stats"]):
             constants = segment.constants_of(problem, direction, row["wide"])

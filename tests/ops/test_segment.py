@@ -1,0 +1,116 @@
+"""The aggregation op: arguments, tracing, and what it keeps."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops.segment import STATISTICS, aggregate
+from pyg_dfgnn.statements.segment import MESSAGES
+from tests.ops.problems import Recorder
+
+EDGE_INDEX = torch.tensor([[0, 2, 2, 4, 4, 1, 0], [1, 1, 1, 3, 0, 0, 0]])
+SIZES = 5, 4
+
+
+def operands(message: str, channels: int = 6) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    record, rows = MESSAGES[message], {"x": SIZES[0]}
+    if record.edge == "vector":
+        rows["edge"] = EDGE_INDEX.size(1)
+    if record.key:
+        rows |= {"key": SIZES[0], "target": SIZES[1]}
+    tensors = {name: torch.randn(count, channels) for name, count in rows.items()}
+    return tensors | ({"edge": torch.randn(EDGE_INDEX.size(1))} if record.edge == "scalar" else {})
+
+
+def with_gradients(call, tensors):
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    out = call(**leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("stats", ["sum", "mean", ("mean", "max", "std")], ids=str)
+def test_compiled_calls_equal_eager_ones(message, stats, fused):
+    if message == "gate" and not isinstance(stats, str):
+        pytest.skip("gates are summed or averaged")
+    edges, tensors = EdgeSet(EDGE_INDEX, *SIZES), operands(message)
+
+    def call(**tensors):
+        return aggregate(edges, stats=stats, message=message, **tensors)
+
+    torch._dynamo.reset()
+    traced = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(with_gradients(traced, tensors), with_gradients(call, tensors), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_opcheck(message, fused):
+    stats = "sum" if message == "gate" else ("sum", "max", "min")
+    with Recorder() as recorder:
+        with_gradients(
+            lambda **tensors: aggregate(EdgeSet(EDGE_INDEX, *SIZES), stats=stats, message=message, **tensors),
+            operands(message),
+        )
+    assert {program.split(":")[1] for _, program in recorder.calls} == {"forward", "backward"}
+    for (func, _), args in recorder.calls.items():
+        opcheck(func, args)
+
+
+def test_an_output_may_be_edited_in_place(fused):
+    """Sums do not read their output again; extremes are computed anew."""
+    graph, x = Graph.of(EDGE_INDEX, *SIZES), torch.randn(SIZES[0], 3, requires_grad=True)
+    for stats in ("sum", "max"):
+        expected = torch.autograd.grad(aggregate(graph, x, stats).sum() * 2, x)[0]
+        out = aggregate(graph, x, stats)
+        out.mul_(2)
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+def test_nothing_per_edge_is_saved(fused):
+    graph, x = Graph.of(EDGE_INDEX, *SIZES), torch.randn(SIZES[0], 3, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
+        aggregate(graph, x, ("sum", "max", "min"))
+    assert all(shape[0] in SIZES for shape in saved)
+
+
+@pytest.mark.parametrize("num_src, num_dst, edges", [(0, 0, 0), (3, 2, 0), (1, 1, 1)])
+def test_small_graphs(num_src, num_dst, edges, fused):
+    graph = Graph.of(torch.zeros(2, edges, dtype=torch.int64), num_src, num_dst)
+    x = torch.randn(num_src, 4, requires_grad=True)
+    out = aggregate(graph, x, STATISTICS)
+    assert out.shape == (num_dst, len(STATISTICS), 4) and out.isfinite().all()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.shape == x.shape and grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stats": "median"}, r"'stats'.*'median'"),
+        ({"stats": ()}, r"'stats' needs at least one"),
+        ({"message": "multiply"}, r"'message'.*'multiply'"),
+        ({"message": "weight"}, r"'edge' needs a tensor for the message 'weight' \(got None\)"),
+        ({"edge": torch.ones(7)}, r"'edge' needs None for the message 'copy' \(got a tensor\)"),
+        ({"message": "weight", "edge": torch.ones(6)}, r"'edge' needs shape \[E=7\] \(got \[6\]\)"),
+        ({"message": "add", "edge": torch.ones(7, 5)}, r"'edge' needs shape \[E=7, H=1, C=6\] \(got \[7, 5\]\)"),
+        ({"x": torch.ones(4, 6)}, r"'x' needs shape \[N_src=5, H, C\] \(got \[4, 6\]\)"),
+        ({"source_scale": torch.ones(4)}, r"'source_scale' needs shape \[N_src=5\] \(got \[4\]\)"),
+        ({"stats": "var", "target_scale": torch.ones(4)}, r"'target_scale' needs None"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    arguments = {"x": torch.ones(5, 6), **arguments}
+    with pytest.raises(ValueError, match=message):
+        aggregate(Graph.of(EDGE_INDEX, *SIZES), **arguments)
+
+
+def test_a_call_finds_its_plan_again(fused):
+    graph, x = Graph.of(EDGE_INDEX.clone(), *SIZES), torch.randn(SIZES[0], 3)
+    aggregate(graph, x, "mean")
+    known = dict(graph.peek("plans"))
+    aggregate(graph, x.clone(), "mean")
+    assert graph.peek("plans") == known

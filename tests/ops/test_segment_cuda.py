@@ -1,0 +1,104 @@
+"""The aggregation op on a GPU."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.segment import STATISTICS, aggregate
+from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.reference.zoo import hub, random, star
+from pyg_dfgnn.settings import settings
+from pyg_dfgnn.statements.segment import MESSAGES
+
+pytestmark = pytest.mark.cuda
+
+CASES = (random(50, 40, 300, seed=1), random(3000, 2000, 40_000, seed=2), hub(70_000), star(5000, inward=False))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def inputs_of(message, case, channels, dtype):
+    torch.manual_seed(0)
+    record = MESSAGES[message]
+    rows = {"x": case.num_src} | ({"edge": case.num_edges} if record.edge == "vector" else {})
+    rows |= {"key": case.num_src, "target": case.num_dst} if record.key else {}
+    tensors = {name: torch.randn(count, channels, device="cuda").to(dtype) for name, count in rows.items()}
+    return tensors | ({"edge": torch.randn(case.num_edges, device="cuda")} if record.edge == "scalar" else {})
+
+
+def run(graph, inputs, **arguments):
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    out = aggregate(graph, **leaves, **arguments)
+    generator = torch.Generator("cuda").manual_seed(1)
+    grad = torch.randn(out.shape, device="cuda", generator=generator).bfloat16().to(out.dtype)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"out": out.detach(), **{f"grad {name}": each for name, each in zip(leaves, grads, strict=True)}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("channels", [3, 128, 700])
+@pytest.mark.parametrize("message", MESSAGES)
+def test_against_float64(message, channels, case, dtype):
+    settings(fallback="error")
+    graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
+    inputs = inputs_of(message, case, channels, dtype)
+    # Rounded messages tie where exact ones do not, and rounding moves the variance of equal messages.
+    every = message == "copy" or dtype == torch.float32
+    stats = "mean" if message == "gate" else ("mean", "max", "min") if every else "sum"
+    actual = run(graph, inputs, stats=stats, message=message)
+    expected = run(graph, {name: tensor.double() for name, tensor in inputs.items()}, stats=stats, message=message)
+    assert_all_close({name: (actual[name], expected[name]) for name in actual}, dtype, "segment")
+    again = run(graph, inputs, stats=stats, message=message)
+    assert all(torch.equal(actual[name], again[name]) for name in actual), "two runs differ"
+
+
+@pytest.mark.parametrize("schedule", ["cusparse", "cusparse_alg3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cusparse(schedule, dtype):
+    case = CASES[1]
+    inputs = inputs_of("copy", case, 64, dtype)
+    with settings(schedule=schedule, fallback="error"):
+        for _ in range(2):
+            graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
+            actual = run(graph, inputs)
+            expected = run(graph, {"x": inputs["x"].double()})
+            assert_all_close({name: (actual[name], expected[name]) for name in actual}, dtype, "segment")
+    assert any("cusparse" in str(key) for key in graph._derived)
+
+
+@pytest.mark.parametrize("schedule", ["row_split", "cusparse_alg3"])
+def test_capture_and_replay_on_other_features(schedule):
+    case = CASES[1]
+    graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
+    x = torch.randn(case.num_src, 32, device="cuda", requires_grad=True)
+    stats = "sum" if schedule.startswith("cusparse") else STATISTICS
+
+    def step():
+        out = aggregate(graph, x, stats)
+        return out.detach(), *torch.autograd.grad(out.sum(), x)
+
+    with settings(schedule=schedule, fallback="error"):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        stream.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            results = step()
+        with torch.no_grad():
+            x.normal_()
+        captured.replay()
+        for actual, expected in zip(results, step(), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_more_than_2_to_the_31_elements():
+    num_src = 5_000_000
+    index = torch.randint(num_src, (2, 100_000), device="cuda")
+    graph = Graph.of(index, num_src, num_src)
+    x = torch.zeros(num_src, 512, device="cuda", dtype=torch.bfloat16)
+    x[-1] = 1
+    out = aggregate(graph, x, "sum")
+    degree = torch.bincount(index[1][index[0] == num_src - 1], minlength=num_src)
+    assert torch.equal(out[:, -1].float(), degree.float())
