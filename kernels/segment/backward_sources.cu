@@ -64,13 +64,24 @@ struct BackwardSources : Backward {
         return t;
     }
 
-    // What the extreme number k of a row gives to the gradient of a message m whose source may be its own.
-    __device__ __forceinline__ float extreme_grad(int k, int row, int place, u32 arg, float m) const {
-        const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
-        const float best = out_number(extremes.out, at), grad = out_number(grad_out, at);
-        if (m != best) return 0.0f;
-        if (arg != TIED) return grad;
-        return grad / __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
+    // Adds to the gradients of the messages of an edge what extreme k of its target gives. What matches by mistake is
+    // no extreme or, as the only one of its value, is shared with none.
+    __device__ __forceinline__ void add_extreme(Fragment& g, const Fragment& m, const Args& args, int k, int row) const {
+        const u32 tied = args.matches(TIED, l);
+        for (u32 bits = tied | args.matches(own_arg, l); bits != 0; bits &= bits - 1) {
+            const int bit = __ffs(bits) - 1, channel = channel_of(bit);
+            const int place = l.offset + vec_offset(0, channel / VEC) + channel % VEC;
+            const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
+            const float best = out_number(extremes.out, at);
+            float grad = out_number(grad_out, at);
+            if (tied >> bit & 1) {
+                grad /= __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
+            }
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                if (c == channel && m.x[0][c] == best) g.x[0][c] += grad;
+            }
+        }
     }
 
     template <bool FULL>
@@ -82,34 +93,31 @@ struct BackwardSources : Backward {
             const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
             const int col = step.edge[u].col;
-            bool may_be_extreme = false;
-#pragma unroll
-            for (int k = 0; k < EXTREMES; ++k) may_be_extreme |= counts && t.args[k][u].may_have(own_arg);
-            // Most edges give nothing to an extreme.
-            if (SUMS == 0 && EDGE == 0 && !may_be_extreme) continue;
-            Fragment grads_of[ROOM(SUMS)], edge_grad;
+            Fragment grads_of[ROOM(SUMS)], edge_grad, m = zero_fragment(), g = zero_fragment();
+            const auto operands = [&](int h, int c) -> Operands {
+                return {own_value.x[h][c], edge.x[h][c], own_key.x[h][c], target.x[h][c]};
+            };
 #pragma unroll
             for (int k = 0; k < SUMS; ++k) grads_of[k] = widen(t.sums[k][u]);
-            float edge_sum = 0.0f;
-            for_each_channel(l, [&](int h, int c, int place) {
-                const Operands o = {own_value.x[h][c], edge.x[h][c], own_key.x[h][c], target.x[h][c]};
-                const float m = SQUARES || EXTREMES ? message_of(o, own_scale) : 0.0f;
-                float g = SUM ? grads_of[0].x[h][c] : 0.0f;
-                if (SQUARES) g = fmaf(2.0f * m, grads_of[SUM].x[h][c], g);
-                if (TARGET_SCALED) g *= t.scale[u];
+            for_each_channel(l, [&](int h, int c, int) {
+                if (SQUARES || EXTREMES) m.x[h][c] = message_of(operands(h, c), own_scale);
+                if (SUM) g.x[h][c] = grads_of[0].x[h][c];
+                if (SQUARES) g.x[h][c] = fmaf(2.0f * m.x[h][c], grads_of[SUM].x[h][c], g.x[h][c]);
+                if (TARGET_SCALED) g.x[h][c] *= t.scale[u];
+            });
+            if (counts) {
 #pragma unroll
-                for (int k = 0; k < EXTREMES; ++k) {
-                    const u32 arg = t.args[k][u].get(h, c);
-                    if (may_be_extreme && (arg == own_arg || arg == TIED) && has_vec(l, h, c / VEC)) {
-                        g += extreme_grad(k, col, place, arg, m);
-                    }
-                }
-                if (SOURCE_SCALED) g *= own_scale;
+                for (int k = 0; k < EXTREMES; ++k) add_extreme(g, m, t.args[k][u], k, col);
+            }
+            float edge_sum = 0.0f;
+            for_each_channel(l, [&](int h, int c, int) {
+                const Operands o = operands(h, c);
+                const float grad = SOURCE_SCALED ? g.x[h][c] * own_scale : g.x[h][c];
                 if (counts) {
-                    sums.of[0].x[h][c] += Message::value_grad(g, o);
-                    if (HAS_KEY) sums.of[HAS_KEY].x[h][c] += Message::key_grad(g, o);
+                    sums.of[0].x[h][c] += Message::value_grad(grad, o);
+                    if (HAS_KEY) sums.of[HAS_KEY].x[h][c] += Message::key_grad(grad, o);
                 }
-                if (EDGE != 0) edge_grad.x[h][c] = Message::edge_grad(g, o);
+                if (EDGE != 0) edge_grad.x[h][c] = Message::edge_grad(grad, o);
                 if (EDGE == 2) edge_sum += has_vec(l, h, c / VEC) ? edge_grad.x[h][c] : 0.0f;
             });
 #if EDGE == 1

@@ -146,60 +146,56 @@ __device__ __forceinline__ u32 arg_of(int source) {
 // A lane's share of a row [rows, CHANNELS] of 16-bit arguments, two to a word.
 #define ARG_WORDS ((VEC + 1) / 2)
 struct Args {
-    u32 words[LANE_HEADS][LANE_VECS][ARG_WORDS];
+    u32 words[LANE_VECS][ARG_WORDS];
 
-    // Whether some of them may be `arg` or TIED; seldom, one of them is not.
-    __device__ __forceinline__ bool may_have(u32 arg) const {
-        u32 zeros = 0;
+    // A bit for each channel that has `arg`, and seldom for one that has not; see channel_of().
+    __device__ __forceinline__ u32 matches(u32 arg, const Lanes& l) const {
+        u32 bits = 0;
 #pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) {
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (!has_vec(l, 0, k)) continue;
 #pragma unroll
-            for (int k = 0; k < LANE_VECS; ++k) {
-#pragma unroll
-                for (int w = 0; w < ARG_WORDS; ++w) {
-                    const u32 word = words[h][k][w], other = word ^ arg * 0x10001u;
-                    // A half of x that is 0 sets its upper bit here.
-                    zeros |= (other - 0x10001u) & ~other;
-                    zeros |= (~word - 0x10001u) & word;
-                }
+            for (int w = 0; w < ARG_WORDS; ++w) {
+                // A half of x that is 0 sets its upper bit here.
+                const u32 x = words[k][w] ^ arg * 0x10001u;
+                bits |= ((x - 0x10001u) & ~x & (VEC == 1 ? 0x8000u : 0x80008000u)) >> (k * ARG_WORDS + w);
             }
         }
-        return (zeros & 0x80008000u) != 0;
-    }
-
-    __device__ __forceinline__ u32 get(int h, int c) const {
-        return words[h][c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & 0xffffu;
+        return bits;
     }
 };
+
+// The channel, of those that a lane holds, that a bit stands for.
+__device__ __forceinline__ int channel_of(int bit) {
+    const int word = 15 - bit % 16;
+    return word / ARG_WORDS * VEC + word % ARG_WORDS * 2 + bit / 16;
+}
 
 __device__ __forceinline__ Args load_args(const u16* base, int row, const Lanes& l) {
     Args args;
     const u16* address = base + (i64)row * ROW_STRIDE + l.offset;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
+    for (int k = 0; k < LANE_VECS; ++k) {
+        const u16* from = address + vec_offset(0, k);
+        u32(&words)[ARG_WORDS] = args.words[k];
 #pragma unroll
-        for (int k = 0; k < LANE_VECS; ++k) {
-            const u16* from = address + vec_offset(h, k);
-            u32(&words)[ARG_WORDS] = args.words[h][k];
-#pragma unroll
-            for (int w = 0; w < ARG_WORDS; ++w) words[w] = 0u;
-            if (!has_vec(l, h, k)) continue;
+        for (int w = 0; w < ARG_WORDS; ++w) words[w] = 0u;
+        if (!has_vec(l, 0, k)) continue;
 #if VEC == 8
-            const uint4 r = __ldg(reinterpret_cast<const uint4*>(from));
-            words[0] = r.x;
-            words[1] = r.y;
-            words[2] = r.z;
-            words[3] = r.w;
+        const uint4 r = __ldg(reinterpret_cast<const uint4*>(from));
+        words[0] = r.x;
+        words[1] = r.y;
+        words[2] = r.z;
+        words[3] = r.w;
 #elif VEC == 4
-            const uint2 r = __ldg(reinterpret_cast<const uint2*>(from));
-            words[0] = r.x;
-            words[1] = r.y;
+        const uint2 r = __ldg(reinterpret_cast<const uint2*>(from));
+        words[0] = r.x;
+        words[1] = r.y;
 #elif VEC == 2
-            words[0] = __ldg(reinterpret_cast<const u32*>(from));
+        words[0] = __ldg(reinterpret_cast<const u32*>(from));
 #else
-            words[0] = __ldg(from);
+        words[0] = __ldg(from);
 #endif
-        }
     }
     return args;
 }

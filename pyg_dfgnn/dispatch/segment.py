@@ -107,8 +107,6 @@ STEMS: Mapping[str, str] = MappingProxyType(
 )
 """Stem of the kernel source of each pass; "args" is the forward pass that leaves where extremes come from."""
 
-_LANE_ELEMENTS = 4
-"""Numbers of a row that a lane holds for each unit of its state, and edges in flight that they leave registers for."""
 _CACHE_SHARE = 0.8
 """What a sweep should gather, as a share of the cache."""
 _SWEPT_EDGES = 32
@@ -124,12 +122,15 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[st
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
     lanes = lane_constants(1, problem.channels, problem.dtype.itemsize, wide)
-    elements = lanes["LANE_VECS"] * lanes["VEC"] * max(1, problem.fragments(direction) // 2)
+    elements = lanes["LANE_VECS"] * lanes["VEC"]
+    # Who looks up extremes waits for memory: more warps are better then than more edges of one.
+    looks_up = direction == "sources" and not set(problem.stats).isdisjoint(EXTREMES)
+    in_flight = (16 if looks_up else 32) // (elements * max(1, problem.fragments(direction) // 2))
     return {
         **problem.constants,
         **lanes,
         "ARGS": int(direction == "args"),
-        "UNROLL": max(1, min(4, 32 // elements)),
+        "UNROLL": max(1, min(2 if looks_up else 4, in_flight)),
         "MIN_BLOCKS": 1,
         "ORDERED": 0,
         "JOINED": 0,
