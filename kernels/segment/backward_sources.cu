@@ -3,9 +3,12 @@
 //
 //   g_ij = t_i (dO_i,sum + 2 m dO_i,squares) + [m = max_i] dO_i,max / number of edges that have it + the same of min
 //
-// where the extremes are looked at only for edges whose source may be theirs.
+// where the extremes are looked at only for messages of their key.
 #define GRADIENTS (1 + HAS_KEY)
 #include "segment/backward.cuh"
+
+// Whether a message is the same for all edges of its source.
+#define IS_OF_SOURCE (EDGE == 0 && !HAS_KEY && !HAS_TARGET)
 
 struct Extremes {
     const out_t* out;
@@ -34,7 +37,7 @@ struct BackwardSources : Backward {
     const out_t* grad_out;
     Fragment own_value, own_key;
     float own_scale;
-    u32 own_arg;
+    Args own_keys;
 
     __device__ __forceinline__ BackwardSources(const Inputs& in, const Lanes& l, const Extremes& extremes,
                                                const Grads& grads)
@@ -45,7 +48,11 @@ struct BackwardSources : Backward {
         own_key = zero_fragment();
         if (HAS_KEY) own_key = load_fragment(in.key, item.row, l);
         own_scale = source_scale_of(in, item.row);
-        own_arg = arg_of(item.row);
+        if (IS_OF_SOURCE && EXTREMES) {
+            Fragment m;
+            for_each_channel(l, [&](int h, int c, int) { m.x[h][c] = message_of({own_value.x[h][c]}, own_scale); });
+            own_keys = keys_of(m);
+        }
     }
 
     __device__ __forceinline__ Targets load(const Step<Index>& step) const {
@@ -64,17 +71,21 @@ struct BackwardSources : Backward {
         return t;
     }
 
-    // Adds to the gradients of the messages of an edge what extreme k of its target gives. What matches by mistake is
-    // no extreme or, as the only one of its value, is shared with none.
-    __device__ __forceinline__ void add_extreme(Fragment& g, const Fragment& m, const Args& args, int k, int row) const {
-        const u32 tied = args.matches(TIED, l);
-        for (u32 bits = tied | args.matches(own_arg, l); bits != 0; bits &= bits - 1) {
-            const int bit = __ffs(bits) - 1, channel = channel_of(bit);
+    // Adds to the gradients of the messages m of an edge what extreme k of its target gives to some of them.
+    __device__ __forceinline__ void add_extreme(Fragment& g, const Fragment& m, const Args& args, u32 bits, int k,
+                                                int row) const {
+        for (; bits != 0; bits &= bits - 1) {
+            const int channel = channel_of(__ffs(bits) - 1);
             const int place = l.offset + vec_offset(0, channel / VEC) + channel % VEC;
             const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
             const float best = out_number(extremes.out, at);
             float grad = out_number(grad_out, at);
-            if (tied >> bit & 1) {
+            bool tied = false;
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                if (c == channel) tied = args.words[c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & TIED;
+            }
+            if (tied) {
                 grad /= __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
             }
 #pragma unroll
@@ -93,22 +104,31 @@ struct BackwardSources : Backward {
             const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
             const int col = step.edge[u].col;
-            Fragment grads_of[ROOM(SUMS)], edge_grad, m = zero_fragment(), g = zero_fragment();
             const auto operands = [&](int h, int c) -> Operands {
                 return {own_value.x[h][c], edge.x[h][c], own_key.x[h][c], target.x[h][c]};
             };
+            Fragment m = zero_fragment();
+            for_each_channel(l, [&](int h, int c, int) {
+                if (SQUARES || EXTREMES) m.x[h][c] = message_of(operands(h, c), own_scale);
+            });
+            u32 bits[ROOM(EXTREMES)] = {};
+#pragma unroll
+            for (int k = 0; k < EXTREMES; ++k) {
+                if (counts) bits[k] = t.args[k][u].matches(IS_OF_SOURCE ? own_keys : keys_of(m), l);
+            }
+            // Most edges give nothing to an extreme.
+            if (SUMS == 0 && EDGE == 0 && (bits[0] | bits[EXTREMES > 1 ? 1 : 0]) == 0) continue;
+
+            Fragment grads_of[ROOM(SUMS)], edge_grad, g = zero_fragment();
 #pragma unroll
             for (int k = 0; k < SUMS; ++k) grads_of[k] = widen(t.sums[k][u]);
             for_each_channel(l, [&](int h, int c, int) {
-                if (SQUARES || EXTREMES) m.x[h][c] = message_of(operands(h, c), own_scale);
                 if (SUM) g.x[h][c] = grads_of[0].x[h][c];
                 if (SQUARES) g.x[h][c] = fmaf(2.0f * m.x[h][c], grads_of[SUM].x[h][c], g.x[h][c]);
                 if (TARGET_SCALED) g.x[h][c] *= t.scale[u];
             });
-            if (counts) {
 #pragma unroll
-                for (int k = 0; k < EXTREMES; ++k) add_extreme(g, m, t.args[k][u], k, col);
-            }
+            for (int k = 0; k < EXTREMES; ++k) add_extreme(g, m, t.args[k][u], bits[k], k, col);
             float edge_sum = 0.0f;
             for_each_channel(l, [&](int h, int c, int) {
                 const Operands o = operands(h, c);

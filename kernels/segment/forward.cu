@@ -3,18 +3,16 @@
 //   O_is = t_i sum_j a_j m_ij,  t_i sum_j (a_j m_ij)^2,  max_j a_j m_ij,  min_j a_j m_ij
 //
 // in this order, as far as they are asked for. A row without edges gives zeros; a NaN among its messages is its maximum
-// and its minimum. With ARGS it also writes which source each extreme comes from (see segment.cuh) and how many edges
-// have it, both [num_targets, CHANNELS].
+// and its minimum. With ARGS it also writes the key of each extreme (see segment.cuh) and how many edges have it, both
+// [num_targets, CHANNELS].
 #include "segment/segment.cuh"
-
-#define FRAGMENTS (SUMS + EXTREMES * (ARGS ? 3 : 1))
 
 struct Stats {
     Fragment sums[ROOM(SUMS)];
     // Of messages, for the minimum of their negatives.
     Fragment best[ROOM(EXTREMES)];
-    // How many edges have it, and from which source: bits, not numbers.
-    Fragment count[ROOM(EXTREMES)], arg[ROOM(EXTREMES)];
+    // How many edges have it.
+    Fragment count[ROOM(EXTREMES)];
 };
 
 struct Results {
@@ -23,16 +21,11 @@ struct Results {
     float *num_max, *num_min;
 };
 
-// Takes `number` messages x of the source `arg` into an extreme.
-__device__ __forceinline__ void take(float& best, float& count, float& arg, float x, float number, float from) {
-#if ARGS
-    // Nothing is looked up of a NaN.
+// Takes `number` messages x into an extreme.
+__device__ __forceinline__ void take(float& best, float& count, float x, float number) {
     const float max = max_or_nan(best, x);
-    const bool is_new = max != best, is_tie = x == best;
-    arg = is_new || (is_tie && count == 0.0f) ? from : is_tie && number > 0.0f ? __uint_as_float(TIED) : arg;
-    count = is_new ? number : is_tie ? count + number : count;
-#endif
-    best = max_or_nan(best, x);
+    if (ARGS) count = max != best ? number : x == best ? count + number : count;
+    best = max;
 }
 
 __device__ __forceinline__ float signed_message(int extreme, float m) { return extreme == 0 && MAX ? m : -m; }
@@ -68,7 +61,7 @@ struct Forward {
         for (int k = 0; k < SUMS; ++k) s.sums[k] = zero_fragment();
 #pragma unroll
         for (int k = 0; k < EXTREMES; ++k) {
-            s.count[k] = s.arg[k] = zero_fragment();
+            s.count[k] = zero_fragment();
             for_each_channel(l, [&](int h, int c, int) { s.best[k].x[h][c] = negative_infinity(); });
         }
         return s;
@@ -89,13 +82,12 @@ struct Forward {
 
     template <bool FULL>
     __device__ __forceinline__ void step(Stats& state, Neighbours& n, const Adjacency&, const Item& item,
-                                         const Step<Index>& step, int number) const {
+                                         const Step<Index>&, int number) const {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const Fragment value = widen(n.values[u]), edge = n.edges.at(u);
             const Fragment key = HAS_KEY ? widen(n.keys[HAS_KEY ? u : 0]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
-            const float from = __uint_as_float(arg_of(step.edge[u].col));
             for_each_channel(l, [&](int h, int c, int) {
                 const float m = message_of({value.x[h][c], edge.x[h][c], key.x[h][c], own.x[h][c]}, n.scale[u]);
                 if (!counts) return;
@@ -103,8 +95,7 @@ struct Forward {
                 if (SQUARES) state.sums[SUM].x[h][c] = fmaf(m, m, state.sums[SUM].x[h][c]);
 #pragma unroll
                 for (int k = 0; k < EXTREMES; ++k) {
-                    take(state.best[k].x[h][c], state.count[k].x[h][c], state.arg[k].x[h][c], signed_message(k, m), 1.0f,
-                         from);
+                    take(state.best[k].x[h][c], state.count[k].x[h][c], signed_message(k, m), 1.0f);
                 }
             });
         }
@@ -120,28 +111,22 @@ struct Forward {
                 for (int k = 0; k < SUMS; ++k) s.sums[k].x[h][c] += __shfl_xor_sync(FULL_MASK, s.sums[k].x[h][c], mask);
 #pragma unroll
                 for (int k = 0; k < EXTREMES; ++k) {
-                    float count = 1.0f, arg = 0.0f;
                     const float best = __shfl_xor_sync(FULL_MASK, s.best[k].x[h][c], mask);
-                    if (ARGS) {
-                        count = __shfl_xor_sync(FULL_MASK, s.count[k].x[h][c], mask);
-                        arg = __shfl_xor_sync(FULL_MASK, s.arg[k].x[h][c], mask);
-                    }
-                    take(s.best[k].x[h][c], s.count[k].x[h][c], s.arg[k].x[h][c], best, count, arg);
+                    const float count = ARGS ? __shfl_xor_sync(FULL_MASK, s.count[k].x[h][c], mask) : 0.0f;
+                    take(s.best[k].x[h][c], s.count[k].x[h][c], best, count);
                 }
             });
         }
     }
 
-    // [FRAGMENTS, count, CHANNELS].
+    // [SUMS + EXTREMES, and with ARGS + EXTREMES, count, CHANNELS].
     __device__ __forceinline__ void save(const Stats& s, float* buffer, i64 count, i64 i) const {
 #pragma unroll
         for (int k = 0; k < SUMS; ++k) store_fragment_fp32(buffer, k * count + i, l, s.sums[k]);
 #pragma unroll
         for (int k = 0; k < EXTREMES; ++k) {
             store_fragment_fp32(buffer, (SUMS + k) * count + i, l, s.best[k]);
-            if (!ARGS) continue;
-            store_fragment_fp32(buffer, (SUMS + EXTREMES + k) * count + i, l, s.count[k]);
-            store_fragment_fp32(buffer, (SUMS + 2 * EXTREMES + k) * count + i, l, s.arg[k]);
+            if (ARGS) store_fragment_fp32(buffer, (SUMS + EXTREMES + k) * count + i, l, s.count[k]);
         }
     }
 
@@ -152,9 +137,7 @@ struct Forward {
 #pragma unroll
         for (int k = 0; k < EXTREMES; ++k) {
             s.best[k] = load_fragment_fp32(buffer, (SUMS + k) * count + i, l);
-            if (!ARGS) continue;
-            s.count[k] = load_fragment_fp32(buffer, (SUMS + EXTREMES + k) * count + i, l);
-            s.arg[k] = load_fragment_fp32(buffer, (SUMS + 2 * EXTREMES + k) * count + i, l);
+            if (ARGS) s.count[k] = load_fragment_fp32(buffer, (SUMS + EXTREMES + k) * count + i, l);
         }
         return s;
     }
@@ -170,8 +153,7 @@ struct Forward {
             for_each_channel(l, [&](int h, int c, int) {
 #pragma unroll
                 for (int k = 0; k < EXTREMES; ++k) {
-                    take(state.best[k].x[h][c], state.count[k].x[h][c], state.arg[k].x[h][c], other.best[k].x[h][c],
-                         ARGS ? other.count[k].x[h][c] : 1.0f, other.arg[k].x[h][c]);
+                    take(state.best[k].x[h][c], state.count[k].x[h][c], other.best[k].x[h][c], other.count[k].x[h][c]);
                 }
             });
         }
@@ -202,9 +184,9 @@ struct Forward {
             Fragment count = s.count[k];
             for_each_channel(l, [&](int h, int c, int place) {
                 // torch's scatter_reduce starts from zeros, and an extreme of 0 is shared with that start.
-                const bool is_zero = s.best[k].x[h][c] == 0.0f;
-                count.x[h][c] += is_zero ? 1.0f : 0.0f;
-                if (has_vec(l, h, c / VEC)) args[place] = (u16)(is_zero ? TIED : __float_as_uint(s.arg[k].x[h][c]));
+                count.x[h][c] += out.x[h][c] == 0.0f ? 1.0f : 0.0f;
+                const u32 key = key_of(out.x[h][c]) | (count.x[h][c] > 1.0f ? TIED : 0u);
+                if (has_vec(l, h, c / VEC)) args[place] = (u16)key;
             });
             store_fragment_fp32(is_max ? results.num_max : results.num_min, row, l, count);
 #endif

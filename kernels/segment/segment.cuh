@@ -134,22 +134,23 @@ __device__ __forceinline__ float out_number(const out_t* out, i64 place) {
 #endif
 }
 
-// Which source an extreme comes from: 16 bits of its number, or TIED where several edges have it. Two sources may have
-// the same bits, so that whoever finds them compares the message with the extreme too.
-constexpr u32 TIED = 0xffffu;
+// What tells an extreme from almost all other messages: 15 bits of its value, and in the lowest bit whether more than one
+// edge has it. Two values may have the same bits, so that whoever finds them compares the values too.
+constexpr u32 TIED = 1u, KEY = 0xfffeu;
 
-__device__ __forceinline__ u32 arg_of(int source) {
-    const u32 bits = ((u32)source ^ (u32)source >> 16) & 0xffffu;
-    return bits == TIED ? TIED - 1 : bits;
+__device__ __forceinline__ u32 key_of(float m) {
+    // Both zeros are one.
+    const u32 bits = __float_as_uint(m + 0.0f);
+    return (bits ^ bits >> 16) & KEY;
 }
 
-// A lane's share of a row [rows, CHANNELS] of 16-bit arguments, two to a word.
+// A lane's share of a row [rows, CHANNELS] of 16-bit keys, two to a word.
 #define ARG_WORDS ((VEC + 1) / 2)
 struct Args {
     u32 words[LANE_VECS][ARG_WORDS];
 
-    // A bit for each channel that has `arg`, and seldom for one that has not; see channel_of().
-    __device__ __forceinline__ u32 matches(u32 arg, const Lanes& l) const {
+    // A bit for each channel that has the key of the other, and seldom for one that has not; see channel_of().
+    __device__ __forceinline__ u32 matches(const Args& other, const Lanes& l) const {
         u32 bits = 0;
 #pragma unroll
         for (int k = 0; k < LANE_VECS; ++k) {
@@ -157,7 +158,7 @@ struct Args {
 #pragma unroll
             for (int w = 0; w < ARG_WORDS; ++w) {
                 // A half of x that is 0 sets its upper bit here.
-                const u32 x = words[k][w] ^ arg * 0x10001u;
+                const u32 x = (words[k][w] ^ other.words[k][w]) & KEY * 0x10001u;
                 bits |= ((x - 0x10001u) & ~x & (VEC == 1 ? 0x8000u : 0x80008000u)) >> (k * ARG_WORDS + w);
             }
         }
@@ -169,6 +170,19 @@ struct Args {
 __device__ __forceinline__ int channel_of(int bit) {
     const int word = 15 - bit % 16;
     return word / ARG_WORDS * VEC + word % ARG_WORDS * 2 + bit / 16;
+}
+
+__device__ __forceinline__ Args keys_of(const Fragment& m) {
+    Args keys;
+#pragma unroll
+    for (int k = 0; k < LANE_VECS; ++k) {
+#pragma unroll
+        for (int w = 0; w < ARG_WORDS; ++w) {
+            const float* pair = &m.x[0][k * VEC + 2 * w];
+            keys.words[k][w] = key_of(pair[0]) | (2 * w + 1 < VEC ? key_of(pair[1]) << 16 : 0u);
+        }
+    }
+    return keys;
 }
 
 __device__ __forceinline__ Args load_args(const u16* base, int row, const Lanes& l) {

@@ -87,7 +87,7 @@ class SegmentProblem:
         if direction == "targets":
             return 1
         extremes = len(set(self.stats) & set(EXTREMES))
-        return len(self.stats) + (2 * extremes if direction == "args" else 0)
+        return len(self.stats) + (extremes if direction == "args" else 0)
 
 
 def unsupported_reasons(problem: SegmentProblem) -> list[str]:
@@ -105,7 +105,7 @@ def unsupported_reasons(problem: SegmentProblem) -> list[str]:
 STEMS: Mapping[str, str] = MappingProxyType(
     {"forward": "forward", "args": "forward", "targets": "backward_targets", "sources": "backward_sources"}
 )
-"""Stem of the kernel source of each pass; "args" is the forward pass that leaves where extremes come from."""
+"""Stem of the kernel source of each pass; "args" is the forward pass that leaves the keys of extremes."""
 
 _CACHE_SHARE = 0.8
 """What a sweep should gather, as a share of the cache."""

@@ -84,7 +84,7 @@ def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, fl
 
     Args:
         problem: What is computed.
-        direction: A pass of the statement, or "args" for the forward pass that leaves where extremes come from.
+        direction: A pass of the statement, or "args" for the forward pass that leaves the keys of extremes.
         plan: How the pass runs.
         graph: The edges.
         flags: Optional values that the forward pass has left.

@@ -26,6 +26,7 @@ class TraversalLaunch:
         state_elements: Numbers, in float32, of the state of a row or chunk; 0 for a pass without states.
         count: How many arguments of the statement's pass the kernel takes.
         merged: Places of those that the merge kernel takes between its two states.
+        more: Places of arguments that the kernel takes after these; None for one that is not there.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class TraversalLaunch:
         state_elements: int,
         count: int,
         merged: tuple[int, ...],
+        more: tuple[int | None, ...] = (),
     ) -> None:
         self.plan, self.direction = plan, direction
         side, _ = side_of(direction, graph)
@@ -55,7 +57,7 @@ class TraversalLaunch:
         self.num_partial = self.max_chunks if state_elements and not constants["JOINED"] else 0
         self.num_carried = self.num_rows if state_elements and len(self.chunks) > 1 else 0
         self.nothing = 0 if self.device.type == "cuda" else None
-        self._count, self._merged = count, merged
+        self._count, self._merged, self._more = count, merged, more
         self._no_states = (self.nothing,) * 2 if state_elements else ()
 
     def _lay_out(self, graph: Graph, side: Adjacency) -> None:
@@ -96,14 +98,12 @@ class TraversalLaunch:
         """Return that the pass reads what is derived."""
         return "reads"
 
-    def _arguments(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what the kernel takes between the adjacency and the states."""
-        return tuple(arguments[: self._count])
-
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Sweep all column blocks; heavy rows are merged after each."""
         device, nothing = self.device, self.nothing
-        taken = self._arguments(arguments)
+        taken = arguments[: self._count]
+        if self._more:
+            taken = (*taken, *(nothing if place is None else arguments[place] for place in self._more))
         if not self.num_partial and not self.num_carried:
             whole = (*self.sweeps[0], *taken, *self._no_states)
             launch(self.kernel, self.grid, self.threads, whole, device, self.shared_bytes)

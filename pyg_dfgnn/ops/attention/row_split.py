@@ -43,13 +43,21 @@ class RowSplitLaunch(TraversalLaunch):
     def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         constants, stem = plan.constants, STEMS[direction]
         self.norms_of = _NORMS_OF[constants["SMEM"]] if constants["NORMS"] else ""
-        self._finds = stem == "forward"
+        more = ((_NORMS if self.norms_of else None),) if stem == "forward" else ()
         (spec,) = specs(problem, direction, plan)
         state_elements = constants["HEADS"] * problem.record.state_channels(direction, constants["CHANNELS"])
         if direction == "weights":
             state_elements = 0
         super().__init__(
-            plan, direction, graph, spec, f"attention_{stem}", state_elements, _COUNT[direction], _MERGED[direction]
+            plan,
+            direction,
+            graph,
+            spec,
+            f"attention_{stem}",
+            state_elements,
+            _COUNT[direction],
+            _MERGED[direction],
+            more,
         )
 
     def derives(self, name: str, saved: bool, shared: bool) -> str:
@@ -59,10 +67,6 @@ class RowSplitLaunch(TraversalLaunch):
         if self.norms_of == "targets":
             return ("writes" if shared else "reads") if saved else "ignores"
         return "reads"
-
-    def _arguments(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        taken = tuple(arguments[: self._count])
-        return (*taken, arguments[_NORMS] if self.norms_of else self.nothing) if self._finds else taken
 
 
 class NodeLaunch:
