@@ -30,6 +30,10 @@ class UnsupportedError(RuntimeError):
         return type(self), (self.reasons, self.what)
 
 
+class StaleError(RuntimeError):
+    """What a captured step relies on has changed in a way that its replay cannot follow."""
+
+
 def _given(value: Any) -> str:
     import torch
 

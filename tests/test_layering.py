@@ -25,11 +25,12 @@ ALLOWED = {
     "ir": {"runtime", "graph"},
     "ops": {"dispatch", "ir", "reference", "runtime", "graph"},
     "nn": {"ops", "dispatch", "reference", "graph"},
+    "capture": {"distributed", "nn", "graph"},
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"graph"},
-    "training": {"distributed", "models", "datasets", "nn", "ops", "graph"},
-    "bench": {"training", "models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
+    "training": {"capture", "distributed", "models", "datasets", "nn", "ops", "graph"},
+    "bench": {"training", "capture", "models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
 }
 
 # Files that serve any family, so their imports name no attention.

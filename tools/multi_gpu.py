@@ -27,12 +27,13 @@ from torch_geometric.data import Batch, Data
 import pyg_dfgnn.nn as convs
 from pyg_dfgnn import models
 from pyg_dfgnn.bench.generators import chung_lu
+from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
 from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
-from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from pyg_dfgnn.training.step import make_step
 
 LOSS_TOLERANCE = 1e-3
 """Relative difference of a mean loss over an epoch; optimizers make differences of rounding grow."""
@@ -204,10 +205,10 @@ def throughput(group: Group, small: bool) -> list[Result]:
                 if party is group:
                     group.barrier()
                 torch.manual_seed(0)
-                step = _make_step(make().to(group.device), party, captured=bool(mode))
                 inputs = copy.copy(batch)
                 if "attention" in name:
                     del inputs.pe
+                step = _make_step(make().to(group.device), inputs, party, captured=bool(mode))
                 rates.append(1e3 * num_graphs / group_time_ms(partial(step, inputs), party, small))
             if group.is_main:
                 for size, rate in zip((1, group.size), rates):
@@ -225,12 +226,11 @@ def _share(graphs: list[Data], group: Group) -> Any:
     return batch
 
 
-def _make_step(model: nn.Module, group: Group, *, captured: bool) -> Step:
+def _make_step(model: nn.Module, data: Data, group: Group, *, captured: bool) -> Step:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=group.device.type == "cuda")
     recorder = Recorder(group.device) if captured else None
     parallel = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
-    make = partial(CapturedStep, recorder=recorder) if captured else Step
-    return make(parallel, optimizer, loss_weights=True, group=group)
+    return make_step(parallel, optimizer, data, captured=captured, recorder=recorder, loss_weights=True, group=group)
 
 
 def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch_geometric.data import Batch, Data
 import pyg_dfgnn
 from pyg_dfgnn import nn as drop_ins
 from pyg_dfgnn.bench.timing import Timer, Timing
+from pyg_dfgnn.capture import Capacity, CapturedStep, Step
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
-from pyg_dfgnn.training import step as steps
-from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_optimizer
+from pyg_dfgnn.training.step import make_step
 
 PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
 SUMMED = ("preprocess", "forward", "backward")
@@ -292,7 +291,7 @@ def measure(
         model, turns = _start(backend, model_config, optimizer_config, source, pace, device, state)
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         # At worst each batch is captured by itself, after steps without a capture.
-        captures = (steps.CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
+        captures = (CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
 
         losses, spans = [], []
         for index in range(pace.steps):
@@ -394,7 +393,7 @@ def _model(backend: Backend, config: Any, task: Task) -> nn.Module:
 
 def _step(
     backend: Backend, model: nn.Module, optimizer_config: Any, source: Source, phases: Phases
-) -> Callable[[Data], tuple[Tensor, Tensor]]:
+) -> Callable[[Data], Tensor]:
     task = source.task
     optimizer = make_optimizer(optimizer_config, model, phases.device)
     called: Any = model
@@ -402,11 +401,22 @@ def _step(
         # Compilations of one model class count together, and end in an error beyond a number.
         torch._dynamo.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
-    capacity = None
+
+    def make(data: Any) -> Step:
+        options: dict[str, Any] = {"loss_weights": task.loss_weights, "graph_level": task.level == "graph"}
+        return make_step(called, optimizer, data, captured=backend.cuda_graph, mark=phases, **options)
+
     if not task.full_graph:
-        capacity = Capacity.of(task.splits["train"], max(batch.num_graphs for batch in source.batches))
-    kind = partial(steps.CapturedStep, padded=capacity) if backend.cuda_graph else steps.Step
-    return kind(called, optimizer, loss_weights=task.loss_weights, graph_level=task.level == "graph", mark=phases)
+        return make(Capacity.of(task.splits["train"], max(batch.num_graphs for batch in source.batches)))
+    steps: list[Step] = []
+
+    def step(graph: Data) -> Tensor:
+        # The graph reaches its device after this call of `_step`.
+        if not steps:
+            steps.append(make(graph))
+        return steps[0](graph)
+
+    return step
 
 
 class _Turns:
@@ -420,7 +430,7 @@ class _Turns:
 
     def __init__(
         self,
-        step: Callable[[Data], tuple[Tensor, Tensor]],
+        step: Callable[[Data], Tensor],
         source: Source,
         prepare: Prepare,
         device: torch.device,
@@ -441,7 +451,7 @@ class _Turns:
         batch = self._resident
         if batch is None:
             batch = self._arrive(self.source.batches[index % len(self.source.batches)])
-        return self.step(batch)[0]
+        return self.step(batch)
 
     def take(self, count: int, timer: Timer) -> list[dict[str, float]]:
         """Milliseconds of steps of which each is waited for; the first, which follows other work, is left out."""

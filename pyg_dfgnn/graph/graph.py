@@ -281,6 +281,12 @@ class Graph(Derived):
         return Graph.resolve(edge_index, num_nodes, num_nodes, True, False)
 
     @staticmethod
+    def cached_of(tensor: Tensor) -> list[Graph]:
+        """The cached graphs that a tensor is an anchor of, for those who must keep them: captured CUDA graphs."""
+        entries = list(_cache.entries.values())
+        return [entry.value for entry in entries if any(ref() is tensor for ref in entry.refs)]
+
+    @staticmethod
     def clear_cache() -> None:
         """Forget all cached graphs."""
         _cache.clear()

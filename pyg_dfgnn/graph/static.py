@@ -81,6 +81,17 @@ class StaticGraph(Graph):
         self.put(batch)
         self.pin()
 
+    @property
+    def kept(self) -> Tensor | None:
+        """Nothing: how many edges are self-loops differs from batch to batch.
+
+        Raises:
+            ValueError: The graph has replaced self-loops, to which edge features would have to follow.
+        """
+        if self.self_loops:
+            raise ValueError("'edge_attr' needs layers without self-loops on a graph whose edges change")
+        return None
+
     def takes(self, batch: Graph) -> bool:
         """Whether a batch is within all bounds."""
         facts = _facts(batch)
@@ -170,7 +181,8 @@ class StaticGraph(Graph):
 
 def _facts(batch: Graph) -> BatchFacts:
     if batch.facts is None:
-        raise ValueError("'batch' needs facts: graphs that went through SortEdges")
+        need = "graphs that went through SortEdges, in a batch of the host or of a DeviceDataset"
+        raise ValueError(f"'batch' needs facts: {need}")
     return batch.facts
 
 

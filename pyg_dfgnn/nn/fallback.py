@@ -26,18 +26,22 @@ def say(message: str) -> None:
         print(f"pyg_dfgnn: {message}", file=sys.stderr)
 
 
+def say_once(message: str) -> None:
+    """As :func:`say`, but the same line only once in a process."""
+    if ("", message) not in logged:
+        logged.add(("", message))
+        say(message)
+
+
 # Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
 @torch.compiler.assume_constant_result
 def log_once(name: str, reasons: tuple[str, ...]) -> None:
     """Log each reason once per class; that tensors are on a CPU is one line for all classes."""
     for reason in reasons:
-        key = ("", reason) if reason == NO_DEVICE else (name, reason)
-        if key in logged:
-            continue
-        logged.add(key)
         if reason == NO_DEVICE:
-            say(ON_CPU)
-        else:
+            say_once(ON_CPU)
+        elif (name, reason) not in logged:
+            logged.add((name, reason))
             logger.warning("%s takes PyG's own path: %s", name, reason)
 
 

@@ -14,14 +14,17 @@ from torch.utils.data import RandomSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NeighborLoader
 
+from pyg_dfgnn.capture.buckets import move_batch
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
 from pyg_dfgnn.errors import check_integer
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges
+from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
 
 # Graphs stay on a GPU by default if they take at most this share of its memory.
 _RESIDENT_SHARE = 0.25
+READ = ("x", "pe", "edge_index", "y")
+"""What a step reads of a graph."""
 
 
 class Batches:
@@ -144,6 +147,8 @@ def graph_batches(
         resident: Keep all graphs on the device and gather batches there; None: if a GPU has enough memory.
         prefetch: As in :class:`Batches`.
     """
+    # What no step reads is neither gathered nor padded.
+    task = task.map(lambda graph: Data(**{name: graph[name] for name in READ if name in graph}))
     if sort_edges:
         task = task.map(SortEdges())
     if resident is None:
@@ -160,7 +165,7 @@ def graph_batches(
         options = {"pin_memory": device.type == "cuda", "generator": order, **options}
         make = DataLoader if group.size == 1 else partial(shared_loader, group=group)
         sources = {split: make(graphs, shuffle=split == "train", **options) for split, graphs in task.splits.items()}
-        prepare = _Move(device, sort_edges)
+        prepare = partial(move_batch, device=device, is_sorted=sort_edges)
     return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
 
 
@@ -207,21 +212,6 @@ class Seeds:
         batch = batch.to(self.device, non_blocking=True)
         batch.y = batch.y.clone()
         batch.y[seeds:] = IGNORED
-        return batch
-
-
-class _Move:
-    """Move a collated batch to the device, with its graph if the edges of the graphs are sorted."""
-
-    def __init__(self, device: torch.device, is_sorted: bool) -> None:
-        self.device, self.is_sorted = device, is_sorted
-
-    def __call__(self, batch: Data) -> Data:
-        facts = BatchFacts.of(batch) if self.is_sorted else None
-        batch = batch.to(self.device, non_blocking=True)
-        if facts is not None:
-            batch.edge_index = batch.edge_index.long()
-            Graph.of_batch(batch, facts=facts)
         return batch
 
 

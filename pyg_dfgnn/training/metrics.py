@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_dfgnn.capture.buckets import IGNORED
 from pyg_dfgnn.datasets.task import METRICS
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-
-IGNORED = -100
-"""Label that losses and metrics leave out, such as of nodes outside of a split; torch's default `ignore_index`."""
 
 
 def class_counts(y: Tensor, num_classes: int) -> Tensor:

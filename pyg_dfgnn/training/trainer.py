@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from pyg_dfgnn.capture import Capacity, Recorder
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
 from pyg_dfgnn.training.report import write_history
-from pyg_dfgnn.training.step import PRECISIONS, CapturedStep, Recorder, Step
+from pyg_dfgnn.training.step import PRECISIONS, make_step
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +52,8 @@ class Options:
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
         loader: Arguments of PyG's DataLoader; None where the task is one graph.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
-        cuda_graph: Capture the steps as CUDA graphs and replay them (see :class:`CapturedStep`); with several processes
-            the task must be one graph.
+        cuda_graph: Capture the steps as CUDA graphs and replay them (see :func:`~pyg_dfgnn.capture_step`); with several
+            processes the task must be one graph.
         compile: Call the model through `torch.compile(fullgraph=True)`.
         prefetch: On a GPU, make each mini-batch on a separate stream while the previous one is in use.
         resident: Keep all graphs on the device and gather mini-batches there; None: if a GPU has enough memory.
@@ -163,19 +162,6 @@ class Trainer:
         if options.compile:
             # Sizes that change from batch to batch become variables in a second compilation.
             called = torch.compile(called, fullgraph=True)
-        capacity = None
-        if cuda_graph and loader is not None:
-            graphs = task.splits["train"]
-            capacity = Capacity.of(graphs, min(loader["batch_size"], len(graphs)))
-        make = partial(CapturedStep, padded=capacity, recorder=recorder) if cuda_graph else Step
-        self.step = make(
-            called,
-            optimizer,
-            loss_weights=task.loss_weights,
-            graph_level=task.level == "graph",
-            precision=options.precision,
-            group=group,
-        )
         self.seed = seed
         self.order = torch.Generator().manual_seed(seed)
         self.epoch = 0
@@ -185,12 +171,15 @@ class Trainer:
         if loader is None:
             own = task if group.size == 1 else task.map(lambda graph: own_part(graph, group))
             self._batches = whole_graph(own, device)
+            (data,) = self._batches["train"]
             if sampler is not None:
                 (graph,) = task.splits["train"]
                 source = sampled(graph, device, sampler, self.order, group)
                 seeds = Seeds(device, int(graph.train_mask.sum()))
                 self._batches["train"] = Batches(source, seeds, device, prefetch=options.prefetch)
         else:
+            graphs = task.splits["train"]
+            data = Capacity.of(graphs, min(loader["batch_size"], len(graphs))) if cuda_graph else None
             self._batches = graph_batches(
                 task,
                 device,
@@ -201,6 +190,17 @@ class Trainer:
                 resident=options.resident,
                 prefetch=options.prefetch,
             )
+        self.step = make_step(
+            called,
+            optimizer,
+            data,
+            captured=cuda_graph,
+            recorder=recorder,
+            loss_weights=task.loss_weights,
+            graph_level=task.level == "graph",
+            precision=options.precision,
+            group=group,
+        )
         self._state = self.state()
         self._is_between_epochs = True
 
@@ -257,7 +257,7 @@ class Trainer:
         score = self._score()
         self.model.eval()
         for batch in self._batches[split]:
-            score.add(*self.step.evaluate(batch), batch.y)
+            score.add(self.step.evaluate(batch), self.step.output, batch.y)
         score.gather(self.group)
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
 
@@ -339,7 +339,7 @@ class Trainer:
         self.group.seed_dropout(self.model, self.seed, self.epoch, alike=alike)
         self.model.train()
         for batch in self._batches["train"]:
-            score.add(*self.step(batch), batch.y)
+            score.add(self.step(batch), self.step.output, batch.y)
             bar.update()
         score.gather(self.group)
         return {"train_loss": score.loss, "train_accuracy": score.metric}

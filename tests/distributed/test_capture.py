@@ -6,10 +6,11 @@ from torch_geometric.data import Data
 
 import pyg_dfgnn.nn
 from pyg_dfgnn import models
+from pyg_dfgnn.capture import CapturedStep, Recorder
 from pyg_dfgnn.distributed import Group, own_part, wrap
-from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from pyg_dfgnn.training.step import make_step
+from tests.capture.test_step import HostRecorder
 from tests.distributed.test_partition import CLASSES, FEATURES, graph
-from tests.training.test_step import HostRecorder
 
 
 def compare(device):
@@ -18,20 +19,21 @@ def compare(device):
     batch = own_part(Data(x=x.float(), edge_index=edge_index, y=y), group)
     for name in ("GraphTransformer", "GAT"):
         losses = []
-        for kind in (Step, CapturedStep):
+        for captured in (False, True):
             torch.manual_seed(1)
             options = {"hidden_channels": 8, "heads": 2, "layers": 2, "dropout": 0.0}
             options |= {"pe_size": 0} if name == "GraphTransformer" else {}
             model = getattr(models, name)(FEATURES, CLASSES, pyg_dfgnn.nn, **options).to(group.device)
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-            captured = {}
-            if kind is CapturedStep:
-                captured["recorder"] = Recorder(group.device) if device == "cuda" else HostRecorder(optimizer)
-            stream = captured["recorder"].stream if device == "cuda" and captured else None
-            step = kind(wrap(model, group, stream), optimizer, loss_weights=True, group=group, **captured)
-            losses.append(torch.stack([step(batch)[0] for _ in range(CapturedStep.SHARED_WARM_UPS + 6)]))
+            recorder = None
+            if captured:
+                recorder = Recorder(group.device) if device == "cuda" else HostRecorder(optimizer)
+            stream = recorder.stream if device == "cuda" and captured else None
+            options = {"loss_weights": True, "group": group, "captured": captured, "recorder": recorder}
+            step = make_step(wrap(model, group, stream), optimizer, batch, **options)
+            losses.append(torch.stack([step(batch) for _ in range(CapturedStep.SHARED_WARM_UPS + 6)]))
             model.eval()
-            losses.append(torch.stack([step.evaluate(batch)[0] for _ in range(CapturedStep.SHARED_WARM_UPS + 2)]))
+            losses.append(torch.stack([step.evaluate(batch) for _ in range(CapturedStep.SHARED_WARM_UPS + 2)]))
         torch.testing.assert_close(losses[2], losses[0], rtol=1e-4, atol=1e-5, msg=name)
         torch.testing.assert_close(losses[3], losses[1], rtol=1e-4, atol=1e-5, msg=name)
         assert losses[0][-1] < losses[0][0]

@@ -62,6 +62,14 @@ def test_other_examples(name, capsys):
     assert "row_split" in capsys.readouterr().out
 
 
+def test_captured_steps(capsys):
+    for example in examples("docs/capture.md"):
+        scope = {}
+        exec(example, scope)
+        assert scope["value"].isfinite() and scope["step"].output.isfinite().all()
+    assert "Step(GAT, Adam, c" in capsys.readouterr().out
+
+
 def test_own_score(capsys):
     """The scores of the page are those that the kernels are tested with, and its code runs."""
     tested = (ROOT / "tests/kernels/test_outside_score.py").read_text()

@@ -7,16 +7,16 @@ import torch
 from torch_geometric.data import Batch
 
 import pyg_dfgnn.nn
+from pyg_dfgnn.capture import Capacity, CapturedStep
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training.buckets import Capacity
 from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
-from pyg_dfgnn.training.step import CapturedStep, Step
+from pyg_dfgnn.training.step import make_step
+from tests.capture.test_step import SCHEDULES, assert_same_evaluation, graph, train
 from tests.graph.brute import assert_same
-from tests.training.test_step import SCHEDULES, graph, train
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -35,14 +35,14 @@ def fused_only():
         yield
 
 
-def pair(name, dropout, **options):
+def pair(name, dropout, data):
     torch.manual_seed(1)
     model = MODELS[name](dropout).to(CUDA)
     steps = []
-    for kind in (Step, CapturedStep):
+    for captured in (False, True):
         twin = copy.deepcopy(model)
         optimizer = torch.optim.Adam(twin.parameters(), lr=0.003, fused=True)
-        steps.append(kind(twin, optimizer, **(options if kind is CapturedStep else {})))
+        steps.append(make_step(twin, optimizer, data, captured=captured))
     return steps
 
 
@@ -56,17 +56,15 @@ def graphs(count=40):
 )
 def test_whole_graph(name, dropout, schedule):
     whole = Batch.from_data_list(graphs()).to(CUDA)
-    eager, captured = pair(name, dropout)
+    eager, captured = pair(name, dropout, whole)
     want, found = (train(step, [whole], SCHEDULES[schedule], epochs=20) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
     for step in (eager, captured):
         step.model.eval()
     for _ in range(CapturedStep.WARM_UPS + 2):
-        evaluated = captured.evaluate(whole)
+        captured.evaluate(whole)
     captured.model.load_state_dict(eager.model.state_dict())
-    evaluated = captured.evaluate(whole)
-    for a, b in zip(evaluated, eager.evaluate(whole)):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert_same_evaluation(eager, captured, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +75,10 @@ def test_padded_batches(name, schedule):
     parts = torch.randperm(40, generator=torch.Generator().manual_seed(3)).split(8)
     given = [resident.batch(part) for part in parts]
     with settings(schedule=schedule, fallback="log"):
-        eager, captured = pair(name, 0.0, padded=Capacity.of(graphs(), 8))
+        eager, captured = pair(name, 0.0, Capacity.of(graphs(), 8))
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=4) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=5e-3, atol=5e-4)
-    assert any(each.recording is not None for each in captured._captures.values())
+    assert any(capture.recording is not None for capture in captured._captures.values())
     assert len(captured.buckets.buckets) < len(given)
 
 
@@ -90,7 +88,7 @@ def test_dropout_on_padded_batches():
     given = [resident.batch(part) for part in torch.arange(40).split(8)] * 4
     losses = []
     for warm_ups in (CapturedStep.WARM_UPS, 10**6):
-        _, step = pair("gt", 0.5, padded=Capacity.of(graphs(), 8))
+        _, step = pair("gt", 0.5, Capacity.of(graphs(), 8))
         step.WARM_UPS = warm_ups
         losses.append(train(step, given, SCHEDULES["constant"], epochs=1))
     torch.testing.assert_close(losses[0], losses[1], rtol=5e-3, atol=5e-4)
@@ -99,7 +97,7 @@ def test_dropout_on_padded_batches():
 
 def test_a_captured_step_does_not_wait():
     whole = Batch.from_data_list(graphs()).to(CUDA)
-    _, step = pair("gt", 0.5)
+    _, step = pair("gt", 0.5, whole)
     for _ in range(CapturedStep.WARM_UPS + 1):
         step(whole)
     torch.cuda.set_sync_debug_mode("error")

@@ -20,9 +20,9 @@ from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_grap
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.trainer import Options
+from tests.capture.test_step import graph
 from tests.datasets.test_planetoid import write_raw
 from tests.training.test_run import assert_equal, history, parameters
-from tests.training.test_step import graph
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_environment_of_a_run(run, caplog):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["backend=auto_graph"], r"'cuda_graph' needs a CUDA device \(got cpu\)"),
+        (["backend=auto_graph"], r"'device' needs a CUDA device for steps in a CUDA graph \(got cpu\)"),
         (["trainer.sampler={num_neighbors: [2], batch_size: 4}"], "'sampler' needs null: the task is many graphs"),
     ],
     ids=["cuda_graph", "sampler"],

@@ -16,9 +16,9 @@ from pyg_dfgnn.training import report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
+from tests.capture.test_step import HostRecorder
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
-from tests.training.test_step import HostRecorder
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
 

@@ -11,8 +11,8 @@ from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.loaders import Seeds, sampled
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import train
+from tests.capture.test_step import graph
 from tests.training.test_run import assert_equal, history, parameters
-from tests.training.test_step import graph
 
 pytest.importorskip("torch_sparse")
 pytestmark = pytest.mark.sparse

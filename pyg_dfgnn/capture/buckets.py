@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch_geometric.data import Data
+from torch.utils._pytree import tree_map_only
+from torch_geometric.data import Batch, Data
 from torch_geometric.nn import norm as graph_norms
 
-from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph import Graph, StaticGraph
+from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph
+from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
 from pyg_dfgnn.nn.gate import FusedConv
-from pyg_dfgnn.training.metrics import IGNORED
 
+IGNORED = -100
+"""Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
+# A bucket has edges of its own, and no offsets of graphs.
+_NOT_COPIED = ("edge_index", "num_nodes", "ptr", BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE)
 # A bucket exceeds the mean batch by this many standard deviations plus this share of it, doubled with each level.
 _DEVIATIONS, _SHARE = 3.0, 1 / 64
 # These norms compare the nodes of a graph or batch, so that padding would change their statistics.
@@ -134,7 +139,7 @@ class Capacity:
     edges: tuple[float, float]
 
     @staticmethod
-    def of(graphs: Sequence[Data], batch_size: int) -> Capacity:
+    def of(graphs: Sequence[Data] | DeviceDataset, batch_size: int) -> Capacity:
         """Return the capacity for batches of `batch_size` graphs drawn at random from these.
 
         Raises:
@@ -142,7 +147,10 @@ class Capacity:
         """
         check_range("batch_size", batch_size, 1)
         check_range("len(graphs)", len(graphs), 1)
-        sizes = torch.tensor([[graph.num_nodes, graph.num_edges] for graph in graphs], dtype=torch.float64)
+        if isinstance(graphs, DeviceDataset):
+            sizes = torch.stack([graphs.nodes, graphs.edges], dim=1).double()
+        else:
+            sizes = torch.tensor([[graph.num_nodes, graph.num_edges] for graph in graphs], dtype=torch.float64)
         means = (batch_size * sizes.mean(dim=0)).tolist()
         deviations = (batch_size**0.5 * sizes.std(dim=0, correction=0)).tolist()
         nodes, edges = zip(means, deviations)
@@ -165,57 +173,101 @@ class Capacity:
         return level
 
 
+def levels_of(batch: Data) -> dict[str, str]:
+    """Return along what each tensor of a batch that buckets copy has its rows: "node", "edge" or "graph".
+
+    Raises:
+        ValueError: A tensor has its rows along nothing of these.
+    """
+    sizes = {"node": batch.num_nodes, "graph": batch.num_graphs, "edge": batch.num_edges}
+    levels = {}
+    for name, value in batch:
+        if isinstance(value, Tensor) and name not in _NOT_COPIED:
+            order = ("edge", "node", "graph") if "edge" in name else ("node", "graph", "edge")
+            matching = [level for level in order if value.dim() and value.size(0) == sizes[level]]
+            if not matching:
+                need = "one row per node, edge or graph, or to be removed from graphs whose batches are padded"
+                raise ValueError(f"'data.{name}' needs {need} (got {list(value.shape)})")
+            levels[name] = matching[0]
+    return levels
+
+
 class Bucket:
     """Tensors of fixed size that hold one batch after another; padding stands for isolated nodes without labels.
 
     Args:
         batch: The first batch, whose attributes the bucket has.
         graph: The graph of the first batch, if the convs are ours.
-        graph_level: Whether labels belong to graphs.
         capacity: Sizes of the batches.
         level: Level of the bucket in `capacity`.
 
     Attributes:
         batch: Padded batch that a step is captured on.
+        is_checked: Whether the loss was seen to leave out padding.
     """
 
-    def __init__(self, batch: Data, graph: Graph | None, graph_level: bool, capacity: Capacity, level: int) -> None:
-        self.level = level
+    def __init__(self, batch: Data, graph: Graph | None, capacity: Capacity, level: int) -> None:
+        self.level, self.is_checked = level, False
         self.num_nodes, self.num_edges = capacity.sizes(level)
-        # The last graph holds the padding.
-        self.num_graphs = capacity.num_graphs + 1
-        self.graph_level = graph_level
-        self.batch = Data(edge_index=batch.edge_index.new_empty(2, self.num_edges))
-        for name in ("x", "pe"):
-            if name in batch:
-                self.batch[name] = batch[name].new_zeros(self.num_nodes, *batch[name].shape[1:])
-        self.batch.y = batch.y.new_empty(self.num_graphs if graph_level else self.num_nodes)
-        if graph_level:
-            self.batch.batch = batch.batch.new_empty(self.num_nodes)
-        self.mask = RowMask(self.num_nodes, batch.x)
+        # The last graph holds the padding. Rows tell by their number whether they are nodes or graphs.
+        self.num_graphs = capacity.num_graphs + (2 if capacity.num_graphs + 1 == self.num_nodes else 1)
+        self.levels = levels_of(batch)
+        self.sizes = {"node": self.num_nodes, "edge": self.num_edges, "graph": self.num_graphs}
+        self.filled = dict(self.sizes)
+        self.batch = Batch(_base_cls=Data, edge_index=batch.edge_index.new_empty(2, self.num_edges))
+        for name, kind in self.levels.items():
+            self.batch[name] = batch[name].new_empty(self.sizes[kind], *batch[name].shape[1:])
+        self.batch.num_nodes, self.batch._num_graphs = self.num_nodes, self.num_graphs
+        like = batch.x if isinstance(batch.x, Tensor) else torch.empty(0, device=batch.edge_index.device)
+        self.mask = RowMask(self.num_nodes, like)
         self.static: StaticGraph | None = None
         if graph is not None:
             self.static = StaticGraph(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.num_graphs} graphs, {self.num_nodes} nodes, {self.num_edges} edges)"
 
     def takes(self, graph: Graph | None, level: int) -> bool:
         """Return whether the bucket has this level and takes a batch with this graph."""
         return level == self.level and (self.static is None or graph is None or self.static.takes(graph))
 
     def put(self, batch: Data, graph: Graph | None) -> None:
-        """Copy a batch that the bucket :meth:`takes` into the tensors, and fill the rest with padding."""
-        fill = {"x": 0, "pe": 0, "y": IGNORED, "batch": self.num_graphs - 1}
-        for name, padding in fill.items():
-            if name in self.batch:
-                values = batch[name]
-                self.batch[name][: values.size(0)] = values
-                self.batch[name][values.size(0) :] = padding
-        self.batch.edge_index[:, : batch.num_edges] = batch.edge_index
-        self.batch.edge_index[:, batch.num_edges :] = self.num_nodes - 1
-        assert batch.num_nodes is not None
-        self.mask.set(batch.num_nodes)
+        """Copy a batch that the bucket :meth:`takes` into the tensors, and fill the rest with padding.
+
+        Raises:
+            TypeError: An attribute of the first batch is missing, or of another dtype.
+            ValueError: It has another shape.
+        """
+        counts = {"node": batch.num_nodes, "edge": batch.num_edges, "graph": batch.num_graphs}
+        for name, kind in self.levels.items():
+            room, value, rows = self.batch[name], batch.get(name), counts[kind]
+            spec = str([rows, *room.shape[1:]])
+            check_shape(f"data.{name}", value, (rows, *room.shape[1:]), f"{spec}, as in the first batch")
+            check_dtype(f"data.{name}", value, room.dtype)
+        # Rows behind the previous batch hold padding already.
+        for name, kind in self.levels.items():
+            room, rows = self.batch[name], counts[kind]
+            room[:rows] = batch[name]
+            room[rows : self.filled[kind]] = self._padding(name, room)
+        edges = counts["edge"]
+        self.batch.edge_index[:, :edges] = batch.edge_index
+        self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
+        self.filled = counts
+        self.mask.set(counts["node"])
         if self.static is not None:
             assert graph is not None
             self.static.put(graph)
+
+    def rows(self, output: Any, batch: Data) -> Any:
+        """Return the rows of an output on the bucket that belong to a batch."""
+        counts = {self.num_nodes: batch.num_nodes, self.num_graphs: batch.num_graphs}
+        return tree_map_only(Tensor, lambda t: t[: counts.get(t.size(0))] if t.dim() else t, output)
+
+    def _padding(self, name: str, room: Tensor) -> int:
+        if name == "batch":
+            return self.num_graphs - 1
+        is_label = name == "y" and room.dtype != torch.bool and not room.is_floating_point()
+        return IGNORED if is_label else 0
 
 
 class Buckets:
@@ -225,14 +277,13 @@ class Buckets:
 
     Args:
         model: Model whose batch norms become :class:`MaskedBatchNorm`, in place.
-        graph_level: Whether labels belong to graphs.
         capacity: Sizes of the batches.
 
     Raises:
         ValueError: A norm of the model compares nodes in a way that padding would change.
     """
 
-    def __init__(self, model: nn.Module, graph_level: bool, capacity: Capacity) -> None:
+    def __init__(self, model: nn.Module, capacity: Capacity) -> None:
         for module in model.modules():
             if type(module) is nn.BatchNorm1d:
                 module.__class__ = MaskedBatchNorm
@@ -240,23 +291,33 @@ class Buckets:
         for module in model.modules():
             if isinstance(module, _REFUSED) and module not in self.norms:
                 raise ValueError(f"'model' needs BatchNorm1d or LayerNorm with padding (got {type(module).__name__})")
-        self.graph_level, self.capacity = graph_level, capacity
+        self.device = next(model.parameters()).device
+        self.capacity = capacity
         self.has_kernels = any(isinstance(module, FusedConv) for module in model.modules())
         self.buckets: list[Bucket] = []
 
+    def move(self, batch: Data) -> Data:
+        """Return a batch on the model's device, with its graph if it came from the host with sorted edges."""
+        is_on_host = batch.edge_index.device.type == "cpu"
+        return move_batch(batch, self.device, self.has_kernels and FACTS in batch) if is_on_host else batch
+
     def place(self, batch: Data) -> Bucket:
-        """Put a batch into a bucket.
+        """Put a batch on the device into a bucket.
 
         Raises:
-            ValueError: The batch has too many graphs, or the model's convs are ours and the graphs did not go through
-                `SortEdges`.
+            TypeError: An attribute is missing or of another dtype than in the first batch, or it is no Batch.
+            ValueError: The batch has too many graphs or tensors of other shapes, or the model's convs are ours and the
+                graphs did not go through `SortEdges`.
         """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"'data' needs a Batch of graphs (got {type(batch).__name__})")
+        check_device("data.edge_index", batch.edge_index, self.device)
         check_range("num_graphs", batch.num_graphs, 1, self.capacity.num_graphs)
         graph = Graph.of_batch(batch) if self.has_kernels else None
         level = self.capacity.level(batch)
         bucket = next((bucket for bucket in self.buckets if bucket.takes(graph, level)), None)
         if bucket is None:
-            bucket = Bucket(batch, graph, self.graph_level, self.capacity, level)
+            bucket = Bucket(batch, graph, self.capacity, level)
             self.buckets.append(bucket)
         bucket.put(batch, graph)
         return bucket
@@ -273,3 +334,13 @@ class Buckets:
         finally:
             for module in self.norms:
                 module.mask = None
+
+
+def move_batch(batch: Data, device: torch.device, is_sorted: bool) -> Data:
+    """Move a collated batch from the host to a device, with its graph if `SortEdges` has sorted the edges."""
+    facts = BatchFacts.of(batch) if is_sorted else None
+    batch = batch.to(device, non_blocking=True)
+    if facts is not None:
+        batch.edge_index = batch.edge_index.long()
+        Graph.of_batch(batch, facts=facts)
+    return batch

@@ -8,12 +8,12 @@ import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Batch, Data
 
+from pyg_dfgnn.capture import Buckets, Capacity, CapturedStep, Recorder
+from pyg_dfgnn.capture.buckets import IGNORED, MaskedBatchNorm, RowMask
 from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.training.buckets import Buckets, Capacity, MaskedBatchNorm, RowMask
-from pyg_dfgnn.training.metrics import IGNORED
-from pyg_dfgnn.training.step import CapturedStep, Recorder, Step
+from pyg_dfgnn.training.step import make_step
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 
@@ -69,17 +69,16 @@ def capacity(given):
     return Capacity.of([graph for batch in given for graph in batch.to_data_list()], 3)
 
 
-def pair(make, **options):
-    """The same model with an eager and with a captured step."""
+def pair(make, data, **options):
+    """The same model with an eager step of the trainer and with a captured one."""
     torch.manual_seed(1)
     model = make()
     steps = []
-    for kind in (Step, CapturedStep):
+    for captured in (False, True):
         twin = copy.deepcopy(model)
         optimizer = torch.optim.Adam(twin.parameters(), lr=0.01, fused=True)
-        extra = {"recorder": HostRecorder(optimizer), **options} if kind is CapturedStep else {}
-        shared = {name: value for name, value in options.items() if name != "padded"}
-        steps.append(kind(twin, optimizer, **{**shared, **extra}))
+        recorder = HostRecorder(optimizer) if captured else None
+        steps.append(make_step(twin, optimizer, data, captured=captured, recorder=recorder, **options))
     return steps
 
 
@@ -94,9 +93,8 @@ def train(step, given, scheduler, epochs=4):
     torch.manual_seed(7)
     for _ in range(epochs):
         for batch in given:
-            loss, logits = step(batch)
-            losses.append(loss)
-            assert logits.size(0) == batch.y.numel()
+            losses.append(step(batch))
+            assert step.output.size(0) == batch.y.numel()
         schedule.step()
     return torch.stack(losses)
 
@@ -104,6 +102,11 @@ def train(step, given, scheduler, epochs=4):
 def assert_same_parameters(left, right, **tolerance):
     for (name, a), (_, b) in zip(left.model.state_dict().items(), right.model.state_dict().items(), strict=True):
         torch.testing.assert_close(a, b, msg=name, **tolerance)
+
+
+def assert_same_evaluation(left, right, batch, **tolerance):
+    torch.testing.assert_close(left.evaluate(batch), right.evaluate(batch), **tolerance)
+    torch.testing.assert_close(left.output, right.output, **tolerance)
 
 
 SCHEDULES = {
@@ -115,7 +118,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replays_equal_single_launches(schedule):
     (whole,) = batches()[:1]
-    eager, captured = pair(lambda: transformer(dropout=0.3, norm="layer"))
+    eager, captured = pair(lambda: transformer(dropout=0.3, norm="layer"), whole)
     want, found = (train(step, [whole], SCHEDULES[schedule], epochs=12) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
     assert_same_parameters(eager, captured, rtol=1e-4, atol=1e-5)
@@ -128,12 +131,11 @@ def test_replays_equal_single_launches(schedule):
 
 def test_evaluation_is_captured_too():
     (whole,) = batches()[:1]
-    eager, captured = pair(transformer)
+    eager, captured = pair(transformer, whole)
     for step in (eager, captured):
         step.model.eval()
     for _ in range(CapturedStep.WARM_UPS + 3):
-        for a, b in zip(eager.evaluate(whole), captured.evaluate(whole)):
-            torch.testing.assert_close(a, b)
+        assert_same_evaluation(eager, captured, whole)
     assert captured.recorder.recordings == 1 and captured.recorder.replays == 3
 
 
@@ -141,7 +143,7 @@ def test_evaluation_is_captured_too():
 @pytest.mark.parametrize("loss_weights", [False, True], ids=["plain", "weighted"])
 def test_padded_batches_equal_the_batches(graph_level, loss_weights):
     given = batches(graph_level)
-    eager, captured = pair(transformer, padded=capacity(given[:4]), graph_level=graph_level, loss_weights=loss_weights)
+    eager, captured = pair(transformer, capacity(given[:4]), graph_level=graph_level, loss_weights=loss_weights)
     want, found = (train(step, given, SCHEDULES["cosine"]) for step in (eager, captured))
     # Adam makes whole steps of gradients that are rounding errors, such as those of biases before a batch norm.
     torch.testing.assert_close(found, want, rtol=2e-3, atol=2e-4)
@@ -153,8 +155,7 @@ def test_padded_batches_equal_the_batches(graph_level, loss_weights):
     for step in (eager, captured):
         step.model.eval()
     for batch in given:
-        for a, b in zip(captured.evaluate(batch), eager.evaluate(batch)):
-            torch.testing.assert_close(a, b)
+        assert_same_evaluation(captured, eager, batch)
 
 
 def test_one_padded_step_is_exact():
@@ -162,7 +163,7 @@ def test_one_padded_step_is_exact():
     model = transformer().double()
     padded = copy.deepcopy(model)
     batch.x, batch.pe = batch.x.double(), torch.randn(batch.num_nodes, 2)
-    buckets = Buckets(padded, False, capacity([batch]))
+    buckets = Buckets(padded, capacity([batch]))
     with buckets.active(buckets.place(batch)) as wide:
         assert wide.num_nodes > batch.num_nodes and wide.edge_index.size(1) > batch.num_edges
         assert torch.equal(wide.pe[: batch.num_nodes], batch.pe) and not wide.pe[batch.num_nodes :].any()
@@ -211,7 +212,7 @@ def test_a_batch_has_the_same_sizes_in_every_run():
     wide = capacity(given)
     drawn = []
     for order in (given, given[::-1], given[2:] + given[:2]):
-        buckets = Buckets(transformer(), False, wide)
+        buckets = Buckets(transformer(), wide)
         placed = [buckets.place(batch) for batch in order]
         drawn.append({id(batch): (bucket.num_nodes, bucket.num_edges) for batch, bucket in zip(order, placed)})
     assert drawn[0] == drawn[1] == drawn[2]
@@ -227,7 +228,7 @@ def test_capacity():
     nodes, edges = wide.sizes(wide.level(large))
     assert large.num_nodes < nodes and large.num_edges <= edges
     with pytest.raises(ValueError, match=r"'num_graphs' needs a value in \[1, 4\] \(got 5\)"):
-        Buckets(transformer(), False, wide).place(Batch.from_data_list([small] * 5))
+        Buckets(transformer(), wide).place(Batch.from_data_list([small] * 5))
     with pytest.raises(ValueError, match=r"'batch_size' needs a value >= 1 \(got 0\)"):
         Capacity.of([small], 0)
 
@@ -237,16 +238,16 @@ def test_convs_of_ours_need_sorted_graphs():
 
     model, given = GAT(5, 3, pyg_dfgnn.nn), batches()
     with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
-        Buckets(model, False, capacity(given)).place(given[0])
+        Buckets(model, capacity(given)).place(given[0])
 
 
 def test_a_resumed_optimizer_counts_on():
     (whole,) = batches()[:1]
-    eager, captured = pair(transformer)
+    eager, captured = pair(transformer, whole)
     eager(whole)
     captured.model.load_state_dict(eager.model.state_dict())
     captured.optimizer.load_state_dict(copy.deepcopy(eager.optimizer.state_dict()))
-    losses = [(eager(whole)[0], captured(whole)[0]) for _ in range(6)]
+    losses = [(eager(whole), captured(whole)) for _ in range(6)]
     for a, b in losses:
         torch.testing.assert_close(a, b)
     assert all(state["step"] == 7 for state in captured.optimizer.state.values())
@@ -256,8 +257,7 @@ def test_marks():
     (whole,) = batches()[:1]
     seen = []
     model = transformer()
-    step = Step(model, torch.optim.Adam(model.parameters()), mark=seen.append)
-    step(whole)
+    make_step(model, adam(model), whole, mark=seen.append)()
     assert seen == ["forward", "backward", "optimizer"]
 
 
@@ -267,23 +267,20 @@ def adam(model, **options):
 
 def test_what_cannot_be_captured():
     model = transformer()
-    with pytest.raises(ValueError, match=r"'cuda_graph' needs a CUDA device \(got cpu\)"):
+    with pytest.raises(ValueError, match=r"'device' needs a CUDA device .* \(got cpu\)"):
         Recorder(torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"'cuda_graph' needs a CUDA device \(got cpu\)"):
-        CapturedStep(model, adam(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"'optimizer' needs the argument 'capturable' .* \(got SGD\)"):
-        CapturedStep(model, optimizer, recorder=HostRecorder(optimizer))
+    with pytest.raises(ValueError, match=r"'device' needs a CUDA device .* \(got cpu\)"):
+        make_step(model, adam(model), captured=True)
     with pytest.raises(ValueError, match=r"'precision' needs fp32 or bf16 with cuda_graph"):
-        CapturedStep(model, adam(model), precision="fp16", recorder=HostRecorder(None))
+        make_step(model, adam(model), captured=True, precision="fp16")
     with pytest.raises(ValueError, match=r"'precision' needs one of"):
-        Step(model, adam(model), precision="fp8")
+        make_step(model, adam(model), precision="fp8")
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), torch_geometric.nn.GraphNorm(4)], ids=lambda m: type(m).__name__)
 def test_norms_that_padding_would_change(layer):
     with pytest.raises(ValueError, match=rf"'model' needs BatchNorm1d or LayerNorm .* \(got {type(layer).__name__}\)"):
-        Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), False, capacity(batches()))
+        Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), capacity(batches()))
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -297,7 +294,7 @@ def test_padded_batches_on_the_kernels():
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     wide = Capacity.of([graph(6 + i, i) for i in range(6)], 2)
     with settings(schedule="block_mma", fallback="error"), emulated_device() as launched:
-        eager, captured = pair(make, padded=wide)
+        eager, captured = pair(make, wide)
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
     assert captured.recorder.replays == 2 and "attention_block_mma_forward" in launched
