@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_dtype, check_range, check_shape
+from pyg_dfgnn.graph import adjacency
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
     MAX_EDGES,
@@ -15,9 +16,9 @@ from pyg_dfgnn.graph.adjacency import (
     group,
     longest,
     offsets,
+    order_rows,
     pull,
     replace_self_loops,
-    sort_rows,
     trim,
 )
 from pyg_dfgnn.graph.facts import BatchFacts
@@ -80,7 +81,7 @@ def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) ->
 
 
 def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
-    """Build the CSR of edges: at most one sort, one host sync.
+    """Build the CSR of edges: at most one sort, one host sync, a second one where the sort goes in spans.
 
     Raises:
         ValueError: An id is out of range, or the order that an `EdgeIndex` claims is false.
@@ -88,6 +89,8 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
     source, target = edges.source, edges.target
     num_edges, num_loops = source.numel(), min(num_src, num_dst)
     check_edges(num_edges + num_loops * self_loops)
+    if num_edges > adjacency.SORTED_AT_ONCE:
+        refuse_ids(pull(*bounds_of(source, target)), num_src, num_dst, num_edges)
     arrays, in_order = group(target, source, num_dst, edges.target_sorted)
     stays, num_kept = None, in_order
     if self_loops:
@@ -139,8 +142,8 @@ def build_index(index: Tensor, num_groups: int) -> Built:
     if is_sorted:
         perm = torch.arange(num_edges, dtype=torch.int32, device=index.device)
     else:
-        rows, order = sort_rows(index, num_groups)
-        rowptr, perm = offsets(rows, num_groups), order.to(torch.int32)
+        rowptr, order = order_rows(index, num_groups)
+        perm = order.to(torch.int32)
         (max_degree,) = pull(longest(rowptr))
     return Built(Adjacency(rowptr, perm, perm, num_edges, max_degree), source_sorted=True)
 

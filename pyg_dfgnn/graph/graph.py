@@ -14,7 +14,18 @@ from torch_geometric import EdgeIndex
 
 from pyg_dfgnn.errors import check_choice, check_tensor
 from pyg_dfgnn.graph import forms
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, finished, longest, pull, replace_self_loops, transpose, trim
+from pyg_dfgnn.graph.adjacency import (
+    Adjacency,
+    finished,
+    longest,
+    numbers,
+    pull,
+    replace_self_loops,
+    rows_at,
+    spans,
+    transpose,
+    trim,
+)
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
 from pyg_dfgnn.graph.build import Built, add_loops, build, build_index, build_ptr, build_relation, check_sizes
 from pyg_dfgnn.graph.cache import GraphCache
@@ -337,9 +348,10 @@ class Graph(Derived):
 
         def make() -> Tensor:
             made = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
-            order = self.csr.perm.long()
-            made[0, order] = self.csr.col.long()
-            made[1, order] = expand(self.csr.rowptr, self.num_edges).long()
+            rowptr, col, perm = self.csr.arrays
+            for span in spans(self.num_edges):
+                order = perm[span].long()
+                made[0, order], made[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
             pull(made[0, -1:].sum())
             self._own_version = made._version
             return made

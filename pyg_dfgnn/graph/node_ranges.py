@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull, push
+from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, numbers, pull, push, rows_at, spans
 from pyg_dfgnn.graph.graph import Graph
 
 TILE_ROWS = 16
@@ -97,12 +97,13 @@ def find_blocks(graph: Graph) -> DiagonalBlocks | None:
     if graph.num_src != graph.num_dst or graph.num_src == 0:
         return None
     csr, nodes = graph.csr, graph.num_dst
-    row = expand(csr.rowptr, csr.num_edges)
     # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
     across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.rowptr.device)
-    one = torch.ones_like(row)
-    across.index_add_(0, torch.minimum(row, csr.col), one)
-    across.index_add_(0, torch.maximum(row, csr.col), one, alpha=-1)
+    for span in spans(csr.num_edges):
+        row, col = rows_at(csr.rowptr, numbers(span, csr.rowptr)), csr.col[span]
+        one = torch.ones_like(row)
+        across.index_add_(0, torch.minimum(row, col), one)
+        across.index_add_(0, torch.maximum(row, col), one, alpha=-1)
     # The boundary before node b, b = 1 ... nodes.
     free = across.cumsum(0)[:nodes] == 0
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)

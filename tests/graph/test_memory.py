@@ -1,0 +1,148 @@
+"""Large graphs: what goes span by span is what goes at once, and takes a bounded number of bytes per edge."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.build import build
+from pyg_dfgnn.graph.chunks import ascending, column_blocks, positions, rows_of
+from pyg_dfgnn.graph.derived import tensors_of
+from pyg_dfgnn.graph.forms import read_tensor
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
+from pyg_dfgnn.reference.zoo import edges, hub, random, star, zoo
+from tests.graph.memory import PeakBytes, sorted_in_spans
+
+MOST_BYTES = 24
+"""Bytes per edge that may be held beside CSR and CSC at any time."""
+CASES = [
+    *zoo(),
+    # A row over several spans, and nothing else.
+    star(200),
+    star(200, inward=False),
+    hub(300, num_nodes=7),
+    random(1, 1, 40, name="one-node-many-loops"),
+    edges("one-row", [(source % 5, 2) for source in range(90)], 5, 3),
+    random(40, 3, 500, seed=3, name="bipartite-duplicates"),
+]
+
+
+def parts_of(case, by_source, self_loops):
+    """Everything that is built span by span, of a fresh graph."""
+    edge_index = case.edge_index
+    if by_source:
+        edge_index = edge_index[:, edge_index[0].argsort(stable=True)]
+    built = build(read_tensor(edge_index, False), case.num_src, case.num_dst, self_loops=self_loops)
+    graph = Graph(built, self_loops=self_loops)
+    # Of the graph without loops too, by another path.
+    twin = Graph.of(edge_index.clone(), case.num_src, case.num_dst)
+    looped = twin.with_loops()
+    parts = [graph.csr.arrays, graph.csc.arrays, graph.kept, graph.edge_index, looped.csr.arrays, looped.csc.arrays]
+    for side in (graph.csr, graph.csc):
+        parts += [rows_of(graph, side), ascending(graph, side), column_blocks(graph, side, 3, 2)]
+    diagonal = diagonal_blocks(graph)
+    parts += [positions(graph, graph.csc, graph.csr), diagonal]
+    return list(tensors_of(parts))
+
+
+@pytest.mark.parametrize("spans", [1, 2, 16])
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+@pytest.mark.parametrize("by_source", [False, True], ids=["any-order", "by-source"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_spans_give_what_one_sort_gives(case, by_source, self_loops, spans, monkeypatch):
+    want = parts_of(case, by_source, self_loops)
+    with sorted_in_spans(monkeypatch, spans):
+        assert all(torch.equal(a, b) for a, b in zip(parts_of(case, by_source, self_loops), want, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_columns_ascend_stably(case):
+    """As one sort by row, column and position."""
+    graph = Graph.of(case.edge_index.clone(), case.num_src, case.num_dst)
+    for side, rows, cols in ((graph.csr, 1, 0), (graph.csc, 0, 1)):
+        keys = case.edge_index[rows] * max(case.num_src, case.num_dst) + case.edge_index[cols]
+        perm = keys.argsort(stable=True)
+        assert torch.equal(ascending(graph, side)[1].long(), perm)
+        assert torch.equal(ascending(graph, side)[0].long(), case.edge_index[cols, perm])
+
+
+def test_an_index_in_spans(monkeypatch):
+    index = random(30, 30, 400).edge_index[0]
+    want = Graph.of_index(index.clone(), 30)
+    with sorted_in_spans(monkeypatch):
+        assert all(map(torch.equal, Graph.of_index(index, 30).csr.arrays, want.csr.arrays))
+
+
+def test_a_wrong_id_is_told_before_anything_is_counted(monkeypatch):
+    with (
+        sorted_in_spans(monkeypatch),
+        pytest.raises(ValueError, match=r"target ids in \[0, num_dst=3\) \(got 0 to 3\)"),
+    ):
+        Graph.of(torch.tensor([[0, 1, 2], [0, 3, 1]]), 3)
+
+
+def test_the_counter_of_bytes():
+    """What is held counts, also through views; what is freed, or theirs, does not; a sort has memory of its own."""
+    theirs = torch.zeros(1000, dtype=torch.int32)
+    with PeakBytes(theirs) as held:
+        kept = (theirs + 1)[:10]
+        for _ in range(3):
+            theirs + 2
+    assert held.peak == 8000 and kept.numel() == 10
+    with PeakBytes(theirs) as held:
+        theirs.sort(stable=True)
+    assert held.peak == 1000 * (4 + 8 + 8 + 4 + 8)
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+NODES, EDGES = 20_000, 400_000
+
+
+def near(width):
+    """Edges between nodes that are near each other, none twice: blocks of which an eighth is filled."""
+    target = torch.randint(NODES, (EDGES,))
+    source = (target + torch.randint(-width, width + 1, (EDGES,))).clamp(0, NODES - 1)
+    edge_index = torch.stack([source, target]).unique(dim=1)
+    return edge_index[:, torch.randperm(edge_index.size(1))]
+
+
+@pytest.fixture(params=["random", "near", "hub"])
+def edge_index(request):
+    if request.param == "near":
+        return near(100)
+    if request.param == "random":
+        return random(NODES, NODES, EDGES).edge_index
+    return torch.cat([random(NODES, NODES, EDGES // 2).edge_index, hub(EDGES // 2, NODES).edge_index], dim=1)
+
+
+@pytest.mark.parametrize("spans", [4, 16])
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_bytes_of_building(edge_index, self_loops, spans, monkeypatch):
+    num_edges = edge_index.size(1)
+    with sorted_in_spans(monkeypatch, spans):
+        with PeakBytes(edge_index) as building:
+            graph = Graph.of(edge_index, NODES, self_loops=self_loops)
+        with PeakBytes(graph.csr.arrays) as transposing:
+            csc = graph.csc
+    csr, csc = (sum(array.nbytes for array in side.arrays) for side in (graph.csr, csc))
+    assert building.peak - csr <= MOST_BYTES * num_edges
+    assert transposing.peak - csc <= MOST_BYTES * num_edges
+    # What is checked is there: the sort of one span at least.
+    assert building.peak - csr > num_edges
+
+
+@pytest.mark.parametrize("spans", [4, 16])
+@pytest.mark.parametrize("domain", ["targets", "sources"])
+def test_bytes_of_what_is_taken(edge_index, domain, spans, monkeypatch):
+    """Sweeps over blocks of columns and positions, with what of them is kept."""
+    graph = Graph.of(edge_index, NODES)
+    side = graph.csc if domain == "sources" else graph.csr
+    sides = graph.csr.arrays + graph.csc.arrays
+    with sorted_in_spans(monkeypatch, spans):
+        for build_one in (
+            lambda: column_blocks(graph, side, 4, 256, ordered=True),
+            lambda: positions(graph, graph.csc, graph.csr),
+        ):
+            with PeakBytes(sides, graph._derived) as building:
+                build_one()
+            assert building.peak <= MOST_BYTES * graph.num_edges
