@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.dispatch import core
+from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.graph.build import build
 from pyg_dfgnn.graph.chunks import ascending, column_blocks, positions, rows_of
 from pyg_dfgnn.graph.derived import tensors_of
@@ -39,8 +42,11 @@ def parts_of(case, by_source, self_loops):
     parts = [graph.csr.arrays, graph.csc.arrays, graph.kept, graph.edge_index, looped.csr.arrays, looped.csc.arrays]
     for side in (graph.csr, graph.csc):
         parts += [rows_of(graph, side), ascending(graph, side), column_blocks(graph, side, 3, 2)]
+        parts.append(block_sparse.make_blocks(side, 32, None))
     diagonal = diagonal_blocks(graph)
     parts += [positions(graph, graph.csc, graph.csr), diagonal]
+    if diagonal is not None:
+        parts.append(block_sparse.make_blocks(graph.csc, 32, diagonal))
     return list(tensors_of(parts))
 
 
@@ -131,16 +137,34 @@ def test_bytes_of_building(edge_index, self_loops, spans, monkeypatch):
     assert building.peak - csr > num_edges
 
 
+@pytest.mark.parametrize("score", ["dot", "add", "cosine"])
+@pytest.mark.parametrize(("heads", "dtype"), [(8, torch.bfloat16), (1, torch.float32)])
+def test_bytes_of_choosing(edge_index, score, heads, dtype, monkeypatch):
+    """Choosing for all three passes holds little and leaves next to nothing, whatever is taken."""
+    problem = AttentionProblem(score, heads, 128 // heads, dtype, torch.device("cuda", 0), False, False)
+    graph = Graph.of(edge_index, NODES)
+    num_edges, sides = graph.num_edges, graph.csr.arrays + graph.csc.arrays
+    monkeypatch.setattr(block_sparse, "SAMPLED_EDGES", 1)
+    with sorted_in_spans(monkeypatch), PeakBytes(sides) as choosing:
+        choices = core.explain(FAMILY, problem, graph, trained=True)
+    assert len(choices) == 3
+    assert choosing.peak <= MOST_BYTES * num_edges
+    left = {key: nbytes for key, nbytes in graph.derived_bytes().items() if key[0] != "adjacency"}
+    # Offsets of diagonal blocks, which may be as many as nodes.
+    assert sum(left.values()) <= 4 * (NODES + 1)
+
+
 @pytest.mark.parametrize("spans", [4, 16])
 @pytest.mark.parametrize("domain", ["targets", "sources"])
 def test_bytes_of_what_is_taken(edge_index, domain, spans, monkeypatch):
-    """Sweeps over blocks of columns and positions, with what of them is kept."""
+    """Sweeps over blocks of columns, dense blocks and positions, with what of them is kept."""
     graph = Graph.of(edge_index, NODES)
     side = graph.csc if domain == "sources" else graph.csr
     sides = graph.csr.arrays + graph.csc.arrays
     with sorted_in_spans(monkeypatch, spans):
         for build_one in (
             lambda: column_blocks(graph, side, 4, 256, ordered=True),
+            lambda: block_sparse.make_blocks(side, 64, None) if block_sparse.fill(graph, 64, True) > 0.02 else None,
             lambda: positions(graph, graph.csc, graph.csr),
         ):
             with PeakBytes(sides, graph._derived) as building:
