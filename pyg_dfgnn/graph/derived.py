@@ -119,7 +119,7 @@ class Derived:
         seen: set[int] = set()
         sizes: dict[Hashable, int] = {}
         for key, value in list(self._derived.items()):
-            sizes[key] = 0
+            sizes[key] = sum(value.derived_bytes().values()) if isinstance(value, Derived) else 0
             for tensor in tensors_of(value):
                 storage = tensor.untyped_storage()
                 if tensor.device == self.device and storage.data_ptr() not in seen:

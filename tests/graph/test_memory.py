@@ -99,6 +99,68 @@ def test_the_counter_of_bytes():
     assert held.peak == 1000 * (4 + 8 + 8 + 4 + 8)
 
 
+# Pieces ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_pieces_give_what_the_tensor_gives(case, self_loops, dtype, flow):
+    edge_index = case.edge_index if flow == "source_to_target" else case.edge_index.flip(0)
+    want = Graph.of(edge_index, case.num_src, case.num_dst, flow=flow, self_loops=self_loops)
+    # An empty piece too.
+    pieces = [edge_index[:, :0].to(dtype), *edge_index.to(dtype).split(7, dim=1)]
+    sizes = case.num_edges, case.num_src, case.num_dst
+    graph = Graph.of_pieces(iter(pieces), *sizes, flow=flow, self_loops=self_loops)
+    assert (graph.num_edges, graph.self_loops) == (want.num_edges, self_loops)
+    parts = ((g.csr.arrays, g.csc.arrays, g.kept) for g in (graph, want))
+    assert all(map(torch.equal, *map(tensors_of, parts)))
+    assert not any(key == "edge_index" for key in graph.derived_bytes())
+    # Only on request.
+    assert torch.equal(graph.edge_index, want.edge_index)
+
+
+def test_no_pieces():
+    graph = Graph.of_pieces([], 0, 3, 2, device="cpu")
+    assert graph.csr.rowptr.tolist() == [0, 0, 0] and graph.csc.rowptr.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_edges", "error", "message"),
+    [
+        ([torch.zeros(2, 3, dtype=torch.long)], 4, ValueError, r"'pieces' needs num_edges=4 edges in all \(got 3\)"),
+        ([torch.zeros(2, 3, dtype=torch.long)], 2, ValueError, r"num_edges=2 edges in all \(got more than 2\)"),
+        ([torch.zeros(3, 2, dtype=torch.long)], 2, ValueError, r"'pieces' needs shape \[2, E\] \(got \[3, 2\]\)"),
+        ([torch.zeros(2, 2)], 2, TypeError, "'pieces' needs"),
+        # What int32 would cut to a node that there is.
+        (
+            [torch.tensor([[0, 1 << 32], [0, 1]])],
+            2,
+            ValueError,
+            r"source ids in \[0, num_src=5\) \(got 0 to 4294967296\)",
+        ),
+        ([torch.tensor([[0, 1], [-1, 1]])], 2, ValueError, r"target ids in \[0, num_dst=5\) \(got -1 to 1\)"),
+        ([], 1 << 31, ValueError, "'pieces' needs at most 2147479551 edges, self-loops included"),
+    ],
+)
+def test_wrong_pieces(pieces, num_edges, error, message):
+    with pytest.raises(error, match=message):
+        Graph.of_pieces(pieces, num_edges, 5)
+
+
+def test_loops_of_a_graph_whose_edges_are_gone():
+    case = random(30, 20, 200)
+    graph = Graph.of_pieces(case.edge_index.split(50, dim=1), 200, 30, 20)
+    plain = Graph.of(case.edge_index, 30, 20)
+    want = Graph.of(case.edge_index, 30, 20, self_loops=True)
+    looped = graph.looped_twin()
+    assert looped is graph.looped_twin() and "edge_index" not in graph.derived_bytes()
+    assert all(map(torch.equal, looped.csr.arrays + looped.csc.arrays, want.csr.arrays + want.csc.arrays))
+    assert graph.derived_bytes()["looped"] >= 4 * (2 * looped.num_edges + 21)
+    # With the edges at hand both are the one that their key names.
+    assert plain.looped_twin() is want
+
+
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 NODES, EDGES = 20_000, 400_000
@@ -123,11 +185,16 @@ def edge_index(request):
 
 @pytest.mark.parametrize("spans", [4, 16])
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-def test_bytes_of_building(edge_index, self_loops, spans, monkeypatch):
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["tensor", "pieces"])
+def test_bytes_of_building(edge_index, in_pieces, self_loops, spans, monkeypatch):
     num_edges = edge_index.size(1)
     with sorted_in_spans(monkeypatch, spans):
         with PeakBytes(edge_index) as building:
-            graph = Graph.of(edge_index, NODES, self_loops=self_loops)
+            if in_pieces:
+                pieces = (piece.clone() for piece in edge_index.split(num_edges // 20, dim=1))
+                graph = Graph.of_pieces(pieces, num_edges, NODES, self_loops=self_loops)
+            else:
+                graph = Graph.of(edge_index, NODES, self_loops=self_loops)
         with PeakBytes(graph.csr.arrays) as transposing:
             csc = graph.csc
     csr, csc = (sum(array.nbytes for array in side.arrays) for side in (graph.csr, csc))
