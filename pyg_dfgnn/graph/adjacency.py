@@ -1,11 +1,13 @@
 """Compressed adjacency: grouping edges by row, transposing, inserting self-loops.
 
-Every function runs on the device of its input, sorts at most once, loops over no rows and is deterministic. Whoever
-builds a structure from them ends with one host sync (:func:`pull`), which also brings what the host has to know.
+Every function runs on the device of its input, sorts each edge at most once, loops over no rows and is deterministic.
+Whoever builds a structure from them ends with one host sync (:func:`pull`) that brings what the host has to know.
+Temporary arrays are as long as a span of the edges (:func:`spans`): see "Memory of a graph" in docs/architecture.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +17,11 @@ from torch import Tensor
 INT32_MAX = 2**31 - 1
 # Positions past the end of a row, which kernels compute and then discard, must fit int32 too.
 MAX_EDGES = INT32_MAX - 4096
+SORTED_AT_ONCE = 1 << 24
+"""Edges up to which one sort takes all of them: torch's radix sort holds 36 bytes for each."""
+SPAN_EDGES = 1 << 22
+"""Edges of a span of a graph with at most 16 of them; a larger graph has 16 spans."""
+_MAX_SPANS = 16
 
 
 class Arrays(NamedTuple):
@@ -79,10 +86,36 @@ def push(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def spans(num_edges: int) -> list[slice]:
+    """Cut the positions 0 ... num_edges - 1 into ranges that temporary arrays may be as long as."""
+    length = max(SPAN_EDGES, -(-num_edges // _MAX_SPANS))
+    return [slice(begin, min(begin + length, num_edges)) for begin in range(0, num_edges, length)]
+
+
+def in_spans(num_edges: int, device: torch.device, make: Callable[[slice], Tensor]) -> Tensor:
+    """Return int32 [num_edges], of which `make` returns the part of each span."""
+    parts = spans(num_edges)
+    if len(parts) == 1:
+        return make(parts[0])
+    joined = torch.empty(num_edges, dtype=torch.int32, device=device)
+    for span in parts:
+        joined[span] = make(span)
+    return joined
+
+
+def numbers(span: slice, like: Tensor) -> Tensor:
+    """Positions of a span, with the dtype and device of a tensor."""
+    return torch.arange(span.start, span.stop, dtype=like.dtype, device=like.device)
+
+
 def expand(ptr: Tensor, num_edges: int) -> Tensor:
     """Row of each edge, int32 [num_edges], from row offsets [rows + 1]; balanced whatever the row lengths."""
-    edge = torch.arange(num_edges, dtype=ptr.dtype, device=ptr.device)
-    return torch.bucketize(edge, ptr[1:], right=True, out_int32=True)
+    return in_spans(num_edges, ptr.device, lambda span: rows_at(ptr, numbers(span, ptr)))
+
+
+def rows_at(ptr: Tensor, positions: Tensor) -> Tensor:
+    """Row of each position, int32, from row offsets [rows + 1]."""
+    return torch.bucketize(positions, ptr[1:], right=True, out_int32=True)
 
 
 def offsets(rows: Tensor, num_rows: int) -> Tensor:
@@ -106,11 +139,51 @@ def sort_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return rows.to(torch.int16 if num_rows < 2**15 else torch.int32).sort(stable=True)
 
 
+def order_rows(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Row offsets, int32 [num_rows + 1], and the positions of the edges by row, in the input order inside a row.
+
+    Above :data:`SORTED_AT_ONCE` edges they are counted and then sorted span by span: those of a span go behind what
+    earlier spans have left in their rows. Memory does not depend on how many edges a row has.
+
+    Args:
+        rows: Row of each edge, int [E]; above :data:`SORTED_AT_ONCE` edges within [0, num_rows).
+        num_rows: Number of rows.
+
+    Returns:
+        The offsets, and the positions int [E].
+    """
+    num_edges, device = rows.numel(), rows.device
+    if num_edges <= SORTED_AT_ONCE:
+        rows, order = sort_rows(rows, num_rows)
+        return offsets(rows, num_rows), order
+    degree = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    one = torch.ones((), dtype=torch.int32, device=device)
+    for span in spans(num_edges):
+        degree.index_add_(0, rows[span], one.expand(span.stop - span.start))
+    rowptr = from_degree(degree)
+    end, order = rowptr[:-1].clone(), torch.empty(num_edges, dtype=torch.int32, device=device)
+    for span in spans(num_edges):
+        _place_span(rows, span, end, order)
+    return rowptr, order
+
+
+def _place_span(rows: Tensor, span: slice, end: Tensor, order: Tensor) -> None:
+    """Write the positions of a span by row behind what earlier spans have left, up to `end` of each row."""
+    row, edge = sort_rows(rows[span], end.numel())
+    begin = torch.searchsorted(row, row, out_int32=True)
+    count = torch.searchsorted(row, row, right=True, out_int32=True).sub_(begin)
+    row = row.long()
+    here = end[row]
+    end[row] = count.add_(here)
+    place = here.sub_(begin).add_(numbers(slice(0, row.numel()), here)).long()
+    order[place] = edge.add_(span.start).to(torch.int32)
+
+
 def group(rows: Tensor, cols: Tensor, num_rows: int, is_sorted: bool) -> tuple[Arrays, Tensor]:
     """Group edges by row, keeping the input order inside a row.
 
     Args:
-        rows: Row of each edge, int [E].
+        rows: Row of each edge, int [E], as :func:`order_rows` takes it.
         cols: Column of each edge, int [E].
         num_rows: Number of rows.
         is_sorted: Whether `rows` are known to be ascending.
@@ -122,9 +195,14 @@ def group(rows: Tensor, cols: Tensor, num_rows: int, is_sorted: bool) -> tuple[A
         perm = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
         in_order = (rows[1:] >= rows[:-1]).all()
         return Arrays(offsets(rows.contiguous(), num_rows), cols.to(torch.int32, copy=True), perm), in_order
-    rows, order = sort_rows(rows, num_rows)
-    arrays = Arrays(offsets(rows, num_rows), cols.to(torch.int32)[order], order.to(torch.int32))
+    rowptr, order = order_rows(rows, num_rows)
+    arrays = Arrays(rowptr, take(cols, order), order.to(torch.int32))
     return arrays, torch.ones((), dtype=torch.bool, device=rows.device)
+
+
+def take(values: Tensor, order: Tensor) -> Tensor:
+    """Values of the edges in an order, int32 [E]."""
+    return in_spans(order.numel(), order.device, lambda span: values.index_select(0, order[span]).to(torch.int32))
 
 
 def transpose(arrays: Arrays, num_rows: int, input_sorted: bool) -> Arrays:
@@ -138,14 +216,16 @@ def transpose(arrays: Arrays, num_rows: int, input_sorted: bool) -> Arrays:
     Returns:
         The transposed arrays; inside a row the edges ascend in their column unless `input_sorted`.
     """
-    row = expand(arrays.rowptr, arrays.col.numel())
+    rowptr, col, perm = arrays
+    num_edges = col.numel()
     if input_sorted:
-        order = torch.empty_like(arrays.perm, dtype=torch.int64)
-        order[arrays.perm.long()] = torch.arange(order.numel(), device=order.device)
-        keys = arrays.col[order]
-    else:
-        keys, order = sort_rows(arrays.col, num_rows)
-    return Arrays(offsets(keys, num_rows), row[order], arrays.perm[order])
+        keys, ends = torch.empty_like(col), torch.empty_like(col)
+        for span in spans(num_edges):
+            place = perm[span].long()
+            keys[place], ends[place] = col[span], rows_at(rowptr, numbers(span, rowptr))
+        return Arrays(offsets(keys, num_rows), ends, numbers(slice(0, num_edges), perm))
+    new_ptr, order = order_rows(col, num_rows)
+    return Arrays(new_ptr, take(expand(rowptr, num_edges), order), take(perm, order))
 
 
 def replace_self_loops(arrays: Arrays, num_loops: int) -> tuple[Arrays, Tensor, Tensor]:
@@ -164,27 +244,31 @@ def replace_self_loops(arrays: Arrays, num_loops: int) -> tuple[Arrays, Tensor, 
     """
     rowptr, col, perm = arrays
     device, num_edges, num_rows = rowptr.device, col.numel(), rowptr.numel() - 1
-    row = expand(rowptr, num_edges)
-    stays = row != col
-    kept = torch.empty_like(stays)
-    kept[perm.long()] = stays
-
-    before = from_degree(stays)
-    new_ptr = before[rowptr.long()] + torch.arange(num_rows + 1, dtype=torch.int32, device=device).clamp(max=num_loops)
-    node = torch.arange(num_loops, dtype=torch.int32, device=device)
     # Dropped edges all go to one spare slot behind the end, so that no size has to be known here.
     spare = num_edges + num_loops
-    slot = torch.where(stays, before[:-1] + row.clamp(max=num_loops), spare)
-    slot = torch.cat([slot, new_ptr[1 : num_loops + 1] - 1]).long()
-    new_id = from_degree(kept)
-    num_kept = new_id[-1]
-
-    def place(edges: Tensor, loops: Tensor) -> Tensor:
-        out = torch.empty(spare + 1, dtype=torch.int32, device=device)
-        out[slot] = torch.cat([edges, loops])
-        return out
-
-    return Arrays(new_ptr, place(col, node), place(new_id[perm.long()], num_kept + node)), kept, num_kept
+    new_col = torch.empty(spare + 1, dtype=torch.int32, device=device)
+    new_perm = torch.zeros_like(new_col)
+    kept = torch.empty(num_edges, dtype=torch.bool, device=device)
+    # Edges that stay before each one, first by row.
+    before = torch.zeros(num_edges + 1, dtype=torch.int32, device=device)
+    for span in spans(num_edges):
+        row = rows_at(rowptr, numbers(span, rowptr))
+        stays = row != col[span]
+        kept[perm[span].long()] = stays
+        after = before[span.start + 1 : span.stop + 1]
+        torch.cumsum(stays, 0, dtype=torch.int32, out=after)
+        after += before[span.start]
+        slot = torch.where(stays, before[span] + row.clamp_(max=num_loops), spare).long()
+        new_col[slot], new_perm[slot] = col[span], perm[span]
+    node = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    new_ptr = before.index_select(0, rowptr) + node.clamp(max=num_loops)
+    # Then in the input order: their new numbers.
+    torch.cumsum(kept, 0, dtype=torch.int32, out=before[1:])
+    for span in spans(spare):
+        new_perm[span] = before.index_select(0, new_perm[span])
+    loops = (new_ptr[1 : num_loops + 1] - 1).long()
+    new_col[loops], new_perm[loops] = node[:num_loops], before[-1] + node[:num_loops]
+    return Arrays(new_ptr, new_col, new_perm), kept, before[-1].clone()
 
 
 def trim(arrays: Arrays, num_edges: int) -> Arrays:

@@ -7,13 +7,26 @@ in its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull
+from pyg_dfgnn.graph.adjacency import (
+    Adjacency,
+    Arrays,
+    expand,
+    from_degree,
+    numbers,
+    order_rows,
+    pull,
+    rows_at,
+    spans,
+    take,
+    transpose,
+)
+from pyg_dfgnn.graph.chunks import order_of_columns, row_begins
 from pyg_dfgnn.graph.graph import Graph
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, ceil_div, diagonal_blocks
 
@@ -21,10 +34,29 @@ BLOCK = 32
 """Columns of a block: one word of bits per row."""
 KEY = "block_sparse"
 """Where the first part of a key says so, a derived value is a :class:`BlockSparse`."""
+SIMPLE = "is_simple"
+"""Key of :func:`is_simple`."""
+SAMPLED_EDGES = 1 << 22
+"""Edges that a sample may have, if they are more than an eighth of all."""
 
 
 @dataclass(frozen=True)
-class BlockSparse:
+class BlockCounts:
+    """How many dense blocks an adjacency has.
+
+    Attributes:
+        num_windows: Number of windows.
+        num_blocks: Blocks of all windows.
+        max_columns: Columns of the window that has most.
+    """
+
+    num_windows: int
+    num_blocks: int
+    max_columns: int
+
+
+@dataclass(frozen=True)
+class BlockSparse(BlockCounts):
     """An adjacency as dense blocks (see the module).
 
     Attributes:
@@ -32,20 +64,13 @@ class BlockSparse:
             zeros, int32 [W, 8].
         columns: Columns of each block, int32 [blocks, 32], past a window's last column that one again; None if the
             columns of a window follow each other.
-        bits: int32 [blocks, rows per window]: bit c of word r says whether row r of the window has column c.
-        num_windows: Their number W.
-        num_blocks: Blocks of all windows.
-        max_columns: Columns of the window that has most.
-        has_duplicates: Whether some edge occurs twice; the bits are then wrong.
+        bits: int32 [blocks, rows per window]: bit c of word r says whether row r of the window has column c; wrong if
+            some edge occurs twice.
     """
 
     windows: Tensor
     columns: Tensor | None
     bits: Tensor
-    num_windows: int
-    num_blocks: int
-    max_columns: int
-    has_duplicates: bool
 
 
 def side_of(graph: Graph, direction: str) -> Adjacency:
@@ -83,12 +108,63 @@ def stored_bits(graph: Graph, bits: Callable[[str, int], Tensor] | None = None) 
     return graph.derived("stored_bits", lambda: bits)
 
 
+def is_simple(graph: Graph) -> bool:
+    """Return whether no edge occurs twice, which a bit cannot tell."""
+
+    def orders() -> Iterator[Arrays]:
+        yield graph.csr.arrays
+        yield graph.csc.arrays
+        yield transpose(graph.csr.arrays, graph.num_src, False)
+
+    def build() -> bool:
+        if graph.facts is not None:
+            return graph.facts.is_simple
+        # Copies of an edge are neighbours where the columns of a row ascend, in the last order if in no other.
+        answers = (order_of_columns(arrays) for arrays in orders())
+        return next(not repeats for ascends, repeats in answers if ascends)
+
+    return graph.derived(SIMPLE, build)
+
+
+def counts(graph: Graph, direction: str, rows: int, compact: bool) -> BlockCounts:
+    """Return how many dense blocks :func:`of` makes, without making them; estimated if `compact`, from a sample."""
+    domain = "sources" if direction == "sources" else "targets"
+
+    def build() -> BlockCounts:
+        diagonal = None if compact else diagonal_blocks(graph)
+        if diagonal is None:
+            side = side_of(graph, direction)
+            area = BLOCK * rows * max(_sampled_fill(graph, domain, rows), 1e-9)
+            return BlockCounts(-(-side.num_rows // rows), round(side.num_edges / area), most_columns(side, rows))
+        sizes = diagonal.ptr.diff() if diagonal.sizes is None else diagonal.sizes
+        sums = ceil_div(sizes, rows).sum(), block_count(sizes, rows).sum()
+        num_windows, num_blocks = pull(*sums) if diagonal.sizes is None else map(int, sums)
+        return BlockCounts(num_windows, num_blocks, diagonal.longest)
+
+    return graph.derived(("block_counts", domain, rows, compact), build)
+
+
+def most_columns(side: Adjacency, rows: int) -> int:
+    """Return the number of columns that occur in the window with most edges."""
+    ptr = torch.cat([side.rowptr[:-1:rows], side.rowptr[-1:]])
+    window = ptr.diff().argmax()
+    begin, end = pull(ptr[window], ptr[window + 1])
+    occurs = torch.zeros(side.num_cols, dtype=torch.bool, device=ptr.device)
+    for span in spans(end - begin):
+        occurs[side.col[begin:end][span].long()] = True
+    return pull(occurs.sum())[0]
+
+
 def fill(graph: Graph, rows: int, compact: bool) -> float:
     """Return the edges over the area of the dense blocks of the targets, measured on some windows if `compact`."""
     blocks = None if compact else diagonal_blocks(graph)
     if blocks is not None:
         return graph.num_edges / max(1, area_of(blocks))
-    return graph.derived(("fill", rows), lambda: sample_fill(graph.csr, rows))
+    return _sampled_fill(graph, "targets", rows)
+
+
+def _sampled_fill(graph: Graph, domain: str, rows: int) -> float:
+    return graph.derived(("fill", domain, rows), lambda: sample_fill(side_of(graph, domain), rows))
 
 
 def area_of(blocks: DiagonalBlocks) -> int:
@@ -97,13 +173,22 @@ def area_of(blocks: DiagonalBlocks) -> int:
 
 
 def sample_fill(side: Adjacency, rows: int, samples: int = 64) -> float:
-    """Edges over the area of windows that list the columns that occur, from some windows spread over the side."""
+    """Edges over the area of windows that list the columns that occur, from some windows spread over the side.
+
+    Windows that would make the sample too large are left out, but for edges of one that there always is.
+    """
     windows = -(-side.num_rows // rows)
     step = max(1, windows // samples)
     first = torch.arange(0, windows, step, device=side.rowptr.device) * rows
     begin = side.rowptr[first].long()
     length = side.rowptr[(first + rows).clamp(max=side.num_rows)] - begin
-    total, *_ = pull(length.sum())
+    (total,) = pull(length.sum())
+    most = max(SAMPLED_EDGES, side.num_edges // 8)
+    if total > most:
+        length, shortest = length.clamp(max=most).sort(stable=True)
+        ends = length.cumsum(0)
+        count, total = pull((ends <= most).sum(), torch.where(ends <= most, ends, 0).max())
+        first, begin, length = first[shortest[:count]], begin[shortest[:count]], length[:count]
     ptr = from_degree(length)
     owner = expand(ptr, total).long()
     edge = begin[owner] + torch.arange(total, device=ptr.device) - ptr[owner]
@@ -134,11 +219,26 @@ def _windows(ptr: Tensor, rows: int, num_windows: int | None) -> tuple[Tensor, T
     return first, torch.maximum(first, last), of
 
 
-def _place(side: Adjacency, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The window of each edge, int64, and its row there."""
-    row = expand(side.rowptr, side.num_edges)
-    window = expand(torch.cat([first, last[-1:]]), side.num_rows).long()[row.long()]
-    return window, row - first[window]
+def _list_columns(side: Adjacency, window_of: Tensor, num_windows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """List the columns that occur in each window, for windows of rows given as the window of each row, int32 [rows].
+
+    Returns:
+        The columns of all windows, ascending in each, int32 [D]; their number in each window, int32 [W]; the row of
+        each edge and where its column lies in the list, int32 [E], in an order of their own.
+    """
+    num_edges = side.num_edges
+    column_ptr, order = order_rows(side.col, side.num_cols)
+    row = take(expand(side.rowptr, num_edges), order)
+    del order
+    window_ptr, order = order_rows(take(window_of, row), num_windows)
+    row, col = take(row, order), take(expand(column_ptr, num_edges), order)
+    del order
+    is_new = row_begins(window_ptr, num_edges)
+    is_new[1:] |= col[1:] != col[:-1]
+    place = torch.cumsum(is_new, 0, dtype=torch.int32).sub_(1)
+    columns = col[is_new]
+    begin = torch.cat([place, place.new_tensor([columns.numel()])]).index_select(0, window_ptr)
+    return columns, begin.diff(), row, place
 
 
 def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bits: Tensor | None = None) -> BlockSparse:
@@ -148,29 +248,25 @@ def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bit
         side: The adjacency.
         rows: Rows of a window.
         diagonal: The diagonal blocks whose nodes are the columns; None lists the columns that occur.
-        bits: `BlockSparse.bits` where they are known, for a graph in which no edge occurs twice.
+        bits: `BlockSparse.bits` where they are known, with diagonal blocks.
     """
-    num_columns = side.num_cols
     device = side.rowptr.device
     sizes = None if diagonal is None else diagonal.sizes
     if diagonal is None:
         everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
         first, last, _ = _windows(everything, rows, -(-side.num_rows // rows))
-        num_windows = first.numel()
-        window, row = _place(side, first, last)
-        distinct, position = torch.unique(window * num_columns + side.col, return_inverse=True)
-        count = torch.zeros(num_windows, dtype=torch.int32, device=device)
-        count.index_add_(0, distinct // max(num_columns, 1), torch.ones_like(distinct, dtype=torch.int32))
-        begin = from_degree(count)[:-1]
-        position = (position - begin[window]).to(torch.int32)
     else:
         first, last, of = _windows(diagonal.ptr, rows, None if sizes is None else int(ceil_div(sizes, rows).sum()))
-        num_windows = first.numel()
-        begin = diagonal.ptr[of]
+    num_windows = first.numel()
+    window_of = expand(torch.cat([first, last[-1:]]), side.num_rows) if bits is None else None
+    row_of = None
+    if diagonal is None:
+        assert window_of is not None
+        distinct, count, row_of, place = _list_columns(side, window_of, num_windows)
+        begin = from_degree(count)[:-1]
+    else:
+        place, begin = side.col, diagonal.ptr[of]
         count = diagonal.ptr[of + 1] - begin
-        if bits is None:
-            window, row = _place(side, first, last)
-            position = side.col - begin[window]
 
     first_block = from_degree(ceil_div(count, BLOCK))
     if diagonal is not None and sizes is not None:
@@ -180,33 +276,21 @@ def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bit
     columns = None
     if diagonal is None:
         owner = expand(first_block, num_blocks).long()
-        block = torch.arange(num_blocks, dtype=torch.int32, device=device) - first_block[owner]
+        block = numbers(slice(0, num_blocks), first_block) - first_block[owner]
         column = block[:, None] * BLOCK + torch.arange(BLOCK, dtype=torch.int32, device=device)
-        place = begin[owner, None] + torch.minimum(column, count[owner, None] - 1)
-        columns = (distinct % max(num_columns, 1)).to(torch.int32)[place.long()].contiguous()
+        columns = distinct[(begin[owner, None] + torch.minimum(column, count[owner, None] - 1)).long()].contiguous()
+        del distinct
 
-    duplicates = False
-    if bits is None:
+    if window_of is not None:
         bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
-        word = (first_block[window] + position // BLOCK).long() * rows + row
-        bits.index_add_(0, word, torch.ones_like(position) << position % BLOCK)
-        if diagonal is not None and diagonal.is_simple is not None:
-            duplicates = not diagonal.is_simple
-        else:
-            # Adding an edge twice carries into other bits, and every carry lowers their number.
-            (set_bits,) = pull(_count_bits(bits).sum())
-            duplicates = set_bits != side.num_edges
+        for span in spans(side.num_edges):
+            row = rows_at(side.rowptr, numbers(span, side.rowptr)) if row_of is None else row_of[span]
+            window = window_of.index_select(0, row)
+            column = place[span] - begin.index_select(0, window)
+            word = (first_block.index_select(0, window) + column // BLOCK).long()
+            word.mul_(rows).add_(row).sub_(first.index_select(0, window))
+            bits.index_add_(0, word, torch.ones_like(column) << column % BLOCK)
+    assert bits is not None
     zero = torch.zeros_like(first)
     windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
-    return BlockSparse(
-        windows.contiguous(), columns, bits.view(num_blocks, rows), num_windows, num_blocks, max_columns, duplicates
-    )
-
-
-def _count_bits(words: Tensor) -> Tensor:
-    """Number of set bits of each int32."""
-    x = words.to(torch.int64) & 0xFFFFFFFF
-    x = x - (x >> 1 & 0x55555555)
-    x = (x & 0x33333333) + (x >> 2 & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return (x * 0x01010101 & 0xFFFFFFFF) >> 24
+    return BlockSparse(num_windows, num_blocks, max_columns, windows.contiguous(), columns, bits.view(num_blocks, rows))

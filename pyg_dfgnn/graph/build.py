@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_dtype, check_range, check_shape
+from pyg_dfgnn.graph import adjacency
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
     MAX_EDGES,
@@ -15,13 +17,13 @@ from pyg_dfgnn.graph.adjacency import (
     group,
     longest,
     offsets,
+    order_rows,
     pull,
     replace_self_loops,
-    sort_rows,
     trim,
 )
 from pyg_dfgnn.graph.facts import BatchFacts
-from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges
+from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges, check_edge_index
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) ->
 
 
 def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
-    """Build the CSR of edges: at most one sort, one host sync.
+    """Build the CSR of edges: at most one sort, one host sync, a second one where the sort goes in spans.
 
     Raises:
         ValueError: An id is out of range, or the order that an `EdgeIndex` claims is false.
@@ -88,6 +90,8 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
     source, target = edges.source, edges.target
     num_edges, num_loops = source.numel(), min(num_src, num_dst)
     check_edges(num_edges + num_loops * self_loops)
+    if num_edges > adjacency.SORTED_AT_ONCE:
+        refuse_ids(pull(*bounds_of(source, target)), num_src, num_dst, num_edges)
     arrays, in_order = group(target, source, num_dst, edges.target_sorted)
     stays, num_kept = None, in_order
     if self_loops:
@@ -103,6 +107,52 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
         arrays = trim(arrays, kept + num_loops)
     csr = Adjacency(*arrays, num_src, max_degree)
     return Built(csr, source_sorted=bool(sorted_by_source) and not self_loops, stays=stays)
+
+
+def build_pieces(
+    pieces: Iterable[Tensor],
+    num_edges: int,
+    num_src: int,
+    num_dst: int,
+    transposed: bool,
+    self_loops: bool,
+    device: torch.device | str | None,
+) -> Built:
+    """Build the CSR of edges that come in pieces (see :meth:`~pyg_dfgnn.graph.Graph.of_pieces`)."""
+    num_loops = min(num_src, num_dst) if self_loops else 0
+    check_range("num_edges", num_edges, 0)
+    check_edges(num_edges + num_loops, "pieces")
+    edges, bounds = _read_pieces(pieces, num_edges, device)
+    source, target = (1, 0) if transposed else (0, 1)
+    # Before int32 cut a number off, which the build does not see.
+    refuse_ids([*bounds[source], *bounds[target]], num_src, num_dst, num_edges)
+    built = build(Edges(edges[source], edges[target]), num_src, num_dst)
+    del edges
+    return add_loops(built.csr, None, num_loops) if self_loops else built
+
+
+def _read_pieces(
+    pieces: Iterable[Tensor], num_edges: int, device: torch.device | str | None
+) -> tuple[Tensor, list[list[int]]]:
+    """Join pieces [2, e] to int32 [2, E]; smallest and largest id of both rows as they were."""
+    edges, bounds, end = None, [], 0
+    for piece in pieces:
+        check_edge_index(piece, "pieces")
+        if edges is None:
+            edges = torch.empty(2, num_edges, dtype=torch.int32, device=piece.device if device is None else device)
+        begin, end = end, end + piece.size(1)
+        if end > num_edges:
+            break
+        edges[:, begin:end] = piece
+        bounds.append(torch.stack(bounds_of(*piece)).to(edges.device, torch.int64))
+    if end != num_edges:
+        count = f"more than {num_edges}" if end > num_edges else str(end)
+        raise ValueError(f"'pieces' needs num_edges={num_edges} edges in all (got {count})")
+    if edges is None:
+        return torch.empty(2, 0, dtype=torch.int32, device=device), [[0, 0], [0, 0]]
+    low, high = torch.stack(bounds).view(-1, 2, 2).unbind(2)
+    first_low, second_low, first_high, second_high = pull(*low.amin(0), *high.amax(0))
+    return edges, [[first_low, first_high], [second_low, second_high]]
 
 
 def build_relation(edge_type: Tensor, num_edges: int, num_relations: int) -> Tensor:
@@ -139,8 +189,8 @@ def build_index(index: Tensor, num_groups: int) -> Built:
     if is_sorted:
         perm = torch.arange(num_edges, dtype=torch.int32, device=index.device)
     else:
-        rows, order = sort_rows(index, num_groups)
-        rowptr, perm = offsets(rows, num_groups), order.to(torch.int32)
+        rowptr, order = order_rows(index, num_groups)
+        perm = order.to(torch.int32)
         (max_degree,) = pull(longest(rowptr))
     return Built(Adjacency(rowptr, perm, perm, num_edges, max_degree), source_sorted=True)
 

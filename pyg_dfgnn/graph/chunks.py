@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, finished, from_degree, longest, offsets, pull
+from pyg_dfgnn.graph.adjacency import (
+    Adjacency,
+    Arrays,
+    expand,
+    finished,
+    from_degree,
+    longest,
+    numbers,
+    pull,
+    rows_at,
+    spans,
+    take,
+    transpose,
+)
 from pyg_dfgnn.graph.derived import Derived, tensors_of
 
 
@@ -99,12 +112,30 @@ def ascending(graph: Derived, side: Adjacency) -> tuple[Tensor, Tensor]:
     """Return `col` and `perm` with the edges of each row in ascending order of their columns."""
 
     def build() -> tuple[Tensor, Tensor]:
-        key = expand(side.rowptr, side.num_edges).long().mul_(max(side.num_cols, 1)).add_(side.col)
-        (ascends,) = pull((key[1:] >= key[:-1]).all())
-        order = slice(None) if ascends else key.argsort(stable=True)
-        return side.col[order], side.perm[order]
+        if order_of_columns(side.arrays)[0]:
+            return side.col, side.perm
+        # Sorted by column and then, stably, by row.
+        by_column = graph.peek(("adjacency", side.cols, side.rows))
+        arrays = None if by_column is None else by_column.arrays
+        if arrays is None or not order_of_columns(arrays)[0]:
+            arrays = transpose(side.arrays, side.num_cols, False)
+        return transpose(arrays, side.num_rows, False)[1:]
 
     return graph.derived(("ascending", side.rows, side.cols), build)
+
+
+def order_of_columns(arrays: Arrays) -> tuple[bool, bool]:
+    """Return whether the columns ascend in each row, and whether one follows itself in some row."""
+    begins, col = row_begins(arrays.rowptr, arrays.col.numel())[1:], arrays.col
+    ascends, repeats = pull(((col[1:] >= col[:-1]) | begins).all(), ((col[1:] == col[:-1]) & ~begins).any())
+    return bool(ascends), bool(repeats)
+
+
+def row_begins(rowptr: Tensor, num_edges: int) -> Tensor:
+    """Whether an edge is the first of its row, bool [num_edges], from row offsets [rows + 1]."""
+    begins = torch.zeros(num_edges + 1, dtype=torch.bool, device=rowptr.device)
+    begins[rowptr.long()] = True
+    return begins[:-1]
 
 
 def column_blocks(graph: Derived, side: Adjacency, count: int, max_edges: int, ordered: bool = False) -> ColumnBlocks:
@@ -112,12 +143,13 @@ def column_blocks(graph: Derived, side: Adjacency, count: int, max_edges: int, o
 
     def build() -> ColumnBlocks:
         col, perm = ascending(graph, side)
-        block = col.long().mul_(count).div_(max(side.num_cols, 1), rounding_mode="floor")
-        key = expand(side.rowptr, side.num_edges).long().mul_(count).add_(block)
-        del block
-        rowptr = offsets(key, side.num_rows * count)
-        del key
-        longest_rows = rowptr.diff().view(-1, count).amax(0).tolist() if side.num_rows else [0] * count
+        lengths = torch.zeros(side.num_rows * count, dtype=torch.int32, device=col.device)
+        for span in spans(side.num_edges):
+            block = col[span].long().mul_(count).div_(max(side.num_cols, 1), rounding_mode="floor")
+            key = rows_at(side.rowptr, numbers(span, side.rowptr)).long().mul_(count).add_(block)
+            lengths.index_add_(0, key, torch.ones_like(key, dtype=torch.int32))
+        longest_rows = lengths.view(-1, count).amax(0).tolist() if side.num_rows else [0] * count
+        rowptr = from_degree(lengths)
         order = row_order(graph, side) if ordered else None
 
         def split(block: int) -> Chunks:
@@ -146,8 +178,9 @@ def positions(graph: Derived, side: Adjacency, other: Adjacency) -> Tensor:
 
     def build() -> Tensor:
         place = torch.empty_like(other.perm)
-        place[other.perm.long()] = torch.arange(other.num_edges, dtype=place.dtype, device=place.device)
-        return finished(place[side.perm.long()])
+        for span in spans(other.num_edges):
+            place[other.perm[span].long()] = numbers(span, place)
+        return finished(take(place, side.perm))
 
     return graph.derived(("positions", side.rows, side.cols, other.rows, other.cols), build)
 

@@ -67,6 +67,15 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
+def in_units(nbytes: float) -> str:
+    """Return a number of bytes for reading, in powers of 1000."""
+    for unit in ("bytes", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
 class Derived:
     """A container of derived values.
 
@@ -119,13 +128,23 @@ class Derived:
         seen: set[int] = set()
         sizes: dict[Hashable, int] = {}
         for key, value in list(self._derived.items()):
-            sizes[key] = 0
+            sizes[key] = sum(value.derived_bytes().values()) if isinstance(value, Derived) else 0
             for tensor in tensors_of(value):
                 storage = tensor.untyped_storage()
                 if tensor.device == self.device and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sizes[key] += storage.nbytes()
         return sizes
+
+    def describe_bytes(self) -> str:
+        """Return :meth:`derived_bytes` for reading: the sum, then what takes any, the most first."""
+        sizes = sorted(self.derived_bytes().items(), key=lambda item: -item[1])
+        parts = [
+            f"{' '.join(map(str, key)) if isinstance(key, tuple) else key} {in_units(nbytes)}"
+            for key, nbytes in sizes
+            if nbytes
+        ]
+        return f"{in_units(sum(nbytes for _, nbytes in sizes))} ({', '.join(parts)})"
 
     def pin(self) -> Self:
         """Keep the container in the cache while its anchors live, for captured CUDA graphs that point into it."""

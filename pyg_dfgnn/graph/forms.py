@@ -32,17 +32,17 @@ class Edges(NamedTuple):
     target_sorted: bool = False
 
 
-def check_edge_index(edge_index: Any) -> None:
-    """Check type, dtype, shape and number of edges of an `edge_index` tensor.
+def check_edge_index(edge_index: Any, name: str = "edge_index") -> None:
+    """Check type, dtype, shape and number of edges of an `edge_index` tensor, or of a piece of one.
 
     Raises:
         TypeError: It is not a tensor of int64 or int32.
         ValueError: Its shape is not [2, E] or E exceeds 2^31 - 4097.
     """
-    check_shape("edge_index", edge_index, (2, "E"), "[2, E]")
-    check_dtype("edge_index", edge_index, INDEX_DTYPES)
+    check_shape(name, edge_index, (2, "E"), "[2, E]")
+    check_dtype(name, edge_index, INDEX_DTYPES)
     if edge_index.size(1) > MAX_EDGES:
-        raise ValueError(f"'edge_index' needs at most {MAX_EDGES} edges (got {edge_index.size(1)})")
+        raise ValueError(f"'{name}' needs at most {MAX_EDGES} edges (got {edge_index.size(1)})")
 
 
 def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> Edges:

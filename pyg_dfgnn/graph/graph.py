@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,29 @@ from torch_geometric import EdgeIndex
 
 from pyg_dfgnn.errors import check_choice, check_tensor
 from pyg_dfgnn.graph import forms
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, finished, longest, pull, replace_self_loops, transpose, trim
+from pyg_dfgnn.graph.adjacency import (
+    Adjacency,
+    finished,
+    longest,
+    numbers,
+    pull,
+    replace_self_loops,
+    rows_at,
+    spans,
+    transpose,
+    trim,
+)
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
-from pyg_dfgnn.graph.build import Built, add_loops, build, build_index, build_ptr, build_relation, check_sizes
+from pyg_dfgnn.graph.build import (
+    Built,
+    add_loops,
+    build,
+    build_index,
+    build_pieces,
+    build_ptr,
+    build_relation,
+    check_sizes,
+)
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived, version_of
 from pyg_dfgnn.graph.facts import BatchFacts
@@ -73,7 +93,7 @@ class EdgeSet(NamedTuple):
 class Graph(Derived):
     """One edge set, compressed by target and, on first use, by any other pair of its domains.
 
-    Made by :meth:`of`, :meth:`of_batch`, :meth:`of_index`, :meth:`of_ptr` or :meth:`resolve`.
+    Made by :meth:`of`, :meth:`of_pieces`, :meth:`of_batch`, :meth:`of_index`, :meth:`of_ptr` or :meth:`resolve`.
 
     All arrays are int32 on the device of the edges and never alias the user's. A graph knows no schedule: what one
     needs is kept by :meth:`derived` under a key of its own.
@@ -187,6 +207,49 @@ class Graph(Derived):
             graph = Graph(build(edges, num_src, num_dst), self_loops=self_loops)
         _cache.put(key, (anchor,), (version,), graph)
         return graph
+
+    @staticmethod
+    def of_pieces(
+        pieces: Iterable[Tensor],
+        num_edges: int,
+        num_src: int,
+        num_dst: int | None = None,
+        *,
+        flow: str = "source_to_target",
+        self_loops: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Graph:
+        """The graph of edges that come in pieces, each of which may be freed once it was read.
+
+        No int64 [2, E] exists unless :attr:`edge_index` is asked for; the build holds 24 bytes per edge at most beside
+        the CSR. The graph is not cached: give convs the graph itself.
+
+        Args:
+            pieces: The edges in order, int64 or int32 [2, e] each, on any device.
+            num_edges: Edges of all pieces, E.
+            num_src: Number of sources.
+            num_dst: Number of targets; `num_src` if None.
+            flow: As in :meth:`of`.
+            self_loops: As in :meth:`of`.
+            device: Where the graph is to live; by default on the device of the first piece.
+
+        Raises:
+            TypeError: A piece is no tensor of int64 or int32.
+            ValueError: Another shape, other edges than `num_edges`, an id out of range, more edges or nodes than int32
+                can count, or no such flow.
+
+        Example:
+            >>> pieces = (torch.from_numpy(part) for part in parts)
+            >>> graph = Graph.of_pieces(pieces, num_edges, num_nodes, device="cuda")
+            >>> out = conv(x, graph)
+        """
+        check_choice("flow", flow, FLOWS)
+        num_dst = num_src if num_dst is None else num_dst
+        check_sizes(num_src, num_dst)
+        with torch.inference_mode(False), torch.no_grad():
+            transposed = flow == "target_to_source"
+            built = build_pieces(pieces, num_edges, num_src, num_dst, transposed, self_loops, device)
+        return Graph(built, self_loops=self_loops)
 
     @staticmethod
     def of_index(index: Tensor, num_groups: int) -> Graph:
@@ -325,8 +388,15 @@ class Graph(Derived):
         with torch.inference_mode(False), torch.no_grad():
             built = add_loops(self.csr, self.facts, min(self.num_src, self.num_dst))
         built = replace(built, graph_ptr=self.graph_ptr, max_graph_nodes=self.max_graph_nodes)
-        sizes = self.num_src, self.num_dst, True, *self._sizes[3:]
-        return Graph(built, self._live_anchors(), sizes, self_loops=True, base=self)
+        sizes = self.num_src, self.num_dst, True, *self._sizes[3:4]
+        return Graph(built, self._live_anchors()[:1], sizes, self_loops=True, base=self)
+
+    def looped_twin(self) -> Graph:
+        """The graph of the same edges with self-loops replaced, kept with the edges or, if they are gone, with this."""
+        anchors = self._live_anchors()
+        if anchors and len(self._sizes) == 4:
+            return Graph.resolve(anchors[0], self.num_src, self.num_dst, True, self._sizes[3])
+        return self.derived("looped", self.with_loops).on_this_stream()
 
     @property
     def edge_index(self) -> Tensor:
@@ -343,9 +413,10 @@ class Graph(Derived):
 
         def make() -> Tensor:
             made = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
-            order = self.csr.perm.long()
-            made[0, order] = self.csr.col.long()
-            made[1, order] = expand(self.csr.rowptr, self.num_edges).long()
+            rowptr, col, perm = self.csr.arrays
+            for span in spans(self.num_edges):
+                order = perm[span].long()
+                made[0, order], made[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
             pull(made[0, -1:].sum())
             self._own_version = made._version
             return made

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, expand, from_degree, pull, push
+from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, numbers, pull, push, rows_at, spans
 from pyg_dfgnn.graph.graph import Graph
 
 TILE_ROWS = 16
@@ -27,7 +27,6 @@ class DiagonalBlocks:
         histogram: Number of blocks by size, (size in units of 16 nodes rounded up, count), ascending.
         sizes: Nodes of each one on the host, int64 [blocks], where they are known there.
         edges: Edges between the nodes of each one on the host, int64 [blocks], where they are known there.
-        is_simple: Whether no edge occurs twice; None where nobody has looked.
     """
 
     ptr: Tensor
@@ -35,7 +34,6 @@ class DiagonalBlocks:
     histogram: tuple[tuple[int, int], ...]
     sizes: Tensor | None = None
     edges: Tensor | None = None
-    is_simple: bool | None = None
 
     @cached_property
     def on_host(self) -> tuple[Tensor, Tensor] | None:
@@ -45,12 +43,12 @@ class DiagonalBlocks:
         return from_degree(self.sizes), from_degree(self.edges)
 
     @staticmethod
-    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor, is_simple: bool) -> DiagonalBlocks:
+    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor) -> DiagonalBlocks:
         """Return blocks of known sizes (see the attributes): nothing is asked of the device."""
         units = torch.bincount(ceil_div(sizes, TILE_ROWS)).tolist()
         histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
         most = int(sizes.max()) if len(sizes) else 0
-        return DiagonalBlocks(ptr, most, histogram, sizes, edges, is_simple)
+        return DiagonalBlocks(ptr, most, histogram, sizes, edges)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def diagonal_blocks(graph: Graph) -> DiagonalBlocks | None:
     def build() -> DiagonalBlocks | None:
         facts, graph_ptr = graph.facts, graph.graph_ptr
         if facts is not None and graph_ptr is not None:
-            return DiagonalBlocks.of_sizes(graph_ptr, facts.nodes, facts.edges, facts.is_simple)
+            return DiagonalBlocks.of_sizes(graph_ptr, facts.nodes, facts.edges)
         return find_blocks(graph)
 
     return graph.derived(KEY, build)
@@ -97,12 +95,13 @@ def find_blocks(graph: Graph) -> DiagonalBlocks | None:
     if graph.num_src != graph.num_dst or graph.num_src == 0:
         return None
     csr, nodes = graph.csr, graph.num_dst
-    row = expand(csr.rowptr, csr.num_edges)
     # An edge lies across every boundary between its two ends: counting where edges begin less where they end.
     across = torch.zeros(nodes + 1, dtype=torch.int32, device=csr.rowptr.device)
-    one = torch.ones_like(row)
-    across.index_add_(0, torch.minimum(row, csr.col), one)
-    across.index_add_(0, torch.maximum(row, csr.col), one, alpha=-1)
+    for span in spans(csr.num_edges):
+        row, col = rows_at(csr.rowptr, numbers(span, csr.rowptr)), csr.col[span]
+        one = torch.ones_like(row)
+        across.index_add_(0, torch.minimum(row, col), one)
+        across.index_add_(0, torch.maximum(row, col), one, alpha=-1)
     # The boundary before node b, b = 1 ... nodes.
     free = across.cumsum(0)[:nodes] == 0
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph.adjacency import Adjacency
-from pyg_dfgnn.graph.block_sparse import KEY, BlockSparse, block_count, of
+from pyg_dfgnn.graph.block_sparse import KEY, SIMPLE, BlockSparse, block_count, of
 from pyg_dfgnn.graph.build import Built
 from pyg_dfgnn.graph.derived import Value
 from pyg_dfgnn.graph.facts import BatchFacts
@@ -78,6 +78,7 @@ class StaticGraph(Graph):
         diagonal = diagonal_blocks(batch)
         assert diagonal is not None
         self.derived(DIAGONAL, lambda: replace(diagonal, longest=longest, sizes=None))
+        self.derived(SIMPLE, lambda: self.is_simple)
         self.put(batch)
         self.pin()
 
@@ -162,7 +163,7 @@ class StaticGraph(Graph):
         windows = torch.zeros(num_windows, 8, dtype=torch.int32, device=self.device)
         bits = torch.zeros(num_blocks, rows, dtype=torch.int32, device=self.device)
         longest = self.max_graph_nodes
-        blocks = BlockSparse(windows, None, bits, num_windows, num_blocks, longest, not self.is_simple)
+        blocks = BlockSparse(num_windows, num_blocks, longest, windows, None, bits)
         self._put_blocks(blocks, key)
         return blocks
 

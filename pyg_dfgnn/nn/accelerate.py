@@ -95,8 +95,8 @@ def describe_plan(
         **kwargs: Further arguments of the forward.
 
     Returns:
-        A description with the fields `fused`, `reasons`, `problem`, `plan` and `graph`; of a model with one such
-        description per layer in `layers`.
+        A description with the fields `fused`, `reasons`, `problem`, `plan`, `graph` and `memory`; of a model with one
+        such description per layer in `layers`.
 
     Raises:
         TypeError: `model` is not a module.

@@ -25,6 +25,7 @@ class Description:
         problem: What dispatch was asked.
         plan: What it answered; None with reasons.
         graph: Sizes of the graph; None with reasons, and for layers without one.
+        memory: What the graph keeps on its device once the plan is made, and its bytes; None without a graph.
         layers: Of a model, its layers by name.
     """
 
@@ -33,6 +34,7 @@ class Description:
     problem: Any = None
     plan: Any = None
     graph: str | None = None
+    memory: str | None = None
     layers: dict[str, "Description"] = field(default_factory=dict)
 
     @property
@@ -45,7 +47,7 @@ class Description:
             return "\n".join(f"{name}: {layer}" for name, layer in self.layers.items())
         if self.reasons:
             return "\n".join([f"{self.layer}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)])
-        lines = {"problem": self.problem, "graph": self.graph, "plan": self.plan}
+        lines = {"problem": self.problem, "graph": self.graph, "kept": self.memory, "plan": self.plan}
         shown = [f"  {name}: {value}" for name, value in lines.items() if value is not None]
         return "\n".join([f"{self.layer}: fused kernels", *shown])
 

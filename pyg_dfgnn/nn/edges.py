@@ -170,7 +170,9 @@ def resolve(
         graph, plain = edge_index, None
         if self_loops and edge_attr is not None:
             plain = rows_of(graph, flow)
-        if self_loops and not (graph.self_loops and edge_attr is None):
+        if self_loops and not graph.self_loops:
+            graph = graph.looped_twin()
+        elif self_loops and edge_attr is not None:
             graph = Graph.resolve(graph.edge_index, num_src, num_dst, True, False)
         edge_index = rows_of(graph, flow) if weights else edge_index
     elif form == "tensor":

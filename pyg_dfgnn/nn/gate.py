@@ -205,7 +205,8 @@ class FusedConv(MessagePassing):
         graph, _, _ = self._edges(call, getattr(self, "fill_value", None), getattr(self, "edge_dim", None))
         assert isinstance(graph, Graph)
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
-        return Description(str(self), (), problem, self._plan(problem, graph), sizes)
+        plan = self._plan(problem, graph)
+        return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
 
     def _call(self, *args: Any, **kwargs: Any) -> edges.Call:
         """Return the gate's view of a forward call with these arguments."""

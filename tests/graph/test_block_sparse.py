@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph, block_sparse
-from pyg_dfgnn.graph.block_sparse import BLOCK, area_of, make_blocks, sample_fill
+from pyg_dfgnn.graph.block_sparse import BLOCK, area_of, make_blocks, most_columns, sample_fill
 from pyg_dfgnn.graph.chunks import rows_of
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, diagonal_blocks
-from pyg_dfgnn.reference.zoo import EdgeList, random, sbm, zoo
+from pyg_dfgnn.reference.zoo import EdgeList, hub, random, sbm, zoo
 
 ROWS = (32, 64, 80)
 
@@ -135,7 +135,6 @@ def test_tiles_decode_to_the_graph(graph, rows):
     for segments in (None, found) if found else (None,):
         for side, num_columns in ((graph.csr, graph.num_src), (graph.csc, graph.num_dst)):
             tiles = make_blocks(side, rows, segments)
-            assert not tiles.has_duplicates
             assert (tiles.columns is None) == (segments is not None)
             assert torch.equal(decode(tiles, side.num_rows, num_columns, rows), dense_of(graph, side))
 
@@ -167,25 +166,51 @@ def test_listed_columns_are_those_that_occur():
     assert tiles.bits[0, [0, 1, 31]].tolist() == [0b011, 0b100, 0b001] and tiles.bits[1, [0, 7]].tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("compact", [False, True], ids=["segments", "listed"])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("copies", [1, 2, 3, 31])
-def test_duplicates_are_seen(rows, compact, copies):
-    """In the last bit too, from which a carry leaves the word."""
+@pytest.mark.parametrize("edge", [(0, 0), (31, 5), (32, 32)])
+@pytest.mark.parametrize("order", ["target", "source", "none"])
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_copies_of_an_edge_are_seen(edge, order, self_loops):
+    """In whatever order the edges come, which decides the side whose columns ascend; replaced loops have no copies."""
     dense = torch.ones(33, 33, dtype=torch.bool).nonzero().t()
-    for edge in ([0, 0], [31, 5], [32, 32]):
-        more = torch.tensor(edge)[:, None].expand(2, copies)
-        graph = Graph.of(torch.cat([dense, more], dim=1), 33)
-        assert block_sparse.of(graph, "targets", rows, compact).has_duplicates
-        assert block_sparse.of(graph, "sources", rows, compact).has_duplicates
-    assert not block_sparse.of(Graph.of(dense, 33), "targets", rows, compact).has_duplicates
+    for copies in (0, 1, 31):
+        edge_index = torch.cat([dense, torch.tensor(edge)[:, None].expand(2, copies)], dim=1)
+        keys = {"target": edge_index[1], "source": edge_index[0], "none": torch.randperm(edge_index.size(1))}
+        edge_index = edge_index[:, keys[order].argsort(stable=True)]
+        graph = Graph.of(edge_index, 33)
+        if self_loops:
+            # Of a graph that has its CSC: what was sorted by source stays so but for the loops.
+            assert graph.csc is not None
+            graph = Graph.of(edge_index, 33, self_loops=True)
+        assert block_sparse.is_simple(graph) == (copies == 0 or (self_loops and edge[0] == edge[1]))
 
 
 def test_the_zoo_with_its_duplicates(case):
-    graph = graph_of(case)
-    expected = case.edge_index.unique(dim=1).size(1) < case.edge_index.size(1)
-    for rows_are in ("targets", "sources"):
-        assert block_sparse.of(graph, rows_are, 64, True).has_duplicates == expected
+    simple = case.edge_index.unique(dim=1).size(1) == case.edge_index.size(1)
+    assert block_sparse.is_simple(graph_of(case)) == simple
+
+
+# Counting without making ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("direction", ["targets", "sources"])
+def test_counts_are_those_of_the_blocks(graph, direction, rows):
+    """Of diagonal blocks exactly; of listed columns as the sample of all windows tells."""
+    for compact in (False, True) if graph.num_edges else ():
+        counts, blocks = (f(graph, direction, rows, compact) for f in (block_sparse.counts, block_sparse.of))
+        assert counts.num_windows == blocks.num_windows
+        if blocks.columns is None:
+            assert (counts.num_blocks, counts.max_columns) == (blocks.num_blocks, blocks.max_columns)
+        elif blocks.num_blocks:
+            assert counts.num_blocks == pytest.approx(blocks.num_blocks, rel=0.35)
+            # A window of a short side may be cut elsewhere.
+            assert counts.max_columns <= blocks.max_columns or blocks.windows[0, 1] < rows
+
+
+def test_most_columns_of_a_hub():
+    """Columns that occur often count once."""
+    graph = graph_of(hub(3000, num_nodes=200))
+    assert most_columns(graph.csr, 32) == block_sparse.of(graph, "targets", 32, True).max_columns == 200
 
 
 # Fill -----------------------------------------------------------------------------------------------------------------
@@ -209,6 +234,16 @@ def test_sampled_fill_is_near_the_exact_one():
     assert sampled != exact and sampled == pytest.approx(exact, rel=0.05)
     tiles = block_sparse.of(graph, "targets", 32, True)
     assert exact == pytest.approx(graph.num_edges / (tiles.num_blocks * BLOCK * 32), rel=0.01)
+
+
+def test_a_sample_of_long_windows_is_cut(monkeypatch):
+    """Windows with most edges are left out; of one that is too long some edges are taken."""
+    graph = graph_of(hub(3000, num_nodes=400))
+    monkeypatch.setattr(block_sparse, "SAMPLED_EDGES", 1)
+    # One block of 32 columns for the 16 edges of 16 rows, once the hub is left out.
+    assert sample_fill(graph.csr, 16) == 1 / 32
+    one_row = Graph.of(torch.stack([torch.arange(4000), torch.zeros(4000, dtype=torch.int64)]), 4000, 1)
+    assert sample_fill(one_row.csr, 16) == pytest.approx(1 / 16, rel=0.05)
 
 
 def test_fill_of_a_graph():

@@ -103,14 +103,14 @@ def test_dense_blocks_without_a_sync(rows, domain, host_syncs):
     trusted, resident = Graph.of_batch(plain, facts=facts), DeviceDataset(data)
     graph = Graph.of_batch(resident.batch(ids))
     side = graph.csr if domain == "targets" else graph.csc
-    counted = DiagonalBlocks.of_sizes(graph.graph_ptr, facts.nodes, facts.edges, is_simple=True)
-    want = block_sparse.make_blocks(side, rows, replace(counted, sizes=None, is_simple=None))
+    counted = DiagonalBlocks.of_sizes(graph.graph_ptr, facts.nodes, facts.edges)
+    want = block_sparse.make_blocks(side, rows, replace(counted, sizes=None))
     del host_syncs[:]
     for each in (graph, trusted):
         found = block_sparse.of(each, domain, rows, compact=False)
         assert torch.equal(found.windows, want.windows) and torch.equal(found.bits, want.bits)
         assert (found.num_windows, found.num_blocks) == (want.num_windows, want.num_blocks)
-        assert found.max_columns == want.max_columns and not found.has_duplicates and not want.has_duplicates
+        assert found.max_columns == want.max_columns
     assert host_syncs == []
 
 
@@ -138,7 +138,7 @@ def test_repeated_edges_are_told():
     resident = DeviceDataset(data)
     batch = resident.batch(torch.arange(len(data)))
     assert batch.edge_index.unique(dim=1).size(1) < batch.num_edges
-    assert block_sparse.of(Graph.of_batch(batch), "targets", 32, compact=False).has_duplicates
+    assert not block_sparse.is_simple(Graph.of_batch(batch))
 
 
 def test_what_cannot_be_gathered():

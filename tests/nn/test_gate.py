@@ -131,6 +131,17 @@ def test_a_graph_in_place_of_edge_index(name, flow, emulated, x):
     assert bool(launched) is emulated
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_pieces_trains_without_its_edges(name, x):
+    conv, other = pair(name)
+    graph = Graph.of_pieces(EDGES.split(3, dim=1), EDGES.size(1), NUM_NODES)
+    with emulated_device() as launched:
+        assert_same(trained(conv, x, graph), trained(other, x, EDGES))
+    assert launched
+    looped = graph.peek("looped")
+    assert all("edge_index" not in g.derived_bytes() for g in (graph, looped) if g is not None)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_of_other_sizes_is_refused(name, fused, x, request):

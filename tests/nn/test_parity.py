@@ -60,6 +60,7 @@ FORMS = {
     "graph": lambda: Graph.of(EDGES, NUM_NODES),
     "graph_with_loops": lambda: Graph.of(EDGES, NUM_NODES, self_loops=True),
     "graph_transposed": lambda: Graph.of(EDGES.flip(0), NUM_NODES, flow="target_to_source"),
+    "graph_of_pieces": lambda: Graph.of_pieces(EDGES.split(3, dim=1), EDGES.size(1), NUM_NODES),
     "graph_of_adjacency": lambda: Graph.of(adjacency(simple(EDGES), "csr"), NUM_NODES),
 }
 

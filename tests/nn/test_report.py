@@ -11,6 +11,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.graph.derived import in_units
 from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import EDGES, NAMES, NUM_NODES, make, reasons_of
@@ -90,6 +91,10 @@ def test_describe_plan(name, x):
     loops = 0 if name == "TransformerConv" else NUM_NODES
     text = str(description)
     assert f"{EDGES.size(1) + loops} edges" in text and str(conv) in text and "schedule" in text
+    sides = 2 * 4 * (NUM_NODES + 1 + 2 * (EDGES.size(1) + loops))
+    assert f"kept: {description.memory}" in text and "adjacency targets sources" in description.memory
+    # A forward call alone, or the backward passes too.
+    assert in_units(sides) in description.memory or in_units(sides / 2) in description.memory
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -121,7 +121,7 @@ def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> 
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
         return [f"{fill:.2%} of the bits of its blocks would be set, at least {MIN_FILL:.0%} are needed"]
-    if block_sparse.of(graph, direction, TILE_ROWS * warps, compact).has_duplicates:
+    if not block_sparse.is_simple(graph):
         return ["some edge occurs twice, which a bit cannot tell"]
     needed = shared_bytes(problem, direction, graph, _constants(problem, direction, graph, warps, compact))
     limit = gpu_of(problem.device).shared_bytes
@@ -270,7 +270,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockM
     these add up. The window with most columns takes its steps in turn too.
     """
     c = chosen.constants
-    sparse = block_sparse.of(graph, direction, chosen.rows, chosen.compact)
+    sparse = block_sparse.counts(graph, direction, chosen.rows, chosen.compact)
     area = sparse.num_blocks * BLOCK * chosen.rows * problem.heads
     kind = "half" if problem.dtype.itemsize == 2 else "split" if c["SPLIT"] else "tf32"
     tuning = problem.record.block_mma[direction]
