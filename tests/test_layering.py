@@ -28,7 +28,8 @@ ALLOWED = {
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"graph"},
-    "training": {"distributed", "models", "datasets", "nn", "ops", "graph"},
+    "transforms": {"graph"},
+    "training": {"transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
     "bench": {"training", "models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
 }
 
