@@ -6,8 +6,8 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import global_mean_pool
 
 from pyg_dfgnn import Graph
-from pyg_dfgnn.graph import SortEdges
 from pyg_dfgnn.nn import TransformerConv
+from pyg_dfgnn.transforms import SortEdges
 
 
 def main(num_graphs: int = 64) -> torch.Tensor:

@@ -149,3 +149,20 @@ def check_range(name: str, value: Any, low: float | None = None, high: float | N
     else:
         need = f"in [{low}, {high}]"
     raise ValueError(f"'{name}' needs a value {need} (got {value})")
+
+
+def need_extra(module: str, what: str, extra: str) -> None:
+    """Check that an optional package is installed.
+
+    Args:
+        module: The module that will be imported.
+        what: What needs it, in the plural.
+        extra: The extra of this package that installs it.
+
+    Raises:
+        ModuleNotFoundError: The package is missing; the message names it and the extra.
+    """
+    try:
+        __import__(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: pip install 'pyg_dfgnn[{extra}]'") from error

@@ -14,6 +14,7 @@ from pyg_dfgnn.errors import (
     check_integer,
     check_range,
     check_shape,
+    need_extra,
 )
 
 
@@ -90,3 +91,8 @@ def test_unsupported_keeps_its_reasons():
     assert str(error) == "schedule 'row_split' cannot run here: 'x' is on the CPU; double backward"
     again = pickle.loads(pickle.dumps(error))
     assert again.reasons == error.reasons and str(again) == str(error)
+
+
+def test_missing_package_names_the_extra():
+    with pytest.raises(ModuleNotFoundError, match=r"pictures need nothing_like_it: pip install 'pyg_dfgnn\[data\]'"):
+        need_extra("nothing_like_it.part", "pictures", "data")

@@ -29,7 +29,8 @@ ALLOWED = {
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"graph"},
-    "training": {"capture", "distributed", "models", "datasets", "nn", "ops", "graph"},
+    "transforms": {"graph"},
+    "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
     "bench": {"training", "capture", "models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
 }
 

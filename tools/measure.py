@@ -29,6 +29,7 @@ def commands() -> dict[str, list[str]]:
         named[f"table2-{model}"] = ["-m", "pyg_dfgnn.bench.table2", f"model={model}"]
     for path in sorted((configs_dir() / "bench" / "experiment").glob("*.yaml")):
         named[path.stem] = ["-m", "pyg_dfgnn.bench", f"experiment={path.stem}"]
+    named["reorder-cost"] = ["tools/reorder.py"]
     named["check"] = ["-m", "pyg_dfgnn.bench.check", "--schedules", "row_split", "smem", "block_mma"]
     named["documents"] = ["tools/published.py"]
     return named

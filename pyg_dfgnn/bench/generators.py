@@ -54,6 +54,21 @@ def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, d
     return Edges(symmetric(u, v, num_nodes), num_nodes)
 
 
+def communities(num_nodes: int, size: int, inside: int, outside: int, seed: int, device: Device) -> Edges:
+    """Return a graph of communities of ``size`` nodes with random ids.
+
+    Each node draws ``inside`` neighbours in its community and ``outside`` anywhere; edges are made symmetric, without
+    loops and duplicates. ``num_nodes`` needs to be a multiple of ``size``.
+    """
+    generator = generator_of(seed, device)
+    label = torch.randperm(num_nodes, generator=generator, device=device)
+    node = torch.arange(num_nodes, device=device)
+    near = torch.randint(size, (inside, num_nodes), generator=generator, device=device) + node // size * size
+    far = torch.randint(num_nodes, (outside, num_nodes), generator=generator, device=device)
+    drawn = torch.cat([near, far])
+    return Edges(symmetric(label[node.repeat(len(drawn))], label[drawn.flatten()], num_nodes), num_nodes)
+
+
 def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
     """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
     generator = generator_of(seed, device)

@@ -1,7 +1,8 @@
 """The graphs that timings run on, by name: seeded generators and real data files, each with its recorded size.
 
 ``a`` to ``e`` are the graphs of the targets. A name that ends in ``_like`` is generated to the published size of that
-data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the others are real.
+data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the others are real. ``name+rcm`` is a graph whose
+nodes are reordered by a method of :mod:`pyg_dfgnn.graph.reorder`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_dfgnn.bench.generators import chung_lu, nearest_neighbour_batch, random_graph_batch, task_batch
+from pyg_dfgnn.bench.generators import chung_lu, communities, nearest_neighbour_batch, random_graph_batch, task_batch
 from pyg_dfgnn.datasets import (
     Task,
     cluster,
@@ -31,11 +32,13 @@ from pyg_dfgnn.datasets.generators import (
     Edges,
     log_normal_chung_lu,
     region_adjacency_batch,
+    sorted_edges,
     superpixel_batch,
     symmetric,
 )
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.reorder import METHODS, inverse_of, node_order
 from pyg_dfgnn.reference.zoo import EdgeList
 
 
@@ -64,6 +67,7 @@ class Recipe:
         small: Arguments of a miniature for machines without a GPU.
         small_build: What makes the miniature, if not ``build``.
         tolerance: Relative deviation allowed of nodes, edges and largest degree.
+        order: Method that reorders the nodes; '' keeps them as they are made.
     """
 
     stands_for: str
@@ -75,6 +79,7 @@ class Recipe:
     small: dict[str, Any] = field(default_factory=dict)
     small_build: Callable[..., Edges] | None = None
     tolerance: tuple[float, float, float] = (0.0, 5e-3, 0.2)
+    order: str = ""
 
     def miniature(self) -> Recipe:
         arguments = {} if self.small_build else self.arguments
@@ -172,6 +177,14 @@ _FULL_GRAPHS: dict[str, Recipe] = {
         dict(num_nodes=150, mean_degree=8, max_degree=40),
         tolerance=(0.0, 0.02, 0.05),
     ),
+    # No data set: what an order of the nodes can gain on a graph that is made of communities.
+    "communities": Recipe(
+        "communities of 200 nodes",
+        communities,
+        dict(num_nodes=1_000_000, size=200, inside=20, outside=5, seed=5),
+        1_000_000, 46_160_000, None,
+        dict(num_nodes=200, size=20, inside=4, outside=1),
+    ),
 }  # fmt: skip
 
 _REAL: dict[str, Recipe] = {
@@ -194,14 +207,20 @@ TABLE_1 = (*_BATCHES, "cora", "citeseer", "pubmed", "ppa_like", "reddit_like", "
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of a name, with another number of graphs for ``name@count``.
+    """The recipe of a name, with another number of graphs for ``name@count``, in another order for ``name+method``.
 
     Raises:
-        ValueError: The name is unknown, or it is no batch and a count is given.
+        ValueError: The name or the method is unknown, it is no batch and a count is given, or a batch and a method.
     """
-    stem, _, count = name.partition("@")
+    whole, _, order = name.partition("+")
+    stem, _, count = whole.partition("@")
     check_choice("graphs", stem, tuple(RECIPES))
     recipe = RECIPES[stem]
+    if order:
+        check_choice("graphs", order, tuple(METHODS))
+        if "num_graphs" in recipe.arguments:
+            raise ValueError(f"'graphs' needs one whole graph before '+' (got {name!r})")
+        return replace(recipe, order=order)
     if not count:
         return recipe
     if "num_graphs" not in recipe.arguments or not count.isdigit() or not int(count):
@@ -228,9 +247,15 @@ def benchmark_graph(name: str, device: torch.device | str, *, small: bool = Fals
 
     Raises:
         FileNotFoundError: The graph is a real one and its file is not there.
+        ModuleNotFoundError: The package of the method that reorders it is not there.
         RuntimeError: A size is too far from the recorded one.
     """
     recipe = recipe_of(name)
+    if recipe.order:
+        graph = benchmark_graph(name.partition("+")[0], device, small=small)
+        place = inverse_of(node_order(graph.edge_index, graph.num_src, recipe.order))
+        source, target = place[graph.edge_index]
+        return replace(graph, name=name, edge_index=sorted_edges(source, target, graph.num_src))
     built = recipe.miniature() if small else recipe
     edges = built.build(**built.arguments, device=device)
     graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)

@@ -49,12 +49,13 @@ def milliseconds(row: Row) -> float:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Graphs without repetition, as the recipes list them; batches of other sizes by their count."""
-    order = list(RECIPES)
+    """Graphs without repetition, as the recipes list them; batches of other sizes by their count, orders by name."""
+    listed = list(RECIPES)
 
-    def place(name: str) -> tuple[int, int]:
-        stem, _, count = name.partition("@")
-        return order.index(stem), int(count or 0)
+    def place(name: str) -> tuple[int, int, str]:
+        whole, _, order = name.partition("+")
+        stem, _, count = whole.partition("@")
+        return listed.index(stem), int(count or 0), order
 
     return sorted(dict.fromkeys(names), key=place)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_dfgnn.datasets.files import need_extra
-from pyg_dfgnn.errors import check_integer
+from pyg_dfgnn.errors import check_integer, need_extra
 
 # Above this number of nodes, the whole spectrum costs more than a sparse solver of a few eigenvectors.
 _DENSE_NODES = 1024
@@ -62,7 +61,7 @@ def _dense_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tenso
 
 
 def _sparse_eigenvectors(edge_index: Tensor, num_nodes: int, count: int) -> Tensor:
-    need_extra("scipy.sparse.linalg", "the encodings of large graphs")
+    need_extra("scipy.sparse.linalg", "the encodings of large graphs", "data")
     import numpy as np
     from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import eigsh

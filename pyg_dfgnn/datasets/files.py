@@ -146,18 +146,6 @@ def _is_copy(file: Path, source: Path) -> bool:
     return file.is_file() and filecmp.cmp(file, source)
 
 
-def need_extra(module: str, what: str) -> None:
-    """Check that an optional package is installed.
-
-    Raises:
-        ModuleNotFoundError: The package is missing; the message names the extra that installs it.
-    """
-    try:
-        __import__(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: pip install 'pyg_dfgnn[data]'") from error
-
-
 def cached(
     cache: str | Path | None, name: str, parameters: Mapping[str, Any], make: Callable[[], dict[str, list[Data]]]
 ) -> dict[str, list[Data]]:

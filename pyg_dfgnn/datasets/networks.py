@@ -11,9 +11,9 @@ from torch_geometric.data import Data, download_url
 from torch_geometric.datasets import Amazon, LINKXDataset, Reddit
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
+from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles
 from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, one_graph
-from pyg_dfgnn.errors import check_choice, check_integer
+from pyg_dfgnn.errors import check_choice, check_integer, need_extra
 
 _HETEROPHILOUS_URL = "https://github.com/yandex-research/heterophilous-graphs/raw/main/data"
 # The metrics are those of the published results.
@@ -96,7 +96,7 @@ def facebook(
     Source: Lim et al., Large Scale Learning on Non-Homophilous Graphs, NeurIPS 2021.
     """
     check_choice("name", name, _FACEBOOK)
-    need_extra("scipy.io", "the Facebook networks")
+    need_extra("scipy.io", "the Facebook networks", "data")
     root = Path(cache).expanduser() / "linkx"
     raw_files = RawFiles(name, ("data.mat",), (f"linkx/{name}/raw", f"{name}/raw"), search)
     data = raw_files.load(root / name / "raw", download, lambda: LINKXDataset(str(root), name)[0])
@@ -130,7 +130,7 @@ def co_purchase(
     Source: Shchur et al., Pitfalls of Graph Neural Network Evaluation, 2018.
     """
     check_choice("name", name, _CO_PURCHASE)
-    need_extra("scipy.sparse", "the co-purchase graphs")
+    need_extra("scipy.sparse", "the co-purchase graphs", "data")
     root = Path(cache).expanduser() / "amazon"
     file = f"amazon_electronics_{name.lower()}.npz"
     raw_files = RawFiles(name, (file,), (f"amazon/{name}/raw", f"{name}/raw"), search)
@@ -159,7 +159,7 @@ def reddit(*, search: Folders = SEARCH, cache: str | Path = CACHE, download: boo
 
     Source: Hamilton et al., Inductive Representation Learning on Large Graphs, NeurIPS 2017.
     """
-    need_extra("scipy.sparse", "Reddit")
+    need_extra("scipy.sparse", "Reddit", "data")
     root = Path(cache).expanduser() / "reddit"
     files = ("reddit_data.npz", "reddit_graph.npz")
     raw_files = RawFiles("Reddit", files, ("reddit/raw",), search, "data=reddit_like is generated instead.")

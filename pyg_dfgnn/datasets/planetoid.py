@@ -14,9 +14,9 @@ from torch_geometric.datasets import Planetoid
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, need_extra
+from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles
 from pyg_dfgnn.datasets.task import Task, add_masks, one_graph
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_choice, need_extra
 
 NAMES = ("Cora", "CiteSeer", "PubMed")
 _PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
@@ -51,7 +51,7 @@ def planetoid(
         ModuleNotFoundError: scipy is missing.
     """
     check_choice("name", name, NAMES)
-    need_extra("scipy.sparse", "the citation graphs")
+    need_extra("scipy.sparse", "the citation graphs", "data")
     root = Path(cache).expanduser() / "planetoid"
     raw_files = _raw_files(name, search)
     dataset = raw_files.load(root / name / "raw", download, lambda: Planetoid(str(root), name))
@@ -78,7 +78,7 @@ def pubmed_made_features(*, search: Folders = SEARCH, normalize_features: bool =
         ModuleNotFoundError: scipy is missing.
         ValueError: The files cannot be read.
     """
-    need_extra("scipy.sparse", "the citation graphs")
+    need_extra("scipy.sparse", "the citation graphs", "data")
     raw_files = _raw_files("PubMed", search, skipped=("allx",))
     raw = raw_files.need()
     with raw_files.reading(raw):

@@ -18,9 +18,9 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.datasets import GNNBenchmarkDataset, LRGBDataset
 
-from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, cached, need_extra
+from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles, cached
 from pyg_dfgnn.datasets.task import SPLITS, Task, progress
-from pyg_dfgnn.errors import check_choice, check_integer
+from pyg_dfgnn.errors import check_choice, check_integer, need_extra
 
 SOURCES = ("auto", "published", "pixels")
 
@@ -280,7 +280,7 @@ def _from_pixels(source: str, published: RawFiles, raw: Path, pixels: RawFiles) 
 def _folder(pixels: RawFiles) -> Path:
     """Return the folder of the images after a check that the packages of superpixels are installed."""
     for module in ("scipy.ndimage", "skimage.segmentation"):
-        need_extra(module, "superpixels")
+        need_extra(module, "superpixels", "data")
     return pixels.need()
 
 

@@ -30,10 +30,12 @@ import pyg_dfgnn
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
+from pyg_dfgnn.graph.reorder import METHODS
 from pyg_dfgnn.nn import fallback
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Options, Trainer, step_scheduler
+from pyg_dfgnn.transforms import Reorder
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     check_choice("returns", config["returns"], RETURNS)
     check_integer("seed", config["seed"], 0)
     check_bool("backend.sort_edges", backend["sort_edges"])
+    method = config["data"]["reorder"]
+    check_choice("data.reorder", method, (None, *METHODS))
+    reorder = None if method is None else Reorder(method)
     options = Options(**config["trainer"])
     folder = run_folder(config["paths"]["run"])
     config["paths"]["run"] = str(folder)
@@ -93,6 +98,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         model = make_model(task.num_features, task.num_classes).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
+        if reorder is not None:
+            task = task.map(reorder)
+            log.info("%s%s", "" if task.full_graph else "last graph: ", reorder.report)
         optimizer = make_optimizer(cfg.optimizer, model, device)
         scheduler = make_scheduler(cfg.scheduler, optimizer)
         trainer = Trainer(

@@ -6,6 +6,7 @@ import torch
 from pyg_dfgnn.bench import generators as bench_generators
 from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.datasets import generators
+from pyg_dfgnn.graph.reorder import inverse_of, node_order
 from pyg_dfgnn.reference.zoo import EdgeList
 
 BATCHES = [name for name, recipe in RECIPES.items() if "num_graphs" in recipe.arguments]
@@ -101,6 +102,34 @@ def test_a_count_makes_another_batch():
             recipe_of(name)
     with pytest.raises(ValueError, match="graphs"):
         recipe_of("nothing")
+
+
+@pytest.mark.parametrize("name", ["c", "communities", "cornell5"])
+def test_a_method_renumbers_the_nodes(name):
+    graph, other = (benchmark_graph(f"{name}{order}", "cpu", small=True) for order in ("", "+degree"))
+    assert (other.name, other.num_src, other.ptr) == (f"{name}+degree", graph.num_src, None)
+    # Most edges first, and edges as a generator sorts them.
+    assert torch.equal(other.in_degree, graph.in_degree.sort(descending=True).values)
+    source, target = other.edge_index
+    assert ((target * graph.num_src + source).diff() > 0).all()
+    place = graph.in_degree.argsort(descending=True, stable=True).argsort()
+    assert edge_set(other) == set(map(tuple, place[graph.edge_index].t().tolist()))
+    assert recipe_of(f"{name}+rcm").order == "rcm" and recipe_of(f"{name}+rcm").num_edges == recipe_of(name).num_edges
+
+
+def test_a_wrong_order_is_refused():
+    with pytest.raises(ValueError, match=r"'graphs' needs one of 'degree', .* \(got 'size'\)"):
+        recipe_of("c+size")
+    with pytest.raises(ValueError, match=r"'graphs' needs one whole graph before '\+' \(got 'a\+rcm'\)"):
+        recipe_of("a+rcm")
+
+
+def test_communities_hold_most_edges():
+    edges = bench_generators.communities(2000, 100, 10, 2, seed=0, device="cpu")
+    order = node_order(edges.edge_index, edges.num_nodes, "community")
+    # The twenty communities are found again: they are the blocks of a hundred nodes, but for a few nodes.
+    source, target = inverse_of(order)[edges.edge_index] // 100
+    assert (source == target).double().mean() > 0.7
 
 
 def test_nearest_neighbours_are_the_nearest():

@@ -96,7 +96,7 @@ def test_data_yields_to_an_experiment():
 @pytest.mark.parametrize("name", ["reddit_like_small", "proteins_like_small", "ppa_like_small"])
 def test_small_graphs_train_for_fewer_epochs(name):
     config = composed(f"data={name}")
-    assert config["trainer"]["epochs"] == 100 and config["data"].keys() == {"task"}
+    assert config["trainer"]["epochs"] == 100 and config["data"].keys() == {"task", "reorder"}
     assert config["data"]["task"]["scale"] == 0.02 and config["data"]["task"]["name"]
 
 

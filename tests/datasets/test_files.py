@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets import files
-from pyg_dfgnn.datasets.files import RawFiles, cached, need_extra
+from pyg_dfgnn.datasets.files import RawFiles, cached
 
 
 def make_splits(seed=0):
@@ -158,8 +158,3 @@ def test_errors_of_the_system_are_not_those_of_a_download(tmp_path):
 def test_download_is_checked(tmp_path):
     with pytest.raises(TypeError, match=r"'download' needs True or False \(got str 'maybe'\)"):
         raw_of(tmp_path / "set" / "raw", "text").load(tmp_path / "cache", "maybe", lambda: None)
-
-
-def test_missing_package_names_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"pictures need nothing_like_it: pip install 'pyg_dfgnn\[data\]'"):
-        need_extra("nothing_like_it.part", "pictures")

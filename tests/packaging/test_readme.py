@@ -70,6 +70,12 @@ def test_captured_steps(capsys):
     assert "Step(GAT, Adam, c" in capsys.readouterr().out
 
 
+def test_reordering_example(capsys):
+    exec(examples("docs/io_aware.md")[0], {})
+    report, epochs = capsys.readouterr().out.splitlines()
+    assert report.startswith("reordered by community in ") and epochs == "240"
+
+
 def test_own_score(capsys):
     """The scores of the page are those that the kernels are tested with, and its code runs."""
     tested = (ROOT / "tests/kernels/test_outside_score.py").read_text()

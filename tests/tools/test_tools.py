@@ -2,13 +2,14 @@
 
 import csv
 import io
+import math
 import shutil
 
 import pytest
 import torch
 
 from pyg_dfgnn.bench.cases.attention.case import SCORES, AttentionCase
-from pyg_dfgnn.bench.graphs import benchmark_graph
+from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
 from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.bench.run import FIELDS
 from pyg_dfgnn.bench.timing import Timer
@@ -18,7 +19,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.op import DIRECTIONS
-from tools import costs, counters, measure, overhead
+from tools import costs, counters, measure, overhead, reorder
 
 CPU = torch.device("cpu")
 TIMED = [("e", "dot", "1x128", "float32"), ("b", "add", "8x16", "bfloat16"), ("b", "gatv2", "1x64", "float32")]
@@ -194,6 +195,32 @@ def test_overhead_counts_and_repeats_launches(score):
     assert kernels["launch"] == kernels["torch product"] == kernels["fwd"] == kernels["fwd, grad"] == 1
     assert kernels["fwd+bwd"] == 3 and kernels["conv fwd+bwd"] >= 3
     assert launched.count("attention_backward_sources") >= 3
+
+
+def test_orders_are_set_against_their_gain(tmp_path, capsys):
+    words = "--small --device cpu --graphs c+degree c+rcm --folder".split()
+    for _ in range(2):
+        assert reorder.main([*words, str(tmp_path)]) == 0
+    assert "python -m pyg_dfgnn.bench experiment=reorder" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*-small/reorder-cost.csv")
+    costs_of = Table.read(path)
+    assert [row["graph"] for row in costs_of] == ["c+degree", "c+rcm"] and all(float(r["cost_s"]) > 0 for r in costs_of)
+    row = {**dict.fromkeys(FIELDS, ""), "op": "dot", "layer": "GT", "size": "1x128", "dtype": "float32", "status": "ok"}
+    row |= {"implementation": "fused", "schedule": "auto", "direction": "fwd", "state": "warm"}
+    times = [{**row, "graph": name, "median_ms": ms} for name, ms in {"c": 2.0, "c+degree": 1.5, "c+rcm": 2.5}.items()]
+    Table(path.with_name("reorder.csv"), FIELDS).append(times)
+    faster, slower = reorder.gains(
+        [{**cost, "cost_s": "10"} for cost in costs_of], Table.read(path.with_name("reorder.csv"))
+    )
+    assert (faster["graph"], faster["times_faster"], faster["break_even_calls"]) == ("c+degree", "1.33", 20_000)
+    assert (slower["graph"], slower["times_faster"], slower["break_even_calls"]) == ("c+rcm", "0.80", math.inf)
+    assert reorder.main([*words, str(tmp_path)]) == 0
+    assert "| 2 | 1.5 | 1.33 |" in capsys.readouterr().out
+
+
+def test_the_experiment_names_reordered_graphs():
+    names = reorder.experiment_graphs()
+    assert len({name.partition("+")[0] for name in names}) == 4 and all(recipe_of(name).order for name in names)
 
 
 def test_everything_is_listed_and_goes_on_where_it_stopped(monkeypatch, capsys):

@@ -1,0 +1,119 @@
+"""What each order of the nodes costs, and after how many calls of a layer it has paid for itself.
+
+``python -m pyg_dfgnn.bench experiment=reorder`` times layers on graphs such as ``cornell5+rcm``. This command measures
+the cost of the orders of those graphs and the gathers that are estimated to miss, adds to
+``results/bench/<gpu>/reorder-cost.csv`` what is not there yet for these sources, and prints both side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch_geometric.data import Data
+
+from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
+from pyg_dfgnn.bench.results import Rows, Table, default_folder, environment, file_stem, markdown, now
+from pyg_dfgnn.bench.tables import label, milliseconds, place_of, timed
+from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.transforms import Reorder, break_even_epochs
+
+FIELDS = "graph nodes edges cost_s misses_before misses_after gpu torch cuda pyg cupy commit digest time".split()
+GAIN = (
+    "graph cost_s misses layer size direction implementation before_ms after_ms times_faster break_even_calls".split()
+)
+
+
+def experiment_graphs() -> list[str]:
+    """The reordered graphs of the experiment."""
+    with initialize_config_dir(str(configs_dir() / "bench"), version_base="1.3"):
+        return [name for name in compose("bench", ["experiment=reorder"]).graphs if "+" in name]
+
+
+def measure(name: str, device: torch.device, small: bool) -> dict[str, Any]:
+    """The row of a reordered graph.
+
+    Args:
+        name: Name of a graph, '+' and a method.
+        device: Where the graph lies.
+        small: A miniature graph.
+    """
+    graph = benchmark_graph(name.partition("+")[0], device, small=small)
+    data = Data(edge_index=graph.edge_index, num_nodes=graph.num_src)
+    reorder = Reorder(recipe_of(name).order)
+    # The first call of a process also loads libraries.
+    reorder(Data(edge_index=graph.edge_index[:, :1], num_nodes=graph.num_src))
+    reorder(data)
+    assert reorder.report is not None
+    return {
+        "graph": name,
+        "nodes": graph.num_src,
+        "edges": graph.num_edges,
+        "cost_s": f"{reorder.report.cost_s:.4g}",
+        "misses_before": f"{reorder.report.misses_before:.4f}",
+        "misses_after": f"{reorder.report.misses_after:.4f}",
+        "time": now(),
+        **environment(device),
+    }
+
+
+def gains(costs: Rows, times: Rows) -> list[dict[str, Any]]:
+    """One row per timed layer on a reordered graph, with the columns ``GAIN``.
+
+    Args:
+        costs: Rows of this command.
+        times: Rows of the experiment, those on the graphs in their own order among them.
+    """
+    cost_of = {row["graph"]: row for row in costs}
+    before = {(*place_of(row), label(row)): milliseconds(row) for row in timed(times)}
+    rows = []
+    for (layer, size, direction, graph, implementation), after_ms in before.items():
+        base = before.get((layer, size, direction, graph.partition("+")[0], implementation))
+        if base is None or graph not in cost_of:
+            continue
+        cost = cost_of[graph]
+        calls = break_even_epochs(float(cost["cost_s"]), base / 1e3, after_ms / 1e3)
+        misses = f"{float(cost['misses_before']):.1%} to {float(cost['misses_after']):.1%}"
+        values = (graph, cost["cost_s"], misses, layer, size, direction, implementation, f"{base:.4g}")
+        rows.append(dict(zip(GAIN, (*values, f"{after_ms:.4g}", f"{base / after_ms:.2f}", calls), strict=True)))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", nargs="+", help="such as cornell5+rcm (default: those of the experiment)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--folder", type=Path, help="(default: results/bench; outputs/bench if small or on a CPU)")
+    parser.add_argument("--small", action="store_true", help="miniature graphs")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    folder = (options.folder or default_folder("bench", device, options.small)) / file_stem(device, options.small)
+    table = Table(folder / "reorder-cost.csv", FIELDS)
+    done = {(row["graph"], row["digest"]) for row in table.rows()}
+    for name in options.graphs or experiment_graphs():
+        if (name, environment(device)["digest"]) in done:
+            continue
+        try:
+            table.append([measure(name, device, options.small)])
+        except (FileNotFoundError, ModuleNotFoundError) as error:
+            print(f"skipped {name}: {error}")
+    # A run with other sources leaves rows behind that its own replace.
+    costs = list({row["graph"]: row for row in table.rows()}.values())
+    table.keep(costs)
+    shown = FIELDS[: FIELDS.index("gpu")]
+    print(markdown(shown, ([row[column] for column in shown] for row in costs)))
+    times = folder / "reorder.csv"
+    if times.exists():
+        print(markdown(GAIN, (row.values() for row in gains(costs, Table.read(times)))))
+    else:
+        print(f"no times in {times}: python -m pyg_dfgnn.bench experiment=reorder")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
