@@ -9,7 +9,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.traversal import items_per_block, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
-from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
+from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 from pyg_dfgnn.statements.spec import Spec
 
 
@@ -121,6 +121,51 @@ class TraversalLaunch:
                 heavy = addresses((chunks.heavy_row, chunks.heavy_ptr, *sizes))
                 merged = (arguments[place] for place in self._merged)
                 launch(self.merge, grid, self.threads, (*heavy, states[0], *merged, states[1]), device)
+
+
+class NodeKernel:
+    """A kernel that reads the rows [H, C] of nodes and no edges."""
+
+    def __init__(self, spec: Spec, entry: str) -> None:
+        constants = dict(spec.constants)
+        self.kernel = kernel_of(spec, entry)
+        self.rows_per_block = items_per_block(constants)
+        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
+        self.threads = (32 * constants["WARPS"], 1, 1)
+
+    def launch(self, num_rows: int, device: torch.device, arguments: Sequence[Any]) -> None:
+        """Launch it on `num_rows` nodes, with the arguments of the kernel after their number, as kernels take them."""
+        grid = (-(-num_rows // self.rows_per_block), self.head_groups, 1)
+        launch(self.kernel, grid, self.threads, (num_rows, *arguments), device)
+
+    def __call__(self, num_rows: int, device: torch.device, *arguments: Argument) -> None:
+        """Launch it on tensors."""
+        self.launch(num_rows, device, addresses(arguments))
+
+
+class NodeLaunch:
+    """A pass over targets that reads no edge (:class:`~pyg_dfgnn.ops.core.PreparedPass`).
+
+    Args:
+        plan: How the pass would run over edges.
+        graph: The edges.
+        kernel: Its kernel.
+        places: Places of the arguments that the kernel takes.
+    """
+
+    blocks = 0
+
+    def __init__(self, plan: Any, graph: Graph, kernel: NodeKernel, places: tuple[int, ...]) -> None:
+        self.plan, self.device, self.num_rows = plan, graph.device, graph.num_dst
+        self.kernel, self.places = kernel, places
+
+    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
+        """Launch the kernel."""
+        self.kernel.launch(self.num_rows, self.device, [arguments[place] for place in self.places])
+
+    def derives(self, name: str, saved: bool, shared: bool) -> str:
+        """Return that the pass reads what is derived."""
+        return "reads"
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention.block_mma import BlockMmaLaunch
 from pyg_dfgnn.ops.attention.paper import PaperLaunch
-from pyg_dfgnn.ops.attention.row_split import NodeLaunch, RowSplitLaunch, node_kernel
+from pyg_dfgnn.ops.attention.row_split import RowSplitLaunch, node_kernel, node_launch
 from pyg_dfgnn.ops.attention.smem import SmemLaunch
 from pyg_dfgnn.ops.core import PreparedPass
 from pyg_dfgnn.runtime.launcher import addresses
@@ -40,7 +40,7 @@ def prepare(problem: AttentionProblem, direction: str, plan: Any, graph: Graph, 
         flags: Optional values that the forward pass has left.
     """
     if direction == "targets" and "dout_dlogit" in flags and plan.schedule == FAMILY.fallback:
-        return NodeLaunch(plan, graph)
+        return node_launch(plan, graph)
     return LAUNCHERS[plan.schedule](problem, direction, plan, graph)
 
 

@@ -1,6 +1,5 @@
 """The launches of the schedule `row_split`: one kernel per sweep over the edges, one that merges heavy rows."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,8 +9,8 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import STEMS, node_constants, specs
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.traversal import TraversalLaunch
-from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
+from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
+from pyg_dfgnn.statements.attention import TARGETS
 from pyg_dfgnn.statements.spec import Spec
 
 _COUNT = {"forward": 15, "dout_dlogit": 15, "targets": 19, "sources": 17, "weights": 13}
@@ -24,6 +23,8 @@ _MERGED = {
     "weights": (),
 }
 """Places of the arguments that the merge kernel takes between its two states."""
+_OF_NODES = ("out", "dout_dlogit", "row_stats", "grad_out", "bwd_row_stats", "grad_target")
+"""Arguments of the kernel that reads no edge."""
 _NORMS = 4
 """Place of the source scalars, to which a forward pass writes the norms that it finds."""
 _NORMS_OF = ("targets", "sources")
@@ -69,50 +70,17 @@ class RowSplitLaunch(TraversalLaunch):
         return "reads"
 
 
-class NodeLaunch:
-    """The pass over targets where the forward pass left the derivative of the output: it reads no edge."""
-
-    blocks = 0
-
-    def __init__(self, plan: Any, graph: Graph) -> None:
-        self.plan, self.device, self.num_rows = plan, graph.device, graph.num_dst
-        heads, channels = plan.constants["HEADS"], plan.constants["CHANNELS"]
-        dtype = next(dtype for dtype, number in STORAGE.items() if number == plan.constants["STORAGE"])
-        self.kernel = node_kernel("attention/backward_nodes.cu", "attention_backward_nodes", heads, channels, dtype)
-
-    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
-        """Launch on (out, dout_dlogit, row_stats, grad_out, bwd_row_stats, grad_target)."""
-        out, row_stats, grad_out, bwd_row_stats, grad_target, *_, dout_dlogit = arguments[11:]
-        given = (out, dout_dlogit, row_stats, grad_out, bwd_row_stats, grad_target)
-        self.kernel.launch(self.num_rows, self.device, given)
-
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
-
-
-class NodeKernel:
-    """A kernel that reads the rows [H, C] of nodes and no edges."""
-
-    def __init__(self, path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> None:
-        # The derivative and, in 16 bits, the output are float32.
-        constants = node_constants(heads, channels, dtype, float_loads=entry == "attention_backward_nodes")
-        self.kernel = kernel_of(Spec(path, tuple(constants.items())), entry)
-        self.rows_per_block = constants["WARPS"] * constants["WARP_ROWS"]
-        self.head_groups = -(-constants["HEADS"] // (constants["HEAD_SLOTS"] * constants["LANE_HEADS"]))
-        self.threads = (32 * constants["WARPS"], 1, 1)
-
-    def launch(self, num_rows: int, device: torch.device, arguments: Sequence[Any]) -> None:
-        """Launch it on `num_rows` nodes, with the arguments of the kernel after their number, as kernels take them."""
-        grid = (-(-num_rows // self.rows_per_block), self.head_groups, 1)
-        launch(self.kernel, grid, self.threads, (num_rows, *arguments), device)
-
-    def __call__(self, num_rows: int, device: torch.device, *arguments: Argument) -> None:
-        """Launch it on tensors."""
-        self.launch(num_rows, device, addresses(arguments))
+def node_launch(plan: Any, graph: Graph) -> NodeLaunch:
+    """Return the pass over targets where the forward pass left the derivative of the output: it reads no edge."""
+    heads, channels = plan.constants["HEADS"], plan.constants["CHANNELS"]
+    dtype = next(dtype for dtype, number in STORAGE.items() if number == plan.constants["STORAGE"])
+    kernel = node_kernel("attention/backward_nodes.cu", "attention_backward_nodes", heads, channels, dtype)
+    return NodeLaunch(plan, graph, kernel, tuple(TARGETS.arguments.index(name) for name in _OF_NODES))
 
 
 @cache
 def node_kernel(path: str, entry: str, heads: int, channels: int, dtype: torch.dtype) -> NodeKernel:
     """Return a :class:`NodeKernel`, prepared once."""
-    return NodeKernel(path, entry, heads, channels, dtype)
+    # The derivative and, in 16 bits, the output are float32.
+    constants = node_constants(heads, channels, dtype, float_loads=entry == "attention_backward_nodes")
+    return NodeKernel(Spec(path, tuple(constants.items())), entry)
