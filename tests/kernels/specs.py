@@ -19,10 +19,9 @@ from pyg_dfgnn.dispatch.attention.row_split import (
 )
 from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
-    backward_strips,
     backward_tile,
-    forward_strips,
     forward_tile,
+    strips_of,
     weight_grad,
 )
 from pyg_dfgnn.dispatch.segment import SegmentProblem
@@ -196,25 +195,25 @@ def node_specs() -> list[Spec]:
 
 def gemm_specs() -> list[Spec]:
     """The GEMMs of linear layers: a covering set of tiles and layouts, and of sizes by warpgroups."""
-    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True), "split": (False, True)}
+    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True)}
 
     def fits(row: Row) -> bool:
         """One layer has nothing to interleave with; wide layers are measured as they come in models."""
         wide = max(row.get("width", (0,))) > 128
-        return row["layers"] > row["interleaved"] and (not wide or (row["split"] and not row["interleaved"]))
+        return row["layers"] > row["interleaved"] and not (wide and row["interleaved"])
 
     specs = [_column_sum_kernel(dtype).spec for dtype in DTYPES]
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
     for name, choices in tiles.items():
-        for row in covering({"tile": sorted(choices, key=str), **layouts}, fits):
+        for row in covering({"tile": sorted(choices, key=str), "split": (False, True), **layouts}, fits):
             constants = row["tile"].constants(row["layers"], row["interleaved"], row["split"])
             specs.append(Spec(f"gemm/{name}.cu", constants))
     # Many rows and more; sizes that fill their places, that do not, and wide ones.
     widths = ((128, 128), (68, 100), (500, 128), (160, 80), (128, 512))
     for row in covering({"width": widths, "rows": (1 << 14, 1 << 20), **layouts}, fits):
-        sizes = row["layers"], row["rows"], *row["width"], row["split"], torch.device("cpu")
-        plans = [("forward_strips", forward_strips(*sizes)), ("forward_strips", backward_strips(*sizes))]
+        sizes = row["layers"], row["rows"], *row["width"], True, torch.device("cpu")
+        plans = [("forward_strips", strips_of(backward, *sizes)) for backward in (False, True)]
         plans.append(("weight_grad", weight_grad(*sizes)))
         specs += [
             Spec(f"gemm/{name}.cu", plan.constants(row["interleaved"]), HOPPER)
