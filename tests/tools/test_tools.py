@@ -1,9 +1,6 @@
-"""What developers measure with: cost models beside times, hardware counters, host times, the list of commands."""
+"""What developers measure with: cost models beside times, host times, the list of commands."""
 
-import csv
-import io
 import math
-import shutil
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.op import DIRECTIONS
-from tools import costs, counters, measure, overhead, reorder
+from tools import costs, measure, overhead, reorder
 
 CPU = torch.device("cpu")
 TIMED = [("e", "dot", "1x128", "float32"), ("b", "add", "8x16", "bfloat16"), ("b", "gatv2", "1x64", "float32")]
@@ -111,68 +108,6 @@ def test_schedules_that_hand_over_run_with_themselves():
     expected = {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
     assert costs.totals(("targets", "sources"), times) == expected
     assert costs.totals(("targets", "sources"), times, 0.1)["row_split", "row_split"] == pytest.approx(5.1)
-
-
-WORDS = ["e:dot:1x128:tf32", "a:add:8x16:bfloat16:block_mma"]
-STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COLUMNS = {
-    "ID": ["", "0", "1"],
-    "Kernel Name": ["", "attention_forward", "attention_backward_targets"],
-    "gpu__time_duration.sum": ["nsecond", "58,016", "72000"],
-    "launch__registers_per_thread": ["register/thread", "72", "80"],
-    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ["%", "41.5", "20"],
-    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": ["%", "5", "60.25"],
-    STALLED.format("long_scoreboard"): ["inst", "6.5", "1"],
-    STALLED.format("barrier"): ["inst", "0.5", "3"],
-    STALLED.format("selected"): ["inst", "9", "9"],
-}
-
-
-def test_words_name_what_to_profile():
-    assert counters.Profiled.of(WORDS[1]) == counters.Profiled(
-        "a", AttentionCase("add", 8, 16), "bfloat16", "block_mma"
-    )
-    alone = counters.Profiled.of("e:add:8x16:float32:forward")
-    assert (alone.schedule, alone.forward_only) == ("auto", True)
-    alone = counters.Profiled.of("e:add:8x16:float32:row_split:forward")
-    assert (alone.schedule, alone.forward_only) == ("row_split", True)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("a:dot:float32", "needs the form"),
-        ("a:dots:1x128:float32", "'ops' needs"),
-        ("a:dot:128:float32", "'sizes' needs"),
-        ("a:dot:1x128:float64", "'dtype' needs"),
-        ("a:dot:1x128:float32:fast", "'schedule' needs"),
-        ("a:dot:1x128:float32:forward:row_split", "needs the form"),
-        ("nowhere:dot:1x128:float32", "nowhere"),
-    ],
-)
-def test_wrong_words(word, message, capsys):
-    with pytest.raises(SystemExit):
-        counters.main([word])
-    assert message in capsys.readouterr().err
-
-
-def test_counters_are_per_kernel():
-    stream = io.StringIO()
-    writer = csv.writer(stream, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(zip(*COLUMNS.values()))
-    forward, targets = counters.parse(WORDS[0], f"==PROF== Connected\n{stream.getvalue()}")
-    assert forward[:4] == [WORDS[0], "attention_forward", 58.016, ""] and targets[2] == 72.0
-    assert (forward[-2], targets[-1]) == ("fma 41.5, xu 5", "barrier 3, long_scoreboard 1")
-    with pytest.raises(ValueError, match="no kernels came back:\nout of luck"):
-        counters.parse(WORDS[0], "out of luck")
-
-
-@pytest.mark.skipif(torch.cuda.is_available() and shutil.which("ncu") is not None, reason="the profiler is there")
-def test_counters_need_a_gpu_and_the_profiler(capsys):
-    with pytest.raises(SystemExit):
-        counters.main(WORDS)
-    assert "Nsight Compute" in capsys.readouterr().err
 
 
 def test_overhead_resumes(tmp_path, capsys):
