@@ -97,9 +97,9 @@ def test_what_disagrees_has_no_time(table, monkeypatch):
 
 def test_a_nan_disagrees():
     reference = Reference(None, {}, [1.0, 2.0], torch.ones(3))
-    found = reference.differences([1.0, float("nan")], torch.ones(3))
-    assert not found["loss_difference"] <= 1e9 and found["gradient_difference"] == 0
-    assert not agree(found, 1e9)
+    differences = reference.differences([1.0, float("nan")], torch.ones(3))
+    assert not differences["loss_difference"] <= 1e9 and differences["gradient_difference"] == 0
+    assert not agree(differences, 1e9)
     assert "from pyg" in str(Disagreement("pyg", {"loss_difference": "nan"}, []))
 
 
@@ -232,9 +232,9 @@ def test_phases_follow_each_other():
     phases.start()
     for phase in ("forward", "backward", "optimizer"):
         phases(phase)
-    found = phases.durations_ms()
-    assert list(found) == ["forward", "backward", "optimizer", "sum", "step"]
-    assert found["sum"] == found["forward"] + found["backward"] <= found["step"]
+    durations = phases.durations_ms()
+    assert list(durations) == ["forward", "backward", "optimizer", "sum", "step"]
+    assert durations["sum"] == durations["forward"] + durations["backward"] <= durations["step"]
 
 
 def test_phases_of_the_capture_that_was_replayed(monkeypatch):

@@ -81,8 +81,8 @@ def test_pubmed_made_features(tmp_path):
     assert torch.equal(graph.x, again.splits["train"][0].x)
     torch.testing.assert_close(graph.x[:6], torch.from_numpy(parts["x"].toarray()))
     torch.testing.assert_close(graph.x[520:], torch.from_numpy(parts["tx"].toarray()))
-    made, real = graph.x[6:520], graph.x[520:]
-    torch.testing.assert_close((made > 0).float().mean(0), (real > 0).float().mean(0), atol=0.08, rtol=0)
+    drawn, real = graph.x[6:520], graph.x[520:]
+    torch.testing.assert_close((drawn > 0).float().mean(0), (real > 0).float().mean(0), atol=0.08, rtol=0)
     assert torch.equal(graph.y[:520], torch.from_numpy(parts["ally"]).argmax(dim=1))
     assert torch.equal(graph.y[520:], torch.from_numpy(parts["ty"]).argmax(dim=1))
     assert graph.num_edges == 2 * 530

@@ -144,15 +144,15 @@ def projection_specs() -> list[Spec]:
         "wide": (False, True),
         "dropout": (False, True),
     }
-    found = []
+    specs = []
     for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
         for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
             for stem, direction in DIRECTION_OF.items():
                 if stem != "weights":
                     constants = in_mode(row["mode"], problem(row), direction, row["wide"])
                     constants["PROJECTIONS"] = row["projections"]
-                    found.append(spec_of(stem, score, constants))
-    return found
+                    specs.append(spec_of(stem, score, constants))
+    return specs
 
 
 def small_graph() -> Graph:
@@ -162,23 +162,23 @@ def small_graph() -> Graph:
 
 def narrow_specs() -> list[Spec]:
     """The row kernels of 8 heads of 16 in layouts that no other shape has."""
-    found = []
+    cases = []
     for dtype in (torch.float16, torch.bfloat16):
         axes = {"shape": (8, 16), "dtype": dtype, "edge": False, "dropout": False}
         add, cosine = (problem({**axes, "score": score}) for score in ("add", "cosine"))
         for stem, direction in DIRECTION_OF.items():
             packed = pass_constants(add, direction, wide=False)
             whole = with_whole_heads(add, direction, packed, "packed")
-            found += [(stem, "add", whole)] if whole != packed else []
-            found.append((stem, "cosine", swept_constants(cosine, direction)[0]))
+            cases += [(stem, "add", whole)] if whole != packed else []
+            cases.append((stem, "cosine", swept_constants(cosine, direction)[0]))
     dot = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "dot"})
     joined = plan_pass(dot, "forward", small_graph()).constants
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
-    found += [("forward", "dot", joined), ("weights", "dot", joined)]
-    found += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
-    found.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
-    return [spec_of(*each) for each in found]
+    cases += [("forward", "dot", joined), ("weights", "dot", joined)]
+    cases += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
+    cases.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
+    return [spec_of(*case) for case in cases]
 
 
 def node_specs() -> list[Spec]:

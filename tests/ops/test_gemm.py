@@ -114,7 +114,7 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
     rows, kept = gemm.interleaved(x, weights, biases)
     torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
     grad_x, of_parameters = gemm.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
-    x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
+    x, weights, biases, grads = x.double(), *([tensor.double() for tensor in part] for part in (weights, biases, grads))
     results = {f"y {i}": (rows[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
     gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
     gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
@@ -285,15 +285,19 @@ def unaligned(tensor):
 
 
 REFUSED = {
-    "features": lambda x, w, b: (x[:, :30].contiguous(), [each[:, :30].contiguous() for each in w], b),
-    "channels": lambda x, w, b: (x, [each[:15].contiguous() for each in w], [each[:15].contiguous() for each in b]),
-    "float64": lambda x, w, b: (x.double(), [each.double() for each in w], [each.double() for each in b]),
+    "features": lambda x, w, b: (x[:, :30].contiguous(), [tensor[:, :30].contiguous() for tensor in w], b),
+    "channels": lambda x, w, b: (
+        x,
+        [tensor[:15].contiguous() for tensor in w],
+        [tensor[:15].contiguous() for tensor in b],
+    ),
+    "float64": lambda x, w, b: (x.double(), [tensor.double() for tensor in w], [tensor.double() for tensor in b]),
     "strides": lambda x, w, b: (x.t().contiguous().t(), w, b),
     "address": lambda x, w, b: (unaligned(x), w, b),
     "address of a weight": lambda x, w, b: (x, [w[0], unaligned(w[1])], b),
     "no rows": lambda x, w, b: (x[:0], w, b),
-    "no features": lambda x, w, b: (x[:, :0], [each[:, :0] for each in w], b),
-    "no channels": lambda x, w, b: (x, [each[:0] for each in w], [each[:0] for each in b]),
+    "no features": lambda x, w, b: (x[:, :0], [tensor[:, :0] for tensor in w], b),
+    "no channels": lambda x, w, b: (x, [tensor[:0] for tensor in w], [tensor[:0] for tensor in b]),
     "too many layers": lambda x, w, b: (x, w * 3, b * 3),
 }
 
@@ -307,7 +311,7 @@ def test_what_torch_takes(key, fused):
     grads = torch.randn_like(rows)
     grad_x, of_parameters = gemm.gradients(x, len(weights), kept, [*weights, *biases], (grads,), ALL)
     assert fused == []
-    leaves = [each.clone().requires_grad_() for each in (x, *weights, *biases)]
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights, *biases)]
     count = len(weights)
     want = torch.cat([F.linear(leaves[0], leaves[1 + i], leaves[1 + count + i]) for i in range(count)], 1)
     torch.testing.assert_close(rows, want)

@@ -70,7 +70,7 @@ def test_the_fit_finds_constants_again(path):
     samples = [sample for sample in costs.read(path, CPU, small=True) if sample.schedule == "row_split"]
     names = ("row_split.STEP_S", "row_split.ROW.forward", "gpu.launch_s")
     constants = [costs.Constant(name, CPU) for name in names]
-    assert [each.value for each in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
+    assert [constant.value for constant in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
     true = row_split.STEP_S
     for constant, factor in zip(constants, (3.0, 0.3, 2.0)):
         constant.set(constant.value * factor)
@@ -89,8 +89,8 @@ def test_what_is_no_constant(name):
 
 def test_losses_of_choices(path, capsys):
     lost = costs.losses(costs.read(path, CPU, small=True))
-    assert len(lost) == 2 * len(TIMED) and [each[0] for each in lost] == sorted(
-        (each[0] for each in lost), reverse=True
+    assert len(lost) == 2 * len(TIMED) and [loss for loss, *_ in lost] == sorted(
+        (loss for loss, *_ in lost), reverse=True
     )
     # Where auto takes row_split it loses nothing, elsewhere a factor of ten or more.
     for loss, case, taken, fastest in lost:
@@ -103,7 +103,7 @@ def test_losses_of_choices(path, capsys):
 def test_schedules_that_hand_over_run_with_themselves():
     ms = {"row_split": (2.0, 3.0), "pmf": (4.0, 1.0), "smmf": (1.0, 1.5)}
     times = {
-        (name, direction): each for name, pair in ms.items() for direction, each in zip(("targets", "sources"), pair)
+        (name, direction): time for name, pair in ms.items() for direction, time in zip(("targets", "sources"), pair)
     }
     expected = {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
     assert costs.totals(("targets", "sources"), times) == expected
