@@ -31,7 +31,7 @@
 #define STEPS (SECTION / 16)
 #define STEP (2 * COLUMNS)
 // Whether the warpgroups take turns, so that one multiplies while the other reads and writes.
-#define TURNS (SPLIT && SECTIONS == 1 && WARPGROUPS == 2)
+#define TURNS (SECTIONS == 1 && WARPGROUPS == 2)
 // The numbers that a lane reads of B at a time, and the words of B's high numbers.
 #define NUMBERS (BACKWARD ? 8 : 4)
 #define RIGHT (MATRICES * PLACES * COLUMNS / 2)
@@ -131,7 +131,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
     const Layers<const float> weights = {w0, w1, w2, w3}, lefts = {a0, a1, a2, a3};
     const Layers<float> results = {y0, y1, y2, y3};
     constexpr int BLOCK_GROUPS = GROUP_LAYERS * GROUPS;
-    float* const ring = reinterpret_cast<float*>(held + (1 + SPLIT) * RIGHT) + 4 * threadIdx.x;
+    float* const ring = reinterpret_cast<float*>(held + 2 * RIGHT) + 4 * threadIdx.x;
     // Thread blocks that follow each other read the same rows.
     const int group = (int)blockIdx.x % BLOCK_GROUPS, layer = group / GROUPS, first_column = group % GROUPS * COLUMNS;
     const int block = (int)blockIdx.x / BLOCK_GROUPS, blocks = (int)gridDim.x / BLOCK_GROUPS;
@@ -181,11 +181,9 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
     float high_sums[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) high_sums[i] = 0.0f;
-#if SPLIT
     float low_sums[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) low_sums[i] = 0.0f;
-#endif
 #if TURNS
     // There are as many turns as the first warpgroup has strips.
     const i64 turns = block < strips ? (strips - block + step - 1) / step : 0;
@@ -234,13 +232,9 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
 #endif
             pin(high_sums);
             const u64 from = right_at + section * (STEPS * STEP);
-#if SPLIT
             pin(low_sums);
             wgmma_fence();
             multiply_low(low_sums, left, from, STEP, RIGHT / 4);
-#else
-            wgmma_fence();
-#endif
             multiply_high(high_sums, left, from, STEP);
             wgmma_commit();
 #if TURNS
@@ -250,9 +244,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
             start();
             wgmma_wait();
             pin(high_sums);
-#if SPLIT
             pin(low_sums);
-#endif
             pin(left);
             const float* const raise_right = raised_right[section / MATRIX_SECTIONS] + 2 * pos;
 #pragma unroll
@@ -260,11 +252,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
                 const float2 of_column = *reinterpret_cast<const float2*>(raise_right + i / 4 * 8);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-#if SPLIT
                     const float sum = fmaf(low_sums[i + e], 0x1p-11f, high_sums[i + e]);
-#else
-                    const float sum = high_sums[i + e];
-#endif
                     sums[i + e] = fmaf(sum * (e ? of_column.y : of_column.x), raise[i / 2 % 2], sums[i + e]);
                 }
             }

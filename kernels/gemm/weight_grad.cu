@@ -4,9 +4,9 @@
 // of its two warpgroups 64 of these channels. Each split of `rows_per_split` rows leaves its sums in partial [splits,
 // LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS], weights first.
 //
-// The rows are the places of the sum, in sections of 32. Rows of X lie in shared memory, with SPLIT as two tf32 numbers each;
+// The rows are the places of the sum, in sections of 32. Rows of X lie in shared memory, as two tf32 numbers each;
 // while one section is multiplied the next is written. Gradients go from memory to the registers of the warps that multiply
-// them. Tensor cores cut what they add to a sum, so with SPLIT the sums of sections are added with rounding. Columns are in
+// them. Tensor cores cut what they add to a sum, so the sums of sections are added with rounding. Columns are in
 // the order of forward_strips.cu.
 #include "include/number.cuh"
 #include "include/wgmma.cuh"
@@ -17,7 +17,7 @@
 #define COLUMNS 128
 #define SECTION 32
 #define SECTION_WORDS (SECTION * COLUMNS)
-#define STAGE ((1 + SPLIT) * SECTION_WORDS)
+#define STAGE (2 * SECTION_WORDS)
 #define FEATURE_GROUPS ((FEATURES + COLUMNS - 1) / COLUMNS)
 #define CHANNEL_GROUPS ((CHANNELS + 127) / 128)
 #define GROUPS (LAYERS * CHANNEL_GROUPS * FEATURE_GROUPS)
@@ -88,13 +88,9 @@ gemm_weight_grad(i64 num_rows, i64 rows_per_split, const float* x, const float* 
     float2 column_sums = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) section_sums[i] = 0.0f;
-#if SPLIT
     float sums[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; ++i) sums[i] = 0.0f;
-#else
-    float(&sums)[COLUMNS / 2] = section_sums;
-#endif
     Raw raw;
     load_x(raw, begin);
     load_g(raw, begin);
@@ -116,8 +112,7 @@ gemm_weight_grad(i64 num_rows, i64 rows_per_split, const float* x, const float* 
         pin(left);
         pin(section_sums);
         wgmma_fence();
-        multiply(section_sums, left, right_at + stage * (STAGE / 4), 2 * COLUMNS, SECTION_WORDS / 4,
-                 !SPLIT && section > begin);
+        multiply(section_sums, left, right_at + stage * (STAGE / 4), 2 * COLUMNS, SECTION_WORDS / 4);
         wgmma_commit();
         // All threads have waited for the products that read the other stage.
         stage ^= 1;
@@ -130,10 +125,8 @@ gemm_weight_grad(i64 num_rows, i64 rows_per_split, const float* x, const float* 
         wgmma_wait();
         pin(section_sums);
         pin(left);
-#if SPLIT
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; ++i) sums[i] += section_sums[i];
-#endif
         __syncthreads();
     }
 

@@ -1,7 +1,7 @@
-// float32 numbers as fp16 for wgmma.cuh. A power of two scales each row of A and each column of B so that its largest number
-// is below 2^15, and numbers are rounded to fp16. With SPLIT a number is split into this high number and a low one, 2^11
-// times the rest; a product is then the sum of three, as the fourth is less than what float32 rounds. Numbers down to 2^-29
-// of the largest lose no bit.
+// float32 numbers as two fp16 numbers each for wgmma.cuh. A power of two scales each row of A and each column of B so that its
+// largest number is below 2^15. A number is split into a high one, rounded to fp16, and a low one, 2^11 times the rest; a
+// product is the sum of three, as the fourth is less than what float32 rounds. Numbers down to 2^-29 of the largest lose no
+// bit.
 
 // The size of a number, ordered; numbers that are not finite are smaller than all others.
 __device__ __forceinline__ u32 size_of(float x) { return 2 * __float_as_uint(x) + 0x1000000u; }
@@ -43,16 +43,12 @@ __device__ __forceinline__ u32 pack_fp16_low(float x, float y, u32 high) {
 template <int STEPS>
 __device__ __forceinline__ void set(Factors<STEPS>& factors, int step, int i, float x, float y) {
     factors.high[step][i] = pack_fp16(x, y);
-#if SPLIT
     factors.low[step][i] = pack_fp16_low(x, y, factors.high[step][i]);
-#endif
 }
 // Store two, or eight, lowered numbers in shared memory, the low numbers `offset` words after the high ones.
 __device__ __forceinline__ void store_fp16(float x, float y, u32* at, int offset) {
     at[0] = pack_fp16(x, y);
-#if SPLIT
     at[offset] = pack_fp16_low(x, y, at[0]);
-#endif
 }
 __device__ __forceinline__ void store_fp16(const float (&x)[8], u32* at, int offset) {
     Factors<1> factors;
@@ -67,7 +63,6 @@ __device__ __forceinline__ void multiply_high(float (&d)[COUNT], const Factors<S
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) wgmma_fp16(d, a.high[j], b + j * step, j > 0);
 }
-#if SPLIT
 // D = 2^11 times the products of a high and a low number; the low numbers of B lie `offset` after the high ones.
 template <int STEPS, int COUNT>
 __device__ __forceinline__ void multiply_low(float (&d)[COUNT], const Factors<STEPS>& a, u64 b, u64 step, u64 offset) {
@@ -76,4 +71,3 @@ __device__ __forceinline__ void multiply_low(float (&d)[COUNT], const Factors<ST
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) wgmma_fp16(d, a.high[j], b + offset + j * step, 1);
 }
-#endif

@@ -74,29 +74,23 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 #endif
 }
 
-// The left factors of STEPS steps in registers: the words of the high numbers, and with SPLIT of the low ones.
+// The left factors of STEPS steps in registers: the words of the high numbers and of the low ones.
 template <int STEPS>
 struct Factors {
     u32 high[STEPS][4];
-#if SPLIT
     u32 low[STEPS][4];
-#endif
 };
 template <int STEPS>
 __device__ __forceinline__ void pin(Factors<STEPS>& factors) {
     pin(factors.high);
-#if SPLIT
     pin(factors.low);
-#endif
 }
 // Stores factors in shared memory, the low words `offset` words after the high ones.
 __device__ __forceinline__ void store_factors(const Factors<1>& factors, u32* at, int offset) {
     const u32(&x)[4] = factors.high[0];
     *reinterpret_cast<uint4*>(at) = make_uint4(x[0], x[1], x[2], x[3]);
-#if SPLIT
     const u32(&y)[4] = factors.low[0];
     *reinterpret_cast<uint4*>(at + offset) = make_uint4(y[0], y[1], y[2], y[3]);
-#endif
 }
 
 #define WGMMA_10(ten) \

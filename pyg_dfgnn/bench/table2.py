@@ -38,6 +38,7 @@ from pyg_dfgnn.bench.table2_steps import (
     Measured,
     Pace,
     Reference,
+    Setup,
     Source,
     measure,
 )
@@ -170,9 +171,9 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         yield None
         source = sources[sort_edges]
         base = {**cell_columns(options, cell), **source_columns(source)}
-        arguments = (options.model, options.optimizer, source, options.pace, options.device)
+        setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
         try:
-            measured = measure(cell.backend, *arguments, reference)
+            measured = measure(cell.backend, setup, reference)
             yield {**base, "status": "ok", **measured_columns(measured, reference)}
             reference = reference or measured.reference
         except Disagreement as error:

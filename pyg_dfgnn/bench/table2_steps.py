@@ -252,15 +252,40 @@ def first_gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.detach().flatten().cpu() for p in model.parameters() if p.grad is not None])
 
 
-def measure(
-    backend: Backend,
-    model_config: Any,
-    optimizer_config: Any,
-    source: Source,
-    pace: Pace,
-    device: torch.device,
-    reference: Reference | None,
-) -> Measured:
+@dataclass(frozen=True)
+class Setup:
+    """What the steps of all backends on one data set share.
+
+    Attributes:
+        model: Config of the model, instantiated with the numbers of features and classes, and the convs.
+        optimizer: Config of the optimizer, instantiated with the parameters.
+        source: The batches.
+        pace: How many steps.
+        device: Where.
+    """
+
+    model: Any
+    optimizer: Any
+    source: Source
+    pace: Pace
+    device: torch.device
+
+    def start(
+        self, backend: Backend, state: Mapping[str, Tensor] | None, dtype: torch.dtype = torch.float32
+    ) -> tuple[nn.Module, _Turns]:
+        """Return a model in this state, or in that of the seed, and its steps."""
+        torch.manual_seed(self.pace.seed)
+        task, convs = self.source.task, importlib.import_module(backend.convs)
+        model: nn.Module = instantiate(self.model, _partial_=True)(task.num_features, task.num_classes, convs)
+        model = model.to(self.device, dtype)
+        if state is not None:
+            model.load_state_dict(state)
+        phases = Phases(self.device)
+        step = _step(backend, model, self.optimizer, self.source, phases)
+        return model, _Turns(step, self.source, backend.preparation(model), self.device, phases)
+
+
+def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Measured:
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Where the losses differ by more than the bound, the reference is run in float64 too: rounding may have taken its own
@@ -268,11 +293,7 @@ def measure(
 
     Args:
         backend: Of the step.
-        model_config: Instantiated with the numbers of features and classes, and the convs.
-        optimizer_config: Instantiated with the parameters.
-        source: The batches.
-        pace: How many steps.
-        device: Where.
+        setup: What is trained, on what.
         reference: What the losses must agree with; None: these steps become it.
 
     Raises:
@@ -280,6 +301,7 @@ def measure(
             reference and also from those in float64 (see :func:`agree`).
         UnsupportedError: The backend cannot run these steps.
     """
+    source, pace, device = setup.source, setup.pace, setup.device
     timer, task = Timer(device), source.task
     timer.release()
     allocated = 0
@@ -288,7 +310,7 @@ def measure(
         allocated = torch.cuda.memory_allocated(device)
     with pyg_dfgnn.settings(**backend.settings):
         state = None if reference is None else reference.state
-        model, turns = _start(backend, model_config, optimizer_config, source, pace, device, state)
+        model, turns = setup.start(backend, state)
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         # At worst each batch is captured by itself, after steps without a capture.
         captures = (CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
@@ -308,7 +330,7 @@ def measure(
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
             # What does not fit into memory twice as wide has to be within the bound.
             with suppress(torch.OutOfMemoryError):
-                exact = exact_losses(reference, model_config, optimizer_config, source, pace, device)
+                exact = exact_losses(reference, setup)
                 both = (relative_difference(values, exact) for values in (losses, reference.losses))
                 differences |= dict(zip(FROM_FLOAT64, both))
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
@@ -319,7 +341,7 @@ def measure(
         if reference is not None and task.full_graph and pace.rounds:
             other = reference.backend
             with pyg_dfgnn.settings(**other.settings):
-                _, others = _start(other, model_config, optimizer_config, source, pace, device, reference.state)
+                _, others = setup.start(other, reference.state)
                 for index in range(pace.warm_up):
                     others(index)
             spans, of_reference = [], []
@@ -342,53 +364,18 @@ def measure(
     return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
 
 
-def _start(
-    backend: Backend,
-    model_config: Any,
-    optimizer_config: Any,
-    source: Source,
-    pace: Pace,
-    device: torch.device,
-    state: Mapping[str, Tensor] | None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[nn.Module, _Turns]:
-    """A model in this state, or in that of the seed, and its steps."""
-    torch.manual_seed(pace.seed)
-    model = _model(backend, model_config, source.task).to(device, dtype)
-    if state is not None:
-        model.load_state_dict(state)
-    phases = Phases(device)
-    step = _step(backend, model, optimizer_config, source, phases)
-    return model, _Turns(step, source, backend.preparation(model), device, phases)
-
-
-def exact_losses(
-    reference: Reference, model_config: Any, optimizer_config: Any, source: Source, pace: Pace, device: torch.device
-) -> list[float]:
-    """The losses of the reference's steps in float64, from the same state and launched one by one.
-
-    Args:
-        reference: What is repeated.
-        model_config: As in :func:`measure`, like the others.
-        optimizer_config: Instantiated with the parameters.
-        source: The batches.
-        pace: How many steps.
-        device: Where.
-    """
+def exact_losses(reference: Reference, setup: Setup) -> list[float]:
+    """Return the losses of the reference's steps in float64, from the same state and launched one by one."""
     backend = replace(reference.backend, compile=False, cuda_graph=False)
-    wide = replace(source, batches=[copy(batch).apply(_widened) for batch in source.batches])
+    batches = [copy(batch).apply(_widened) for batch in setup.source.batches]
+    wide = replace(setup, source=replace(setup.source, batches=batches))
     with pyg_dfgnn.settings(**backend.settings):
-        _, turns = _start(backend, model_config, optimizer_config, wide, pace, device, reference.state, torch.float64)
-        return [float(turns(index)) for index in range(pace.steps)]
+        _, turns = wide.start(backend, reference.state, torch.float64)
+        return [float(turns(index)) for index in range(setup.pace.steps)]
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _model(backend: Backend, config: Any, task: Task) -> nn.Module:
-    convs = importlib.import_module(backend.convs)
-    return instantiate(config, _partial_=True)(task.num_features, task.num_classes, convs)
 
 
 def _step(

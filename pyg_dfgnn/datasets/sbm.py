@@ -78,9 +78,7 @@ def pattern(
         ValueError: A probability, size or count is out of range.
     """
     recipe = {name: value for name, value in locals().items() if name != "cache"}
-    _check_counts(num_train, num_val, num_test)
-    _check(p=p, q=q, p_pattern=p_pattern, q_pattern=q_pattern)
-    _check_sizes(min_size, max_size, num_patterns=num_patterns, num_communities=num_communities)
+    _check(recipe)
 
     def make_pattern(index: int) -> _Pattern:
         rng = np.random.default_rng([seed, _STREAMS["patterns"], index])
@@ -141,9 +139,7 @@ def cluster(
         ValueError: A probability, size or count is out of range.
     """
     recipe = {name: value for name, value in locals().items() if name != "cache"}
-    _check_counts(num_train, num_val, num_test)
-    _check(p=p, q=q)
-    _check_sizes(min_size, max_size, num_communities=num_communities)
+    _check(recipe)
 
     def make_graph(split: str, index: int) -> Data:
         rng = np.random.default_rng([seed, _STREAMS[split], index])
@@ -162,21 +158,15 @@ def _task(name: str, splits: dict[str, list[Data]], num_features: int, num_class
     return Task(name, splits, num_features, num_classes, **options, synthetic="fresh graphs by the published recipe")
 
 
-def _check(**probabilities: float) -> None:
-    for name, value in probabilities.items():
-        check_range(name, value, 0.0, 1.0)
-
-
-def _check_sizes(min_size: int, max_size: int, **counts: int) -> None:
-    check_integer("min_size", min_size, 1)
-    check_integer("max_size", max_size, min_size)
-    for name, value in counts.items():
-        check_integer(name, value, 1)
-
-
-def _check_counts(*counts: int) -> None:
-    for split, count in zip(SPLITS, counts):
-        check_integer(f"num_{split}", count, 1)
+def _check(recipe: dict[str, Any]) -> None:
+    """Check the counts, sizes and probabilities of a recipe."""
+    for name, value in recipe.items():
+        if name.startswith("num_"):
+            check_integer(name, value, 1)
+        elif name.startswith(("p", "q")):
+            check_range(name, value, 0.0, 1.0)
+    check_integer("min_size", recipe["min_size"], 1)
+    check_integer("max_size", recipe["max_size"], recipe["min_size"])
 
 
 def _splits(

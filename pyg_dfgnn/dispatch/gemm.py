@@ -29,8 +29,6 @@ _WARPGROUP_ROWS = _FEW_ROWS
 """Most rows that tiles take where there are warpgroups."""
 _WARPGROUP_WIDTHS = range(64, 513, 4)
 """Features and channels that warpgroups take: below 64, half of their work or more would be on zeros."""
-_ROUNDED_WIDTHS = range(68, 129, 4)
-"""Features and channels that warpgroups take where numbers are rounded to TF32."""
 _GROUP = 128
 """Most places of one section, and most features and channels of which a thread block sums weight gradients."""
 _MAX_HELD = 1 << 15
@@ -76,7 +74,8 @@ class GemmTile:
     def constants(self, layers: int, interleaved: bool, split: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants of `kernels/gemm/forward.cu` and `backward.cu`."""
         return (
-            *_layer_constants(layers, interleaved, split),
+            *_layer_constants(layers, interleaved),
+            ("SPLIT", int(split)),
             ("DEPTH", DEPTH),
             ("TILE_M", self.rows),
             ("TILE_N", self.columns),
@@ -93,7 +92,6 @@ class Strips:
 
     Attributes:
         backward: Whether the result is the gradient of the input.
-        split: Whether a number is split into two fp16 numbers, else one fp16 number stands for it, with TF32's bits.
         layers: Number of linear layers.
         features: Features of the input.
         channels: Channels of each layer.
@@ -103,7 +101,6 @@ class Strips:
     """
 
     backward: bool
-    split: bool
     layers: int
     features: int
     channels: int
@@ -128,7 +125,8 @@ class Strips:
 
     @cached_property
     def _held_bytes(self) -> int:
-        return 2 * (1 + self.split) * self._held
+        """A number is two fp16 numbers."""
+        return 4 * self._held
 
     @cached_property
     def _section_bytes(self) -> int:
@@ -160,7 +158,7 @@ class Strips:
     def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants of `kernels/gemm/forward_strips.cu`."""
         return (
-            *_layer_constants(self.layers, interleaved, self.split),
+            *_layer_constants(self.layers, interleaved),
             ("FEATURES", self.features),
             ("CHANNELS", self.channels),
             ("BACKWARD", int(self.backward)),
@@ -177,40 +175,34 @@ class WeightGrad:
     """How the two warpgroups of a thread block sum weight gradients of up to 128 features and channels over rows.
 
     Attributes:
-        split: Whether a number is split into two TF32 numbers, else it is rounded to one.
         layers: Number of linear layers.
         features: Features of the input.
         channels: Channels of each layer.
     """
 
-    split: bool
     layers: int
     features: int
     channels: int
 
     block = (256, 1, 1)
     """Threads of a block."""
+    shared_bytes = 2 * 2 * 4 * 32 * _GROUP
+    """Dynamic shared memory: two sections of 32 rows of the input, of which a number is two TF32 numbers."""
 
     @property
     def groups(self) -> int:
         """Thread blocks for one partial sum."""
         return self.layers * _ceil_div(self.channels, _GROUP) * _ceil_div(self.features, _GROUP)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: two sections of 32 rows of the input."""
-        return 2 * (1 + self.split) * 4 * 32 * _GROUP
-
     def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants of `kernels/gemm/weight_grad.cu`."""
         sizes = ("FEATURES", self.features), ("CHANNELS", self.channels)
-        return *_layer_constants(self.layers, interleaved, self.split), *sizes
+        return *_layer_constants(self.layers, interleaved), *sizes
 
 
-def _layer_constants(layers: int, interleaved: bool, split: bool) -> tuple[tuple[str, int], ...]:
+def _layer_constants(layers: int, interleaved: bool) -> tuple[tuple[str, int], ...]:
     return (
         ("STORAGE", 0),
-        ("SPLIT", int(split)),
         ("MAX_LAYERS", MAX_LAYERS),
         ("LAYERS", layers),
         ("INTERLEAVED", int(interleaved)),
@@ -251,62 +243,40 @@ def backward_tile(rows: int) -> GemmTile:
 
 
 def _takes_warpgroups(rows: int, features: int, channels: int, split: bool, device: torch.device) -> bool:
-    widths = _WARPGROUP_WIDTHS if split else _ROUNDED_WIDTHS
-    fits = features in widths and channels in widths
-    return rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
+    fits = features in _WARPGROUP_WIDTHS and channels in _WARPGROUP_WIDTHS
+    return split and rows > _WARPGROUP_ROWS and fits and gpu_of(device).capability == (9, 0)
 
 
-def forward_strips(
-    layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
+def strips_of(
+    backward: bool, layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> Strips | None:
-    """Return the strips for the results of linear layers, where they are faster than tiles."""
+    """Return the strips for the results of linear layers, or for the gradient of their input.
+
+    The strips are fast and spill no register. None: tiles are faster, the strips do not fit, or numbers are not `split`
+    but may be rounded to TF32.
+    """
     if not _takes_warpgroups(rows, features, channels, split, device):
         return None
-    if split:
-        return _split_strips(False, layers, features, channels)
-    return Strips(False, split, layers, features, channels, 128, _whole(features), warpgroups=3)
-
-
-def backward_strips(
-    layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
-) -> Strips | None:
-    """Return the strips for the gradient of the input of linear layers, where they fit and are faster than tiles."""
-    if not _takes_warpgroups(rows, features, channels, split, device):
-        return None
-    if split:
-        return _split_strips(True, layers, features, channels)
-    if layers < MAX_LAYERS:
-        return Strips(True, split, layers, features, channels, 128, _whole(channels))
-    return Strips(True, split, layers, features, channels, 64, section=64, warpgroups=3)
-
-
-def _split_strips(backward: bool, layers: int, features: int, channels: int) -> Strips | None:
-    """Return the strips of split numbers that are fast and spill no register; None where no strips fit."""
     sizes = layers, features, channels
     width, places = (features, channels) if backward else (channels, features)
     if places <= _GROUP and (layers == 1 or not backward):
         # One section: fewer sums round more, but the tensor cores do not wait for them.
         columns = 64 if width <= 64 or (layers == 1 and width <= 128) else 128
-        return Strips(backward, True, *sizes, columns, _whole(places))
+        return Strips(backward, *sizes, columns, _ceil_div(places, 16) * 16)
     section = min((80, 64, 48), key=lambda section: _ceil_div(places, section) * section)
     # With 128 columns, sections of 80 are faster too, but would spill registers.
     layouts = ((128, 2), (64, 3), (64, 2))[section == 80 :]
-    strips = (Strips(backward, True, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
+    strips = (Strips(backward, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
     return next((candidate for candidate in strips if candidate.fits), None)
-
-
-def _whole(places: int) -> int:
-    """Return the length of one section that holds all places; the last ones may be empty."""
-    return _ceil_div(places, 16) * 16
 
 
 def weight_grad(
     layers: int, rows: int, features: int, channels: int, split: bool, device: torch.device
 ) -> WeightGrad | None:
-    """Return how warpgroups sum the gradients of parameters, where they are faster than tiles."""
+    """Return how warpgroups sum the gradients of parameters; None as of :func:`strips_of`."""
     if not _takes_warpgroups(rows, features, channels, split, device):
         return None
-    return WeightGrad(split, layers, features, channels)
+    return WeightGrad(layers, features, channels)
 
 
 def split_k(

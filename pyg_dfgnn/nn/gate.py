@@ -303,8 +303,8 @@ class FusedConv(MessagePassing):
                 edge_attr = edges.adjacency_features(edge_index)
             elif self_loops:
                 against.append("edge_attr and self-loops with a sparse adjacency")
-            if edge_attr is not None and self_loops and form == "SparseTensor":
-                against.append("edge features and self-loops with a SparseTensor")
+            if self_loops and form == "SparseTensor":
+                against.append("edge_dim and self-loops with a SparseTensor")
         if compiling:
             against += self._compile_reasons((*nodes, edge_attr), form, self_loops, edge_attr is not None, weights)
         edge_attr = None if lin_edge is None else edge_attr

@@ -28,13 +28,12 @@ from pyg_dfgnn.dispatch.gemm import (
     SplitK,
     Strips,
     WeightGrad,
-    backward_strips,
     backward_tile,
     column_groups,
     column_sum_splits,
-    forward_strips,
     forward_tile,
     split_k,
+    strips_of,
     weight_grad,
 )
 from pyg_dfgnn.dispatch.traversal import STORAGE
@@ -70,7 +69,7 @@ def _kernel_is_faster(rows: int, features: int, channels: int, device: torch.dev
     if device.type == "cuda" and not runs_on(device):
         return False
     sizes = 1, rows, features, channels, True, device
-    return forward_strips(*sizes) is not None and backward_strips(*sizes) is not None
+    return all(strips_of(backward, *sizes) is not None for backward in (False, True))
 
 
 def keeps_weight(parameters: Any) -> bool:
@@ -445,7 +444,7 @@ def _strips_plan(strips: Strips, rows: int, is_interleaved: bool, device: torch.
 def _forward(
     rows: int, features: int, channels: int, split: bool, layers: int, is_interleaved: bool, device: torch.device
 ) -> _Plan:
-    strips = forward_strips(layers, rows, features, channels, split, device)
+    strips = strips_of(False, layers, rows, features, channels, split, device)
     if strips is not None:
         return _strips_plan(strips, rows, is_interleaved, device)
     tile = forward_tile(rows, channels)
@@ -501,7 +500,7 @@ def _backward(
     one_split: bool = False,
 ) -> _Backward:
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
-    strips, of_weights = backward_strips(*sizes, split, device), weight_grad(*sizes, split, device)
+    strips, of_weights = strips_of(True, *sizes, split, device), weight_grad(*sizes, split, device)
     division = split_k(tile, *sizes, device, of_weights, one_split)
     x_plan = None if strips is None else _strips_plan(strips, rows, is_interleaved, device)
     weights_plan = None

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench import isolated, plots, run, tables
 from pyg_dfgnn.bench.case import Fused, forward_backward
-from pyg_dfgnn.bench.cases import PASSES, case_of
+from pyg_dfgnn.bench.cases import PASSES
 from pyg_dfgnn.bench.cases.attention import IMPLEMENTATIONS
 from pyg_dfgnn.bench.cases.attention.baselines import CompiledPyG, Flex, PyG, Unfused
 from pyg_dfgnn.bench.cases.attention.case import KERNEL_PASSES, SCORES, AttentionCase
@@ -93,17 +93,14 @@ def test_fused_runs_under_each_schedule_and_baselines_once():
 
 
 @pytest.mark.parametrize(
-    "override", ["graphs=[z]", "ops=[dott]", "directions=[up]", "schedules=[best]", "states=[cold]", "dtypes=[int8]"]
+    "override",
+    ["graphs=[z]", "ops=[dott]", "directions=[up]", "schedules=[best]", "states=[cold]", "dtypes=[int8]"]
+    + [f"sizes=[{size}]" for size in ("1x", "8", "x16", "0x8", "1x128x2")],
 )
-def test_unknown_names_are_refused(override):
-    with pytest.raises(ValueError, match=override.split("=")[0]):
+def test_unknown_names_and_sizes_of_another_form_are_refused(override):
+    name, _, value = override.partition("=")
+    with pytest.raises(ValueError, match=rf"'{name}' needs .*\(got '?{value[1:-1]}'?\)"):
         Experiment.of(composed(override))
-
-
-@pytest.mark.parametrize("size", ["1x", "8", "x16", "0x8", "1x128x2"])
-def test_sizes_of_another_form_are_refused(size):
-    with pytest.raises(ValueError, match=rf"'sizes' needs a list of heads x channels.*\(got '?{size}'?\)"):
-        Experiment.of(composed(f"sizes=[{size}]"))
 
 
 def test_results_of_a_gpu_alone_go_to_results():
@@ -179,37 +176,21 @@ def test_reasons_are_sentences():
     assert "SDDMM" in Unfused().reasons(AttentionCase("gatv2", 1, 16), graph, False, 1e9)[0]
 
 
-class _Wrong(PyG):
-    name = "pyg"
+@pytest.mark.parametrize("kind", [PyG, Fused])
+def test_a_wrong_implementation_gets_no_time(kind, tmp_path, monkeypatch, capsys):
+    """A wrong one of ours fails the command."""
 
-    def prepare(self, case, graph, inputs):
-        forward = super().prepare(case, graph, inputs)
-        return lambda: forward() * 1.01
+    class Wrong(kind):
+        def prepare(self, case, graph, inputs):
+            forward = super().prepare(case, graph, inputs)
+            return lambda: forward() * (1.01 if kind is PyG else 1.0001)
 
-
-class _OutOfMemory(PyG):
-    name = "pyg"
-
-    def prepare(self, case, graph, inputs):
-        raise torch.OutOfMemoryError("tried 500 GB")
-
-
-def test_a_wrong_implementation_gets_no_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(IMPLEMENTATIONS, "pyg", _Wrong)
-    assert bench(tmp_path, "graphs=[b]", "ops=[add]", "implementations=[pyg]", "dtypes=[float32]") == 0
+    monkeypatch.setitem(IMPLEMENTATIONS, kind.name, Wrong)
+    options = ["graphs=[b]", "ops=[add]", f"implementations=[{kind.name}]", "dtypes=[float32]"]
+    assert bench(tmp_path, *options) == (kind is Fused)
     rows = [row for row in read(tmp_path) if row["op"] == "add"]
     assert {row["status"] for row in rows} == {"WRONG"} and all(row["median_ms"] == "" for row in rows)
     assert "WRONG" in capsys.readouterr().out
-
-
-def test_a_wrong_fused_op_fails_the_command(tmp_path, monkeypatch):
-    class WrongFused(Fused):
-        def prepare(self, case, graph, inputs):
-            forward = super().prepare(case, graph, inputs)
-            return lambda: forward() * 1.0001
-
-    monkeypatch.setitem(IMPLEMENTATIONS, "fused", WrongFused)
-    assert bench(tmp_path, "graphs=[b]", "ops=[dot]", "implementations=[fused]", "dtypes=[float32]") == 1
 
 
 def test_16_bits_without_kernels_are_not_judged(tmp_path):
@@ -219,11 +200,23 @@ def test_16_bits_without_kernels_are_not_judged(tmp_path):
     assert all(row["status"].startswith("not run: the reference rounds every step to 16 bits") for row in rows)
 
 
-def test_a_failure_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(IMPLEMENTATIONS, "pyg", _OutOfMemory)
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("tried 500 GB"), "failed: OutOfMemoryError: tried 500 GB"),
+        (run.UnsupportedError(["rows are too long", "no batch"]), "not run: rows are too long; no batch"),
+    ],
+    ids=["failed", "not run"],
+)
+def test_a_failure_is_a_row_and_the_run_goes_on(error, status, tmp_path, monkeypatch):
+    class Failing(PyG):
+        def prepare(self, case, graph, inputs):
+            raise error
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "pyg", Failing)
     assert bench(tmp_path, "graphs=[b]", "ops=[dot]", "implementations=[pyg,unfused]") == 0
-    status = {(row["implementation"], row["direction"]): row["status"] for row in read(tmp_path)}
-    assert status["pyg", "fwd"].startswith("failed: OutOfMemoryError") and status["unfused", "fwd+bwd"] == "ok"
+    listed = {(row["implementation"], row["direction"]): row["status"] for row in read(tmp_path)}
+    assert listed["pyg", "fwd"] == status and listed["unfused", "fwd+bwd"] == "ok"
 
 
 def test_what_cannot_run_needs_no_reference(tmp_path, monkeypatch):
@@ -288,17 +281,6 @@ def test_schedules_that_run_are_recorded_for_each_direction(tmp_path):
         assert float(row["compulsory_mb"]) > 0
 
 
-def test_a_schedule_that_cannot_run_is_listed(tmp_path, monkeypatch):
-    class Refusing(Fused):
-        def prepare(self, case, graph, inputs):
-            raise run.UnsupportedError(["rows are too long", "no batch"])
-
-    monkeypatch.setitem(IMPLEMENTATIONS, "fused", Refusing)
-    bench(tmp_path, "graphs=[b]", "ops=[dot]", "directions=[fwd]", "dtypes=[float32]", "implementations=[fused]")
-    (row,) = [row for row in read(tmp_path) if row["op"] == "dot"]
-    assert row["status"] == "not run: rows are too long; no batch"
-
-
 ISOLATED = [
     "graphs=[b]", "ops=[dot]", "directions=[fwd]", "dtypes=[float32]", "implementations=[pyg]", "states=[warm]",
     "isolated.implementations=[pyg]", "isolated.min_edges=0",
@@ -313,23 +295,21 @@ def counts(end):
     yield from (number or None for number in range(end))
 
 
-def test_a_process_of_its_own_hands_its_rows_back(tmp_path):
-    assert bench(tmp_path, *ISOLATED, "isolated.limit_s=120") == 0
-    rows = [row for row in read(tmp_path) if row["op"] == "dot"]
-    assert [(row["status"], row["direction"], row["experiment"]) for row in rows] == [("ok", "fwd", "peers")]
-
-
-def test_a_process_that_does_not_come_back_is_ended(tmp_path):
-    assert bench(tmp_path, *ISOLATED, "isolated.limit_s=0.2") == 0
+@pytest.mark.parametrize(
+    ("limit_s", "work", "status"),
+    [
+        (120, run.rows_of_job, "ok"),
+        (0.2, run.rows_of_job, "no result within 0.2 s"),
+        (60, exits, "failed: process ended with 3"),
+    ],
+    ids=["in time", "too late", "ended"],
+)
+def test_a_process_of_its_own_hands_its_rows_back(limit_s, work, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "rows_of_job", work)
+    assert bench(tmp_path, *ISOLATED, f"isolated.limit_s={limit_s}") == 0
     (row,) = [row for row in read(tmp_path) if row["op"] == "dot"]
-    assert row["status"] == "no result within 0.2 s" and row["median_ms"] == ""
-
-
-def test_a_process_that_fails_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "rows_of_job", exits)
-    assert bench(tmp_path, *ISOLATED, "isolated.limit_s=60") == 0
-    (row,) = [row for row in read(tmp_path) if row["op"] == "dot"]
-    assert row["status"] == "failed: process ended with 3"
+    assert (row["status"], row["direction"], row["experiment"]) == (status, "fwd", "peers")
+    assert bool(row["median_ms"]) == (status == "ok")
 
 
 def test_signs_of_life_are_no_results():
@@ -451,10 +431,3 @@ def test_the_cache_is_flushed_before_each_repetition(monkeypatch):
     monkeypatch.setattr(timer, "flush_cache", lambda: order.append("flush"))
     timer.time(lambda: order.append("call"), flushed=True)
     assert order[-6:] == ["flush", "call"] * 3
-
-
-def test_training_needs_no_less_memory():
-    graph, case = benchmark_graph("a", "cpu", small=True), case_of("dot", "1x8")
-    for kind in IMPLEMENTATIONS.values():
-        needed = [kind().predicted_bytes(case, graph.num_edges, training) for training in (False, True)]
-        assert needed == sorted(needed)

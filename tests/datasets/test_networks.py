@@ -101,12 +101,3 @@ def test_missing_reddit_names_the_generated_one(tmp_path):
         FileNotFoundError, match=r"(?s)reddit_data.npz, reddit_graph.npz.*data=reddit_like is generated"
     ):
         reddit(search=[tmp_path], cache=tmp_path / "cache", download=False)
-
-
-def test_failed_download_says_where_to_put_files(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("no network")
-
-    monkeypatch.setattr("pyg_dfgnn.datasets.networks.download_url", fail)
-    with pytest.raises(FileNotFoundError, match=r"(?s)tolokers\.npz.*The download failed: OSError\('no network'\)"):
-        heterophilous("tolokers", search=[tmp_path], cache=tmp_path / "cache")

@@ -19,10 +19,9 @@ from pyg_dfgnn.dispatch.attention.row_split import (
 )
 from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
-    backward_strips,
     backward_tile,
-    forward_strips,
     forward_tile,
+    strips_of,
     weight_grad,
 )
 from pyg_dfgnn.dispatch.segment import SegmentProblem
@@ -145,15 +144,15 @@ def projection_specs() -> list[Spec]:
         "wide": (False, True),
         "dropout": (False, True),
     }
-    found = []
+    specs = []
     for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
         for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
             for stem, direction in DIRECTION_OF.items():
                 if stem != "weights":
                     constants = in_mode(row["mode"], problem(row), direction, row["wide"])
                     constants["PROJECTIONS"] = row["projections"]
-                    found.append(spec_of(stem, score, constants))
-    return found
+                    specs.append(spec_of(stem, score, constants))
+    return specs
 
 
 def small_graph() -> Graph:
@@ -163,23 +162,23 @@ def small_graph() -> Graph:
 
 def narrow_specs() -> list[Spec]:
     """The row kernels of 8 heads of 16 in layouts that no other shape has."""
-    found = []
+    cases = []
     for dtype in (torch.float16, torch.bfloat16):
         axes = {"shape": (8, 16), "dtype": dtype, "edge": False, "dropout": False}
         add, cosine = (problem({**axes, "score": score}) for score in ("add", "cosine"))
         for stem, direction in DIRECTION_OF.items():
             packed = pass_constants(add, direction, wide=False)
             whole = with_whole_heads(add, direction, packed, "packed")
-            found += [(stem, "add", whole)] if whole != packed else []
-            found.append((stem, "cosine", swept_constants(cosine, direction)[0]))
+            cases += [(stem, "add", whole)] if whole != packed else []
+            cases.append((stem, "cosine", swept_constants(cosine, direction)[0]))
     dot = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "dot"})
     joined = plan_pass(dot, "forward", small_graph()).constants
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
-    found += [("forward", "dot", joined), ("weights", "dot", joined)]
-    found += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
-    found.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
-    return [spec_of(*each) for each in found]
+    cases += [("forward", "dot", joined), ("weights", "dot", joined)]
+    cases += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
+    cases.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
+    return [spec_of(*case) for case in cases]
 
 
 def node_specs() -> list[Spec]:
@@ -196,25 +195,25 @@ def node_specs() -> list[Spec]:
 
 def gemm_specs() -> list[Spec]:
     """The GEMMs of linear layers: a covering set of tiles and layouts, and of sizes by warpgroups."""
-    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True), "split": (False, True)}
+    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True)}
 
     def fits(row: Row) -> bool:
         """One layer has nothing to interleave with; wide layers are measured as they come in models."""
         wide = max(row.get("width", (0,))) > 128
-        return row["layers"] > row["interleaved"] and (not wide or (row["split"] and not row["interleaved"]))
+        return row["layers"] > row["interleaved"] and not (wide and row["interleaved"])
 
     specs = [_column_sum_kernel(dtype).spec for dtype in DTYPES]
     tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
     tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
     for name, choices in tiles.items():
-        for row in covering({"tile": sorted(choices, key=str), **layouts}, fits):
+        for row in covering({"tile": sorted(choices, key=str), "split": (False, True), **layouts}, fits):
             constants = row["tile"].constants(row["layers"], row["interleaved"], row["split"])
             specs.append(Spec(f"gemm/{name}.cu", constants))
     # Many rows and more; sizes that fill their places, that do not, and wide ones.
     widths = ((128, 128), (68, 100), (500, 128), (160, 80), (128, 512))
     for row in covering({"width": widths, "rows": (1 << 14, 1 << 20), **layouts}, fits):
-        sizes = row["layers"], row["rows"], *row["width"], row["split"], torch.device("cpu")
-        plans = [("forward_strips", forward_strips(*sizes)), ("forward_strips", backward_strips(*sizes))]
+        sizes = row["layers"], row["rows"], *row["width"], True, torch.device("cpu")
+        plans = [("forward_strips", strips_of(backward, *sizes)) for backward in (False, True)]
         plans.append(("weight_grad", weight_grad(*sizes)))
         specs += [
             Spec(f"gemm/{name}.cu", plan.constants(row["interleaved"]), HOPPER)

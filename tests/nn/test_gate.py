@@ -316,16 +316,6 @@ def test_reasons_of_the_inputs(x):
         assert reasons_of(dropping.eval(), x, EDGES, return_attention_weights=True) == []
 
 
-@pytest.mark.usefixtures("fused_on_cpu")
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_func_takes_pygs_path(name, x):
-    conv = make(name)
-    grad = torch.func.grad(lambda value: conv(value, EDGES).square().sum())(x)
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(conv(leaf, EDGES).square().sum(), leaf)
-    torch.testing.assert_close(grad, expected)
-
-
 def test_all_reasons_at_once(x, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     conv = make("GATConv", aggr="max")

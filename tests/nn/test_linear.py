@@ -44,18 +44,18 @@ def test_values_and_gradients(rows, bias, launched):
     grad = torch.randn(rows, 12)
     leaves = [x, *layer.parameters()]
     out = layer(x)
-    found = torch.autograd.grad(out, leaves, grad)
+    own = torch.autograd.grad(out, leaves, grad)
     assert launched == ["gemm_forward", "gemm_backward"]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = F.linear(*exact)
     grads = torch.autograd.grad(want, exact, grad.double())
-    pairs = zip(("x", "weight", "bias"), zip(found, grads, strict=True))
+    pairs = zip(("x", "weight", "bias"), zip(own, grads, strict=True))
     assert_all_close({"out": (out, want), **dict(pairs)}, op="gemm")
     with torch.no_grad():
         assert torch.equal(layer(x), out)
     layer.requires_grad_(False)
     (alone,) = torch.autograd.grad(layer(x), [x], grad)
-    assert torch.equal(alone, found[0])
+    assert torch.equal(alone, own[0])
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -64,21 +64,21 @@ def test_second_derivatives(strided, launched):
     layer, x = Linear(8, 12), torch.randn(9, 8)
     x = (x.t().contiguous().t() if strided else x).requires_grad_()
     assert x.is_contiguous() is not strided
-    found, exact = [], copy.deepcopy(layer).double()
-    for each, own in ((layer, x), (exact, x.detach().double().requires_grad_())):
-        (grad,) = torch.autograd.grad(each(own).square().sum(), [own], create_graph=True)
-        found.append(torch.autograd.grad(grad.square().sum(), [own, *each.parameters()]))
+    pairs, exact = [], copy.deepcopy(layer).double()
+    for module, leaf in ((layer, x), (exact, x.detach().double().requires_grad_())):
+        (grad,) = torch.autograd.grad(module(leaf).square().sum(), [leaf], create_graph=True)
+        pairs.append(torch.autograd.grad(grad.square().sum(), [leaf, *module.parameters()]))
     assert bool(launched) is not strided
-    assert_all_close({str(i): pair for i, pair in enumerate(zip(*found, strict=True))}, op="gemm")
+    assert_all_close({str(i): pair for i, pair in enumerate(zip(*pairs, strict=True))}, op="gemm")
 
 
 def test_batched_gradients(launched):
     layer, x = Linear(8, 12), torch.randn(9, 8, requires_grad=True)
     grads = torch.randn(5, 9, 12)
-    found = torch.autograd.grad(layer(x), [x, *layer.parameters()], grads, is_grads_batched=True)
+    batched = torch.autograd.grad(layer(x), [x, *layer.parameters()], grads, is_grads_batched=True)
     apart = [torch.autograd.grad(layer(x), [x, *layer.parameters()], grad) for grad in grads]
-    for each, others in zip(found, zip(*apart, strict=True), strict=True):
-        torch.testing.assert_close(each, torch.stack(others))
+    for together, others in zip(batched, zip(*apart, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.stack(others))
 
 
 def pruned():
@@ -112,8 +112,8 @@ LEFT = {
 @pytest.mark.parametrize("key", LEFT)
 def test_what_torch_takes(key, launched):
     layer, x = LEFT[key]()
-    found = layer(x)
-    assert launched == [] and torch.equal(found, dense.Linear.forward(layer, x))
+    out = layer(x)
+    assert launched == [] and torch.equal(out, dense.Linear.forward(layer, x))
 
 
 def test_small_products_are_torchs():
@@ -126,17 +126,13 @@ def test_small_products_are_torchs():
         assert not gemm.kernel_is_faster(x, 1024)
 
 
-@pytest.mark.parametrize("tf32", [True], indirect=True)
-def test_rounded_products_are_torchs(tf32, launched):
-    Linear(8, 12)(torch.randn(9, 8))
-    assert launched == []
-
-
-def test_autocast(launched):
+@pytest.mark.parametrize(("tf32", "cast"), [(True, False), (False, True)], indirect=["tf32"])
+def test_rounded_products_are_torchs(tf32, cast, launched):
     layer, x = Linear(8, 12), torch.randn(9, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = layer(x)
-        assert found.dtype is torch.bfloat16 and torch.equal(found, dense.Linear.forward(layer, x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        out = layer(x)
+        assert out.dtype is (torch.bfloat16 if cast else torch.float32)
+        assert torch.equal(out, dense.Linear.forward(layer, x))
     assert launched == []
 
 
@@ -175,12 +171,6 @@ def test_script_of_a_subclass():
     assert torch.equal(torch.jit.script(layer)(x), layer(x))
 
 
-def test_symbolic_trace(launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8)
-    traced = torch.fx.symbolic_trace(layer)
-    assert launched == [] and torch.equal(traced(x), dense.Linear.forward(layer, x))
-
-
 def test_a_device_without_kernels(monkeypatch):
     """No CuPy, or an old GPU: the layer leaves the product to torch."""
     from pyg_dfgnn.dispatch import core
@@ -190,16 +180,23 @@ def test_a_device_without_kernels(monkeypatch):
         core.runs_on.cache_clear()
         gemm._kernel_is_faster.cache_clear()
         monkeypatch.setattr(core, "_HAS_CUPY", has_cupy)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
         monkeypatch.setitem(gpu.known, device, gpu.H200)
         assert gemm._kernel_is_faster(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
     core.runs_on.cache_clear()
     gemm._kernel_is_faster.cache_clear()
 
 
-def test_trace(launched):
+TRACED = {
+    "fx": torch.fx.symbolic_trace,
+    "jit": lambda layer: torch.jit.trace(layer, torch.randn(9, 8), check_trace=False),
+}
+
+
+@pytest.mark.parametrize("key", TRACED)
+def test_trace(key, launched):
     layer, x = Linear(8, 12), torch.randn(9, 8)
-    traced = torch.jit.trace(layer, torch.randn(9, 8), check_trace=False)
+    traced = TRACED[key](layer)
     assert launched == []
     torch.testing.assert_close(traced(x), layer(x))
 
@@ -208,7 +205,7 @@ def test_lazy_hooks_and_copies(launched):
     """A layer that takes its features from its first input, one with hooks, copies."""
     x, seen = torch.randn(9, 8), []
     layer = Linear(-1, 12)
-    layer.register_forward_hook(lambda *given: seen.append("hook"))
+    layer.register_forward_hook(lambda *_: seen.append("hook"))
     assert layer(x).shape == (9, 12) and layer.in_channels == 8 and seen == ["hook"]
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(Linear(8, 12)))):
         assert type(other) is Linear

@@ -365,6 +365,14 @@ def test_edge_features_of_a_sparse_tensor(name):
     assert_weights_parity(convs, x, sparse_tensor(edges, value=features))
 
 
+@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+@pytest.mark.parametrize("value", [None, torch.rand(simple(EDGES).size(1))], ids=["none", "weights"])
+def test_a_sparse_tensor_with_edge_dim_and_self_loops_is_refused(name, value):
+    for conv in build(name, F_SRC, CHANNELS, edge_dim=1):
+        with pytest.raises(NotImplementedError, match="SparseTensor"):
+            conv(torch.randn(NUM_NODES, F_SRC).double(), sparse_tensor(simple(EDGES), value=value))
+
+
 def test_values_of_one_dimension_are_no_edge_features():
     convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS, edge_dim=1)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)

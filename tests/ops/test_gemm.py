@@ -1,6 +1,7 @@
 """Linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ PRECISIONS = pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf3
 
 def check(tensors, results, grad_x, of_parameters, tf32=False):
     x, weights, biases, grads = (
-        [each.double() for each in part] if isinstance(part, list) else part.double() for part in tensors
+        [tensor.double() for tensor in part] if isinstance(part, list) else part.double() for part in tensors
     )
     biases = biases or [None] * len(weights)
     pairs = {"grad x": (grad_x, sum(grad @ weight for grad, weight in zip(grads, weights, strict=True)))}
@@ -113,7 +114,7 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
     rows, kept = gemm.interleaved(x, weights, biases)
     torch.backends.cuda.matmul.fp32_precision = "ieee" if tf32 else "tf32"
     grad_x, of_parameters = gemm.gradients(x, 2, kept, [*weights, *biases], [torch.cat(grads, 1)], ALL)
-    x, weights, biases, grads = x.double(), *([each.double() for each in part] for part in (weights, biases, grads))
+    x, weights, biases, grads = x.double(), *([tensor.double() for tensor in part] for part in (weights, biases, grads))
     results = {f"y {i}": (rows[:, 32 * i :][:, :32], F.linear(x, weights[i], biases[i])) for i in range(2)}
     gradients = {"x": (grad_x, sum(map(torch.matmul, grads, weights)))}
     gradients |= {f"weight {i}": (of_parameters[i], grads[i].t() @ x) for i in range(2)}
@@ -121,7 +122,8 @@ def test_tf32_allowed_between_the_passes(tf32, many, fused, monkeypatch):
         assert_all_close(pairs, "tf32" if rounded else None, op="gemm")
         errors = [relative_error(*pair) for pair in pairs.values()]
         assert not rounded or min(errors) > 1e-5, f"not rounded: {errors}"
-    kernels = BY_WARPGROUPS if many else ["gemm_forward", "gemm_backward"]
+    by_warpgroups = BY_WARPGROUPS[:1] + ["gemm_backward"] if not tf32 else ["gemm_forward", *BY_WARPGROUPS[1:]]
+    kernels = by_warpgroups if many else ["gemm_forward", "gemm_backward"]
     assert fused[: len(kernels)] == kernels
 
 
@@ -167,7 +169,6 @@ def few_multiprocessors(monkeypatch, count, capability=(9, 0)):
     monkeypatch.setattr(gemm, "SPLIT_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_ROWS", 0)
     monkeypatch.setattr(rule, "_WARPGROUP_WIDTHS", range(4, 513, 4))
-    monkeypatch.setattr(rule, "_ROUNDED_WIDTHS", range(4, 129, 4))
     known = replace(gpu.H200, multiprocessors=count, capability=capability)
     monkeypatch.setitem(gpu.known, torch.device("cpu"), known)
     gemm._forward.cache_clear()
@@ -187,28 +188,26 @@ WARPGROUP_SIZES = [
 WIDE_SIZES = [(200, 500, 128, 1, False), (150, 132, 232, 2, True), (70, 512, 384, 1, True), (90, 80, 160, 3, False)]
 
 
-@PRECISIONS
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("sizes", WARPGROUP_SIZES, ids=str)
-def test_warpgroups(sizes, interleaved, tf32, fused, monkeypatch):
+@pytest.mark.parametrize(
+    ("sizes", "interleaved"),
+    [*product(WARPGROUP_SIZES, (True, False)), *((sizes, sizes[3] > 1) for sizes in WIDE_SIZES)],
+    ids=str,
+)
+def test_warpgroups(sizes, interleaved, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4)
     tensors = draw(*sizes)
-    check(tensors, *run(*tensors, interleaved), tf32)
+    check(tensors, *run(*tensors, interleaved))
     assert fused[:3] == BY_WARPGROUPS and set(fused[3:]) <= {"gemm_sums"}
 
 
-@pytest.mark.parametrize("sizes", WIDE_SIZES, ids=str)
-def test_wide_warpgroups(sizes, fused, monkeypatch):
-    few_multiprocessors(monkeypatch, 4)
-    tensors = draw(*sizes)
-    check(tensors, *run(*tensors, sizes[3] > 1))
-    assert fused[:3] == BY_WARPGROUPS and set(fused[3:]) <= {"gemm_sums"}
-
-
-@pytest.mark.parametrize("tf32", [True], indirect=True)
-def test_wide_warpgroups_are_for_float32(tf32, fused, monkeypatch):
-    few_multiprocessors(monkeypatch, 4)
-    tensors = draw(90, 132, 80, 1, True)
+@pytest.mark.parametrize(
+    ("capability", "tf32"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)],
+    indirect=["tf32"],
+)
+def test_warpgroups_are_for_float32_and_one_capability(capability, tf32, fused, monkeypatch):
+    few_multiprocessors(monkeypatch, 4, capability)
+    tensors = draw(90, 68, 84, 2, True)
     check(tensors, *run(*tensors, True), tf32)
     assert fused[:2] == ["gemm_forward", "gemm_backward"]
 
@@ -234,13 +233,13 @@ def check_magnitudes(key, rows, device):
     factors = MAGNITUDES[key](device, rows, 128, 100)
     x, grad, weight = (tensor * factor for tensor, factor in zip((x, grad, weight), factors, strict=True))
     (y,), grad_x, (grad_weight,) = run(x, [weight], [], [grad], False)
-    for name, product, a, b in (
+    for name, result, a, b in (
         ("y", y, x, weight.t()),
         ("x", grad_x, grad, weight),
         ("weight", grad_weight, grad.t(), x),
     ):
         a, b = a.double(), b.double()
-        error = ((product.double() - a @ b).abs() / (a.abs() @ b.abs())).max()
+        error = ((result.double() - a @ b).abs() / (a.abs() @ b.abs())).max()
         assert error < 1e-6, f"{name} {error}"
 
 
@@ -264,34 +263,21 @@ def test_warpgroups_in_any_order(order, monkeypatch):
     assert all(map(torch.equal, (*first[0], first[1], *first[2]), (*second[0], second[1], *second[2])))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
-def test_warpgroups_are_those_of_one_capability(capability, fused, monkeypatch):
-    few_multiprocessors(monkeypatch, 4, capability)
-    run(*draw(90, 68, 84, 2, True), True)
-    assert fused[:2] == ["gemm_forward", "gemm_backward"]
-
-
 @pytest.mark.parametrize("layers", range(1, rule.MAX_LAYERS + 1))
-@pytest.mark.parametrize("split", [True, False])
-def test_what_warpgroups_hold_fits(split, layers):
-    cpu = torch.device("cpu")
+def test_what_warpgroups_hold_fits(layers):
+    rest = True, torch.device("cpu")
     for features in rule._WARPGROUP_WIDTHS:
         for channels in (68, 100, 128, 132, 256, 500, 512):
-            sizes = layers, 1 << 20, features, channels, split, cpu
-            forward, backward = rule.forward_strips(*sizes), rule.backward_strips(*sizes)
-            if not split and not {features, channels} <= set(rule._ROUNDED_WIDTHS):
-                assert forward is backward is rule.weight_grad(*sizes) is None
-                continue
+            forward, backward = (
+                rule.strips_of(backward, layers, 1 << 20, features, channels, *rest) for backward in (False, True)
+            )
             assert forward is not None
             assert backward is not None or layers * channels > 128 * rule.MAX_LAYERS - 64 * layers
-            for strips in (forward, backward):
-                if strips is not None:
-                    assert strips.ring and strips.shared_bytes < gpu.H200.shared_bytes
-                    assert strips.fits or not split
-                    assert strips.blocks(1 << 20, cpu) <= gpu.H200.multiprocessors
-        assert rule.forward_strips(layers, 1 << 13, features, 128, split, cpu) is None
-        for channels in (60, 516):
-            assert rule.forward_strips(layers, 1 << 20, features, channels, split, cpu) is None
+            for strips in filter(None, (forward, backward)):
+                assert strips.fits and strips.shared_bytes < gpu.H200.shared_bytes
+                assert strips.blocks(1 << 20, rest[1]) <= gpu.H200.multiprocessors
+        for rows, channels in ((1 << 13, 128), (1 << 20, 60), (1 << 20, 516)):
+            assert rule.strips_of(False, layers, rows, features, channels, *rest) is None
 
 
 def unaligned(tensor):
@@ -299,15 +285,19 @@ def unaligned(tensor):
 
 
 REFUSED = {
-    "features": lambda x, w, b: (x[:, :30].contiguous(), [each[:, :30].contiguous() for each in w], b),
-    "channels": lambda x, w, b: (x, [each[:15].contiguous() for each in w], [each[:15].contiguous() for each in b]),
-    "float64": lambda x, w, b: (x.double(), [each.double() for each in w], [each.double() for each in b]),
+    "features": lambda x, w, b: (x[:, :30].contiguous(), [tensor[:, :30].contiguous() for tensor in w], b),
+    "channels": lambda x, w, b: (
+        x,
+        [tensor[:15].contiguous() for tensor in w],
+        [tensor[:15].contiguous() for tensor in b],
+    ),
+    "float64": lambda x, w, b: (x.double(), [tensor.double() for tensor in w], [tensor.double() for tensor in b]),
     "strides": lambda x, w, b: (x.t().contiguous().t(), w, b),
     "address": lambda x, w, b: (unaligned(x), w, b),
     "address of a weight": lambda x, w, b: (x, [w[0], unaligned(w[1])], b),
     "no rows": lambda x, w, b: (x[:0], w, b),
-    "no features": lambda x, w, b: (x[:, :0], [each[:, :0] for each in w], b),
-    "no channels": lambda x, w, b: (x, [each[:0] for each in w], [each[:0] for each in b]),
+    "no features": lambda x, w, b: (x[:, :0], [tensor[:, :0] for tensor in w], b),
+    "no channels": lambda x, w, b: (x, [tensor[:0] for tensor in w], [tensor[:0] for tensor in b]),
     "too many layers": lambda x, w, b: (x, w * 3, b * 3),
 }
 
@@ -321,7 +311,7 @@ def test_what_torch_takes(key, fused):
     grads = torch.randn_like(rows)
     grad_x, of_parameters = gemm.gradients(x, len(weights), kept, [*weights, *biases], (grads,), ALL)
     assert fused == []
-    leaves = [each.clone().requires_grad_() for each in (x, *weights, *biases)]
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights, *biases)]
     count = len(weights)
     want = torch.cat([F.linear(leaves[0], leaves[1 + i], leaves[1 + count + i]) for i in range(count)], 1)
     torch.testing.assert_close(rows, want)
@@ -399,8 +389,8 @@ def test_sums_over_rows(shape, dtype, fused, monkeypatch):
     monkeypatch.setattr(gemm, "_COLUMN_SUM_ROWS", 0)
     few_multiprocessors(monkeypatch, 4)
     rows = torch.randn(shape).to(dtype)
-    found = gemm._column_sums(rows, torch.float32)
-    assert_close("sums", found, rows.double().sum(0), torch.float32, op="gemm")
+    sums = gemm._column_sums(rows, torch.float32)
+    assert_close("sums", sums, rows.double().sum(0), torch.float32, op="gemm")
     assert fused == ["gemm_sums"] * (1 if shape[0] < 256 else 2)
     assert gemm._column_sums(rows, dtype).dtype is dtype
     rows[-1, 3] = float("nan")
@@ -420,8 +410,8 @@ def test_sums_that_torch_takes(key, fused, monkeypatch):
         "float64": rows.double,
         "few rows": lambda: rows,
     }
-    given = of[key]()
-    assert_close("sums", gemm._column_sums(given, torch.float32), given.double().sum(0), torch.float32, op="gemm")
+    rows = of[key]()
+    assert_close("sums", gemm._column_sums(rows, torch.float32), rows.double().sum(0), torch.float32, op="gemm")
     assert fused == []
 
 

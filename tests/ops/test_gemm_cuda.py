@@ -37,10 +37,10 @@ LARGE = [
 @pytest.mark.parametrize("sizes", SIZES + LARGE, ids=str)
 def test_against_float64(sizes, interleaved, tf32):
     tensors = draw(*sizes, device="cuda")
-    found = run(*tensors, interleaved)
-    check(tensors, *found, tf32)
+    results = run(*tensors, interleaved)
+    check(tensors, *results, tf32)
     again = run(*tensors, interleaved)
-    assert all(map(torch.equal, (*found[0], found[1], *found[2]), (*again[0], again[1], *again[2])))
+    assert all(map(torch.equal, (*results[0], results[1], *results[2]), (*again[0], again[1], *again[2])))
 
 
 @pytest.mark.parametrize("rows", [5000, 20_000])
@@ -76,12 +76,12 @@ def test_warpgroups_are_used(layers):
     forward, backward = gemm._forward(*sizes), gemm._backward(*sizes)
     assert forward.kernel.entry == "gemm_forward_strips" and backward.weights_plan.kernel.entry == "gemm_weight_grad"
     assert backward.x_plan.kernel.entry == "gemm_forward_strips"
-    found, grad_x, of_weights = run(x, weights, [], grads, False)
+    results, grad_x, of_weights = run(x, weights, [], grads, False)
 
     def check(result, own, want):
         assert relative_error(result, want) < 2 * relative_error(own, want)
 
-    for y, weight, grad, of_weight in zip(found, weights, grads, of_weights, strict=True):
+    for y, weight, grad, of_weight in zip(results, weights, grads, of_weights, strict=True):
         check(y, x @ weight.t(), x.double() @ weight.double().t())
         check(of_weight, grad.t() @ x, grad.double().t() @ x.double())
     side, below = torch.cat(grads, 1), torch.cat(weights)
@@ -116,10 +116,10 @@ def test_capture_and_replay(sizes):
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        found = run(*tensors, True)
+        results = run(*tensors, True)
     tensors[0].mul_(2)
     captured.replay()
-    check(tensors, *found)
+    check(tensors, *results)
 
 
 @pytest.mark.parametrize("sizes", [(3000, 64, 64, 2, True), (9000, 128, 128, 2, True)], ids=str)
@@ -130,9 +130,9 @@ def test_another_stream(sizes):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         tensors[0].add_(1)
-        found = run(*tensors, False)
+        results = run(*tensors, False)
     torch.cuda.current_stream().wait_stream(stream)
-    check(tensors, *found)
+    check(tensors, *results)
 
 
 # By tiles, and by warpgroups where there are such.
@@ -143,12 +143,12 @@ def test_offsets_beyond_32_bits(features, channels, layers):
         pytest.skip("needs 48 GB of free memory")
     x = torch.randn(rows, features, device="cuda")
     weights = [torch.randn(channels, features, device="cuda") for _ in range(layers)]
-    found, kept = gemm.interleaved(x, weights, ())
-    assert found.numel() > 2**31
+    results, kept = gemm.interleaved(x, weights, ())
+    assert results.numel() > 2**31
     tail = slice(rows - 1000, rows)
     want = torch.cat([x[tail].double() @ weight.double().t() for weight in weights], 1)
-    assert relative_error(found[tail], want) < 5e-6
-    grads = torch.zeros_like(found)
+    assert relative_error(results[tail], want) < 5e-6
+    grads = torch.zeros_like(results)
     grads[tail] = 1.0
     grad_x, of_weights = gemm.gradients(x, layers, kept, weights, (grads,), ALL)
     assert relative_error(grad_x[tail], sum(weight.double().sum(0) for weight in weights).expand(1000, features)) < 5e-6
@@ -156,7 +156,7 @@ def test_offsets_beyond_32_bits(features, channels, layers):
     for grad in of_weights:
         assert relative_error(grad, x[tail].double().sum(0).expand(channels, features)) < 5e-6
     # Other processes may share the GPU.
-    del x, found, grads, grad_x
+    del x, results, grads, grad_x
     torch.cuda.empty_cache()
 
 
@@ -164,6 +164,6 @@ def test_offsets_beyond_32_bits(features, channels, layers):
 @pytest.mark.parametrize("shape", [(4097, 8), (19_717, 384), (300_001, 520), (9000, 4096)], ids=str)
 def test_sums_over_rows(shape, dtype):
     rows = torch.randn(shape, device="cuda").to(dtype)
-    found = gemm._column_sums(rows, torch.float32)
-    assert_close("sums", found, rows.double().sum(0), torch.float32, op="gemm")
-    assert torch.equal(gemm._column_sums(rows, torch.float32), found)
+    results = gemm._column_sums(rows, torch.float32)
+    assert_close("sums", results, rows.double().sum(0), torch.float32, op="gemm")
+    assert torch.equal(gemm._column_sums(rows, torch.float32), results)

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch.attention.row_split import node_constants
 from pyg_dfgnn.runtime import bridge, compiler
 from pyg_dfgnn.runtime.compiler import CompileError, precompile, resources
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch
@@ -107,11 +106,6 @@ def test_resources(kernels):
     (row,) = resources(SCALE)
     assert row.entry == "scale" and row.registers > 0 and row.max_threads >= 32
     assert (row.shared_bytes, row.local_bytes) == (0, 0)
-
-
-def test_resources_of_the_norm_kernel():
-    (row,) = resources(Spec("attention/norm.cu", tuple(node_constants(2, 64, torch.bfloat16).items())))
-    assert row.entry == "attention_inverse_norm" and row.registers > 8 and row.local_bytes == 0
 
 
 def test_a_module_is_loaded_once(kernels):

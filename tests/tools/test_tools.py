@@ -1,9 +1,6 @@
-"""What developers measure with: cost models beside times, hardware counters, host times, the list of commands."""
+"""What developers measure with: cost models beside times, host times, the list of commands."""
 
-import csv
-import io
 import math
-import shutil
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.op import DIRECTIONS
-from tools import costs, counters, measure, overhead, reorder
+from tools import costs, measure, overhead, reorder
 
 CPU = torch.device("cpu")
 TIMED = [("e", "dot", "1x128", "float32"), ("b", "add", "8x16", "bfloat16"), ("b", "gatv2", "1x64", "float32")]
@@ -73,7 +70,7 @@ def test_the_fit_finds_constants_again(path):
     samples = [sample for sample in costs.read(path, CPU, small=True) if sample.schedule == "row_split"]
     names = ("row_split.STEP_S", "row_split.ROW.forward", "gpu.launch_s")
     constants = [costs.Constant(name, CPU) for name in names]
-    assert [each.value for each in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
+    assert [constant.value for constant in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
     true = row_split.STEP_S
     for constant, factor in zip(constants, (3.0, 0.3, 2.0)):
         constant.set(constant.value * factor)
@@ -92,8 +89,8 @@ def test_what_is_no_constant(name):
 
 def test_losses_of_choices(path, capsys):
     lost = costs.losses(costs.read(path, CPU, small=True))
-    assert len(lost) == 2 * len(TIMED) and [each[0] for each in lost] == sorted(
-        (each[0] for each in lost), reverse=True
+    assert len(lost) == 2 * len(TIMED) and [loss for loss, *_ in lost] == sorted(
+        (loss for loss, *_ in lost), reverse=True
     )
     # Where auto takes row_split it loses nothing, elsewhere a factor of ten or more.
     for loss, case, taken, fastest in lost:
@@ -106,73 +103,11 @@ def test_losses_of_choices(path, capsys):
 def test_schedules_that_hand_over_run_with_themselves():
     ms = {"row_split": (2.0, 3.0), "pmf": (4.0, 1.0), "smmf": (1.0, 1.5)}
     times = {
-        (name, direction): each for name, pair in ms.items() for direction, each in zip(("targets", "sources"), pair)
+        (name, direction): time for name, pair in ms.items() for direction, time in zip(("targets", "sources"), pair)
     }
     expected = {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
     assert costs.totals(("targets", "sources"), times) == expected
     assert costs.totals(("targets", "sources"), times, 0.1)["row_split", "row_split"] == pytest.approx(5.1)
-
-
-WORDS = ["e:dot:1x128:tf32", "a:add:8x16:bfloat16:block_mma"]
-STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COLUMNS = {
-    "ID": ["", "0", "1"],
-    "Kernel Name": ["", "attention_forward", "attention_backward_targets"],
-    "gpu__time_duration.sum": ["nsecond", "58,016", "72000"],
-    "launch__registers_per_thread": ["register/thread", "72", "80"],
-    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ["%", "41.5", "20"],
-    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": ["%", "5", "60.25"],
-    STALLED.format("long_scoreboard"): ["inst", "6.5", "1"],
-    STALLED.format("barrier"): ["inst", "0.5", "3"],
-    STALLED.format("selected"): ["inst", "9", "9"],
-}
-
-
-def test_words_name_what_to_profile():
-    assert counters.Profiled.of(WORDS[1]) == counters.Profiled(
-        "a", AttentionCase("add", 8, 16), "bfloat16", "block_mma"
-    )
-    alone = counters.Profiled.of("e:add:8x16:float32:forward")
-    assert (alone.schedule, alone.forward_only) == ("auto", True)
-    alone = counters.Profiled.of("e:add:8x16:float32:row_split:forward")
-    assert (alone.schedule, alone.forward_only) == ("row_split", True)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("a:dot:float32", "needs the form"),
-        ("a:dots:1x128:float32", "'ops' needs"),
-        ("a:dot:128:float32", "'sizes' needs"),
-        ("a:dot:1x128:float64", "'dtype' needs"),
-        ("a:dot:1x128:float32:fast", "'schedule' needs"),
-        ("a:dot:1x128:float32:forward:row_split", "needs the form"),
-        ("nowhere:dot:1x128:float32", "nowhere"),
-    ],
-)
-def test_wrong_words(word, message, capsys):
-    with pytest.raises(SystemExit):
-        counters.main([word])
-    assert message in capsys.readouterr().err
-
-
-def test_counters_are_per_kernel():
-    stream = io.StringIO()
-    writer = csv.writer(stream, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(zip(*COLUMNS.values()))
-    forward, targets = counters.parse(WORDS[0], f"==PROF== Connected\n{stream.getvalue()}")
-    assert forward[:4] == [WORDS[0], "attention_forward", 58.016, ""] and targets[2] == 72.0
-    assert (forward[-2], targets[-1]) == ("fma 41.5, xu 5", "barrier 3, long_scoreboard 1")
-    with pytest.raises(ValueError, match="no kernels came back:\nout of luck"):
-        counters.parse(WORDS[0], "out of luck")
-
-
-@pytest.mark.skipif(torch.cuda.is_available() and shutil.which("ncu") is not None, reason="the profiler is there")
-def test_counters_need_a_gpu_and_the_profiler(capsys):
-    with pytest.raises(SystemExit):
-        counters.main(WORDS)
-    assert "Nsight Compute" in capsys.readouterr().err
 
 
 def test_overhead_resumes(tmp_path, capsys):

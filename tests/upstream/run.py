@@ -1,9 +1,11 @@
-"""Run PyG's own tests twice, as they are and with the drop-ins in place of its convs, and compare.
+"""Run PyG's own tests twice, as they are and with the drop-ins in place of what they stand for, and compare.
 
-    python tests/upstream/run.py PYG_CHECKOUT/test [--files FILE ...] [--device cuda] [--reference]
+    python tests/upstream/run.py FOLDER [--files FILE ...] [--device cuda] [--reference]
 
-Prints how many calls of each drop-in were fused. Exits with 1 if a test that passes with PyG's classes does not pass
-with ours, or if a drop-in had no fused call where it could: with --reference or --device cuda.
+FOLDER is the test folder of a PyG checkout, or a part of it. The classes of `DROP_INS` take the places of PyG's, and
+so do the functions that `pyg_dfgnn.utils` and `pyg_dfgnn.nn.pool` have under a name of PyG's. The script prints how
+many calls of each were fused. It exits with 1 if a test that passes with PyG's does not pass with ours, or, with
+--reference or on a GPU, if something was never fused.
 """
 
 import argparse
@@ -12,90 +14,178 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import torch
+
+# Not nn/aggr/test_fused.py: FusedAggregation takes PyG's own classes only.
 FILES = (
     "nn/conv/test_gat_conv.py",
     "nn/conv/test_gatv2_conv.py",
     "nn/conv/test_transformer_conv.py",
     "nn/conv/test_agnn_conv.py",
+    "nn/conv/test_supergat_conv.py",
+    "nn/conv/test_gcn_conv.py",
+    "nn/conv/test_graph_conv.py",
+    "nn/conv/test_sage_conv.py",
+    "nn/conv/test_gin_conv.py",
+    "nn/conv/test_res_gated_graph_conv.py",
+    "nn/conv/test_gcn2_conv.py",
+    "nn/conv/test_sg_conv.py",
+    "nn/conv/test_tag_conv.py",
+    "nn/conv/test_appnp.py",
+    "nn/conv/test_cheb_conv.py",
+    "nn/conv/test_lg_conv.py",
+    "nn/conv/test_pna_conv.py",
     "nn/conv/test_hetero_conv.py",
     "nn/conv/test_message_passing.py",
     "nn/conv/test_static_graph.py",
+    "nn/aggr/test_basic.py",
+    "nn/aggr/test_multi.py",
+    "nn/aggr/test_quantile.py",
+    "nn/aggr/test_scaler.py",
+    "nn/pool/test_glob.py",
     "nn/models/test_basic_gnn.py",
     "nn/test_to_hetero_transformer.py",
     "nn/test_to_hetero_with_bases_transformer.py",
+    "utils/test_softmax.py",
+    "utils/test_scatter.py",
+    "utils/test_segment.py",
     "explain",
 )
-CONVS = ("GATConv", "GATv2Conv", "TransformerConv", "AGNNConv")
+ROOMS = {"torch_geometric.utils": "pyg_dfgnn.utils", "torch_geometric.nn.pool": "pyg_dfgnn.nn.pool"}
+"""Packages of PyG's and ours whose functions have the same names."""
+UNCOUNTED = ("Linear",)
+"""Drop-ins that take the kernel by size: no test has a product large enough."""
 
 
 class Outcomes:
-    """Pytest plugin that keeps the outcome of every test."""
+    """Pytest plugin that keeps the outcome of every test, and starts each from the same random numbers."""
 
     def __init__(self) -> None:
         self.outcome: dict[str, str] = {}
+
+    def pytest_runtest_setup(self) -> None:
+        torch.manual_seed(0)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcome[report.nodeid] = report.outcome
 
 
-def swap_classes() -> None:
-    """Put the drop-ins wherever a module of PyG refers to one of its convs by name."""
-    from torch_geometric.nn import MessagePassing
+class Calls:
+    """Counts the calls of each drop-in, and those that PyG's own code did not take."""
 
-    from pyg_dfgnn.nn import DROP_INS
+    def __init__(self) -> None:
+        self.count: dict[str, list[int]] = {}
+        self._running: list[list[Any]] = []
 
-    convs = {upstream: drop_in for upstream, drop_in in DROP_INS.items() if issubclass(upstream, MessagePassing)}
+    def counted(self, name: str, ours: Callable[..., Any], upstream: Callable[..., Any] | None = None) -> Any:
+        """Return a function that counts the calls of `ours`; calls of a function within itself go to `upstream`."""
+        count = self.count.setdefault(name, [0, 0])
 
-    # By the key: some packages put objects without a name into sys.modules.
-    for module_name, module in list(sys.modules.items()):
-        if not module_name.startswith("torch_geometric"):
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value in convs and value.__module__ != module_name:
-                setattr(module, name, convs[value])
-
-
-def count_calls(reference: bool) -> dict[str, list[int]]:
-    """Count the fused and all calls of each drop-in; with `reference`, the gate lets CPU tensors pass."""
-    import torch
-
-    from pyg_dfgnn.nn import gate
-    from pyg_dfgnn.nn.conv.attention import AttentionConv
-
-    if reference:
-        gate.fused_device_types = {"cpu", "cuda"}
-        AttentionConv._reasons_against = staticmethod(lambda problem: ())
-    ask, calls = gate.FusedConv._gate, {}
-
-    def counting(self, *args, **kwargs):
-        call = ask(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            count = calls.setdefault(type(self).__name__, [0, 0])
-            count[0] += not call.reasons
+        @wraps(ours)
+        def call(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return ours(*args, **kwargs)
+            if upstream is not None and any(running is ours for running, _ in self._running):
+                return upstream(*args, **kwargs)
+            self._running.append([ours, True])
+            try:
+                result = ours(*args, **kwargs)
+            finally:
+                _, fused = self._running.pop()
+            count[0] += fused
             count[1] += 1
+            return result
+
         return call
 
-    gate.FusedConv._gate = counting
-    return calls
+    def reporting(self, report: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that notes that the innermost call falls back, and reports it."""
+
+        def fall_back(*args, **kwargs):
+            if self._running:
+                self._running[-1][1] = False
+            report(*args, **kwargs)
+
+        return fall_back
+
+
+def put(places: dict[Any, Any], modules: Iterable[str]) -> None:
+    """Put other objects wherever one of the modules, but the one that defines it, refers to an object of `places`."""
+    # By the key: some packages put objects without a name into sys.modules.
+    for module_name in modules:
+        for name, value in list(vars(sys.modules[module_name]).items()):
+            if callable(value) and value.__hash__ and value in places and value.__module__ != module_name:
+                setattr(sys.modules[module_name], name, places[value])
+
+
+def modules_of(package: str) -> list[str]:
+    """Return the names of the imported modules of a package."""
+    return [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+
+
+def functions() -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, PyG's function and ours for each function that has a drop-in."""
+    for pygs, ours in ROOMS.items():
+        try:
+            room = import_module(ours)
+        except ModuleNotFoundError as error:
+            if error.name != ours:
+                raise
+            continue
+        upstream = import_module(pygs)
+        for name in getattr(room, "__all__", ()):
+            if callable(getattr(upstream, name, None)) and not isinstance(getattr(room, name), type):
+                yield name, getattr(upstream, name), getattr(room, name)
+
+
+def swap(reference: bool) -> dict[str, list[int]]:
+    """Put our classes and functions in the places of PyG's; with `reference`, CPU tensors take the fused branch.
+
+    Returns:
+        By name, the numbers of fused and of all calls, which go on being counted.
+    """
+    from pyg_dfgnn.nn import DROP_INS, fallback
+
+    calls, classes = Calls(), {}
+    # PyG's own modules keep PyG's functions, as they would with a user's imports, and TorchScript compiles them.
+    put({pygs: calls.counted(name, ours, pygs) for name, pygs, ours in functions()}, ["torch_geometric.nn", *ROOMS])
+    for upstream, drop_in in DROP_INS.items():
+        if drop_in.__name__ in UNCOUNTED:
+            continue
+        classes[upstream] = drop_in
+        drop_in.forward = calls.counted(drop_in.__name__, drop_in.forward)
+        for base in drop_in.__mro__:
+            if reference and "_reasons_against" in vars(base):
+                base._reasons_against = staticmethod(lambda problem: ())
+    put(classes, modules_of("torch_geometric"))
+    # Only in front of the ops: these still take a CPU for a device without kernels, and so their references.
+    for name in [*modules_of("pyg_dfgnn.nn"), *modules_of("pyg_dfgnn.utils")] if reference else []:
+        if hasattr(sys.modules[name], "fused_device_types"):
+            sys.modules[name].fused_device_types = {"cpu", "cuda"}
+    report = fallback.report_fallback
+    fallback.report_fallback = calls.reporting(report)
+    put({report: fallback.report_fallback}, modules_of("pyg_dfgnn"))
+    return calls.count
 
 
 def worker(options: argparse.Namespace) -> None:
     """Run pytest in this process and write the outcomes."""
     import pytest
-    import torch
+    import torch_geometric.nn  # noqa: F401
 
-    calls = {}
-    if options.worker == "ours":
-        swap_classes()
-        calls = count_calls(options.reference)
+    calls = swap(options.reference) if options.worker == "ours" else {}
     if options.device:
         torch.set_default_device(options.device)
     outcomes = Outcomes()
-    files = [path for path in options.files if Path(path).exists()]
-    pytest.main(["-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore", *files], plugins=[outcomes])
+    settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]
+    pytest.main([*settings, *options.files], plugins=[outcomes])
     Path(options.result).write_text(json.dumps({"outcome": outcomes.outcome, "calls": calls}))
 
 
@@ -120,17 +210,21 @@ def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, help="the test folder of a PyG checkout")
-    parser.add_argument(
-        "--files", nargs="+", default=list(FILES), help="files below it; those that do not exist are skipped"
-    )
-    parser.add_argument("--device", help="torch's default device in the tests")
-    parser.add_argument("--reference", action="store_true", help="run fused branch on the CPU, on the reference ops")
+    parser.add_argument("--files", nargs="+", help="files below it instead of all that concern a drop-in")
+    parser.add_argument("--device", help="torch's default device in the tests; cuda where there is a GPU")
+    parser.add_argument("--reference", action="store_true", help="run the fused branch on a CPU, on the reference ops")
     parser.add_argument("--worker", choices=["pyg", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return 0
+    if options.device is None and not options.reference and torch.cuda.is_available():
+        options.device = "cuda"
+    options.tests, asked = options.tests.resolve(), options.files or FILES
+    options.files = [path for path in asked if (options.tests / path).exists()]
+    if missing := [path for path in asked if path not in options.files]:
+        print(f"{options.tests} lacks {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         expected, actual = run("pyg", options, Path(folder)), run("ours", options, Path(folder))
     passed = [test for test, outcome in expected["outcome"].items() if outcome == "passed"]
@@ -138,10 +232,11 @@ def main() -> int:
     tests = len(expected["outcome"])
     print(f"{len(passed)} of {tests} tests pass with PyG's classes, {len(broken)} of them fail with ours")
     idle = []
-    for name in CONVS:
-        fused, calls = actual["calls"].get(name, (0, 0))
+    for name, (fused, calls) in sorted(actual["calls"].items()):
         print(f"{name}: {fused} of {calls} calls were fused")
-        idle += [] if fused else [name]
+        # Some files need not call everything.
+        if not fused and (calls or asked is FILES):
+            idle.append(name)
     if broken:
         print("\n".join(broken), actual["log"], sep="\n")
     if idle and (options.reference or options.device):

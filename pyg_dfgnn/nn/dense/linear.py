@@ -8,7 +8,7 @@ from torch_geometric.nn import dense
 
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
-from pyg_dfgnn.dispatch.gemm import backward_strips, forward_strips
+from pyg_dfgnn.dispatch.gemm import strips_of
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import scripted_twin
 from pyg_dfgnn.ops import gemm
@@ -65,7 +65,7 @@ class Linear(dense.Linear):
         sizes = 1, rows, features, channels, True, device
         if rows * features * channels <= gemm.MAX_MULTIPLICATIONS:
             reasons.append(f"[{rows}, {features}] x [{features}, {channels}] takes no longer than its launch")
-        elif not reasons and (forward_strips(*sizes) is None or backward_strips(*sizes) is None):
+        elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
 

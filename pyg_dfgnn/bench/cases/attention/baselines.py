@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric import nn
 
 from pyg_dfgnn.bench.case import MEMORY_FRACTION, Forward, Fused, Implementation
 from pyg_dfgnn.bench.cases.attention.case import NEGATIVE_SLOPE, AttentionCase
@@ -54,70 +55,56 @@ class PyG(AttentionImplementation):
         return reasons
 
     def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        call = _PYG_CALLS[case.score](case, graph)
+        call = _call(case, graph)
         return lambda: call(inputs)
 
 
 Call = Callable[[Inputs], Tensor]
 
 
+def _conv(kind: type[Any], graph: EdgeList, *args: Any, **options: Any) -> tuple[Any, Tensor, tuple[int, int]]:
+    """One of PyG's convs on the device of a graph, the edges, and the numbers of nodes."""
+    return kind(*args, **options).to(graph.device), graph.edge_index, (graph.num_src, graph.num_dst)
+
+
 def _transformer(case: AttentionCase, graph: EdgeList) -> Call:
-    from torch_geometric.nn import TransformerConv
-
-    edges, size = graph.edge_index, (graph.num_src, graph.num_dst)
-    conv: Any = TransformerConv(1, case.channels, case.heads, root_weight=False).to(edges.device)
-
-    def call(inputs: Inputs) -> Tensor:
-        out = conv.propagate(edges, **inputs, edge_attr=None, size=size)
-        return out.view(-1, case.heads, case.channels)
-
-    return call
+    conv, edges, size = _conv(nn.TransformerConv, graph, 1, case.channels, case.heads, root_weight=False)
+    return lambda inputs: conv.propagate(edges, **inputs, edge_attr=None, size=size)
 
 
 def _gat(case: AttentionCase, graph: EdgeList) -> Call:
-    from torch_geometric.nn import GATConv
-
-    edges, size = graph.edge_index, (graph.num_src, graph.num_dst)
-    conv: Any = GATConv(1, case.channels, case.heads, add_self_loops=False, negative_slope=NEGATIVE_SLOPE)
-    conv.to(edges.device)
+    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
+    conv, edges, size = _conv(nn.GATConv, graph, 1, case.channels, case.heads, **options)
 
     def call(inputs: Inputs) -> Tensor:
         scalars = inputs["alpha_src"], inputs["alpha_dst"]
         alpha = conv.edge_updater(edges, alpha=scalars, edge_attr=None, size=size)
-        out = conv.propagate(edges, x=(inputs["value"], None), alpha=alpha, size=size)
-        return out.view(-1, case.heads, case.channels)
+        return conv.propagate(edges, x=(inputs["value"], None), alpha=alpha, size=size)
 
     return call
 
 
 def _agnn(case: AttentionCase, graph: EdgeList) -> Call:
-    from torch_geometric.nn import AGNNConv
-
-    edges, size = graph.edge_index, (graph.num_src, graph.num_dst)
-    conv: Any = AGNNConv(requires_grad=False, add_self_loops=False).to(edges.device)
+    conv, edges, size = _conv(nn.AGNNConv, graph, requires_grad=False, add_self_loops=False)
 
     def call(inputs: Inputs) -> Tensor:
         x = inputs["x_src"].view(-1, case.channels)
         conv.beta = inputs["beta"]
-        out = conv.propagate(edges, x=x, x_norm=F.normalize(x, p=2.0, dim=-1), size=size)
-        return out.view(-1, 1, case.channels)
+        return conv.propagate(edges, x=x, x_norm=F.normalize(x, p=2.0, dim=-1), size=size)
 
     return call
 
 
 def _gatv2(case: AttentionCase, graph: EdgeList) -> Call:
-    from torch_geometric.nn import GATv2Conv
-
-    edges, size = graph.edge_index, (graph.num_src, graph.num_dst)
-    conv: Any = GATv2Conv(1, case.channels, case.heads, add_self_loops=False, negative_slope=NEGATIVE_SLOPE)
-    conv.to(edges.device)
+    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
+    conv, edges, size = _conv(nn.GATv2Conv, graph, 1, case.channels, case.heads, **options)
     del conv._parameters["att"]
 
     def call(inputs: Inputs) -> Tensor:
         conv.att = inputs["att"][None]
         x = inputs["x_src"], inputs["x_dst"]
         alpha = conv.edge_updater(edges, x=x, edge_attr=None, size=size)
-        return conv.propagate(edges, x=x, alpha=alpha, size=size).view(-1, case.heads, case.channels)
+        return conv.propagate(edges, x=x, alpha=alpha, size=size)
 
     return call
 
@@ -128,6 +115,11 @@ _PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
     "add": _gat,
     "gatv2": _gatv2,
 }
+
+
+def _call(case: AttentionCase, graph: EdgeList) -> Call:
+    call = _PYG_CALLS[case.score](case, graph)
+    return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
 
 
 class CompiledPyG(PyG):
@@ -144,7 +136,7 @@ class CompiledPyG(PyG):
 
     def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         torch._dynamo.reset()
-        call = _PYG_CALLS[case.score](case, graph)
+        call = _call(case, graph)
         compiled = torch.compile(call, backend=self.backend, dynamic=False)
         return lambda: compiled(inputs)
 
