@@ -6,69 +6,30 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch_geometric.nn as pyg
-import torch_geometric.typing
-from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch_geometric import EdgeIndex
-from torch_geometric.typing import SparseTensor
 
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
+from tests.nn.parity import (
+    BIPARTITE,
+    EDGES,
+    FORMS,
+    NUM_NODES,
+    adjacency,
+    as_pyg_takes,
+    assert_parity,
+    assert_same,
+    flat,
+    simple,
+    sparse_tensor,
+)
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
 HEADS, CHANNELS, EDGE_DIM, F_SRC, F_DST = 3, 4, 2, 6, 5
 ATTENTION = {"GATConv": ours.GATConv, "GATv2Conv": ours.GATv2Conv, "TransformerConv": ours.TransformerConv}
 DROP_INS = {**ATTENTION, "AGNNConv": ours.AGNNConv}
-# Duplicates (0 -> 1), self-loops (2 -> 2), a target without edges (4), a source without edges (3).
-EDGES = torch.tensor([[0, 0, 1, 2, 2, 4, 0, 1], [1, 1, 0, 2, 3, 1, 3, 3]])
-NUM_NODES = 5
-# Three sources, five targets.
-BIPARTITE = torch.tensor([[0, 0, 1, 2, 2, 1, 0, 1], [1, 1, 0, 2, 3, 1, 3, 3]])
-
-
-def simple(edges, num_src=NUM_NODES, num_dst=NUM_NODES):
-    """Without duplicates, which a sparse layout would merge, and in the order of the targets."""
-    key = torch.unique(edges[1] * num_src + edges[0])
-    return torch.stack([key % num_src, key // num_src])
-
-
-def adjacency(edges, layout, num_src=NUM_NODES, num_dst=NUM_NODES, values=None):
-    """The transposed adjacency that PyG's convs take, with edges already in the order of the targets."""
-    values = torch.ones(edges.size(1)) if values is None else values
-    adj = torch.sparse_coo_tensor(edges.flip(0), values, (num_dst, num_src, *values.shape[1:]), is_coalesced=True)
-    if layout == "coo":
-        return adj
-    rowptr = torch.zeros(num_dst + 1, dtype=torch.long)
-    rowptr[1:] = edges[1].bincount(minlength=num_dst).cumsum(0)
-    return torch.sparse_csr_tensor(rowptr, edges[0], values, (num_dst, num_src, *values.shape[1:]))
-
-
-FORMS = {
-    "tensor": lambda: EDGES,
-    "int32": lambda: EDGES.int(),
-    "strided": lambda: torch.stack([EDGES[0], EDGES[0], EDGES[1]], 1)[:, ::2].t(),
-    "empty": lambda: torch.empty(2, 0, dtype=torch.long),
-    "edge_index": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)),
-    "edge_index_no_size": lambda: EdgeIndex(EDGES),
-    "edge_index_int32": lambda: EdgeIndex(EDGES.int(), sparse_size=(NUM_NODES, NUM_NODES)),
-    "edge_index_by_row": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)).sort_by("row")[0],
-    "edge_index_by_col": lambda: EdgeIndex(EDGES, sparse_size=(NUM_NODES, NUM_NODES)).sort_by("col")[0],
-    "coo": lambda: adjacency(simple(EDGES), "coo"),
-    "csr": lambda: adjacency(simple(EDGES), "csr"),
-    "sparse_tensor": lambda: sparse_tensor(simple(EDGES)),
-    "graph": lambda: Graph.of(EDGES, NUM_NODES),
-    "graph_with_loops": lambda: Graph.of(EDGES, NUM_NODES, self_loops=True),
-    "graph_transposed": lambda: Graph.of(EDGES.flip(0), NUM_NODES, flow="target_to_source"),
-    "graph_of_pieces": lambda: Graph.of_pieces(EDGES.split(3, dim=1), EDGES.size(1), NUM_NODES),
-    "graph_of_adjacency": lambda: Graph.of(adjacency(simple(EDGES), "csr"), NUM_NODES),
-}
-
-
-def sparse_tensor(edges, num_src=NUM_NODES, num_dst=NUM_NODES, value=None):
-    if not torch_geometric.typing.WITH_TORCH_SPARSE:
-        pytest.skip("torch_sparse is not installed")
-    return SparseTensor(row=edges[1], col=edges[0], value=value, sparse_sizes=(num_dst, num_src))
 
 
 def build(name, *args, dtype=torch.float64, **kwargs):
@@ -79,65 +40,6 @@ def build(name, *args, dtype=torch.float64, **kwargs):
         parameter.data.normal_()
     pyg_conv.load_state_dict(ours_conv.state_dict())
     return ours_conv, pyg_conv
-
-
-def leaves(value):
-    """Copies of the inputs that collect gradients of their own."""
-    if isinstance(value, tuple):
-        return tuple(leaves(v) for v in value)
-    return value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def as_pyg_takes(edge_index, flow="source_to_target"):
-    """A graph as tensor; int32 as int64, since `scatter` in torch 2.13 reads it wrongly on the CPU."""
-    if isinstance(edge_index, Graph):
-        edge_index = edge_index.edge_index if flow == "source_to_target" else edge_index.edge_index.flip(0)
-    return edge_index.long() if getattr(edge_index, "dtype", None) == torch.int32 else edge_index
-
-
-def flat(value):
-    return [t for v in value for t in flat(v)] if isinstance(value, tuple) else [value]
-
-
-def assert_same(actual, expected, name):
-    assert type(actual) is type(expected), name
-    if isinstance(expected, Tensor):
-        assert actual.layout == expected.layout, name
-    if isinstance(expected, SparseTensor):
-        actual, expected = actual.to_dense(), expected.to_dense()
-    if isinstance(expected, EdgeIndex):
-        actual, expected = actual.as_tensor(), expected.as_tensor()
-    tolerance = {"rtol": 1e-9, "atol": 1e-11} if actual.dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
-    torch.testing.assert_close(actual, expected, **tolerance, msg=lambda text: f"{name}: {text}")
-
-
-def assert_parity(name, convs, x, edge_index, *args, **kwargs):
-    """Same output and same gradients of every input and parameter, through the fused branch."""
-    ours_conv, pyg_conv = convs
-    results = []
-    for conv in convs:
-        inputs, rest = leaves(x), leaves(args)
-        if conv is ours_conv:
-            assert conv._call(inputs, edge_index, *rest, **kwargs).reasons == []
-        else:
-            edge_index = as_pyg_takes(edge_index, conv.flow)
-        out = conv(inputs, edge_index, *rest, **kwargs)
-        generator = torch.Generator().manual_seed(1)
-        (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum().backward()
-        grads = {f"grad of input {i}": t.grad for i, t in enumerate(flat((inputs, rest))) if isinstance(t, Tensor)}
-        grads.update({f"grad of {n}": p.grad for n, p in conv.named_parameters()})
-        conv.zero_grad(set_to_none=True)
-        results.append((out.detach(), grads))
-    (out, grads), (expected, expected_grads) = results
-    assert_same(out, expected, "out")
-    assert grads.keys() == expected_grads.keys()
-    for key, grad in expected_grads.items():
-        # PyG leaves None where an empty graph cuts the graph of gradients; zero is the same gradient.
-        actual = grads[key]
-        if grad is None or actual is None:
-            assert all(g is None or not g.any() for g in (grad, actual)), key
-        else:
-            assert_same(actual, grad, key)
 
 
 def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
@@ -168,7 +70,7 @@ def test_every_form_of_edge_index(name, form, loops, dtype):
     else:
         convs = build(name, F_SRC, CHANNELS, heads=HEADS, add_self_loops=loops, dtype=dtype)
     x, edge_index = torch.randn(NUM_NODES, F_SRC, dtype=dtype), FORMS[form]()
-    assert_parity(name, convs, x, edge_index)
+    assert_parity(convs, x, edge_index)
     if name != "AGNNConv":
         assert_weights_parity(convs, x, edge_index)
 
@@ -214,7 +116,7 @@ def test_every_option(name, option, edge_dim, as_graph):
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
     args = (torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
     edges = Graph.of(EDGES, NUM_NODES) if as_graph else EDGES
-    assert_parity(name, convs, x, edges, *args)
+    assert_parity(convs, x, edges, *args)
     assert_weights_parity(convs, x, edges, *args)
 
 
@@ -222,7 +124,7 @@ def test_every_option(name, option, edge_dim, as_graph):
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 def test_agnn_options(flow, requires_grad):
     convs = build("AGNNConv", requires_grad, flow=flow)
-    assert_parity("AGNNConv", convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+    assert_parity(convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
 
 
 @pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
@@ -246,7 +148,7 @@ def test_bipartite(name, flow, loops, edge_dim, as_graph):
         # Of TransformerConv x is a pair of source and target in either flow.
         sizes = (num_src, 5) if name == "TransformerConv" or flow == "source_to_target" else (5, num_src)
         edges = Graph.of(edges, *sizes, flow=flow)
-    assert_parity(name, convs, x, edges, *args)
+    assert_parity(convs, x, edges, *args)
     assert_weights_parity(convs, x, edges, *args)
 
 
@@ -263,7 +165,7 @@ def test_bipartite_sparse(name, form):
     else:
         edge_index = adjacency(edges, form, 5, 3)
     x = torch.randn(5, F_SRC, dtype=torch.float64), torch.randn(3, F_DST, dtype=torch.float64)
-    assert_parity(name, convs, x, edge_index)
+    assert_parity(convs, x, edge_index)
     assert_weights_parity(convs, x, edge_index)
 
 
@@ -273,28 +175,28 @@ def test_gat_without_target_features(loops):
     x = torch.randn(5, F_SRC, dtype=torch.float64)
     flipped = BIPARTITE.flip(0)
     for num_dst in (3, 5):
-        assert_parity("GATConv", convs, (x, None), flipped, None, (5, num_dst))
+        assert_parity(convs, (x, None), flipped, None, (5, num_dst))
         assert_weights_parity(convs, (x, None), flipped, size=(5, num_dst))
-    assert_parity("GATConv", convs, (x, None), flipped)
-    assert_parity("GATConv", convs, (x, None), adjacency(simple(flipped, 5, 3), "csr", 5, 3))
+    assert_parity(convs, (x, None), flipped)
+    assert_parity(convs, (x, None), adjacency(simple(flipped, 5, 3), "csr", 5, 3))
 
 
 def test_gat_with_size():
     convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM)
     edge_attr = torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
-    assert_parity("GATConv", convs, x, EDGES, edge_attr, (NUM_NODES, NUM_NODES))
+    assert_parity(convs, x, EDGES, edge_attr, (NUM_NODES, NUM_NODES))
 
 
 def test_gat_shared_transformation_of_a_pair():
     convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS)
     x = torch.randn(3, F_SRC, dtype=torch.float64), torch.randn(5, F_SRC, dtype=torch.float64)
-    assert_parity("GATConv", convs, x, BIPARTITE)
+    assert_parity(convs, x, BIPARTITE)
 
 
 def test_gat_pair_of_transformations_on_one_node_set():
     convs = build("GATConv", (F_SRC, F_SRC), CHANNELS, heads=HEADS)
-    assert_parity("GATConv", convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
+    assert_parity(convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
 
 
 @pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
@@ -326,7 +228,7 @@ def test_fill_value_of_self_loops(name, fill, form):
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
     # Distinct values: among ties PyG and we share one scatter, but a test of ties belongs there.
     edge_attr = torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64)
-    assert_parity(name, convs, x, FORMS[form](), edge_attr)
+    assert_parity(convs, x, FORMS[form](), edge_attr)
     assert_weights_parity(convs, x, FORMS[form](), edge_attr)
 
 
@@ -334,7 +236,7 @@ def test_fill_value_of_self_loops(name, fill, form):
 def test_edge_weights_of_one_dimension(name):
     convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=1)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
-    assert_parity(name, convs, x, EDGES, torch.randn(EDGES.size(1), dtype=torch.float64))
+    assert_parity(convs, x, EDGES, torch.randn(EDGES.size(1), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
@@ -348,10 +250,10 @@ def test_edge_features_of_a_sparse_adjacency(name, explicit, layout):
     features = torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
     if explicit:
-        assert_parity(name, convs, x, adjacency(edges, layout), features)
+        assert_parity(convs, x, adjacency(edges, layout), features)
         assert_weights_parity(convs, x, adjacency(edges, layout), features)
     else:
-        assert_parity(name, convs, x, adjacency(edges, layout, values=features))
+        assert_parity(convs, x, adjacency(edges, layout, values=features))
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -361,7 +263,7 @@ def test_edge_features_of_a_sparse_tensor(name):
     edges = simple(EDGES)
     features = torch.randn(edges.size(1), EDGE_DIM, dtype=torch.float64)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
-    assert_parity(name, convs, x, sparse_tensor(edges, value=features))
+    assert_parity(convs, x, sparse_tensor(edges, value=features))
     assert_weights_parity(convs, x, sparse_tensor(edges, value=features))
 
 
@@ -376,7 +278,7 @@ def test_a_sparse_tensor_with_edge_dim_and_self_loops_is_refused(name, value):
 def test_values_of_one_dimension_are_no_edge_features():
     convs = build("GATConv", F_SRC, CHANNELS, heads=HEADS, edge_dim=1)
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
-    assert_parity("GATConv", convs, x, adjacency(simple(EDGES), "coo", values=torch.rand(simple(EDGES).size(1))))
+    assert_parity(convs, x, adjacency(simple(EDGES), "coo", values=torch.rand(simple(EDGES).size(1))))
 
 
 @pytest.mark.parametrize("value", [None, False])
@@ -428,7 +330,7 @@ def test_dropout(name):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_dropping_everything(name, dtype):
     convs = build(name, F_SRC, CHANNELS, heads=HEADS, dropout=1.0, dtype=dtype)
-    assert_parity(name, convs, torch.randn(NUM_NODES, F_SRC, dtype=dtype), EDGES)
+    assert_parity(convs, torch.randn(NUM_NODES, F_SRC, dtype=dtype), EDGES)
 
 
 def test_frozen_parameters_and_constant_inputs():
@@ -442,7 +344,7 @@ def test_frozen_parameters_and_constant_inputs():
 def test_no_nodes(name):
     convs = build(name, *((F_SRC, CHANNELS) if name != "AGNNConv" else ()))
     x = torch.randn(0, F_SRC, dtype=torch.float64)
-    assert_parity(name, convs, x, torch.empty(2, 0, dtype=torch.long))
+    assert_parity(convs, x, torch.empty(2, 0, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", DROP_INS)
