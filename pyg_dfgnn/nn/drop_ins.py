@@ -15,6 +15,15 @@ A drop-in has two methods: `_standing_reasons()` returns why every call will be 
 """
 
 
+def upstream_of(kind: type) -> type:
+    """Return PyG's class that a drop-in stands for; any other class itself."""
+    if kind not in DROP_INS:
+        for upstream, drop_in in DROP_INS.items():
+            if drop_in is kind:
+                return upstream
+    return kind
+
+
 @dataclass(frozen=True)
 class Description:
     """What a layer, or each layer of a model, would do with a call; `str()` is made for reading.

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn import aggr
+from torch_geometric.nn.aggr import MultiAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback, scripted_twin
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -25,6 +26,14 @@ HOOKS = tuple(
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("_pre", "")
 )
+_STATISTICS = {
+    aggr.SumAggregation: "sum",
+    aggr.MeanAggregation: "mean",
+    aggr.MaxAggregation: "max",
+    aggr.MinAggregation: "min",
+    aggr.VarAggregation: "var",
+    aggr.StdAggregation: "std",
+}
 _methods = attrgetter(*METHODS)
 _hooks = itemgetter(*HOOKS)
 _overrides: dict[type, tuple[str, ...]] = {}
@@ -90,6 +99,24 @@ def _own_propagation(conv_type: type[MessagePassing]) -> list[str]:
     return names
 
 
+def is_multiple(aggr_module: Any) -> bool:
+    """Return whether an aggregation module combines several."""
+    return type(aggr_module) not in _STATISTICS and upstream_of(type(aggr_module)) is MultiAggregation
+
+
+def statistics_of(aggr_module: Any) -> tuple[str, ...]:
+    """Return the statistics that one of PyG's aggregation modules computes; empty where a kernel has none of them."""
+    modules = aggr_module.aggrs if is_multiple(aggr_module) else (aggr_module,)
+    names = []
+    for module in modules:
+        kind = type(module)
+        name = _STATISTICS.get(kind if kind in _STATISTICS else upstream_of(kind))
+        if name is None or getattr(getattr(module, "var_aggr", module), "semi_grad", False):
+            return ()
+        names.append(name)
+    return tuple(names)
+
+
 def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     """Return what the state of a conv, and of torch around it, has against the fused forward.
 
@@ -112,8 +139,9 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
         reasons.append(f"'{', '.join(replaced)}' is overridden")
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
-    if type(own["_modules"]["aggr_module"]) is not SumAggregation:
-        reasons.append(f"aggr is {conv.aggr!r}, only the sum is fused")
+    statistics, fused = statistics_of(own["_modules"]["aggr_module"]), conv._fused_statistics
+    if not statistics or not fused.issuperset(statistics):
+        reasons.append(f"aggr is {conv.aggr!r}, fused is {', '.join(sorted(fused))}")
     if own["node_dim"] != conv._node_dim:
         reasons.append(f"node_dim is {own['node_dim']}")
     if not compiling:
@@ -169,6 +197,8 @@ class FusedConv(MessagePassing):
     """The functions of PyG's class that the fused path stands for."""
     _node_dim = 0
     """The node dimension that PyG's forward assumes."""
+    _fused_statistics = frozenset({"sum"})
+    """What the messages may be aggregated to, of the names that :func:`statistics_of` returns."""
     _problem_type: Callable[..., Any]
     """Makes the problem of the family of kernels from what `_question` returns, then the dtype, the device, whether
     there are edge features and whether dropout is active."""
@@ -351,18 +381,19 @@ class FusedConv(MessagePassing):
             return torch.get_autocast_dtype(kind)
         return dtype
 
-    def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fall_back(self, call: edges.Call, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
         """Report the reasons of a call and return what PyG's forward makes of it.
 
         Args:
             call: A call with reasons.
             x: The features, as the user passed them.
             args: The arguments of the forward after `edge_index`.
-            kwargs: Likewise.
+            before: Those between `x` and `edge_index`.
+            kwargs: Further ones.
         """
         report_fallback(type(self).__name__, call.reasons)
         edge_index = edges.rows_of(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
-        return super().forward(x, edge_index, *args, **kwargs)
+        return super().forward(x, *before, edge_index, *args, **kwargs)
 
     def _edges(
         self, call: edges.Call, fill_value: float | Tensor | str | None = None, edge_dim: int | None = None

@@ -6,7 +6,7 @@ r"""Aggregation over the edges of a graph: every statistic that is asked for in 
 All functions run on CPU tensors and in float64 through the reference implementation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, CusparsePlan, SegmentProblem, specs_of
 from pyg_dfgnn.dispatch.traversal import side_of
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import finished
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
 from pyg_dfgnn.ops.traversal import TraversalLaunch
@@ -173,8 +173,7 @@ def aggregate(
     moments = not {"var", "std"}.isdisjoint(names)
     if moments and target_scale is not None:
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
-    wanted = {part for name in names for part in _PARTS[name]}
-    parts = tuple(part for part in STATS if part in wanted)
+    parts = parts_of(names)
     scale = target_scale
     # Next to a sum, means are made of that.
     divides = not {"mean", "var", "std"}.isdisjoint(names) and "sum" not in names
@@ -191,6 +190,12 @@ def aggregate(
         means = {part: total * inverse if part in SUMS else total for part, total in sums.items()}
     outputs = [_statistic(name, sums if name == "sum" else means).to(x.dtype) for name in names]
     return outputs[0] if isinstance(stats, str) else torch.stack(outputs, dim=1)
+
+
+def parts_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return what kernels compute for some of ``STATISTICS``: names of ``STATS``, in their order."""
+    wanted = {part for name in names for part in _PARTS[name]}
+    return tuple(part for part in STATS if part in wanted)
 
 
 def _statistic(name: str, by_part: Mapping[str, Tensor]) -> Tensor:
@@ -222,12 +227,34 @@ def _run(op: Op, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Map
 
 def inverse_degree(graph: Edges) -> Tensor:
     """Return ``1 / max(degree, 1)`` of each target, float32 [N_dst]; a graph keeps it."""
-    if isinstance(graph, Graph):
+    return _of_degrees(graph, "inverse_degree", "targets", lambda degree: degree.clamp(min=1).reciprocal())
 
-        def build() -> Tensor:
-            return finished(graph.csr.rowptr.diff().clamp(min=1).float().reciprocal())
 
-        return graph.derived("inverse_degree", build)
-    target = graph.edge_index[0 if graph.transposed else 1]
-    degree = torch.zeros(graph.num_dst, device=target.device).index_add(0, target, torch.ones_like(target).float())
-    return degree.clamp(min=1).reciprocal()
+def inverse_root_degree(graph: Edges, domain: str = "targets") -> Tensor:
+    """Return ``degree ** -0.5``, or 0 without edges, of each "targets" or "sources" node, float32; a graph keeps it."""
+    return _of_degrees(
+        graph, "inverse_root_degree", domain, lambda degree: degree.pow(-0.5).masked_fill(degree == 0, 0.0)
+    )
+
+
+def _of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function of the degrees of a domain; a graph whose edges stay keeps it."""
+    if not isinstance(graph, Graph):
+        return function(_counted_degrees(graph, domain))
+
+    def build() -> Tensor:
+        side = graph.csr if domain == "targets" else graph.csc
+        return function(side.rowptr.diff().float())
+
+    return build() if graph.is_static else graph.derived((name, domain), lambda: finished(build()))
+
+
+def _counted_degrees(edges: EdgeSet, domain: str) -> Tensor:
+    """Return the degrees of a domain, float32, where torch.compile traces."""
+    rows, size = (edges.edge_index, edges.num_dst) if domain == "targets" else (edges.edge_index.flip(0), edges.num_src)
+    ends = rows[0 if edges.transposed else 1]
+    counts = (rows[0] != rows[1]).float() if edges.self_loops else torch.ones_like(ends, dtype=torch.float32)
+    degrees = torch.zeros(size, device=ends.device).index_add(0, ends, counts)
+    if edges.self_loops:
+        degrees = degrees + (torch.arange(size, device=ends.device) < min(edges.num_src, edges.num_dst))
+    return degrees

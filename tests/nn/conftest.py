@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.nn import fallback, gate
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from tests.nn.convs import FEATURES, NUM_NODES
 
@@ -12,7 +13,8 @@ from tests.nn.convs import FEATURES, NUM_NODES
 def fused_on_cpu(monkeypatch):
     """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
     monkeypatch.setattr(gate, "fused_device_types", {"cpu", "cuda"})
-    monkeypatch.setattr(AttentionConv, "_reasons_against", staticmethod(lambda problem: ()))
+    for family in (AggregationConv, AttentionConv):
+        monkeypatch.setattr(family, "_reasons_against", staticmethod(lambda problem: ()))
 
 
 @pytest.fixture

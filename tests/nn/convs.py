@@ -1,19 +1,56 @@
-"""The four convs on one small graph, and what the gate has against a call."""
+"""Convs of ours and of PyG with the arguments that they need, a small graph, and what the gate has against a call."""
+
+import copy
 
 import torch
+import torch_geometric.nn as pyg
+from torch.nn import Linear, ReLU, Sequential
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 
-NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv"]
+NORMALIZED = ["GCNConv", "GCN2Conv", "SGConv", "TAGConv", "APPNP", "ChebConv", "LGConv"]
+PAIRS = ["GraphConv", "SAGEConv", "GINConv", "GINEConv", "ResGatedGraphConv"]
+AGGREGATION = [*NORMALIZED, *PAIRS]
+"""The convs without attention: on a normalised adjacency, and those that take a pair of node sets."""
+LOOPED = ["GATConv", "GATv2Conv", "AGNNConv", "GCNConv", "GCN2Conv", "SGConv", "APPNP"]
+"""The convs that replace self-loops."""
+NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv", "GCNConv", "SAGEConv"]
+"""The convs of attention and two without it."""
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7], [1, 0, 2, 1, 3, 2, 4, 3, 5, 4, 6, 5, 7, 6]])
 NUM_NODES, FEATURES = 8, 3
 
 
+def arguments(name, in_channels=FEATURES, out_channels=4):
+    """What the constructor of a conv needs."""
+    if name in ("AGNNConv", "LGConv"):
+        return ()
+    if name in ("GINConv", "GINEConv"):
+        return (Sequential(Linear(in_channels, 8), ReLU(), Linear(8, out_channels)),)
+    own = {"GCN2Conv": (in_channels, 0.3), "APPNP": (3, 0.2), "ChebConv": (in_channels, out_channels, 4)}
+    return own.get(name, (in_channels, out_channels))
+
+
 def make(name, library=ours, in_channels=FEATURES, out_channels=4, **kwargs):
     """A conv of ours or of another library."""
-    conv_type = getattr(library, name)
-    return conv_type(**kwargs) if name == "AGNNConv" else conv_type(in_channels, out_channels, **kwargs)
+    return getattr(library, name)(*arguments(name, in_channels, out_channels), **kwargs)
+
+
+def both(name, *args, dtype=torch.float64, **kwargs):
+    """The conv of ours and of PyG with the same parameters."""
+    args = args or arguments(name)
+    convs = [getattr(library, name)(*copy.deepcopy(args), **kwargs).to(dtype) for library in (ours, pyg)]
+    for parameter in convs[0].parameters():
+        parameter.data.normal_(std=0.5)
+    convs[1].load_state_dict(convs[0].state_dict())
+    return convs
+
+
+def rest_of(name, x, num_edges, width=None):
+    """The arguments that a call needs before and after the edges."""
+    before = (torch.randn_like(x),) if name == "GCN2Conv" else ()
+    after = (x.new_empty(num_edges, width or x.size(-1)).normal_(),) if name == "GINEConv" else ()
+    return before, after
 
 
 def reasons_of(conv, *args, **kwargs):

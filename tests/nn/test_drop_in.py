@@ -281,9 +281,9 @@ class Scripted(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["TransformerConv", "AGNNConv"])
+@pytest.mark.parametrize("name", ["TransformerConv", "AGNNConv", "GCNConv", "SAGEConv"])
 def test_script_takes_pygs_class(name, x, caplog, forget_logged):
-    """The two convs that TorchScript takes upstream."""
+    """Convs that TorchScript takes upstream."""
     model = Scripted(make(name))
     expected = model(x, EDGES)
     scripted = torch.jit.script(model)

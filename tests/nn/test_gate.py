@@ -283,7 +283,7 @@ def test_module_hooks_stay_fused(x):
 
 @pytest.mark.usefixtures("fused_on_cpu")
 def test_reasons_of_the_module(x):
-    assert reasons_of(make("GATConv", aggr="mean"), x, EDGES) == ["aggr is 'mean', only the sum is fused"]
+    assert reasons_of(make("GATConv", aggr="mean"), x, EDGES) == ["aggr is 'mean', fused is sum"]
     assert reasons_of(make("GATv2Conv", aggr="sum"), x, EDGES) == []
     assert reasons_of(make("TransformerConv", aggr=["add", "max"]), x, EDGES)[0].startswith("aggr is")
     assert reasons_of(make("AGNNConv", node_dim=0), x, EDGES) == ["node_dim is 0"]

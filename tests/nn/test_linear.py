@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch_geometric.nn import MLP, dense
-from torch_geometric.nn import GCNConv as PyGConv
+from torch_geometric.nn import SSGConv as PyGConv
 
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
@@ -217,7 +217,7 @@ def test_lazy_hooks_and_copies(launched):
 def test_accelerate(launched):
     """Layers of a model, those in convs too, and nothing else."""
     model = torch.nn.ModuleDict(
-        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12), "torch": torch.nn.Linear(8, 4)}
+        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12, 0.1), "torch": torch.nn.Linear(8, 4)}
     )
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
     with torch.no_grad():

@@ -14,7 +14,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph.derived import in_units
 from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
-from tests.nn.convs import EDGES, NAMES, NUM_NODES, make, reasons_of
+from tests.nn.convs import EDGES, LOOPED, NAMES, NUM_NODES, make, reasons_of
 
 
 class Special(pyg.GATConv):
@@ -30,13 +30,13 @@ class Model(torch.nn.Module):
         self.first = pyg.GATConv(4, 4, heads=2)
         self.mean = pyg.TransformerConv(8, 4, aggr="mean")
         self.norm = pyg.BatchNorm(4)
-        self.gcn = pyg.GCNConv(4, 4, cached=True)
+        self.ssg = pyg.SSGConv(4, 4, 0.1, cached=True)
         self.wide = pyg.GATv2Conv(4, 600).double()
         self.idle = pyg.AGNNConv()
 
     def forward(self, x, edge_index):
         x = self.norm(self.mean(self.first(self.lin(x), edge_index), edge_index))
-        return self.wide(self.gcn(x, edge_index).double(), edge_index)
+        return self.wide(self.ssg(x, edge_index).double(), edge_index)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
@@ -45,7 +45,7 @@ def test_accelerate(x):
         {
             "nested": torch.nn.ModuleList([torch.nn.Sequential(pyg.GATConv(3, 4)), pyg.AGNNConv()]),
             "model": pyg.GAT(3, 4, num_layers=2, v2=True),
-            "other": pyg.GCNConv(3, 4),
+            "other": pyg.SSGConv(3, 4, 0.1),
             "special": Special(3, 4),
         }
     ).eval()
@@ -55,7 +55,7 @@ def test_accelerate(x):
         assert pyg_dfgnn.accelerate(model) is model
     assert type(model["nested"][0][0]) is ours.GATConv and type(model["nested"][1]) is ours.AGNNConv
     assert all(type(conv) is ours.GATv2Conv for conv in model["model"].convs)
-    assert type(model["other"]) is pyg.GCNConv and type(model["special"]) is Special
+    assert type(model["other"]) is pyg.SSGConv and type(model["special"]) is Special
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     actual = model["nested"][0][0](x, EDGES), model["model"](x, EDGES)
     torch.testing.assert_close(actual, expected)
@@ -88,7 +88,7 @@ def test_describe_plan(name, x):
     conv = make(name)
     description = pyg_dfgnn.describe_plan(conv, x, EDGES)
     assert description.fused and description.reasons == () and description.plan is not None
-    loops = 0 if name == "TransformerConv" else NUM_NODES
+    loops = NUM_NODES if name in LOOPED else 0
     text = str(description)
     assert f"{EDGES.size(1) + loops} edges" in text and str(conv) in text and "schedule" in text
     sides = 2 * 4 * (NUM_NODES + 1 + 2 * (EDGES.size(1) + loops))
@@ -99,15 +99,15 @@ def test_describe_plan(name, x):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_describe_plan_under_autocast(name, x):
-    """Autocast is at work in linear layers, of which AGNNConv has none."""
+    """Autocast is at work in linear layers, which AGNNConv has none of and SAGEConv has after its sums."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         problem = pyg_dfgnn.describe_plan(make(name), x, EDGES).problem
-    assert problem.dtype == (torch.float32 if name == "AGNNConv" else torch.bfloat16)
+    assert problem.dtype == (torch.float32 if name in ("AGNNConv", "SAGEConv") else torch.bfloat16)
 
 
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
-    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.GCNConv(3, 4), x, EDGES))
+    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.SSGConv(3, 4, 0.1), x, EDGES))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 
@@ -119,12 +119,12 @@ def test_describe_plan_of_a_model(x):
     with emulated_device():
         description = pyg_dfgnn.describe_plan(model, x, EDGES)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(rng, torch.get_rng_state()) and model.gcn._cached_edge_index is None
+    assert torch.equal(rng, torch.get_rng_state()) and model.ssg._cached_h is None
     layers = description.layers
-    assert list(layers) == ["lin", "first", "mean", "gcn", "gcn.lin", "wide", "idle"] and not description.fused
+    assert list(layers) == ["lin", "first", "mean", "ssg", "ssg.lin", "wide", "idle"] and not description.fused
     assert layers["first"].fused and layers["first"].plan is not None
-    assert layers["mean"].reasons == ("aggr is 'mean', only the sum is fused",)
-    assert layers["gcn"].reasons == ("GCNConv has no drop-in",)
+    assert layers["mean"].reasons == ("aggr is 'mean', fused is sum",)
+    assert layers["ssg"].reasons == ("SSGConv has no drop-in",)
     wide = " ".join(layers["wide"].reasons)
     assert len(layers["wide"].reasons) == 2 and "float64" in wide and "600 channels" in wide
     assert layers["idle"].reasons == ("this forward does not call the layer",)
@@ -167,20 +167,20 @@ def test_report():
     with pyg_dfgnn.settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     rows = {row.name: row for row in pyg_dfgnn.report(model)}
-    assert list(rows) == ["lin", "first", "mean", "gcn", "gcn.lin", "wide", "idle", "special", "special.lin"]
-    assert [name for name, row in rows.items() if not row.drop_in] == ["gcn", "special"]
-    assert rows["gcn"].why == "GCNConv has no drop-in" and "GATConv" in rows["special"].why
+    assert list(rows) == ["lin", "first", "mean", "ssg", "ssg.lin", "wide", "idle", "special", "special.lin"]
+    assert [name for name, row in rows.items() if not row.drop_in] == ["ssg", "special"]
+    assert rows["ssg"].why == "SSGConv has no drop-in" and "GATConv" in rows["special"].why
     assert "aggr is 'mean'" in rows["mean"].why and "float64" in rows["wide"].why and "600" in rows["wide"].why
     with emulated_device():
-        assert {row.name for row in pyg_dfgnn.report(model) if row.why} == {"mean", "gcn", "wide", "special"}
+        assert {row.name for row in pyg_dfgnn.report(model) if row.why} == {"mean", "ssg", "wide", "special"}
     lines = str(pyg_dfgnn.report(model)).splitlines()
     assert lines[0].split() == ["module", "class", "state", "why"] and len(lines) == 1 + len(rows)
-    assert lines[4].split()[:3] == ["gcn", "GCNConv", "left"]
+    assert lines[4].split()[:3] == ["ssg", "SSGConv", "left"]
 
 
 PROGRAM = """
 import torch, torch_geometric.nn as pyg, pyg_dfgnn
-model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.GCNConv(3, 4), pyg.Linear(3, 3)])
+model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.SSGConv(3, 4, 0.1), pyg.Linear(3, 3)])
 {setup}
 pyg_dfgnn.accelerate(model)
 for conv in model[:2]:
@@ -205,5 +205,5 @@ def test_what_a_script_prints(setup, lines):
     shown = [line for line in done.stderr.splitlines() if "pyg_dfgnn" in line]
     assert len(shown) == lines and not done.stdout
     if lines:
-        assert "2 GATConv, 2 Linear" in shown[0] and "left: 1 GCNConv" in shown[0]
+        assert "2 GATConv, 2 Linear" in shown[0] and "left: 1 SSGConv" in shown[0]
         assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]

@@ -3,17 +3,38 @@
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.nn.conv.agnn_conv import AGNNConv
+from pyg_dfgnn.nn.conv.appnp import APPNP
+from pyg_dfgnn.nn.conv.cheb_conv import ChebConv
 from pyg_dfgnn.nn.conv.gat_conv import GATConv
 from pyg_dfgnn.nn.conv.gatv2_conv import GATv2Conv
+from pyg_dfgnn.nn.conv.gcn2_conv import GCN2Conv
+from pyg_dfgnn.nn.conv.gcn_conv import GCNConv
+from pyg_dfgnn.nn.conv.gin_conv import GINConv, GINEConv
+from pyg_dfgnn.nn.conv.graph_conv import GraphConv
+from pyg_dfgnn.nn.conv.lg_conv import LGConv
+from pyg_dfgnn.nn.conv.res_gated_graph_conv import ResGatedGraphConv
+from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
+from pyg_dfgnn.nn.conv.sg_conv import SGConv
+from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
 from pyg_dfgnn.nn.drop_ins import DROP_INS
 
-DROP_INS.update(
-    {
-        upstream.AGNNConv: AGNNConv,
-        upstream.GATConv: GATConv,
-        upstream.GATv2Conv: GATv2Conv,
-        upstream.TransformerConv: TransformerConv,
-    }
-)
-__all__ = ["AGNNConv", "GATConv", "GATv2Conv", "TransformerConv"]
+__all__ = [
+    "AGNNConv",
+    "APPNP",
+    "ChebConv",
+    "GATConv",
+    "GATv2Conv",
+    "GCN2Conv",
+    "GCNConv",
+    "GINConv",
+    "GINEConv",
+    "GraphConv",
+    "LGConv",
+    "ResGatedGraphConv",
+    "SAGEConv",
+    "SGConv",
+    "TAGConv",
+    "TransformerConv",
+]
+DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__})

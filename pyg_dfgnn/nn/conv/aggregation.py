@@ -1,0 +1,219 @@
+"""What the convs that aggregate messages share: the question to the gate, what travels along the edges, the op."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import SparseTensor
+
+from pyg_dfgnn.dispatch.core import explain
+from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, unsupported_reasons
+from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
+from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
+
+
+class Sent(NamedTuple):
+    """What a call sends along the edges besides features.
+
+    Attributes:
+        graph: The edges.
+        weight: A factor of each message, [E]; None for 1.
+        scale: A factor of each message at either end of its edge, float32 [N], that no gradient is asked of.
+        dtype: Dtype that PyG's weights would have; None without.
+    """
+
+    graph: Graph | EdgeSet
+    weight: Tensor | None = None
+    scale: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+
+def _problem(
+    message: str,
+    names: tuple[str, ...],
+    channels: int,
+    scaled: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    *_: bool,
+) -> SegmentProblem:
+    """Return what dispatch is asked of one launch; the op cuts wider features and divides sums that are averaged."""
+    is_target_scaled = scaled or ("sum" not in names and not {"mean", "var", "std"}.isdisjoint(names))
+    channels = min(channels, MAX_CHANNELS)
+    return SegmentProblem(message, parts_of(names), channels, dtype, device, scaled, is_target_scaled)
+
+
+def is_matrix(form: str) -> bool:
+    """Return whether edges of a form are a sparse adjacency, whose values may weigh messages."""
+    return form in ("torch.sparse", "SparseTensor")
+
+
+def values_of(adjacency: Any) -> Tensor | None:
+    """Return the values of a sparse adjacency, in the order of its edges; None of a `SparseTensor` without."""
+    if isinstance(adjacency, SparseTensor):
+        values: Tensor | None = adjacency.coo()[2]
+        return values
+    return adjacency._values() if adjacency.layout == torch.sparse_coo else adjacency.values()  # type: ignore[no-any-return]
+
+
+class AggregationConv(FusedConv):
+    """A drop-in conv whose messages need no softmax: what it aggregates, in one gather, is all its statistics."""
+
+    _problem_type = staticmethod(_problem)
+    _reasons_against = staticmethod(unsupported_reasons)
+    _node_dim = -2
+    _fused_statistics = frozenset(STATISTICS)
+    _message = "copy"
+    """Message without a factor per edge, of those of :func:`pyg_dfgnn.ops.segment.aggregate`."""
+    _is_projected = False
+    """Whether a linear layer comes before the aggregation."""
+    _channels: str | None = None
+    """Attribute with the width of what is aggregated; None for that of `x`."""
+
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
+        message = "weight" if edge is not None and self._message == "copy" else self._message
+        # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
+        channels = len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
+        if self._channels is not None:
+            channels = getattr(self, self._channels)
+        return message, statistics_of(self.aggr_module), channels, False
+
+    def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
+        return explain(FAMILY, problem, graph, torch.is_grad_enabled())
+
+    def _ask(
+        self,
+        x: Any,
+        edge_index: Any,
+        edge: Tensor | None = None,
+        *,
+        size: Any = None,
+        self_loops: bool = False,
+        weighted: bool = True,
+        by_role: bool = False,
+        reasons: tuple[str, ...] = (),
+    ) -> edges.Call:
+        """Ask the gate about a call.
+
+        Args:
+            x: Features of the nodes, or a pair whose first sends.
+            edge_index: Any form that PyG takes, or a `Graph`.
+            edge: Factors [E] or features [E, F] of the edges.
+            size: Declared numbers of nodes.
+            self_loops: Whether the edges have one self-loop per node in place of their own.
+            weighted: Whether values of a sparse adjacency weigh messages.
+            by_role: Whether the first of a pair belongs to the row of the sources, which is row 1 in the other flow;
+                if not, to row 0, as PyG's `propagate` has it for pairs.
+            reasons: What the conv has against the fused forward.
+
+        Returns:
+            The call, with its reasons; `edge_attr` holds what the messages read of the edges.
+        """
+        against = list(reasons)
+        nodes = (x, x) if isinstance(x, Tensor) else tuple(x) if isinstance(x, (tuple, list)) else (None, None)
+        source = nodes[0]
+        if by_role and self.flow != "source_to_target":
+            nodes = nodes[::-1]
+        if source is None:
+            against.append("x is missing on the side that sends")
+        form = edges.form_of(edge_index)
+        if is_matrix(form):
+            if edge is not None:
+                against.append("edge weights or features beside a sparse adjacency")
+            elif weighted:
+                edge = values_of(edge_index)
+            if edge is not None and (edge.dim() > 1 or edge.requires_grad or edge_index.requires_grad is True):
+                against.append("a sparse adjacency with gradients or edge features")
+        if edge is not None and isinstance(source, Tensor):
+            is_wide = edge.dtype is torch.float64 and source.dtype is not torch.float64
+            if is_wide or not edge.is_floating_point():
+                against.append(f"edge weights or features in {edge.dtype}")
+        question = self._question(source, edge)
+        if question[0] == "weight":
+            if edge is not None and edge.numel() == 1 != edges.num_edges(edge_index):
+                against.append("the edge weight is to be broadcast")
+            if self_loops and torch.compiler.is_compiling():
+                against.append("edge weights and self-loops while compiling")
+        call = self._gate(
+            question, nodes, edge_index, size=size, self_loops=self_loops, one_way=not by_role, reasons=against
+        )
+        return call if edge is None else call._replace(edge_attr=edge)
+
+    def _reads_values(self, edge_index: Any) -> bool:
+        """Return whether values of a sparse adjacency weigh messages where PyG's conv takes no edge weights."""
+        return edges.form_of(edge_index) == "torch.sparse" and self.fuse
+
+    def _plain(self, call: edges.Call) -> Tensor:
+        """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
+        edge_index: Any = call.edge_index
+        if call.form == "Graph":
+            return edges.rows_of(edge_index, self.flow)
+        # PyG's scatter takes int64 only.
+        plain: Tensor = edge_index.as_tensor() if call.form == "EdgeIndex" else edge_index
+        return plain.long()
+
+    def _storage_dtype(self, x: Tensor) -> torch.dtype:
+        return super()._storage_dtype(x) if self._is_projected else x.dtype
+
+    def _edges(self, call: edges.Call, *_: Any) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
+        # The messages read the edges as they are: nothing is made of their features for the loops.
+        return super()._edges(call._replace(edge_attr=None))
+
+    def _sent(self, call: edges.Call) -> Sent:
+        """Return what a call without reasons sends, where nothing is normalised.
+
+        Raises:
+            ValueError: There are other numbers of weights and edges.
+        """
+        graph, _, _ = self._edges(call)
+        if call.edge_attr is None:
+            return Sent(graph)
+        weight = self._weight(call)
+        return Sent(graph, weight, dtype=weight.dtype)
+
+    def _weight(self, call: edges.Call) -> Tensor:
+        """Return the factors of a call's messages, [E]."""
+        assert call.edge_attr is not None
+        weight = call.edge_attr.reshape(-1)
+        count = edges.num_edges(call.edge_index)
+        check_shape("edge_weight", weight, (count,), f"[E={count}]")
+        return weight
+
+    def _aggregate(self, sent: Sent, x: Tensor, message: str | None = None, **vectors: Tensor) -> Tensor:
+        """Return what the conv's aggregation module makes of all messages.
+
+        Args:
+            sent: What travels along the edges.
+            x: Features of the sources, [N_src, F].
+            message: Name of the message; None for what `sent` holds.
+            vectors: Further inputs of :func:`pyg_dfgnn.ops.segment.aggregate`.
+
+        Returns:
+            Shape [N_dst, F], wider where several statistics are concatenated.
+        """
+        module = self._modules["aggr_module"]
+        names = statistics_of(module)
+        several = is_multiple(module)
+        if sent.weight is not None:
+            message, vectors["edge"] = "weight", sent.weight
+        out = aggregate(
+            sent.graph,
+            x,
+            names if several else names[0],
+            message=message or "copy",
+            source_scale=sent.scale,
+            target_scale=sent.scale,
+            **vectors,
+        )
+        if sent.dtype is not None:
+            out = settle(out, torch.promote_types(x.dtype, sent.dtype), False)
+        return module.combine(list(out.unbind(1))) if several else out  # type: ignore[union-attr, operator]
+
+    def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if call.form == "Graph" and "size" in kwargs and not isinstance(x, Tensor):
+            # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
+            kwargs["size"] = edges.declared_sizes(call.edge_index, "Graph", self.flow)
+        return super()._fall_back(call, x, *args, **kwargs)

@@ -1,0 +1,112 @@
+"""Drop-in for PyG's ChebConv on the fused aggregation."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptTensor
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.adjacency import expand
+from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
+from pyg_dfgnn.nn.gate import methods_of, statistics_of
+from pyg_dfgnn.ops.segment import inverse_root_degree
+
+
+class ChebConv(AggregationConv, conv.ChebConv):
+    """PyG's `ChebConv` with fused kernels: same arguments, parameters, results and gradients.
+
+    `x' = sum_k T_k W_k` with `T_0 = x`, `T_1 = L x`, `T_k = 2 L T_(k-1) - T_(k-2)` and the scaled Laplacian `L`
+
+    Without edge weights the symmetric Laplacian of a graph without self-loops is `1 - 2 / lambda_max` times the
+    identity plus factors of nodes, so that no weight of an edge is made.
+
+    Source: Defferrard et al., "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering", 2016.
+    """
+
+    propagate_type = {"x": Tensor, "norm": Tensor}
+    _upstream_methods = methods_of(conv.ChebConv)
+
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
+        message, names, channels, _ = super()._question(x, edge)
+        by_node = self._is_by_node(edge)
+        return message if by_node else "weight", names, channels, by_node
+
+    def _is_by_node(self, edge: Tensor | None) -> bool:
+        """Return whether factors of nodes will do on a graph without self-loops, so that no weights are made."""
+        return edge is None and self.normalization == "sym" and statistics_of(self.aggr_module) == ("sum",)
+
+    def _call(
+        self,
+        x: Tensor,
+        edge_index: Adj | Graph,
+        edge_weight: OptTensor = None,
+        batch: OptTensor = None,
+        lambda_max: Any = None,
+    ) -> edges.Call:
+        reasons = []
+        if is_matrix(edges.form_of(edge_index)):
+            reasons.append("a sparse adjacency")
+        if torch.compiler.is_compiling():
+            reasons.append("the Laplacian while compiling")
+        return self._ask((x, x), edge_index, edge_weight, self_loops=True, reasons=tuple(reasons))
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | Graph,
+        edge_weight: OptTensor = None,
+        batch: OptTensor = None,
+        lambda_max: Any = None,
+    ) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ChebConv.forward`."""
+        call = self._call(x, edge_index, edge_weight, batch, lambda_max)
+        if call.reasons:
+            out: Tensor = self._fall_back(call, x, edge_weight, batch, lambda_max)
+            return out
+        multiply = self._laplacian(call, x, batch, lambda_max)
+        first, *others = self.lins
+        out, before, last = first(x), x, x
+        for place, lin in enumerate(others):
+            term = multiply(last)
+            term = term if place == 0 else 2.0 * term - before
+            out, before, last = out + lin(term), last, term
+        return out if self.bias is None else out + self.bias
+
+    def _laplacian(self, call: edges.Call, x: Tensor, batch: OptTensor, lambda_max: Any) -> Callable[[Tensor], Tensor]:
+        """Return the product with the scaled Laplacian of a call without reasons."""
+        graph, _, _ = self._edges(call._replace(self_loops=False))
+        assert isinstance(graph, Graph)
+        # Without edge weights the largest entry, which PyG takes for half of lambda_max, is 1.
+        largest = 2.0 if lambda_max is None else lambda_max
+        is_number = isinstance(largest, (int, float)) and largest != 0
+        if self._is_by_node(call.edge_attr) and is_number and not _has_loops(graph):
+            # PyG's degrees are those of row 0.
+            domain = "sources" if self.flow == "source_to_target" else "targets"
+            factor = 2.0 / largest
+            sent = Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype)
+            rest = factor - 1.0
+
+            def multiply(features: Tensor) -> Tensor:
+                product = self._aggregate(sent, features) * -factor
+                return product + rest * features if rest else product
+
+            return multiply
+        weight = None if call.edge_attr is None else self._weight(call)
+        edge_index, options = self._plain(call), (self.normalization, lambda_max)
+        _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)
+        graph, _, _ = self._edges(call)
+        return partial(self._aggregate, Sent(graph, norm, dtype=norm.dtype))
+
+
+def _has_loops(graph: Graph) -> bool:
+    """Return whether a graph has self-loops; it keeps the answer."""
+
+    def build() -> bool:
+        return bool((expand(graph.csr.rowptr, graph.num_edges) == graph.csr.col).any())
+
+    return graph.derived("has_loops", build)

@@ -1,0 +1,88 @@
+"""Drop-ins for PyG's GINConv and GINEConv on the fused aggregation."""
+
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv
+from pyg_dfgnn.nn.edges import Call, adjacency_features, num_edges
+from pyg_dfgnn.nn.gate import methods_of
+
+
+class GINConv(AggregationConv, conv.GINConv):
+    """PyG's `GINConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    `x'_i = nn((1 + eps) x_i + aggr_j x_j)`
+
+    Source: Xu et al., "How Powerful are Graph Neural Networks?", 2019.
+    """
+
+    propagate_type = {"x": OptPairTensor}
+    _upstream_methods = methods_of(conv.GINConv)
+
+    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Call:
+        return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+
+    def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINConv.forward`."""
+        call = self._call(x, edge_index, size)
+        if call.reasons:
+            out: Tensor = self._fall_back(call, x, size=size)
+            return out
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        out = self._aggregate(self._sent(call), x_src)
+        out = out if x_dst is None else out + (1 + self.eps) * x_dst
+        return self.nn(out)
+
+
+class GINEConv(AggregationConv, conv.GINEConv):
+    """PyG's `GINEConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    `x'_i = nn((1 + eps) x_i + aggr_j relu(x_j + W e_ij))`
+
+    Source: Hu et al., "Strategies for Pre-training Graph Neural Networks", 2020.
+    """
+
+    propagate_type = {"x": OptPairTensor, "edge_attr": OptTensor}
+    _upstream_methods = methods_of(conv.GINEConv)
+    _message = "relu_add"
+
+    def _call(
+        self,
+        x: Tensor | OptPairTensor,
+        edge_index: Adj | Graph,
+        edge_attr: OptTensor = None,
+        size: Size = None,
+    ) -> Call:
+        features = adjacency_features(edge_index)
+        attr = features if edge_attr is None else edge_attr
+        reasons: tuple[str, ...] = ()
+        source = x if isinstance(x, Tensor) else x[0]
+        if attr is None or attr.dim() != 2 or attr.size(0) != num_edges(edge_index):
+            attr, reasons = None, ("edge_attr is no matrix with a row per edge",)
+        elif self.lin is None and isinstance(source, Tensor) and source.size(-1) != attr.size(-1):
+            attr, reasons = None, ("edge_attr has another width than x",)
+        elif edge_attr is None:
+            reasons = ("edge features in a sparse adjacency",)
+        return self._ask(x, edge_index, attr, size=size, weighted=False, reasons=reasons)
+
+    def forward(
+        self,
+        x: Tensor | OptPairTensor,
+        edge_index: Adj | Graph,
+        edge_attr: OptTensor = None,
+        size: Size = None,
+    ) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINEConv.forward`."""
+        call = self._call(x, edge_index, edge_attr, size)
+        if call.reasons:
+            out: Tensor = self._fall_back(call, x, edge_attr, size=size)
+            return out
+        edge: Any = call.edge_attr if self.lin is None else self.lin(call.edge_attr)
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, self._message, edge=edge)
+        out = out if x_dst is None else out + (1 + self.eps) * x_dst
+        return self.nn(out)

@@ -1,0 +1,131 @@
+"""What the convs on a normalised adjacency share: the factors of their messages."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.typing import Adj
+
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
+from pyg_dfgnn.nn.gate import statistics_of
+from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
+
+_SCALED = {"sum", "mean"}
+
+
+class NormalizedConv(AggregationConv):
+    r"""A conv on `\hat{D}^{-1/2} \hat{A} \hat{D}^{-1/2}`, with or without self-loops in `\hat{A}`.
+
+    Without edge weights both factors belong to nodes and are kept with the graph; no weight of an edge is made.
+    """
+
+    normalize = True
+    """What instances without the argument do."""
+    add_self_loops = False
+    improved = False
+    cached = False
+    _drops = False
+    """Whether weights of edges are dropped in this call."""
+    _cached_edge_index: tuple[Tensor, Tensor] | None
+    _keeps_edges = False
+    """Whether `cached` is about the normalised edges."""
+
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
+        message, names, channels, _ = super()._question(x, edge)
+        by_node = self.normalize and self._is_by_node(edge)
+        return "weight" if self.normalize and not by_node else message, names, channels, by_node
+
+    def _is_by_node(self, edge: Tensor | None) -> bool:
+        """Return whether factors of nodes will do for a normalisation, so that no weights are made."""
+        return edge is None and not self._drops and _SCALED.issuperset(statistics_of(self.aggr_module))
+
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> edges.Call:
+        return self._ask_normalized(x, edge_index, edge_weight)
+
+    def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> edges.Call:
+        """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
+        against, loops = list(reasons), self.normalize and self.add_self_loops
+        form = edges.form_of(edge_index)
+        if not isinstance(x, Tensor):
+            against.append("x is no tensor")
+            x = None
+        is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
+        if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
+            against.append("self-loops added to the values of a sparse adjacency")
+        if self.normalize and self._keeps_edges and self.cached:
+            kept: Any = self._cached_edge_index
+            if torch.compiler.is_compiling():
+                against.append("cached=True while compiling")
+            if is_matrix(form) or (kept is not None and is_matrix(edges.form_of(kept[0]))):
+                against.append("cached=True with a sparse adjacency")
+        return self._ask((x, x), edge_index, edge_weight, self_loops=loops, reasons=tuple(against))
+
+    def _normalized(self, call: edges.Call, x: Tensor) -> Sent:
+        """Return what a call without reasons sends.
+
+        Args:
+            call: The call.
+            x: The features as the user passed them.
+
+        Raises:
+            ValueError: There are other numbers of weights and edges.
+        """
+        if not self.normalize:
+            return self._sent(call)
+        by_node = self._is_by_node(call.edge_attr)
+        if self._keeps_edges and self.cached:
+            return self._from_cache(call, x, by_node)
+        graph, _, _ = self._edges(call)
+        if by_node:
+            return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
+        weight = self._normalized_weight(call, graph, x)
+        return Sent(graph, weight, dtype=weight.dtype)
+
+    def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
+        """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
+        ends = graph.edge_index
+        if call.edge_attr is None:
+            weight = x.new_ones(ends.size(1))
+        else:
+            weight = self._weight(call)
+            if graph is not call.edge_index and graph.self_loops:
+                weight = self._with_loops(call, cast(Graph, graph), weight)
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        degree = aggregate(graph, wide.new_ones(graph.num_src, 1), message="weight", edge=wide).view(-1)
+        root = degree.pow(-0.5)
+        root = root.masked_fill(root == torch.inf, 0.0)
+        return (root.index_select(0, ends[0]) * wide * root.index_select(0, ends[1])).to(weight.dtype)
+
+    def _with_loops(self, call: edges.Call, graph: Graph, weight: Tensor) -> Tensor:
+        """Return the weights in the order of a graph with replaced self-loops, which keep the weights they had."""
+        kept = graph.kept
+        assert kept is not None
+
+        def build() -> tuple[Tensor, Tensor]:
+            is_loop = torch.ones(weight.size(0), dtype=torch.bool, device=weight.device).index_fill(0, kept, False)
+            places = is_loop.nonzero().view(-1)
+            return places, self._plain(call)[0].index_select(0, places)
+
+        places, nodes = graph.derived("own_loops", build)
+        loops = weight.new_full((min(graph.num_src, graph.num_dst),), 2.0 if self.improved else 1.0)
+        loops = loops.index_put((nodes,), weight.index_select(0, places))
+        return torch.cat([weight.index_select(0, kept), loops])
+
+    def _from_cache(self, call: edges.Call, x: Tensor, by_node: bool) -> Sent:
+        """Return what the edges of the first call send, which stay until `reset_parameters`, as in PyG."""
+        is_first = self._cached_edge_index is None
+        if is_first:
+            users = None if call.edge_attr is None else self._weight(call)
+            options = x.size(0), self.improved, self.add_self_loops, self.flow, x.dtype
+            self._cached_edge_index = gcn_norm(self._plain(call), users, *options)
+        edge_index, weight = cast(tuple[Tensor, Tensor], self._cached_edge_index)
+        graph = Graph.of(edge_index, x.size(0), flow=self.flow)
+        key = "unit_weights", id(weight)
+        if is_first and call.edge_attr is None:
+            graph.derived(key, lambda: weight)
+        if by_node and graph.peek(key) is weight:
+            return Sent(graph, scale=inverse_root_degree(graph), dtype=weight.dtype)
+        return Sent(graph, weight, dtype=weight.dtype)

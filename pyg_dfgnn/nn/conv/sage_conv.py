@@ -1,0 +1,44 @@
+"""Drop-in for PyG's SAGEConv on the fused aggregation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptPairTensor, Size
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv
+from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.gate import methods_of
+
+
+class SAGEConv(AggregationConv, conv.SAGEConv):
+    """PyG's `SAGEConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    `x'_i = W_1 x_i + W_2 aggr_j x_j`, several aggregations of one gather.
+
+    Source: Hamilton et al., "Inductive Representation Learning on Large Graphs", 2017.
+    """
+
+    propagate_type = {"x": OptPairTensor}
+    _upstream_methods = methods_of(conv.SAGEConv)
+
+    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Call:
+        return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+
+    def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.SAGEConv.forward`."""
+        call = self._call(x, edge_index, size)
+        if call.reasons:
+            out: Tensor = self._fall_back(call, x, size=size)
+            return out
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        if self.project:
+            x_src = self.lin(x_src).relu()
+        out = self.lin_l(self._aggregate(self._sent(call), x_src))
+        if self.root_weight and x_dst is not None:
+            out = out + self.lin_r(x_dst)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+
+    def _storage_dtype(self, x: Tensor) -> torch.dtype:
+        return super()._storage_dtype(x) if self.project else x.dtype

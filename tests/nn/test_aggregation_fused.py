@@ -1,0 +1,387 @@
+"""The convs that aggregate without attention on emulated kernels, against PyG's in float64, and all that is around."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import HeteroConv
+from torch_geometric.nn.aggr import StdAggregation
+
+import pyg_dfgnn
+import pyg_dfgnn.nn as ours
+from pyg_dfgnn import Graph
+from pyg_dfgnn.graph import StaticGraph
+from pyg_dfgnn.reference.tolerances import relative_error, tolerance
+from pyg_dfgnn.reference.zoo import edges, hub, random
+from tests.emu.loader import compiler
+from tests.kernels.emulated import emulated_device
+from tests.kernels.test_static_emulated import batch_of
+from tests.nn.convs import (
+    AGGREGATION,
+    EDGES,
+    FEATURES,
+    LOOPED,
+    NUM_NODES,
+    PAIRS,
+    arguments,
+    both,
+    make,
+    reasons_of,
+    rest_of,
+)
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+
+WEIGHTED = ["GCNConv", "GCN2Conv", "SGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "GraphConv"]
+WIDTH = 8
+GRAPHS = {
+    # Isolated nodes, duplicates, own self-loops; a hub; one node; no edge.
+    "repeated": edges("repeated", [(0, 1), (0, 1), (1, 0), (2, 2), (2, 3), (4, 1), (0, 3), (6, 6)], 7),
+    "hub": hub(70),
+    "random": random(33, 33, 140),
+    "one_node": edges("one_node", [(0, 0)], 1),
+    "no_edges": edges("no_edges", [], 5),
+}
+CASES = [
+    *((name, {}) for name in AGGREGATION),
+    ("GCNConv", {"cached": True}),
+    ("GCNConv", {"aggr": "mean"}),
+    ("GCNConv", {"aggr": "max"}),
+    ("GCNConv", {"flow": "target_to_source"}),
+    ("ChebConv", {"normalization": "rw"}),
+    ("GraphConv", {"aggr": "mean"}),
+    ("GraphConv", {"aggr": "max"}),
+    ("SAGEConv", {"aggr": "max"}),
+    ("SAGEConv", {"aggr": ["mean", "max", "std"]}),
+    ("SAGEConv", {"project": True}),
+    ("GINEConv", {"edge_dim": WIDTH}),
+    ("GINEConv", {"aggr": "max"}),
+    ("ResGatedGraphConv", {"aggr": "mean"}),
+]
+
+
+def call(conv, x, before, edge_index, after):
+    """The output and all gradients."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *before, *after)]
+    count = 1 + len(before)
+    out = conv(*leaves[:count], edge_index, *leaves[count:])
+    torch.manual_seed(1)
+    grad = torch.randn(out.shape)
+    named = {f"grad of input {place}": leaf for place, leaf in enumerate(leaves)}
+    named |= {f"grad of {name}": parameter for name, parameter in conv.named_parameters()}
+    grads = torch.autograd.grad(out, list(named.values()), grad.to(out.dtype), allow_unused=True)
+    results = {"out": out.detach(), **dict(zip(named, grads, strict=True))}
+    return {name: value for name, value in results.items() if value is not None}
+
+
+def assert_close(actual, expected, dtype=torch.float32):
+    """No tensor is further from float64 than the bound, measured by the largest of all gradients."""
+    for name, want in expected.items():
+        direction = "forward" if name == "out" else "backward"
+        difference = (actual[name].double() - want).norm().item() if name in actual else want.norm().item()
+        size = max(t.norm().item() for n, t in expected.items() if (n == "out") == (name == "out"))
+        assert difference <= tolerance(dtype, direction, "segment").relative * (size or 1.0), (name, difference, size)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name,options", CASES, ids=str)
+def test_outputs_and_gradients(name, options, graph, weighted):
+    if weighted and (name not in WEIGHTED or options.get("cached")):
+        pytest.skip("takes no edge weights, or would keep their gradients")
+    case = GRAPHS[graph]
+    conv, other = both(name, *arguments_of(name), dtype=torch.float32, **options)
+    x = torch.randn(case.num_src, WIDTH)
+    before, after = rest_of(name, x, case.num_edges)
+    after = (torch.rand(case.num_edges) + 0.5,) if weighted else after
+    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+        actual = [call(conv, x, before, case.edge_index, after) for _ in range(2)]
+    if case.num_edges or name in LOOPED or name == "ChebConv":
+        assert {"segment_forward", "segment_backward_sources"} <= set(launched)
+    wide = [tuple(tensor.double() for tensor in tensors) for tensors in (before, after)]
+    expected = call(other.double(), x.double(), wide[0], case.edge_index, wide[1])
+    for results in actual:
+        assert_close(results, expected)
+
+
+def arguments_of(name):
+    return arguments(name, WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_sixteen_bits(name, dtype):
+    case = GRAPHS["random"]
+    conv, other = both(name, *arguments_of(name), dtype=dtype)
+    x = torch.randn(case.num_src, WIDTH).to(dtype)
+    before, after = rest_of(name, x, case.num_edges)
+    with emulated_device() as launched:
+        out = conv(x, *before, case.edge_index, *after)
+    assert launched and out.dtype == dtype
+    wide = [tuple(tensor.double() for tensor in tensors) for tensors in (before, after)]
+    expected = other.double()(x.double(), *wide[0], case.edge_index, *wide[1])
+    # Each layer or hop rounds to 16 bits, too.
+    assert relative_error(out, expected) < 3 * tolerance(dtype, "forward", "segment").relative
+
+
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_nothing_is_built_again(name, monkeypatch):
+    """A second call makes no graph, sorts nothing and derives nothing; an edit of the edges is noticed."""
+    conv, other = both(name, dtype=torch.float32)
+    x, edge_index = torch.randn(NUM_NODES, FEATURES), EDGES.clone()
+    before, after = rest_of(name, x, EDGES.size(1))
+    with emulated_device():
+        call(conv, x, before, edge_index, after)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "sort", None)
+            patch.setattr(torch.Tensor, "diff", None)
+            patch.setattr(Graph, "__init__", None)
+            call(conv, x, before, edge_index, after)
+        edge_index[:, 0] = edge_index[:, 5]
+        torch.testing.assert_close(
+            conv(x, *before, edge_index, *after), other(x, *before, edge_index, *after), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_no_weight_of_an_edge_is_made_without_edge_weights(name, monkeypatch):
+    monkeypatch.setattr("pyg_dfgnn.nn.conv.normalized.gcn_norm", None)
+    monkeypatch.setattr(ours.ChebConv, "__norm__", None)
+    x = torch.randn(NUM_NODES, FEATURES)
+    before, after = rest_of(name, x, EDGES.size(1))
+    with emulated_device() as launched:
+        make(name)(x, *before, EDGES, *after)
+    assert launched
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "LGConv", "SAGEConv"])
+def test_batches_in_one_static_graph(name):
+    """What belongs to degrees follows the batch that is in the graph."""
+    batches = [batch_of(sizes, seed) for seed, sizes in enumerate(([17, 1, 40], [20, 30], [9]))]
+    nodes, edge_index = 80, torch.full((2, 1200), 79)
+    static = StaticGraph(batches[0][1], edge_index, nodes, 5)
+    static.register()
+    conv, other = both(name, dtype=torch.float32)
+    x = torch.randn(nodes, FEATURES)
+    for batch, source in batches:
+        static.put(source)
+        with emulated_device() as launched:
+            out = conv(x, edge_index)
+        assert launched and Graph.resolve(edge_index, nodes, nodes, False, False) is static
+        count = batch.num_nodes
+        torch.testing.assert_close(out[:count], other(x[:count], batch.edge_index), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_compile(name, weighted):
+    """Fused, but for weights of edges with self-loops and for the Laplacian, which take PyG's path."""
+    if weighted and name not in WEIGHTED:
+        pytest.skip("takes no edge weights")
+    conv = make(name)
+    x = torch.randn(NUM_NODES, FEATURES)
+    before, after = rest_of(name, x, EDGES.size(1))
+    after = (torch.rand(EDGES.size(1)) + 0.5,) if weighted else after
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    expected = call(conv, x, before, EDGES, after)
+    with emulated_device() as launched:
+        actual = call(compiled, x, before, EDGES, after)
+    assert bool(launched) is not (name == "ChebConv" or (weighted and name in LOOPED))
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            actual[key.replace("grad of ", "grad of _orig_mod.") if key not in actual else key],
+            value,
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("aggr", ["mean", ["sum", "max"]])
+def test_compile_of_several_statistics(aggr):
+    conv, x = make("SAGEConv", aggr=aggr), torch.randn(NUM_NODES, FEATURES)
+    with emulated_device() as launched:
+        out = torch.compile(conv, backend="aot_eager", fullgraph=True)(x, EDGES)
+    assert launched
+    torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
+
+
+# The class and the gate ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_same_class_surface(name):
+    convs = []
+    for library in (ours, pyg):
+        torch.manual_seed(5)
+        convs.append(make(name, library))
+    mine, theirs = convs
+    assert isinstance(mine, getattr(pyg, name)) and type(mine).__name__ == name and repr(mine) == repr(theirs)
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+    assert all(map(torch.equal, mine.state_dict().values(), theirs.state_dict().values()))
+    for conv in convs:
+        torch.manual_seed(6)
+        conv.reset_parameters()
+    assert all(map(torch.equal, mine.state_dict().values(), theirs.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_copies_and_accelerate(name):
+    conv = make(name, pyg)
+    x = torch.randn(NUM_NODES, FEATURES)
+    before, after = rest_of(name, x, EDGES.size(1))
+    expected = conv(x, *before, EDGES, *after)
+    assert pyg_dfgnn.accelerate(conv) is conv and type(conv) is getattr(ours, name)
+    buffer = io.BytesIO()
+    torch.save(conv, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (conv, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv)), loaded):
+        with emulated_device() as launched:
+            out = other(x, *before, EDGES, *after)
+        assert launched and type(other) is type(conv)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    with emulated_device():
+        assert [row.why for row in pyg_dfgnn.report(conv)] == [""]
+
+
+@pytest.mark.parametrize("first", ["ours", "pyg"])
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_hooks_and_explainers_take_pygs_path(name, first):
+    for library in (ours, pyg) if first == "ours" else (pyg, ours):
+        conv = make(name, library)
+        conv = pyg_dfgnn.accelerate(conv)
+    x = torch.randn(NUM_NODES, FEATURES)
+    before, after = rest_of(name, x, EDGES.size(1))
+    calls = []
+    handle = conv.register_message_forward_hook(lambda *_: calls.append(1))
+    with emulated_device() as launched:
+        out = conv(x, *before, EDGES, *after)
+    assert calls and not launched
+    handle.remove()
+    torch.testing.assert_close(out, conv(x, *before, EDGES, *after))
+    if before:
+        return
+    explainer = Explainer(
+        conv,
+        GNNExplainer(epochs=2),
+        explanation_type="model",
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    names = ("edge_attr",) if after else ()
+    with emulated_device():
+        mask = explainer(x, EDGES, **dict(zip(names, after, strict=True))).edge_mask
+    assert mask.shape == (EDGES.size(1),) and mask.max() > mask.min()
+
+
+def test_reasons_of_the_module():
+    x = torch.randn(NUM_NODES, FEATURES)
+
+    def reasons(conv, *args, **kwargs):
+        with emulated_device():
+            return reasons_of(conv, *args, **kwargs)
+
+    lstm = make("SAGEConv", aggr="lstm")
+    assert len(reasons(lstm, x, EDGES)) == 1 and reasons(lstm, x, EDGES)[0].startswith("aggr is 'lstm', fused is max")
+    assert reasons(make("SAGEConv", aggr=["mean", "median"]), x, EDGES)[0].startswith("aggr is ['mean', 'median']")
+    assert reasons(make("SAGEConv", aggr=StdAggregation(semi_grad=True)), x, EDGES)
+    assert reasons(make("ResGatedGraphConv", aggr="max"), x, EDGES)[0] == "aggr is 'max', fused is mean, sum"
+    assert reasons(make("ResGatedGraphConv", act=torch.nn.Tanh()), x, EDGES) == ["act is Tanh(), fused is the sigmoid"]
+    edge_attr = torch.randn(EDGES.size(1), 2)
+    assert reasons(make("ResGatedGraphConv", edge_dim=2), x, EDGES, edge_attr) == ["edge features"]
+    assert reasons(make("GINEConv"), x, EDGES, edge_attr) == ["edge_attr has another width than x"]
+    assert reasons(make("GINEConv"), x, EDGES) == ["edge_attr is no matrix with a row per edge"]
+    for name in ("GCNConv", "LGConv"):
+        assert reasons(make(name), x, EDGES, torch.rand(1)) == ["the edge weight is to be broadcast"]
+        assert "float64" in reasons(make(name).double(), x.double(), EDGES)[0]
+        for dtype in (torch.float64, torch.int64):
+            weight = torch.ones(EDGES.size(1), dtype=dtype)
+            assert reasons(make(name), x, EDGES, weight) == [f"edge weights or features in {dtype}"]
+    assert reasons(make("GCNConv", node_dim=0), x, EDGES) == ["node_dim is 0"]
+    assert "x is no tensor" in reasons(make("GCNConv"), (x, x), EDGES)
+    assert reasons(make("APPNP", dropout=0.5, normalize=False), x, EDGES) == ["dropout without edge weights"]
+    assert reasons(make("APPNP", dropout=0.5), x, EDGES) == []
+    wide = torch.randn(NUM_NODES, 700)
+    assert reasons(make("LGConv"), wide, EDGES) == []
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pygs_errors_stay(name):
+    x = torch.randn(NUM_NODES, FEATURES)
+    for library in (ours, pyg):
+        with emulated_device(), pytest.raises(Exception):  # noqa: B017, PT011
+            make(name, library)((None, x), EDGES, *rest_of(name, x, EDGES.size(1))[1])
+    for library in (ours, pyg):
+        with pytest.raises(ValueError, match="tuple of node features"):
+            make("GCNConv", library)((x, x), EDGES)
+
+
+def test_wrong_edge_weights_are_named():
+    x = torch.randn(NUM_NODES, FEATURES)
+    with emulated_device():
+        for name in WEIGHTED:
+            before, _ = rest_of(name, x, 0)
+            with pytest.raises(ValueError, match=r"'edge_weight' needs shape \[E=14\] \(got \[13\]\)"):
+                make(name)(x, *before, EDGES, torch.rand(13))
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_gradients_of_edge_weights_alone(name):
+    conv, other = both(name, dtype=torch.float32)
+    x, weight = torch.randn(NUM_NODES, FEATURES), torch.rand(EDGES.size(1)) + 0.5
+    before, _ = rest_of(name, x, 0)
+    grads = []
+    for layer in (conv.requires_grad_(False), other.requires_grad_(False)):
+        leaf = weight.clone().requires_grad_()
+        with emulated_device():
+            layer(x, *before, EDGES, leaf).sin().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_in_which_the_other_side_has_no_features():
+    """Also on PyG's path, which cannot tell from the edges how many nodes that side has."""
+    x, graph = torch.randn(NUM_NODES, FEATURES), Graph.of(EDGES, NUM_NODES, NUM_NODES + 2)
+    for name in PAIRS[:4]:
+        conv, _ = both(name, dtype=torch.float32)
+        _, after = rest_of(name, x, EDGES.size(1))
+        plain = conv((x, None), graph, *after)
+        with emulated_device() as launched:
+            torch.testing.assert_close(conv((x, None), graph, *after), plain, rtol=1e-4, atol=1e-5)
+        assert launched and len(plain) == NUM_NODES + 2
+
+
+def test_hetero_conv():
+    x = {"paper": torch.randn(6, 3), "author": torch.randn(4, 5)}
+    edge_index = {
+        ("paper", "cites", "paper"): torch.tensor([[0, 1, 2, 5], [3, 3, 0, 1]]),
+        ("author", "writes", "paper"): torch.tensor([[0, 1, 3, 3], [0, 1, 2, 5]]),
+        ("paper", "rev_writes", "author"): torch.tensor([[0, 1, 2, 5], [0, 1, 3, 3]]),
+    }
+    results = []
+    for library in (ours, pyg):
+        torch.manual_seed(4)
+        convs = {
+            ("paper", "cites", "paper"): library.GCNConv(-1, 4),
+            ("author", "writes", "paper"): library.SAGEConv((-1, -1), 4),
+            ("paper", "rev_writes", "author"): library.GraphConv((-1, -1), 4, aggr="max"),
+        }
+        torch.manual_seed(5)
+        with emulated_device() as launched:
+            results.append(HeteroConv(convs)(x, edge_index))
+        assert bool(launched) is (library is ours)
+    for key, expected in results[1].items():
+        torch.testing.assert_close(results[0][key], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(NUM_NODES, FEATURES, requires_grad=True)
+    with emulated_device():
+        (grad,) = torch.autograd.grad(make("GCNConv")(x, EDGES).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            grad.square().sum().backward()
