@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from pyg_dfgnn.nn import GATConv
+from pyg_dfgnn.nn import DROP_INS, GATConv
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
 from pyg_dfgnn.statements import scores
@@ -121,6 +121,10 @@ def test_choices_are_all_there():
     rows = rows_of("docs/training.md")
     for group in ("model", "data", "backend", "optimizer", "scheduler", "trainer"):
         assert set(rows[group]) == {path.stem for path in (configs_dir() / group).glob("*.yaml")}
+
+
+def test_layers_are_all_there():
+    assert all(f"`{drop_in.__name__}`" in README for drop_in in DROP_INS.values())
 
 
 def test_settings_are_all_there():
