@@ -1,0 +1,31 @@
+"""Graphs of reductions whose index is a view, as the rows of an `edge_index` are."""
+
+from torch import Tensor
+
+from pyg_dfgnn.graph.derived import version_of
+from pyg_dfgnn.graph.graph import Graph, _cache
+
+
+def graph_of_index(index: Tensor, num_groups: int) -> Graph:
+    """The graph of :meth:`Graph.of_index`; that of a view is cached for as long as the tensor that it views.
+
+    PyG's convs reduce by ``edge_index[1]``, which is a new tensor in every call.
+
+    Args:
+        index: Group of each position, int64 or int32 [E], in any order.
+        num_groups: Number of groups.
+
+    Raises:
+        TypeError: `index` is no integer tensor.
+        ValueError: It has another shape, or a group out of range.
+    """
+    base = index._base
+    if base is None or index.dim() != 1:
+        return Graph.of_index(index, num_groups)
+    key = (id(base), index.dtype, index.storage_offset(), index.size(0), index.stride(0), num_groups)
+    anchors, versions = (base,), (version_of(base),)
+    graph = _cache.get(key, anchors, versions)
+    if graph is None:
+        graph = Graph.of_index(index, num_groups)
+        _cache.put(key, anchors, versions, graph)
+    return graph.on_this_stream()

@@ -1,0 +1,108 @@
+r"""What layers need of groups beyond :func:`pyg_dfgnn.ops.segment.aggregate`: sizes, a softmax, extremes of segments.
+
+The groups of rows are the graph of an index or of offsets, whose sources are the rows in their order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.adjacency import finished
+from pyg_dfgnn.ops.core import Edges
+from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.segment import aggregate
+
+
+def degree(graph: Edges) -> Tensor:
+    """Return the number of edges of each target, float32 [N_dst]; a graph whose edges stay keeps it.
+
+    Args:
+        graph: The edges; without self-loops where it is an `EdgeSet`.
+    """
+    if not isinstance(graph, Graph):
+        target = graph.edge_index[0 if graph.transposed else 1]
+        return torch.zeros(graph.num_dst, device=target.device).index_add(0, target, torch.ones_like(target).float())
+    if graph.is_static:
+        return graph.csr.rowptr.diff().float()
+    return graph.derived("degree", lambda: finished(graph.csr.rowptr.diff().float()))
+
+
+def _at_rows(graph: Graph, values: Tensor) -> Tensor:
+    """Return the values [G, F] of the group of each row, [E, F]."""
+    return values.index_select(0, graph.csc.col)
+
+
+class _Softmax(Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, x: Tensor) -> Tensor:
+        powers = (x - _at_rows(graph, aggregate(graph, x, "max"))).exp()
+        total = aggregate(graph, powers, "sum") + 1e-16
+        ctx.graph, ctx.dtype = graph, x.dtype
+        ctx.save_for_backward(powers, total)
+        return powers / _at_rows(graph, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        powers, total = ctx.saved_tensors
+        # Float32, in which the difference of two gradients keeps its digits.
+        out = powers.float() / _at_rows(ctx.graph, total)
+        inner = aggregate(ctx.graph, out * grad, "sum")
+        return None, (out * (grad - _at_rows(ctx.graph, inner))).to(ctx.dtype)
+
+
+def softmax(graph: Graph, x: Tensor) -> Tensor:
+    r"""Softmax over the rows of each group, channel by channel.
+
+    .. math:: o_e = \exp(x_e - m_g) / (\sum_{f \in g} \exp(x_f - m_g) + 10^{-16}), \quad m_g = \max_{f \in g} x_f
+
+    Two reductions and two gathers forward, one reduction and two gathers backward.
+
+    Args:
+        graph: The groups.
+        x: Shape [E, F].
+
+    Returns:
+        Shape [E, F].
+    """
+    return _Softmax.apply(graph, x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SegmentExtreme(Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, x: Tensor, stat: str) -> Tensor:
+        out = aggregate(graph, x, stat)
+        ctx.graph = graph
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, out = ctx.saved_tensors
+        ties = x == _at_rows(ctx.graph, out)
+        # Half precision would not count beyond 2048 ties.
+        count = aggregate(ctx.graph, ties.float(), "sum").clamp(min=1)
+        return None, ties * _at_rows(ctx.graph, (grad / count).to(x.dtype)), None
+
+
+def segment_extreme(graph: Graph, x: Tensor, stat: str) -> Tensor:
+    """Maxima or minima of groups whose ties share gradients evenly, those of 0 too.
+
+    So does `torch.segment_reduce`, except that it divides no negative gradient. `scatter_reduce`, which
+    :func:`~pyg_dfgnn.ops.segment.aggregate` follows, gives a part of the gradient of a 0 to its initial zeros.
+
+    Args:
+        graph: The groups.
+        x: Shape [E, F].
+        stat: "max" or "min".
+
+    Returns:
+        Shape [G, F].
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _SegmentExtreme.apply(graph, x, stat)  # type: ignore[no-any-return, no-untyped-call]
+    return aggregate(graph, x, stat)
