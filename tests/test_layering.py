@@ -26,6 +26,7 @@ ALLOWED = {
     "ops": {"dispatch", "ir", "reference", "runtime", "graph"},
     "nn": {"ops", "dispatch", "reference", "graph"},
     "capture": {"distributed", "nn", "graph"},
+    "utils": {"nn"},
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"graph"},

@@ -1,0 +1,193 @@
+"""Reductions over groups of rows for aggregations, pools and `pyg_dfgnn.utils`: the gate in front, and the fused path.
+
+A call is four arguments as PyG names them: `x`, `index` (the group of each position of `dim`) or `ptr` (offsets of
+groups of consecutive positions), and `dim`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter as pygs_scatter
+
+from pyg_dfgnn.dispatch.core import explain, fused_device_types
+from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.forms import INDEX_DTYPES
+from pyg_dfgnn.graph.groups import graph_of_index
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.ops import groups
+from pyg_dfgnn.ops.eager import is_eager, is_plain
+from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
+from pyg_dfgnn.statements.segment import EXTREMES
+
+NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATISTICS}}
+"""Statistics with kernels, by PyG's names of reductions."""
+
+
+def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
+    """Return what is asked of the kernels: wider features are cut."""
+    channels = min(x.movedim(dim, 0).shape[1:].numel(), MAX_CHANNELS)
+    return SegmentProblem("copy", parts_of(stats), channels, x.dtype, device)
+
+
+def reasons_against(
+    x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str] = ("sum",)
+) -> list[str]:
+    """Return every reason why PyG's code takes a reduction; empty when the fused kernels can.
+
+    Args:
+        x: Values, shape [..., E, ...].
+        index: Group of each position, [E].
+        ptr: Offsets of the groups, [G + 1]; read where there is no `index`.
+        dim: Dimension of `x` that is reduced.
+        stats: Statistics, by PyG's names of reductions.
+    """
+    # torch.compile and torch.func have to see operators of torch.
+    if not is_eager() or torch._C._is_tracing():
+        return ["torch traces or transforms the call"]
+    name, groups = ("index", index) if index is not None else ("ptr", ptr)
+    for argument, tensor in (("x", x), (name, groups)):
+        if not is_plain(tensor):
+            return [f"{argument} is a {type(tensor).__name__}"]
+    assert groups is not None
+    if not -x.dim() <= dim < x.dim():
+        return [f"dim is {dim} and x has {x.dim()} dimensions"]
+    reasons = [f"the reduction {stat!r} has no fused kernel" for stat in stats if stat not in NAMES]
+    if groups.dim() != 1 or groups.dtype not in INDEX_DTYPES:
+        reasons.append(f"{name} is no int64 or int32 vector ({groups.dtype}, {list(groups.shape)})")
+    elif index is not None and index.numel() != x.size(dim):
+        reasons.append(f"index has {index.numel()} elements and x {x.size(dim)} in dimension {dim}")
+    if groups.device != x.device:
+        reasons.append(f"{name} is on {groups.device} and x on {x.device}")
+    if x.device.type in fused_device_types:
+        known = [NAMES[stat] for stat in stats if stat in NAMES]
+        reasons += FAMILY.unsupported(problem_of(x, dim, known, x.device))
+    else:
+        reasons.append(NO_DEVICE)
+    return reasons
+
+
+def takes(
+    name: str, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str] = ("sum",)
+) -> bool:
+    """Return whether the kernels take a reduction; report why not, in the name of a class or function."""
+    reasons = reasons_against(x, index, ptr, dim, stats)
+    if reasons:
+        report_fallback(name, reasons)
+    return not reasons
+
+
+def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> Graph:
+    """Return the graph of a reduction, from the cache where the index or the offsets are known.
+
+    Raises:
+        IndexError: A group is outside of [0, dim_size), which PyG's `Aggregation` looks for.
+        ValueError: The offsets do not begin at 0, or descend.
+    """
+    if index is None:
+        assert ptr is not None
+        return Graph.of_ptr(ptr)
+    if dim_size is None:
+        dim_size = int(index.max()) + 1 if index.numel() > 0 else 0
+    try:
+        return graph_of_index(index, dim_size)
+    except ValueError as error:
+        raise IndexError(str(error)) from error
+
+
+def rows_of(x: Tensor, dim: int) -> Tensor:
+    """Return the values as a matrix [E, F]."""
+    rows = x.movedim(dim, 0)
+    return rows.unsqueeze(1) if rows.dim() == 1 else rows.flatten(1)
+
+
+def shaped(rows: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Return a matrix [G, F] in the shape of `x`, with G in place of E."""
+    rest = x.movedim(dim, 0).shape[1:]
+    return rows.reshape(rows.size(0), *rest).movedim(0, dim).contiguous()
+
+
+def reduce(
+    x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int, stats: Sequence[str]
+) -> list[Tensor]:
+    """Return statistics of groups, all from one gather, for arguments that nothing is against.
+
+    Args:
+        x: Values, shape [..., E, ...].
+        index: Group of each position, [E].
+        ptr: Offsets of the groups, [G + 1]; read where there is no `index`.
+        dim_size: Number of groups G; of `index` None for the largest group and one.
+        dim: Dimension of `x` that is reduced.
+        stats: Statistics, by PyG's names of reductions.
+
+    Returns:
+        One tensor [..., G, ...] per statistic.
+    """
+    graph, rows = graph_of(index, ptr, dim_size), rows_of(x, dim)
+    names = [NAMES[stat] for stat in stats]
+    # PyG takes `torch.segment_reduce` where it has offsets alone, and `scatter_reduce` elsewhere.
+    apart = {name for name in names if name in EXTREMES} if index is None else set()
+    together = [name for name in names if name not in apart]
+    outs = [aggregate(graph, rows, together[0])] if len(together) == 1 else []
+    if len(together) > 1:
+        outs = list(aggregate(graph, rows, together).unbind(1))
+    waiting = iter(outs)
+    return [
+        shaped(groups.segment_extreme(graph, rows, name) if name in apart else next(waiting), x, dim) for name in names
+    ]
+
+
+def softmax(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int) -> Tensor:
+    """Return the softmax within groups in the shape of `x`; the arguments are those of :func:`reduce`."""
+    return shaped(groups.softmax(graph_of(index, ptr, dim_size), rows_of(x, dim)), x, dim)
+
+
+def scatter(
+    src: Tensor, index: Tensor, dim: int, dim_size: int | None, reduction: str, name: str = "scatter"
+) -> Tensor:
+    """Return what PyG's `scatter` does, in the name of the function that the user has called."""
+    if reduction in ("var", "std") or not takes(name, src, index, None, dim, (reduction,)):
+        return pygs_scatter(src, index, dim, dim_size, reduction)
+    return reduce(src, index, None, dim_size, dim, (reduction,))[0]
+
+
+def describe(
+    layer: Any,
+    device: torch.device | None,
+    reasons: Sequence[str],
+    stats: Sequence[str],
+    x: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+) -> Description:
+    """Return what a reduction of a layer would run; see :func:`pyg_dfgnn.describe_plan`.
+
+    Args:
+        layer: The layer.
+        device: Where it would run, None for where `x` is.
+        reasons: What the layer itself has against the fused kernels.
+        stats: Statistics that the kernels would compute, by PyG's names of reductions.
+        x: Values; the further arguments are those of the call.
+        index: Group of each position.
+        ptr: Offsets of the groups.
+        dim_size: Number of groups.
+        dim: Dimension of `x` that is reduced.
+    """
+    if index is None and ptr is None:
+        index = torch.zeros(x.size(dim), dtype=torch.int64, device=x.device)
+    against = [*reasons, *reasons_against(x, index, ptr, dim, stats)]
+    problem = problem_of(
+        x, dim, [NAMES[stat] for stat in stats if stat in NAMES], x.device if device is None else device
+    )
+    # On a device without kernels a call is not told of other reasons, which would be no news there.
+    against = [*(reason for reason in against if reason != NO_DEVICE), *FAMILY.unsupported(problem)]
+    if against:
+        return Description(str(layer), tuple(dict.fromkeys(against)), problem)
+    graph = graph_of(index, ptr, dim_size)
+    plan = explain(FAMILY, problem, graph, torch.is_grad_enabled())
+    return Description(str(layer), (), problem, plan, f"{graph.num_edges} rows in {graph.num_dst} groups")

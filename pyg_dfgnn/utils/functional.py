@@ -1,0 +1,74 @@
+"""PyG's `scatter`, `segment` and `softmax` for users' own layers: fused on CUDA, PyG's code elsewhere."""
+
+from torch import Tensor
+from torch_geometric.utils import segment as pygs_segment
+from torch_geometric.utils import softmax as pygs_softmax
+
+from pyg_dfgnn.nn import groups
+
+
+def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum") -> Tensor:
+    """PyG's `scatter`: reduce the values of each group.
+
+    Args:
+        src: Values, shape [..., E, ...].
+        index: Group of each position of `dim`, [E], in any order.
+        dim: The dimension that is reduced.
+        dim_size: Number of groups G, None for the largest and one.
+        reduce: `"sum"`, `"mean"`, `"max"`, `"min"`; `"mul"` and `"any"` are PyG's own.
+
+    Returns:
+        Shape [..., G, ...]; 0 for an empty group.
+
+    Raises:
+        IndexError: A group is outside of [0, dim_size).
+        ValueError: As PyG's function.
+    """
+    return groups.scatter(src, index, dim, dim_size, reduce)
+
+
+def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
+    """PyG's `segment`: reduce ranges of the first dimension; ties of a maximum or minimum share gradients evenly.
+
+    Args:
+        src: Values, shape [E, ...].
+        ptr: Offsets of the ranges, [G + 1].
+        reduce: `"sum"`, `"mean"`, `"max"` or `"min"`.
+
+    Returns:
+        Shape [G, ...]; 0 for an empty range.
+
+    Raises:
+        ValueError: The offsets do not begin at 0, descend, or do not end at E.
+    """
+    if reduce not in ("sum", "mean", "max", "min") or not groups.takes("segment", src, None, ptr, 0, (reduce,)):
+        return pygs_segment(src, ptr, reduce)
+    return groups.reduce(src, None, ptr, None, 0, (reduce,))[0]
+
+
+def softmax(
+    src: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    num_nodes: int | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """PyG's `softmax`: normalise the values of each group.
+
+    Args:
+        src: Values, shape [..., E, ...].
+        index: Group of each position of `dim`, [E], in any order.
+        ptr: Offsets of groups of consecutive positions, [G + 1]; read in place of `index` where both are there.
+        num_nodes: Number of groups of `index`, None for the largest and one.
+        dim: The dimension that is normalised.
+
+    Returns:
+        The shape of `src`.
+
+    Raises:
+        IndexError: A group is outside of [0, num_nodes).
+    """
+    index = None if ptr is not None and ptr.dim() == 1 else index
+    if not groups.takes("softmax", src, index, ptr, dim, ("sum",)):
+        return pygs_softmax(src, index, ptr, num_nodes, dim)
+    return groups.softmax(src, index, ptr, num_nodes, dim)
