@@ -1,6 +1,21 @@
 """Drop-ins for layers of `torch_geometric.nn`: same names, arguments, parameters, results."""
 
 from pyg_dfgnn.nn.accelerate import accelerate, describe_plan, report
+from pyg_dfgnn.nn.aggr import (
+    DegreeScalerAggregation,
+    MaxAggregation,
+    MeanAggregation,
+    MedianAggregation,
+    MinAggregation,
+    MulAggregation,
+    MultiAggregation,
+    PowerMeanAggregation,
+    QuantileAggregation,
+    SoftmaxAggregation,
+    StdAggregation,
+    SumAggregation,
+    VarAggregation,
+)
 from pyg_dfgnn.nn.conv import (
     APPNP,
     AGNNConv,
@@ -21,12 +36,14 @@ from pyg_dfgnn.nn.conv import (
 )
 from pyg_dfgnn.nn.dense import Linear
 from pyg_dfgnn.nn.drop_ins import DROP_INS
+from pyg_dfgnn.nn.pool import global_add_pool, global_max_pool, global_mean_pool
 
 __all__ = [
     "DROP_INS",
     "AGNNConv",
     "APPNP",
     "ChebConv",
+    "DegreeScalerAggregation",
     "GATConv",
     "GATv2Conv",
     "GCN2Conv",
@@ -36,12 +53,27 @@ __all__ = [
     "GraphConv",
     "LGConv",
     "Linear",
+    "MaxAggregation",
+    "MeanAggregation",
+    "MedianAggregation",
+    "MinAggregation",
+    "MulAggregation",
+    "MultiAggregation",
+    "PowerMeanAggregation",
+    "QuantileAggregation",
     "ResGatedGraphConv",
     "SAGEConv",
     "SGConv",
+    "SoftmaxAggregation",
+    "StdAggregation",
+    "SumAggregation",
     "TAGConv",
     "TransformerConv",
+    "VarAggregation",
     "accelerate",
     "describe_plan",
+    "global_add_pool",
+    "global_max_pool",
+    "global_mean_pool",
     "report",
 ]

@@ -139,7 +139,10 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
         reasons.append(f"'{', '.join(replaced)}' is overridden")
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
-    statistics, fused = statistics_of(own["_modules"]["aggr_module"]), conv._fused_statistics
+    module, fused = own["_modules"]["aggr_module"], conv._fused_statistics
+    if conv._scaler is not None and upstream_of(type(module)) is conv._scaler:
+        module = module.aggr
+    statistics = statistics_of(module)
     if not statistics or not fused.issuperset(statistics):
         reasons.append(f"aggr is {conv.aggr!r}, fused is {', '.join(sorted(fused))}")
     if own["node_dim"] != conv._node_dim:
@@ -199,6 +202,8 @@ class FusedConv(MessagePassing):
     """The node dimension that PyG's forward assumes."""
     _fused_statistics = frozenset({"sum"})
     """What the messages may be aggregated to, of the names that :func:`statistics_of` returns."""
+    _scaler: type | None = None
+    """PyG's class of a module around the aggregation that the fused path stands for too."""
     _problem_type: Callable[..., Any]
     """Makes the problem of the family of kernels from what `_question` returns, then the dtype, the device, whether
     there are edge features and whether dropout is active."""

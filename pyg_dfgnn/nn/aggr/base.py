@@ -1,0 +1,74 @@
+"""What the drop-in aggregations share: the question whether kernels take a call, and how it is described."""
+
+from collections.abc import Iterable, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import aggr
+
+from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn.drop_ins import DROP_INS, Description
+from pyg_dfgnn.nn.fallback import scripted_twin
+
+
+class FusedAggregation(aggr.Aggregation):
+    """A drop-in aggregation: it subclasses PyG's class under the same name and adds no parameter."""
+
+    _stats: tuple[str, ...] = ("sum",)
+    """Reductions of one gather of the aggregation, by PyG's names; none where each of several makes its own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        upstream = cls.__bases__[-1]
+        if upstream.__name__ == cls.__name__:
+            cls.__signature__ = signature(upstream)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # What PyG's constructor has made of names.
+        for module in self.modules():
+            module.__class__ = DROP_INS.get(type(module), type(module))
+
+    def _inner(self) -> Iterable[nn.Module]:
+        """Return the aggregations that this one combines."""
+        return ()
+
+    def _standing_reasons(self) -> list[str]:
+        """Return what is against the fused kernels whatever the input."""
+        reasons = [f"the reduction {stat!r} has no fused kernel" for stat in self._stats if stat not in groups.NAMES]
+        inner = list(self._inner())
+        for module in inner:
+            if not isinstance(module, FusedAggregation):
+                reasons.append(f"{type(module).__name__} has no drop-in")
+            else:
+                reasons += module._standing_reasons()
+        return reasons if len(reasons) >= len(inner) else []
+
+    def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+        """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
+        return groups.describe(self, device, self._standing_reasons(), self._stats or ("sum",), *args, **kwargs)
+
+    def _takes(self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str]) -> bool:
+        """Return whether the kernels take a call; report why not."""
+        return groups.takes(type(self).__name__, x, index, ptr, dim, stats)
+
+    def reduce(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        reduce: str = "sum",
+    ) -> Tensor:
+        """PyG's `Aggregation.reduce` in one fused gather."""
+        if not self._takes(x, index, ptr, dim, (reduce,)):
+            return super().reduce(x, index, ptr, dim_size, dim, reduce)
+        return groups.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
+        upstream = type(self).__bases__[-1]
+        return scripted_twin(self, upstream) if upstream.__name__ == type(self).__name__ else self

@@ -1,0 +1,107 @@
+"""Drop-ins for PyG's basic aggregations. Sum, mean, max, min, product and power mean are PyG's on a fused `reduce`."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import aggr
+
+from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn.aggr.base import FusedAggregation
+
+
+class SumAggregation(FusedAggregation, aggr.SumAggregation):
+    """PyG's `SumAggregation`: `sum_j x_j`."""
+
+
+class MeanAggregation(FusedAggregation, aggr.MeanAggregation):
+    """PyG's `MeanAggregation`: `sum_j x_j / n`, 0 for an empty group."""
+
+    _stats = ("mean",)
+
+
+class MaxAggregation(FusedAggregation, aggr.MaxAggregation):
+    """PyG's `MaxAggregation`: `max_j x_j`, 0 for an empty group."""
+
+    _stats = ("max",)
+
+
+class MinAggregation(FusedAggregation, aggr.MinAggregation):
+    """PyG's `MinAggregation`: `min_j x_j`, 0 for an empty group."""
+
+    _stats = ("min",)
+
+
+class MulAggregation(FusedAggregation, aggr.MulAggregation):
+    """PyG's `MulAggregation`: `prod_j x_j`. No kernel multiplies, so torch does."""
+
+    _stats = ("mul",)
+
+
+class VarAggregation(FusedAggregation, aggr.VarAggregation):
+    """PyG's `VarAggregation` in one gather: `mean_j x_j^2 - (mean_j x_j)^2`; two with `semi_grad`."""
+
+    _stats = ("var",)
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+    ) -> Tensor:
+        """PyG's forward; see `torch_geometric.nn.aggr.VarAggregation.forward`."""
+        if self.semi_grad or not self._takes(x, index, ptr, dim, ("var",)):
+            return super().forward(x, index, ptr, dim_size, dim)
+        return groups.reduce(x, index, ptr, dim_size, dim, ("var",))[0]
+
+
+class StdAggregation(FusedAggregation, aggr.StdAggregation):
+    """PyG's `StdAggregation` in one gather: `sqrt(max(var, 1e-5))`, or 0 where the variance is at most 1e-5."""
+
+    _stats = ("std",)
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+    ) -> Tensor:
+        """PyG's forward; see `torch_geometric.nn.aggr.StdAggregation.forward`."""
+        if self.var_aggr.semi_grad or not self._takes(x, index, ptr, dim, ("std",)):
+            return super().forward(x, index, ptr, dim_size, dim)
+        return groups.reduce(x, index, ptr, dim_size, dim, ("std",))[0]
+
+
+class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
+    """PyG's `SoftmaxAggregation` in three gathers: `sum_j softmax_j(t x_j) x_j`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+    ) -> Tensor:
+        """PyG's forward; see `torch_geometric.nn.aggr.SoftmaxAggregation.forward`."""
+        if not self._takes(x, index, ptr, dim, ("sum",)):
+            return super().forward(x, index, ptr, dim_size, dim)
+        t = self.t
+        if self.channels != 1:
+            self.assert_two_dimensional_input(x, dim)
+            assert isinstance(t, Tensor)
+            t = t.view(-1, self.channels)
+        alpha = x if isinstance(t, (int, float)) and t == 1 else x * t
+        with torch.no_grad() if self.semi_grad else nullcontext():
+            alpha = groups.softmax(alpha, index, ptr, dim_size, dim)
+        return self.reduce(x * alpha, index, ptr, dim_size, dim, "sum")
+
+
+class PowerMeanAggregation(FusedAggregation, aggr.PowerMeanAggregation):
+    """PyG's `PowerMeanAggregation`: `(mean_j x_j^p)^(1/p)` of clamped values."""
+
+    _stats = ("mean",)
