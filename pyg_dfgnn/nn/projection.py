@@ -17,7 +17,8 @@ from pyg_dfgnn.ops.attention.projected import USED, projected_attention
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 
 _LINEAR = (dense.Linear, Linear)
-_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(*_HOOKS)
 _Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
 
 
@@ -147,7 +148,9 @@ def _is_product(layer: torch.nn.Module) -> bool:
     if type(layer) not in _LINEAR:
         return False
     attributes = layer.__dict__
-    return gemm.keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not any(_hooks(attributes))
+    # torch.compile cannot trace `itemgetter`.
+    hooks = map(attributes.__getitem__, _HOOKS) if torch.compiler.is_compiling() else _hooks(attributes)
+    return gemm.keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not any(hooks)
 
 
 def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:

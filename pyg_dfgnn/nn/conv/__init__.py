@@ -12,6 +12,7 @@ from pyg_dfgnn.nn.conv.gcn_conv import GCNConv
 from pyg_dfgnn.nn.conv.gin_conv import GINConv, GINEConv
 from pyg_dfgnn.nn.conv.graph_conv import GraphConv
 from pyg_dfgnn.nn.conv.lg_conv import LGConv
+from pyg_dfgnn.nn.conv.pna_conv import PNAConv
 from pyg_dfgnn.nn.conv.res_gated_graph_conv import ResGatedGraphConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.conv.sg_conv import SGConv
@@ -31,6 +32,7 @@ __all__ = [
     "GINEConv",
     "GraphConv",
     "LGConv",
+    "PNAConv",
     "ResGatedGraphConv",
     "SAGEConv",
     "SGConv",

@@ -1,0 +1,148 @@
+"""Drop-in for PyG's PNAConv on one gather of all statistics of all towers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn import aggr, conv
+from torch_geometric.typing import Adj, OptTensor, SparseTensor
+
+from pyg_dfgnn.dispatch.core import explain
+from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, unsupported_reasons
+from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn.aggr.scaler import factors_of
+from pyg_dfgnn.nn.edges import Call, adjacency_features
+from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
+from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.ops.groups import degree
+from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
+
+
+def _problem(
+    parts: tuple[str, ...], channels: int, dtype: torch.dtype, device: torch.device, has_edge: bool, _: bool
+) -> SegmentProblem:
+    return SegmentProblem("add" if has_edge else "copy", parts, min(channels, MAX_CHANNELS), dtype, device)
+
+
+class PNAConv(FusedConv, conv.PNAConv):
+    r"""PyG's `PNAConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
+
+    The layer in front of the aggregation is linear in both ends of an edge. With :math:`c_i = W_1 x_i` and
+    :math:`h_j = W_2 x_j + b`, the statistics of :math:`c_i + h_j + W_3 e_{ij}` are those of :math:`h_j + W_3 e_{ij}`,
+    shifted by :math:`c_i`, which variances do not see; no message is ever stored. The scalers, which multiply rows,
+    follow the first layer behind the aggregation instead of preceding it.
+
+    PyG's path shares the gradient of a maximum or minimum with an initial 0 where the message is exactly 0; this one
+    does so where :math:`h_j + W_3 e_{ij}` is.
+
+    Source: Corso et al., "Principal Neighbourhood Aggregation for Graph Nets", 2020.
+    """
+
+    propagate_type = {"x": Tensor, "edge_attr": OptTensor}
+    _upstream_methods = methods_of(conv.PNAConv)
+    _problem_type = staticmethod(_problem)
+    _reasons_against = staticmethod(unsupported_reasons)
+    _fused_statistics = frozenset(STATISTICS)
+    _scaler = aggr.DegreeScalerAggregation
+
+    def _question(self, x: Tensor | None = None) -> tuple[tuple[str, ...], int]:
+        return parts_of(statistics_of(self.aggr_module.aggr)), self.towers * self.F_in
+
+    def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
+        return explain(FAMILY, problem, graph, torch.is_grad_enabled())
+
+    def _standing_reasons(self) -> list[str]:
+        return [*self._layer_reasons(), *super()._standing_reasons()]
+
+    def _layer_reasons(self) -> list[str]:
+        """Return what the layers around the aggregation have against the fused forward."""
+        if len(self.pre_nns[0]) > 1:
+            return ["pre_layers is more than 1: messages are not linear in both ends"]
+        layers = [*(nn[0] for nn in self.pre_nns), *(nn[0] for nn in self.post_nns)]
+        if self.edge_dim is not None:
+            layers.append(self.edge_encoder)
+        return [] if all(map(is_plain_linear, layers)) else ["a layer is no plain linear layer"]
+
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Call:
+        reasons, values = self._layer_reasons(), adjacency_features(edge_index)
+        if values is None and isinstance(edge_index, SparseTensor) and edge_index.has_value():
+            reasons.append("a SparseTensor with one value per edge")
+        if (edge_attr is None and values is None) != (self.edge_dim is None):
+            reasons.append("edge_dim without edge features, or edge features without edge_dim")
+        lin_edge = None if self.edge_dim is None else self.edge_encoder
+        return self._gate(self._question(), (x, x), edge_index, edge_attr, lin_edge=lin_edge, reasons=reasons)
+
+    def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.PNAConv.forward`."""
+        call = self._call(x, edge_index, edge_attr)
+        if call.reasons:
+            out: Tensor = self._fall_back(call, x, edge_attr)
+            return out
+        graph, edge_attr, _ = self._edges(call, edge_dim=self.edge_dim)
+        rows = x.view(-1, self.towers if self.divide_input else 1, self.F_in)
+        out = self._statistics(graph, rows, edge_attr)
+        factors = torch.stack(factors_of(self.aggr_module, degree(graph)), dim=1).to(out.dtype)
+        outs = [
+            _scaled_layer(nn, rows[:, tower if self.divide_input else 0], out[:, tower], factors)
+            for tower, nn in enumerate(self.post_nns)
+        ]
+        return self.lin(torch.cat(outs, dim=1))
+
+    def _statistics(self, graph: Graph | EdgeSet, rows: Tensor, edge_attr: Tensor | None) -> Tensor:
+        """Return the statistics of the messages, [N, towers, S * F_in].
+
+        Args:
+            graph: The edges.
+            rows: Features, [N, towers or 1, F_in].
+            edge_attr: Features of the edges, [E, edge_dim].
+        """
+        weights = torch.stack([nn[0].weight for nn in self.pre_nns])
+        to_target, to_source, *to_edge = weights.split(self.F_in, dim=2)
+        bias = torch.cat([nn[0].bias for nn in self.pre_nns])
+        edge = None
+        if edge_attr is not None:
+            encoder = self.edge_encoder
+            edge = F.linear(
+                edge_attr, (to_edge[0] @ encoder.weight).flatten(0, 1), (to_edge[0] @ encoder.bias).flatten()
+            )
+        # The bias comes before the statistics, so that nodes of zeros do not send zeros.
+        names = statistics_of(self.aggr_module.aggr)
+        sent, message = _products(rows, to_source, bias), "copy" if edge is None else "add"
+        out = aggregate(graph, sent, names, message=message, edge=edge)
+        degrees = degree(graph)
+        has_edges = degrees.clamp(max=1)
+        shifts = {"sum": degrees, "var": torch.zeros_like(degrees), "std": torch.zeros_like(degrees)}
+        shift = torch.stack([shifts.get(name, has_edges) for name in names], dim=1).to(out.dtype)
+        out = torch.addcmul(out, shift.unsqueeze(2), _products(rows, to_target).to(out.dtype).unsqueeze(1))
+        return out.unflatten(2, (self.towers, self.F_in)).transpose(1, 2).flatten(2)
+
+
+def _products(rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows [N, T or 1, F] times the weight [T, F', F] of each tower, plus a bias [T * F'], side by side."""
+    if rows.size(1) == 1:
+        return F.linear(rows[:, 0], weights.flatten(0, 1), bias)
+    products = torch.einsum("ntf,tgf->ntg", rows, weights).flatten(1)
+    return products if bias is None else products + bias.to(products.dtype)
+
+
+def _scaled_layer(nn: Sequence[Any], x: Tensor, stats: Tensor, factors: Tensor) -> Tensor:
+    r"""Return what the layers behind the aggregation make of `x` and the scaled statistics of a tower.
+
+    .. math:: W [x, s_1 a, s_2 a, ...] = W_0 x + s_1 W_1 a + s_2 W_2 a + ...
+
+    Args:
+        nn: The layers, of which the first is linear.
+        x: Features, [N, F].
+        stats: Statistics :math:`a`, [N, S * F].
+        factors: What each scaler multiplies by, [N, K].
+    """
+    first, *further = nn
+    to_x, to_stats = first.weight.split([x.size(1), first.weight.size(1) - x.size(1)], dim=1)
+    by_factor = to_stats.unflatten(1, (factors.size(1), stats.size(1))).transpose(0, 1).flatten(0, 1)
+    parts = F.linear(stats, by_factor).unflatten(1, (factors.size(1), -1))
+    out = F.linear(x, to_x, first.bias) + (parts * factors.unsqueeze(2)).sum(dim=1)
+    for layer in further:
+        out = layer(out)
+    return out
