@@ -9,24 +9,17 @@ from torch import Tensor
 from torch_geometric.nn import aggr, conv
 from torch_geometric.typing import Adj, OptTensor, SparseTensor
 
-from pyg_dfgnn.dispatch.core import explain
-from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, unsupported_reasons
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.aggr.scaler import factors_of
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.groups import degree
-from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
+from pyg_dfgnn.ops.segment import aggregate
 
 
-def _problem(
-    parts: tuple[str, ...], channels: int, dtype: torch.dtype, device: torch.device, has_edge: bool, _: bool
-) -> SegmentProblem:
-    return SegmentProblem("add" if has_edge else "copy", parts, min(channels, MAX_CHANNELS), dtype, device)
-
-
-class PNAConv(FusedConv, conv.PNAConv):
+class PNAConv(AggregationConv, conv.PNAConv):
     r"""PyG's `PNAConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
 
     The layer in front of the aggregation is linear in both ends of an edge. With :math:`c_i = W_1 x_i` and
@@ -42,16 +35,13 @@ class PNAConv(FusedConv, conv.PNAConv):
 
     propagate_type = {"x": Tensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.PNAConv)
-    _problem_type = staticmethod(_problem)
-    _reasons_against = staticmethod(unsupported_reasons)
-    _fused_statistics = frozenset(STATISTICS)
     _scaler = aggr.DegreeScalerAggregation
+    _node_dim = 0
+    _is_projected = True
 
-    def _question(self, x: Tensor | None = None) -> tuple[tuple[str, ...], int]:
-        return parts_of(statistics_of(self.aggr_module.aggr)), self.towers * self.F_in
-
-    def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
-        return explain(FAMILY, problem, graph, torch.is_grad_enabled())
+    def _question(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> tuple[str, tuple[str, ...], int, bool]:
+        message = "copy" if self.edge_dim is None else "add"
+        return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False
 
     def _standing_reasons(self) -> list[str]:
         return [*self._layer_reasons(), *super()._standing_reasons()]
@@ -80,7 +70,7 @@ class PNAConv(FusedConv, conv.PNAConv):
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_attr)
             return out
-        graph, edge_attr, _ = self._edges(call, edge_dim=self.edge_dim)
+        graph, edge_attr, _ = FusedConv._edges(self, call, edge_dim=self.edge_dim)
         rows = x.view(-1, self.towers if self.divide_input else 1, self.F_in)
         out = self._statistics(graph, rows, edge_attr)
         factors = torch.stack(factors_of(self.aggr_module, degree(graph)), dim=1).to(out.dtype)
