@@ -28,9 +28,10 @@ NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in S
 
 
 def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
-    """Return what is asked of the kernels: wider features are cut."""
+    """Return what is asked of the kernels: wider features are cut, and sums that are averaged are divided."""
     channels = min(x.movedim(dim, 0).shape[1:].numel(), MAX_CHANNELS)
-    return SegmentProblem("copy", parts_of(stats), channels, x.dtype, device)
+    divides = "sum" not in stats and not {"mean", "var", "std"}.isdisjoint(stats)
+    return SegmentProblem("copy", parts_of(stats), channels, x.dtype, device, target_scaled=divides)
 
 
 def reasons_against(
