@@ -261,7 +261,8 @@ def test_hooks_and_explainers_take_pygs_path(name, first):
     handle = conv.register_message_forward_hook(lambda *_: calls.append(1))
     with emulated_device() as launched:
         out = conv(x, *before, EDGES, *after)
-    assert calls and not launched
+    # The aggregation of PyG's path is a drop-in by itself.
+    assert calls and set(launched) <= {"segment_forward"}
     handle.remove()
     torch.testing.assert_close(out, conv(x, *before, EDGES, *after))
     if before:
