@@ -74,21 +74,25 @@ struct BackwardSources : Backward {
     // Adds to the gradients of the messages m of an edge what extreme k of its target gives to some of them.
     __device__ __forceinline__ void add_extreme(Fragment& g, const Fragment& m, const Args& args, u32 bits, int k,
                                                 int row) const {
-        if (bits == 0) return;
-        const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE;
-        const float* num = (k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE;
-        float best[LANE_ELEMS], grad[LANE_ELEMS];
-        // All loads before the first use.
-        for_each_channel(l, [&](int, int c, int place) {
-            const bool looks = bits >> bit_of(c) & 1;
-            best[c] = looks ? out_number(extremes.out, at + place) : 0.0f;
-            grad[c] = looks ? out_number(grad_out, at + place) : 0.0f;
-        });
-        for_each_channel(l, [&](int h, int c, int place) {
-            if (!(bits >> bit_of(c) & 1) || m.x[h][c] != best[c]) return;
-            if (args.words[c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & TIED) grad[c] /= __ldg(num + place);
-            g.x[h][c] += grad[c];
-        });
+        for (; bits != 0; bits &= bits - 1) {
+            const int channel = channel_of(__ffs(bits) - 1);
+            const int place = l.offset + vec_offset(0, channel / VEC) + channel % VEC;
+            const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
+            const float best = out_number(extremes.out, at);
+            float grad = out_number(grad_out, at);
+            bool tied = false;
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                if (c == channel) tied = args.words[c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & TIED;
+            }
+            if (tied) {
+                grad /= __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
+            }
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                if (c == channel && m.x[0][c] == best) g.x[0][c] += grad;
+            }
+        }
     }
 
     template <bool FULL>

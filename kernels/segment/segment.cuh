@@ -149,7 +149,7 @@ __device__ __forceinline__ u32 key_of(float m) {
 struct Args {
     u32 words[LANE_VECS][ARG_WORDS];
 
-    // A bit for each channel that has the key of the other, and seldom for one that has not; see bit_of().
+    // A bit for each channel that has the key of the other, and seldom for one that has not; see channel_of().
     __device__ __forceinline__ u32 matches(const Args& other, const Lanes& l) const {
         u32 bits = 0;
 #pragma unroll
@@ -166,9 +166,10 @@ struct Args {
     }
 };
 
-// The bit that stands for a channel, of those that a lane holds.
-__device__ __forceinline__ constexpr int bit_of(int channel) {
-    return 15 + channel % VEC % 2 * 16 - (channel / VEC * ARG_WORDS + channel % VEC / 2);
+// The channel, of those that a lane holds, that a bit stands for.
+__device__ __forceinline__ int channel_of(int bit) {
+    const int word = 15 - bit % 16;
+    return word / ARG_WORDS * VEC + word % ARG_WORDS * 2 + bit / 16;
 }
 
 __device__ __forceinline__ Args keys_of(const Fragment& m) {

@@ -233,7 +233,7 @@ WAITS = {
 def test_a_layer_that_waits_is_named(wait):
     data = whole().to(CUDA)
     model = nn.Module()
-    model.inner = Waiting(WAITS[wait])
+    model.inner = Waiting(WAITS[wait]).to(CUDA)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     step = capture_step(model, masked_loss, optimizer, data, forward=lambda model, data: plain(model.inner, data))
     for _ in range(CapturedStep.WARM_UPS):
