@@ -281,7 +281,11 @@ def test_what_waits_elsewhere_is_named(where):
         return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 
     if where == "optimizer":
-        optimizer.register_step_pre_hook(lambda *_: next(model.parameters()).grad.sum().item())
+
+        def wait(*_):
+            next(model.parameters()).grad.sum().item()
+
+        optimizer.register_step_pre_hook(wait)
     step = capture_step(model, loss if where == "loss" else masked_loss, optimizer, data)
     with pytest.raises(UnsupportedError, match=f"captured step cannot run here: the {where}: "):
         for _ in range(STEPS):

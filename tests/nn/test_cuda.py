@@ -139,7 +139,8 @@ def test_autocast_gives_the_dtype_of_pyg(key, dtype, graph):
         assert pyg_dfgnn.describe_plan(conv, x, edge_index, *rest).fused
         out, expected = conv(x, edge_index, *rest), other(x, edge_index, *rest)
     assert out.dtype == expected.dtype
-    assert relative(out, expected) < 2e-2
+    # PyG's own sums of many 16-bit numbers may be further off than ours.
+    assert relative(out, other(x, edge_index, *rest)) < 2e-2
     out.float().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in conv.parameters())
 
