@@ -8,13 +8,17 @@
 
 #define SUMS_VALUE 0
 #define SUMS_SCORE HAS_TARGET_VECTOR
+#define SUMS_EDGE HAS_EDGE_ROWS
 #include "attention/backward_rows.cuh"
 
-// Where the gradients go: of a target's vector or of its scalars, its share of that of a parameter [1], and of edges.
+// Where the gradients go: of a target's vector or of its scalars, its share of that of a parameter [1], of edges, and of
+// what the target has for the rows of its edges. Those of these rows are [E, gridDim.y, EDGE_CHANNELS], one for each group
+// of heads.
 struct TargetGrads {
     void* target;
     float* parameter;
     void* edge;
+    storage_t* edge_target;
 };
 
 struct BackwardTargets : Backward {
@@ -28,9 +32,12 @@ struct BackwardTargets : Backward {
     const float* row_stats;
     const storage_t* grad_out;
     float* bwd_row_stats;
+    const void* edge_out;
+    const storage_t* grad_edge_out;
     // Over all rows, and of one row: the gradient of a parameter [HEADS, CHANNELS].
     Fragment parameter_sum, own_parameter_sum;
     Fragment own, grad;
+    FragmentOf<EdgeTargets> edge_target, edge_grad;
     HeadValues own_scalars, own_delta, factor;
     RowStats own_stats;
 
@@ -41,7 +48,13 @@ struct BackwardTargets : Backward {
     __device__ __forceinline__ void begin(const Adjacency& a, const Item& item) {
         grad = load_fragment(grad_out, item.row, l);
         own_stats = load_row_stats(row_stats, item.row, l);
-        own_delta = head_dot(grad, load_out(out, item.row, l));
+        edge_target = load_edge_target(in.edge_target, item.row, l);
+        edge_grad = load_edge_target(grad_edge_out, item.row, l);
+        const FragmentOf<EdgeTargets> edge_average = load_out<EDGE_STRIDE, EdgeTargets>(edge_out, item.row, l);
+        HeadValues edge_parts;
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) edge_parts.x[h] = lane_dot(edge_grad, edge_average, h);
+        own_delta = head_dot(grad, load_out(out, item.row, l), edge_parts);
         if (a.starts() && item.first && l.edge_slot == 0) {
             store_bwd_row_stats(bwd_row_stats, item.row, l, own_stats, own_delta);
         }
@@ -71,6 +84,11 @@ struct BackwardTargets : Backward {
                 products.score[u][h] = score_product(own, other, parameters, in, h);
 #endif
                 products.value[u][h] = lane_dot(grad, content, h);
+#if HAS_EDGE_ROWS
+                const FragmentOf<EdgeRow> row = widen(neighbours.edges[u]);
+                products.score[u][h] = add_row_product(products.score[u][h], edge_target, row, in, h);
+                products.value[u][h] = lane_dot(edge_grad, row, h, products.value[u][h]);
+#endif
             }
         }
         reduce_products(products);
@@ -86,6 +104,9 @@ struct BackwardTargets : Backward {
             Fragment grad_e;
 #elif HAS_EDGE_SCALARS
             HeadValues grad_e;
+#elif HAS_EDGE_ROWS
+            const FragmentOf<EdgeRow> row = widen(neighbours.edges[u]);
+            FragmentOf<EdgeRow> grad_e = zero_fragment<EdgeRow>();
 #endif
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
@@ -115,11 +136,33 @@ struct BackwardTargets : Backward {
 #endif
                 }
 #endif
+#if HAS_EDGE_ROWS
+#pragma unroll
+                for (int c = 0; c < EdgeRow::elements; ++c) {
+                    const Channel channel = channel_of(edge_target, row, h, c);
+                    sums.edge.x[h][c] = Score::target_grad(sums.edge.x[h][c], dp, channel, in);
+                    if (grads.edge == nullptr) continue;
+                    const float averaged = fmaf(kept, edge_grad.x[h][c], grad_e.x[0][c]);
+                    grad_e.x[0][c] = Score::edge_grad(averaged, dp, channel, in);
+                }
+#endif
             }
+#if HAS_EDGE_ROWS
+            if (grads.edge != nullptr) {
+#pragma unroll
+                for (int k = 0; k < EdgeRow::loads; ++k) {
+                    head_sum<EDGE_VEC, GROUP_LANES / 2, HEAD_LANES>(&grad_e.x[0][k * EDGE_VEC]);
+                }
+            }
+#endif
 #if EDGE
             if (grads.edge != nullptr && is_valid(item, l, number, u)) {
 #if HAS_EDGE_SCALARS
                 store_heads(static_cast<float*>(grads.edge), now.edge[u].perm, l, grad_e);
+#elif HAS_EDGE_ROWS
+                const i64 place = (i64)now.edge[u].perm * gridDim.y + blockIdx.y;
+                storage_t* address = static_cast<storage_t*>(grads.edge) + place * EDGE_CHANNELS + edge_row_offset(l);
+                if (threadIdx.x % GROUP_LANES < HEAD_LANES) store_at(address, l, grad_e);
 #else
                 store_fragment(static_cast<storage_t*>(grads.edge), now.edge[u].perm, l, grad_e);
 #endif
@@ -149,6 +192,16 @@ struct BackwardTargets : Backward {
             }
         }
         if (writes) store_fragment<NODE_STRIDE>(static_cast<storage_t*>(grads.target), row, l, sum);
+#if HAS_EDGE_ROWS
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < EdgeTargets::elements; ++c) {
+                sums.edge.x[h][c] = Score::finish_target(sums.edge.x[h][c], {0.0f, 0.0f, 0.0f}, in);
+            }
+        }
+        if (writes) store_fragment<EDGE_STRIDE>(grads.edge_target, row, l, sums.edge);
+#endif
 #if PARAMETER == 1
         // The logit is the parameter times <x^_i, x^_j>.
         if (writes) store_heads(grads.parameter, row, l, along);
@@ -162,10 +215,11 @@ struct BackwardTargets : Backward {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* out, const float* row_stats,
                            const storage_t* grad_out, float* bwd_row_stats, void* grad_target, float* grad_parameter,
-                           void* grad_edge, float* parameter_sums, float* partial, float* carry) {
+                           void* grad_edge, float* parameter_sums, const storage_t* edge_target, const void* edge_out,
+                           const storage_t* grad_edge_out, storage_t* grad_edge_target, float* partial, float* carry) {
     Adjacency a = ADJACENCY;
-    const ScoreInputs in = INPUTS;
-    const TargetGrads grads = {grad_target, grad_parameter, grad_edge};
+    const ScoreInputs in = INPUTS_WITH_ROWS;
+    const TargetGrads grads = {grad_target, grad_parameter, grad_edge, grad_edge_target};
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
     bring_sources(gathered, a);
@@ -176,6 +230,8 @@ attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* o
     functor.row_stats = row_stats;
     functor.grad_out = grad_out;
     functor.bwd_row_stats = bwd_row_stats;
+    functor.edge_out = edge_out;
+    functor.grad_edge_out = grad_edge_out;
     if (PARAMETER == 2) functor.parameter_sum = zero_fragment();
     finish_copies();
     traverse(a, l, functor, partial, carry);
@@ -187,13 +243,13 @@ attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* o
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 attention_backward_targets_merge(HEAVY_PARAMETERS, const float* partial, const storage_t* target,
                                  const float* target_scalars, const float* parameter, double scale, void* grad_target,
-                                 float* grad_parameter, float* carry) {
+                                 float* grad_parameter, storage_t* grad_edge_target, float* carry) {
     ScoreInputs in = {};
     in.target = target;
     in.target_scalars = target_scalars;
     in.parameter = parameter;
     in.scale = (float)scale;
-    const TargetGrads grads = {grad_target, grad_parameter, nullptr};
+    const TargetGrads grads = {grad_target, grad_parameter, nullptr, grad_edge_target};
     const Lanes l = lane_layout();
     const Fragment parameters = zero_fragment();
     merge_heavy_rows(HeavyRows HEAVY, l, BackwardTargets(in, l, in, grads, parameters), partial, carry);
