@@ -11,6 +11,7 @@
 // Elsewhere the score's gradient is added to that of the value at once.
 #define SUMS_SCORE (HAS_KEY || HAS_NORMS)
 #define SUMS_EDGE 0
+#define SUMS_PARAMETER 0
 #include "attention/backward_rows.cuh"
 
 // What a row of the CSC reads of its targets.
@@ -151,7 +152,7 @@ struct BackwardSources : Backward {
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(Sums&, const Item&) const {}
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_NORMS

@@ -9,6 +9,7 @@
 #define SUMS_VALUE 0
 #define SUMS_SCORE HAS_TARGET_VECTOR
 #define SUMS_EDGE HAS_EDGE_ROWS
+#define SUMS_PARAMETER (PARAMETER == 1)
 #include "attention/backward_rows.cuh"
 
 // Where the gradients go: of a target's vector or of its scalars, its share of that of a parameter [1], of edges, and of
@@ -36,6 +37,8 @@ struct BackwardTargets : Backward {
     const storage_t* grad_edge_out;
     // Over all rows, and of one row: the gradient of a parameter [HEADS, CHANNELS].
     Fragment parameter_sum, own_parameter_sum;
+    // With a parameter: the sum of dS over the edges of the item; what a parameter [1] gets from the row's output.
+    HeadValues ds_sum, out_part;
     Fragment own, grad;
     FragmentOf<EdgeTargets> edge_target, edge_grad;
     HeadValues own_scalars, own_delta, factor;
@@ -54,7 +57,17 @@ struct BackwardTargets : Backward {
         HeadValues edge_parts;
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) edge_parts.x[h] = lane_dot(edge_grad, edge_average, h);
-        own_delta = head_dot(grad, load_out(out, item.row, l), edge_parts);
+        const Fragment average = load_out(out, item.row, l);
+        own_delta = head_dot(grad, average, edge_parts);
+#if PARAMETER
+        ds_sum = zero_heads();
+#if SUMS_PARAMETER
+        const HeadValues norm = inverse_norms(average);
+        out_part = head_dot(load_fragment<NODE_STRIDE>(in.target, item.row, l), average);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) out_part.x[h] *= norm.x[h];
+#endif
+#endif
         if (a.starts() && item.first && l.edge_slot == 0) {
             store_bwd_row_stats(bwd_row_stats, item.row, l, own_stats, own_delta);
         }
@@ -115,6 +128,9 @@ struct BackwardTargets : Backward {
                 const float p = is_valid(item, l, number, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * own_delta.x[h];
+#if PARAMETER
+                ds_sum.x[h] += ds;
+#endif
 #if SUMS_SCALAR
                 sums.scalar.x[h] = Score::target_scalar_grad(sums.scalar.x[h], ds, terms, in);
 #endif
@@ -123,6 +139,7 @@ struct BackwardTargets : Backward {
 #endif
 #if HAS_TARGET_VECTOR
                 const float dp = Score::product_grad(ds, terms, in);
+                if (SUMS_PARAMETER) sums.scalar.x[h] = fmaf(dp, terms.product, sums.scalar.x[h]);
 #pragma unroll
                 for (int c = 0; c < LANE_ELEMS; ++c) {
                     const Channel channel = channel_of(own, other, parameters, h, c);
@@ -171,16 +188,36 @@ struct BackwardTargets : Backward {
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) {
-        if (PARAMETER == 2) add_to(parameter_sum, own_parameter_sum);
+    // All dS of a row add up to 0, so what they do add up to is rounding, of delta above all. In the gradient of a parameter
+    // it meets the average of what the score takes of the row's sources; that is taken off, at the output in place of this
+    // average, as the gradient's terms may cancel and the rounding would stay.
+    __device__ __forceinline__ void end(Sums& sums, const Item& item) {
+#if PARAMETER == 1
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+            sums.scalar.x[h] = fmaf(-ds_sum.x[h], out_part.x[h], sums.scalar.x[h]);
+        }
+#elif PARAMETER == 2
+        const Fragment average = load_out(out, item.row, l);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+            for (int c = 0; c < LANE_ELEMS; ++c) {
+                const Channel channel = channel_of(own, average, parameters, h, c);
+                own_parameter_sum.x[h][c] =
+                    Score::parameter_grad(own_parameter_sum.x[h][c], -ds_sum.x[h], channel, in);
+            }
+        }
+        add_to(parameter_sum, own_parameter_sum);
+#endif
     }
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_TARGET_VECTOR
         Fragment& sum = sums.score;
 #if HAS_NORMS
-        const HeadValues along = project(sum, load_fragment<NODE_STRIDE>(in.target, row, l),
-                                         load_scalars(in.target_scalars, row, l));
+        const HeadValues norm = load_scalars(in.target_scalars, row, l);
+        project(sum, load_fragment<NODE_STRIDE>(in.target, row, l), norm);
 #endif
         // Read once more: a merge kernel has no registers to spare before.
         const Fragment weights = load_parameter(in, l);
@@ -204,7 +241,9 @@ struct BackwardTargets : Backward {
 #endif
 #if PARAMETER == 1
         // The logit is the parameter times <x^_i, x^_j>.
-        if (writes) store_heads(grads.parameter, row, l, along);
+#pragma unroll
+        for (int h = 0; h < LANE_HEADS; ++h) sums.scalar.x[h] *= norm.x[h];
+        if (writes) store_heads(grads.parameter, row, l, sums.scalar);
 #endif
 #elif SUMS_SCALAR
         if (writes) store_heads(static_cast<float*>(grads.target), row, l, sums.scalar);

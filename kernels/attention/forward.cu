@@ -184,7 +184,7 @@ struct Forward {
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(Softmax&, const Item&) const {}
 
     __device__ __forceinline__ void merge_slots(Softmax& s) const {
 #pragma unroll

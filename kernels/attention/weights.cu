@@ -60,7 +60,7 @@ struct Weights {
     __device__ __forceinline__ State empty() const { return {}; }
     __device__ __forceinline__ State restore(const float*, i64, i64) const { return {}; }
     __device__ __forceinline__ void save(State, float*, i64, i64) const {}
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(State&, const Item&) const {}
     __device__ __forceinline__ void merge_slots(State) const {}
     template <bool COMPENSATED>
     __device__ __forceinline__ void merge(State, const float*, i64, int, int) const {}
