@@ -80,6 +80,10 @@ struct ScoreDefaults {
     // The part of the base-2 logit that all edges of a row share, given the row's own scalar.
     SCORE_FN float factor(const ScoreInputs&, float) { return LOG2E; }
 
+    // A second sum over the channels of a score that has two, and the product that it makes of both.
+    SCORE_FN float second_product(float sum, const Channel&) { return sum; }
+    SCORE_FN float join_products(float first, float, const ScoreInputs&) { return first; }
+
     // The base-2 logit.
     SCORE_FN float logit(const Terms& t, const ScoreInputs&) { return t.factor * t.product; }
 

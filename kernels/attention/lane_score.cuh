@@ -12,10 +12,14 @@ __device__ __forceinline__ Channel channel_of(const Fragment& target, const Frag
 __device__ __forceinline__ float score_product(const Fragment& target, const Fragment& source,
                                                const Fragment& parameter,
                                                const ScoreInputs& in, int h) {
-    float sum = 0.0f;
+    float first = 0.0f, second = 0.0f;
 #pragma unroll
-    for (int c = 0; c < LANE_ELEMS; ++c) sum = Score::product(sum, channel_of(target, source, parameter, h, c), in);
-    return sum;
+    for (int c = 0; c < LANE_ELEMS; ++c) {
+        const Channel channel = channel_of(target, source, parameter, h, c);
+        first = Score::product(first, channel, in);
+        second = Score::second_product(second, channel);
+    }
+    return Score::join_products(first, second, in);
 }
 #endif
 
