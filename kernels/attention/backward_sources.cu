@@ -10,11 +10,16 @@
 #define SUMS_VALUE 1
 // Elsewhere the score's gradient is added to that of the value at once.
 #define SUMS_SCORE (HAS_KEY || HAS_NORMS)
+#define SUMS_EDGE 0
+#define SUMS_PARAMETER 0
 #include "attention/backward_rows.cuh"
 
 // What a row of the CSC reads of its targets.
 struct Targets : EdgeTerms {
     Packed grads[UNROLL], queries[UNROLL];
+#if HAS_EDGE_ROWS
+    PackedOf<EdgeTargets> edge_targets[UNROLL], edge_grads[UNROLL];
+#endif
     RowStats stats[UNROLL];
     HeadValues delta[UNROLL];
 
@@ -50,7 +55,7 @@ struct BackwardSources : Backward {
     const SourceGrads& grads;
     const Fragment& parameters;
     u64 seed;
-    const storage_t* grad_out;
+    const storage_t *grad_out, *grad_edge_out;
     const float* bwd_row_stats;
     Fragment own_value, own_key;
     HeadValues own_scalars, factor;
@@ -77,6 +82,12 @@ struct BackwardSources : Backward {
             if (HAS_TARGET_VECTOR) t.queries[u] = load_node(gathered.target, col, l);
             t.grads[u] = load_node<ROW_STRIDE>(grad_out, col, l);
             t.load_edge(u, gathered.edge, step, l);
+#if HAS_EDGE_ROWS
+            const storage_t* edge_targets = at_lane<false, EdgeTargets>(in.edge_target, l);
+            const storage_t* edge_grads = at_lane<false, EdgeTargets>(grad_edge_out, l);
+            t.edge_targets[u] = load_packed<false, EDGE_STRIDE, EdgeTargets>(edge_targets, col, l);
+            t.edge_grads[u] = load_packed<false, EDGE_STRIDE, EdgeTargets>(edge_grads, col, l);
+#endif
         }
         return t;
     }
@@ -97,6 +108,12 @@ struct BackwardSources : Backward {
                 products.score[u][h] = score_product(query, source, parameters, in, h);
 #endif
                 products.value[u][h] = lane_dot(grad, content, h);
+#if HAS_EDGE_ROWS
+                const FragmentOf<EdgeRow> row = widen(targets.edges[u]);
+                products.score[u][h] =
+                    add_row_product(products.score[u][h], widen(targets.edge_targets[u]), row, in, h);
+                products.value[u][h] = lane_dot(widen(targets.edge_grads[u]), row, h, products.value[u][h]);
+#endif
             }
         }
         reduce_products(products);
@@ -135,7 +152,7 @@ struct BackwardSources : Backward {
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(Sums&, const Item&) const {}
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_NORMS
@@ -165,9 +182,10 @@ struct BackwardSources : Backward {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_backward_sources(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* bwd_row_stats,
                            const storage_t* grad_out, storage_t* grad_key, storage_t* grad_value,
-                           float* grad_source_scalars, const storage_t* grad_target, float* partial, float* carry) {
+                           float* grad_source_scalars, const storage_t* grad_target, const storage_t* edge_target,
+                           const storage_t* grad_edge_out, float* partial, float* carry) {
     Adjacency a = ADJACENCY;
-    const ScoreInputs in = INPUTS;
+    const ScoreInputs in = INPUTS_WITH_ROWS;
     const SourceGrads grads = {grad_key, grad_value, grad_source_scalars, grad_target};
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
@@ -176,6 +194,7 @@ attention_backward_sources(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* 
     BackwardSources functor(in, l, gathered, grads, parameters);
     functor.seed = DROPOUT ? *in.seed : 0;
     functor.grad_out = grad_out;
+    functor.grad_edge_out = grad_edge_out;
     functor.bwd_row_stats = bwd_row_stats;
     finish_copies();
     traverse(a, l, functor, partial, carry);

@@ -13,6 +13,9 @@
 // `norms` (see smem.cuh); otherwise those of every row it reads, and it writes those of its targets, if these are the
 // sources too and `norms` is not null. That takes two products in place of one, but no kernel before.
 //
+// With rows of edges it also writes their average, A_i = sum_j softmax_j(S_ij) D_ij a_ij, to `edge_out` [num_targets,
+// HEADS, EDGE_CHANNELS], and with `edge_out_fp32` not null in fp32 too.
+//
 // With LAZY sums are scaled to a maximum only when it has grown by more than that many powers of two.
 #include "include/traversal.cuh"
 #include "attention/dropout.cuh"
@@ -28,6 +31,7 @@
 struct Softmax {
     HeadValues max, sum[ACCUMULATORS];
     Fragment acc[ACCUMULATORS];
+    FragmentOf<EdgeTargets> edge_acc;
 };
 
 // The maximum over no edges: finite, so that a logit of -inf differs from it by -inf and not by NaN.
@@ -37,6 +41,8 @@ constexpr float NO_MAX = -3.0e38f;
 __device__ __forceinline__ void raise_max(Softmax& s, int h, float max) {
     const float factor = fast_exp2(s.max.x[h] - max);
     s.max.x[h] = max;
+#pragma unroll
+    for (int c = 0; c < EdgeTargets::elements; ++c) s.edge_acc.x[h][c] *= factor;
 #pragma unroll
     for (int k = 0; k < ACCUMULATORS; ++k) {
         s.sum[k].x[h] *= factor;
@@ -57,6 +63,8 @@ __device__ __forceinline__ bool counts(int k, const Terms& terms) {
 struct Results {
     storage_t* out;
     float *row_stats, *out_fp32, *dout_dlogit, *norms;
+    storage_t* edge_out;
+    float* edge_out_fp32;
 };
 
 struct Forward {
@@ -71,11 +79,13 @@ struct Forward {
     const Fragment& parameters;
     u64 seed;
     Fragment own;
+    FragmentOf<EdgeTargets> edge_target;
     HeadValues own_scalars, factor;
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = zero_fragment();
         if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
+        edge_target = load_edge_target(in.edge_target, item.row, l);
         // Targets that are no sources have norms of their own.
         const bool shares = NORMS && in.target_scalars == in.source_scalars;
 #if READS_NORMS
@@ -99,6 +109,7 @@ struct Forward {
             s.sum[k] = zero_heads();
             s.acc[k] = zero_fragment();
         }
+        s.edge_acc = zero_fragment<EdgeTargets>();
         return s;
     }
 
@@ -110,7 +121,7 @@ struct Forward {
                                          const Step<Index>&, int number) const {
         float logit[UNROLL][LANE_HEADS];
 #if READS_NORMS
-        score_products(logit, neighbours, own, parameters, in);
+        score_products(logit, neighbours, own, edge_target, parameters, in);
 #else
         score_products_and_norms(logit, neighbours, own);
 #endif
@@ -160,11 +171,20 @@ struct Forward {
                         }
                     }
                 }
+#if HAS_EDGE_ROWS
+                if (FULL || is_valid(item, l, number, u)) {
+                    const FragmentOf<EdgeRow> row = widen(neighbours.edges[u]);
+#pragma unroll
+                    for (int c = 0; c < EdgeRow::elements; ++c) {
+                        state.edge_acc.x[h][c] = fmaf(weight[u][h], row.x[0][c], state.edge_acc.x[h][c]);
+                    }
+                }
+#endif
             }
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(Softmax&, const Item&) const {}
 
     __device__ __forceinline__ void merge_slots(Softmax& s) const {
 #pragma unroll
@@ -180,11 +200,20 @@ struct Forward {
                         s.acc[k].x[h][c] += __shfl_xor_sync(FULL_MASK, s.acc[k].x[h][c], mask);
                     }
                 }
+#pragma unroll
+                for (int c = 0; c < EdgeTargets::elements; ++c) {
+                    s.edge_acc.x[h][c] += __shfl_xor_sync(FULL_MASK, s.edge_acc.x[h][c], mask);
+                }
             }
         }
     }
 
-    // Sums [ACCUMULATORS, count, HEADS, CHANNELS], maxima [count, HEADS], weights [ACCUMULATORS, count, HEADS].
+    // Sums [ACCUMULATORS, count, HEADS, CHANNELS], maxima [count, HEADS], weights [ACCUMULATORS, count, HEADS], sums of
+    // edges' rows [count, HEADS, EDGE_CHANNELS].
+    static __device__ __forceinline__ i64 edge_sums(i64 count) {
+        return count * (ACCUMULATORS * ROW_STRIDE + (1 + ACCUMULATORS) * HEADS);
+    }
+
     __device__ __forceinline__ void save(const Softmax& s, float* buffer, i64 count, i64 i) const {
         float* heads = buffer + ACCUMULATORS * count * ROW_STRIDE;
         store_heads(heads, i, l, s.max);
@@ -193,6 +222,7 @@ struct Forward {
             store_fragment_fp32(buffer, k * count + i, l, s.acc[k]);
             store_heads(heads, (k + 1) * count + i, l, s.sum[k]);
         }
+        store_fragment_fp32<false>(buffer + edge_sums(count), i, l, s.edge_acc);
     }
 
     __device__ __forceinline__ Softmax restore(const float* buffer, i64 count, i64 i) const {
@@ -204,6 +234,7 @@ struct Forward {
             s.acc[k] = load_fragment_fp32(buffer, k * count + i, l);
             s.sum[k] = load_state_heads(heads, (k + 1) * count + i, l);
         }
+        s.edge_acc = load_fragment_fp32<EdgeTargets, false>(buffer + edge_sums(count), i, l);
         return s;
     }
 
@@ -236,6 +267,11 @@ struct Forward {
                                                 other.acc[k].x[h][c] * scale);
                     }
                 }
+#pragma unroll
+                for (int c = 0; c < EdgeTargets::elements; ++c) {
+                    accumulate<COMPENSATED>(state.edge_acc.x[h][c], lost.edge_acc.x[h][c],
+                                            other.edge_acc.x[h][c] * scale);
+                }
             }
         }
 #pragma unroll
@@ -243,6 +279,7 @@ struct Forward {
             add_lost(state.sum[k], lost.sum[k]);
             add_lost(state.acc[k], lost.acc[k]);
         }
+        add_lost(state.edge_acc, lost.edge_acc);
         merge_slots(state);
     }
 
@@ -250,6 +287,7 @@ struct Forward {
         if (!writes) return;
         RowStats stats;
         Fragment out;
+        FragmentOf<EdgeTargets> edge_out;
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
             const bool empty = s.sum[0].x[h] == 0.0f;
@@ -258,9 +296,15 @@ struct Forward {
             stats.inverse[h] = empty ? 0.0f : inverse;
 #pragma unroll
             for (int c = 0; c < LANE_ELEMS; ++c) out.x[h][c] = empty ? 0.0f : s.acc[0].x[h][c] * inverse;
+#pragma unroll
+            for (int c = 0; c < EdgeTargets::elements; ++c) {
+                edge_out.x[h][c] = empty ? 0.0f : s.edge_acc.x[h][c] * inverse;
+            }
         }
         store_fragment(results.out, row, l, out);
         if (results.out_fp32 != nullptr) store_fragment_fp32(results.out_fp32, row, l, out);
+        store_fragment<EDGE_STRIDE>(results.edge_out, row, l, edge_out);
+        if (results.edge_out_fp32 != nullptr) store_fragment_fp32(results.edge_out_fp32, row, l, edge_out);
         store_row_stats(results.row_stats, row, l, stats);
 #if DOUT_DLOGIT
         Fragment derivative;
@@ -282,10 +326,11 @@ struct Forward {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float* row_stats, float* out_fp32,
-                  float* dout_dlogit, float* norms, float* partial, float* carry) {
+                  float* dout_dlogit, const storage_t* edge_target, storage_t* edge_out, float* edge_out_fp32,
+                  float* norms, float* partial, float* carry) {
     Adjacency a = ADJACENCY;
-    const ScoreInputs in = INPUTS;
-    const Results results = {out, row_stats, out_fp32, dout_dlogit, norms};
+    const ScoreInputs in = INPUTS_WITH_ROWS;
+    const Results results = {out, row_stats, out_fp32, dout_dlogit, norms, edge_out, edge_out_fp32};
     const Lanes l = lane_layout();
     ScoreInputs gathered = in;
     bring_sources(gathered, a);
@@ -299,10 +344,11 @@ attention_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, float*
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 attention_forward_merge(HEAVY_PARAMETERS, const float* partial, double slope, storage_t* out, float* row_stats,
-                        float* out_fp32, float* dout_dlogit, float* carry) {
+                        float* out_fp32, float* dout_dlogit, storage_t* edge_out, float* edge_out_fp32,
+                        float* carry) {
     ScoreInputs in = {};
     in.slope = (float)slope;
-    const Results results = {out, row_stats, out_fp32, dout_dlogit, nullptr};
+    const Results results = {out, row_stats, out_fp32, dout_dlogit, nullptr, edge_out, edge_out_fp32};
     const Lanes l = lane_layout();
     const Fragment parameters = zero_fragment();
     const Forward functor = {in, in, results, l, parameters, 0};

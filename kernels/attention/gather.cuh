@@ -6,6 +6,8 @@
 struct EdgeTerms {
 #if HAS_EDGE_VECTOR
     Packed edges[UNROLL];
+#elif HAS_EDGE_ROWS
+    PackedOf<EdgeRow> edges[UNROLL];
 #endif
     HeadValues scalars[UNROLL], edge_scalars[UNROLL];
 
@@ -38,6 +40,9 @@ struct EdgeTerms {
     __device__ __forceinline__ void load_edge(int u, const void* edge, const EdgeStep& step, const Lanes& l) {
 #if HAS_EDGE_VECTOR
         edges[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), step.edge[u].perm, l);
+#elif HAS_EDGE_ROWS
+        const storage_t* base = opaque(static_cast<const storage_t*>(edge) + edge_row_offset(l));
+        edges[u] = load_packed<false, EDGE_CHANNELS, EdgeRow>(base, step.edge[u].perm, l);
 #endif
     }
 };
@@ -91,13 +96,19 @@ __device__ __forceinline__ Neighbours load_neighbours(const ScoreInputs& in, con
 
 // The score's products of a step, reduced over the lanes of a head; a score without vectors has none.
 __device__ __forceinline__ void score_products(float (&product)[UNROLL][LANE_HEADS], const Neighbours& neighbours,
-                                               const Fragment& own, const Fragment& parameter, const ScoreInputs& in) {
+                                               const Fragment& own, const FragmentOf<EdgeTargets>& edge_target,
+                                               const Fragment& parameter, const ScoreInputs& in) {
 #if HAS_TARGET_VECTOR
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
         const Fragment other = neighbours.scored(u);
 #pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) product[u][h] = score_product(own, other, parameter, in, h);
+        for (int h = 0; h < LANE_HEADS; ++h) {
+            product[u][h] = score_product(own, other, parameter, in, h);
+#if HAS_EDGE_ROWS
+            product[u][h] = add_row_product(product[u][h], edge_target, widen(neighbours.edges[u]), in, h);
+#endif
+        }
     }
     head_sum<UNROLL * LANE_HEADS, HEAD_LANES / 2>(&product[0][0]);
 #endif

@@ -2,13 +2,17 @@
 //
 // The record of a score says which operands there are, and the prologue repeats it: HAS_TARGET_VECTOR, HAS_KEY (key and
 // value are two tensors), NODE_SCALARS (0 none, 1 the user's own, 2 inverse norms), EDGE (0 none, 1 a vector, 2 a
-// scalar), EDGE_IN_VALUE (the edge vector is added to the value too), PARAMETER (0 none, 1 a number, 2 [HEADS,
-// CHANNELS]), TARGET_IS_VALUE (they may be one tensor, whose gradient is the sum of both).
+// scalar, 3 a row that all heads share), EDGE_IN_VALUE (the edge vector is added to the value too), PARAMETER (0 none, 1
+// a number, 2 [HEADS, CHANNELS]), TARGET_IS_VALUE (they may be one tensor, whose gradient is the sum of both).
+//
+// The row a_ij of an edge is further channels of what the score multiplies and of what is averaged. With q' (edge_target)
+// for the target q, the score is that of [q_i, q'_i] with [k_j, a_ij], and [v_j, a_ij] are averaged.
 #define HAS_NODE_SCALARS (NODE_SCALARS != 0)
 #define HAS_NORMS (NODE_SCALARS == 2)
 #define SUMS_SCALAR (NODE_SCALARS == 1)
 #define HAS_EDGE_VECTOR (EDGE == 1)
 #define HAS_EDGE_SCALARS (EDGE == 2)
+#define HAS_EDGE_ROWS (EDGE == 3)
 
 #define INPUT_PARAMETERS                                                                                             \
     const storage_t *target, const storage_t *key, const storage_t *value, const float *target_scalars,              \
@@ -16,7 +20,11 @@
         double slope, double dropout
 #define INPUTS                                                                                                       \
     {target, key, value, target_scalars, source_scalars, parameter, edge, seed, (float)scale, (float)slope,          \
-     (float)dropout}
+     (float)dropout, nullptr}
+// The same for kernels that take rows of edges, which have the parameter `edge_target`.
+#define INPUTS_WITH_ROWS                                                                                             \
+    {target, key, value, target_scalars, source_scalars, parameter, edge, seed, (float)scale, (float)slope,          \
+     (float)dropout, edge_target}
 
 struct ScoreInputs {
     const storage_t* target;       // [num_targets, HEADS, CHANNELS]
@@ -25,9 +33,10 @@ struct ScoreInputs {
     const float* target_scalars;   // [num_targets, HEADS]
     const float* source_scalars;   // [num_sources, HEADS]
     const float* parameter;        // [1] or [HEADS, CHANNELS]
-    const void* edge;              // [E, HEADS, CHANNELS] storage_t or [E, HEADS] fp32
+    const void* edge;              // [E, HEADS, CHANNELS] or [E, EDGE_CHANNELS] storage_t, or [E, HEADS] fp32
     const u64* seed;               // [1], dropout only
     float scale, slope, dropout;
+    const storage_t* edge_target;  // [num_targets, HEADS, EDGE_CHANNELS]
 };
 
 // Whether rows are those of the CSR, or sources.
@@ -38,7 +47,7 @@ struct ScoreInputs {
 // Logits are kept in base 2: S2 = S * LOG2E, P_ij = exp2(S2_ij - max_i) / sum_i.
 constexpr float LOG2E = 1.4426950408889634f;
 
-// One channel of an edge: of the target's vector, of the source's vector (key or value, plus the edge's vector), and of
+// One channel of an edge or of its row: of the target's vector, of the source's vector (key or value, plus the edge's vector), and of
 // the parameter [HEADS, CHANNELS]. 0 for what a score does not read.
 struct Channel {
     float target, source, parameter;
@@ -70,6 +79,10 @@ struct Terms {
 struct ScoreDefaults {
     // The part of the base-2 logit that all edges of a row share, given the row's own scalar.
     SCORE_FN float factor(const ScoreInputs&, float) { return LOG2E; }
+
+    // A second sum over the channels of a score that has two, and the product that it makes of both.
+    SCORE_FN float second_product(float sum, const Channel&) { return sum; }
+    SCORE_FN float join_products(float first, float, const ScoreInputs&) { return first; }
 
     // The base-2 logit.
     SCORE_FN float logit(const Terms& t, const ScoreInputs&) { return t.factor * t.product; }

@@ -12,12 +12,36 @@ __device__ __forceinline__ Channel channel_of(const Fragment& target, const Frag
 __device__ __forceinline__ float score_product(const Fragment& target, const Fragment& source,
                                                const Fragment& parameter,
                                                const ScoreInputs& in, int h) {
-    float sum = 0.0f;
+    float first = 0.0f, second = 0.0f;
 #pragma unroll
-    for (int c = 0; c < LANE_ELEMS; ++c) sum = Score::product(sum, channel_of(target, source, parameter, h, c), in);
+    for (int c = 0; c < LANE_ELEMS; ++c) {
+        const Channel channel = channel_of(target, source, parameter, h, c);
+        first = Score::product(first, channel, in);
+        second = Score::second_product(second, channel);
+    }
+    return Score::join_products(first, second, in);
+}
+#endif
+
+#if HAS_EDGE_ROWS
+__device__ __forceinline__ Channel channel_of(const FragmentOf<EdgeTargets>& target, const FragmentOf<EdgeRow>& row,
+                                              int h, int c) {
+    return {target.x[h][c], row.x[0][c], 0.0f};
+}
+
+// Adds the channels of an edge's row to a lane's part of the product of head h.
+__device__ __forceinline__ float add_row_product(float sum, const FragmentOf<EdgeTargets>& target,
+                                                 const FragmentOf<EdgeRow>& row, const ScoreInputs& in, int h) {
+#pragma unroll
+    for (int c = 0; c < EdgeRow::elements; ++c) sum = Score::product(sum, channel_of(target, row, h, c), in);
     return sum;
 }
 #endif
+
+// What the target of a row has for the rows of its edges.
+__device__ __forceinline__ FragmentOf<EdgeTargets> load_edge_target(const storage_t* base, int row, const Lanes& l) {
+    return load_fragment<EDGE_STRIDE, EdgeTargets>(base, row, l);
+}
 
 __device__ __forceinline__ HeadValues load_scalars(const float* base, int row, const Lanes& l) {
 #if HAS_NODE_SCALARS

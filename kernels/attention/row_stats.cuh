@@ -30,11 +30,12 @@ __device__ __forceinline__ void store_row_stats(float* base, i64 row, const Lane
 
 // The terms of a row's dS cancel, so delta must not carry the rounding of a 16-bit output: there `out` is the fp32 copy
 // that the forward pass left.
-__device__ __forceinline__ Fragment load_out(const void* out, int row, const Lanes& l) {
+template <int STRIDE = ROW_STRIDE, class S = Features>
+__device__ __forceinline__ FragmentOf<S> load_out(const void* out, int row, const Lanes& l) {
 #if STORAGE != 0
-    return load_fragment_fp32(static_cast<const float*>(out), row, l);
+    return load_fragment_fp32<S>(static_cast<const float*>(out), row, l);
 #else
-    return load_fragment(static_cast<const storage_t*>(out), row, l);
+    return load_fragment<STRIDE, S>(static_cast<const storage_t*>(out), row, l);
 #endif
 }
 

@@ -19,12 +19,14 @@ struct Weights {
     const float* row_stats;
     float* weights_out;
     Fragment own;
+    FragmentOf<EdgeTargets> edge_target;
     HeadValues own_scalars, factor;
     RowStats own_stats;
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = zero_fragment();
         if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
+        edge_target = load_edge_target(in.edge_target, item.row, l);
         own_scalars = load_scalars(in.target_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
         own_stats = load_row_stats(row_stats, item.row, l);
@@ -36,7 +38,7 @@ struct Weights {
     __device__ __forceinline__ void step(State&, const Neighbours& neighbours, const Adjacency& a, const Item& item,
                                          const Step<Index>&, int number) const {
         float product[UNROLL][LANE_HEADS];
-        score_products(product, neighbours, own, parameters, in);
+        score_products(product, neighbours, own, edge_target, parameters, in);
         float dropout_factors[UNROLL][LANE_HEADS];
         load_dropout(a, item, l, number, seed, in.dropout, dropout_factors);
 #pragma unroll
@@ -58,7 +60,7 @@ struct Weights {
     __device__ __forceinline__ State empty() const { return {}; }
     __device__ __forceinline__ State restore(const float*, i64, i64) const { return {}; }
     __device__ __forceinline__ void save(State, float*, i64, i64) const {}
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(State&, const Item&) const {}
     __device__ __forceinline__ void merge_slots(State) const {}
     template <bool COMPENSATED>
     __device__ __forceinline__ void merge(State, const float*, i64, int, int) const {}
@@ -66,9 +68,10 @@ struct Weights {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
-attention_weights(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* row_stats, float* weights_out) {
+attention_weights(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const float* row_stats, float* weights_out,
+                  const storage_t* edge_target) {
     const Adjacency a = ADJACENCY;
-    const ScoreInputs in = INPUTS;
+    const ScoreInputs in = INPUTS_WITH_ROWS;
     const Lanes l = lane_layout();
     const Fragment parameters = load_parameter(in, l);
     Weights functor = {in, l, parameters, DROPOUT ? *in.seed : 0, row_stats, weights_out};

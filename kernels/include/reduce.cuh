@@ -1,15 +1,16 @@
 // Warp reductions over the lane layout of storage.cuh. Every lane of the warp takes fragment; the order is fixed.
 
-// Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2. While several values are left, each exchange
+// Sums COUNT values over the lanes of a head, MASK = HEAD_LANES / 2, or with LEAST = HEAD_LANES and MASK = GROUP_LANES / 2
+// over the heads side by side. While several values are left, each exchange
 // halves them (a lane keeps one half and sends the other), which needs COUNT + log2(HEAD_LANES) shuffles instead of
 // COUNT * log2(HEAD_LANES). The tree of additions of each value does not depend on COUNT.
-template <int COUNT, int MASK>
+template <int COUNT, int MASK, int LEAST = 1>
 __device__ __forceinline__ void head_sum(float* v) {
     static_assert((COUNT & (COUNT - 1)) == 0, "halving needs a power of two");
-    if constexpr (MASK > 0) {
+    if constexpr (MASK >= LEAST) {
         if constexpr (COUNT == 1) {
             v[0] += __shfl_xor_sync(FULL_MASK, v[0], MASK);
-            head_sum<1, MASK / 2>(v);
+            head_sum<1, MASK / 2, LEAST>(v);
         } else {
             constexpr int HALF = COUNT / 2;
             const bool upper = (threadIdx.x & MASK) != 0;
@@ -19,7 +20,7 @@ __device__ __forceinline__ void head_sum(float* v) {
                 const float sent = upper ? v[i] : v[HALF + i];
                 v[i] = kept + __shfl_xor_sync(FULL_MASK, sent, MASK);
             }
-            head_sum<HALF, MASK / 2>(v);
+            head_sum<HALF, MASK / 2, LEAST>(v);
 #pragma unroll
             for (int i = 0; i < HALF; ++i) {
                 const float other = __shfl_xor_sync(FULL_MASK, v[i], MASK);
@@ -30,18 +31,19 @@ __device__ __forceinline__ void head_sum(float* v) {
     }
 }
 
-// One lane's part of the product of head h.
-__device__ __forceinline__ float lane_dot(const Fragment& a, const Fragment& b, int h) {
-    float sum = 0.0f;
+// One lane's part of the product of head h, which it adds to a sum.
+template <class S, class T>
+__device__ __forceinline__ float lane_dot(const FragmentOf<S>& a, const FragmentOf<T>& b, int h, float sum = 0.0f) {
 #pragma unroll
-    for (int c = 0; c < LANE_ELEMS; ++c) sum = fmaf(a.x[h][c], b.x[h][c], sum);
+    for (int c = 0; c < S::elements; ++c) sum = fmaf(a.x[h][c], b.x[T::heads == 1 ? 0 : h][c], sum);
     return sum;
 }
 
-__device__ __forceinline__ HeadValues head_dot(const Fragment& a, const Fragment& b) {
+__device__ __forceinline__ HeadValues head_dot(const Fragment& a, const Fragment& b,
+                                               const HeadValues& parts = {}) {
     HeadValues sums;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) sums.x[h] = lane_dot(a, b, h);
+    for (int h = 0; h < LANE_HEADS; ++h) sums.x[h] = lane_dot(a, b, h, parts.x[h]);
     head_sum<LANE_HEADS, HEAD_LANES / 2>(sums.x);
     return sums;
 }
@@ -66,12 +68,12 @@ __device__ __forceinline__ float slot_sum(float value) {
     return value;
 }
 
-template <bool ROWS>
-__device__ __forceinline__ void slot_sum(Fragment& fragment) {
+template <bool ROWS, class S>
+__device__ __forceinline__ void slot_sum(FragmentOf<S>& fragment) {
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
+    for (int h = 0; h < S::heads; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] = slot_sum<ROWS>(fragment.x[h][c]);
+        for (int c = 0; c < S::elements; ++c) fragment.x[h][c] = slot_sum<ROWS>(fragment.x[h][c]);
     }
 }
 
@@ -114,12 +116,13 @@ __device__ __forceinline__ int warp_max(int value) {
     return value;
 }
 
-__device__ __forceinline__ Fragment zero_fragment() {
-    Fragment fragment;
+template <class S = Features>
+__device__ __forceinline__ FragmentOf<S> zero_fragment() {
+    FragmentOf<S> fragment;
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
+    for (int h = 0; h < S::heads; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) fragment.x[h][c] = 0.0f;
+        for (int c = 0; c < S::elements; ++c) fragment.x[h][c] = 0.0f;
     }
     return fragment;
 }
@@ -151,12 +154,12 @@ __device__ __forceinline__ void accumulate(float& sum, float& lost, float term) 
     sum = total;
 }
 
-template <bool COMPENSATED>
-__device__ __forceinline__ void accumulate(Fragment& sum, Fragment& lost, const Fragment& term) {
+template <bool COMPENSATED, class S>
+__device__ __forceinline__ void accumulate(FragmentOf<S>& sum, FragmentOf<S>& lost, const FragmentOf<S>& term) {
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
+    for (int h = 0; h < S::heads; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) accumulate<COMPENSATED>(sum.x[h][c], lost.x[h][c], term.x[h][c]);
+        for (int c = 0; c < S::elements; ++c) accumulate<COMPENSATED>(sum.x[h][c], lost.x[h][c], term.x[h][c]);
     }
 }
 
@@ -169,11 +172,12 @@ __device__ __forceinline__ void accumulate(HeadValues& sum, HeadValues& lost, co
 // Adds what a sum has lost; an infinite one has no such number.
 __device__ __forceinline__ void add_lost(float& sum, float lost) { sum += lost == lost ? lost : 0.0f; }
 
-__device__ __forceinline__ void add_lost(Fragment& sum, const Fragment& lost) {
+template <class S>
+__device__ __forceinline__ void add_lost(FragmentOf<S>& sum, const FragmentOf<S>& lost) {
 #pragma unroll
-    for (int h = 0; h < LANE_HEADS; ++h) {
+    for (int h = 0; h < S::heads; ++h) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) add_lost(sum.x[h][c], lost.x[h][c]);
+        for (int c = 0; c < S::elements; ++c) add_lost(sum.x[h][c], lost.x[h][c]);
     }
 }
 

@@ -30,7 +30,7 @@
 //   load(step)                      gathers for the edges of a step
 //   step<FULL>(state, loaded, a, item, step, number)   adds the edges of a step, and emits what an edge itself gets;
 //                                   with FULL all of them are valid, see is_valid()
-//   end(item)                       after the last step; of rows without edges not called with RESETS_EMPTY
+//   end(state, item)                after the last step; of rows without edges not called with RESETS_EMPTY
 //   merge_slots(state)              joins the edge slots of a row; every slot ends with the result
 //   merge<COMPENSATED>(state, buffer, count, begin, end)   adds the states begin ... end - 1, each slot every
 //                                   EDGE_SLOTS-th, then joins the slots
@@ -224,7 +224,7 @@ __device__ __forceinline__ void traverse(const Adjacency& a, const Lanes& l, Fun
         if (Functor::RESETS_EMPTY && WARP_ROWS > 1 && item.begin == item.end) {
             state = carried ? f.restore(carry, a.num_rows, item.row) : f.empty();
         } else {
-            f.end(item);
+            f.end(state, item);
         }
         complete(state, a, item, l, f, partial, carry);
     });

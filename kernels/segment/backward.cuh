@@ -25,7 +25,7 @@ struct Backward {
         return s;
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(State&, const Item&) const {}
 
     __device__ __forceinline__ void merge_slots(Sums& s) const {
 #pragma unroll

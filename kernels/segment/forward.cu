@@ -101,7 +101,7 @@ struct Forward {
         }
     }
 
-    __device__ __forceinline__ void end(const Item&) const {}
+    __device__ __forceinline__ void end(State&, const Item&) const {}
 
     __device__ __forceinline__ void merge_slots(Stats& s) const {
 #pragma unroll

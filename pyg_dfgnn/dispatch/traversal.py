@@ -69,24 +69,36 @@ _LANE_ELEMENTS = 16
 
 
 @cache
-def lane_constants(heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1) -> MappingProxyType[str, int]:
+def lane_constants(
+    heads: int, channels: int, itemsize: int, wide: bool, loads: int = 1, edge_channels: int = 0
+) -> MappingProxyType[str, int]:
     """Map a feature row [H, C] to the lanes of a warp.
 
     A head takes a lane for every ``loads`` of its 16-byte loads (a power of two, at most 32 lanes); heads sit side by
     side while lanes are left, then a lane takes several heads in turn while its registers allow; the rest are groups of
-    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows.
+    heads in other blocks. Lanes still left hold further edges of the same row (``wide``) or further rows. The lanes of
+    a head share the ``edge_channels`` of an edge's row, and are as many as its registers ask for.
     """
     vec = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and channels % v == 0)
     vecs = channels // vec
-    head_lanes = min(32, max(1, power_of_two(vecs) // loads))
+    least = power_of_two(-(-edge_channels // _LANE_ELEMENTS)) if edge_channels else 1
+    head_lanes = min(32, max(least, power_of_two(vecs) // loads))
     lane_vecs = -(-vecs // head_lanes)
     head_slots = min(power_of_two(heads), 32 // head_lanes)
     lane_heads = 1
-    while lane_heads * head_slots < heads and 2 * lane_heads * lane_vecs * vec <= _LANE_ELEMENTS:
+    lane_edge = power_of_two(-(-edge_channels // head_lanes)) if edge_channels else 0
+    most = max(lane_vecs * vec, lane_edge)
+    while lane_heads * head_slots < heads and 2 * lane_heads * most <= _LANE_ELEMENTS:
         lane_heads *= 2
     spare = 32 // (head_lanes * head_slots)
+    edge = {}
+    if edge_channels:
+        width = next(v for v in (8, 4, 2, 1) if v * itemsize <= 16 and edge_channels % v == 0 and v <= lane_edge)
+        loaded = -(-edge_channels // (width * head_lanes))
+        edge = {"EDGE_CHANNELS": edge_channels, "EDGE_VEC": width, "EDGE_VECS": loaded}
     return MappingProxyType(
         {
+            **edge,
             "HEADS": heads,
             "CHANNELS": channels,
             "VEC": vec,

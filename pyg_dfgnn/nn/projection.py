@@ -1,6 +1,6 @@
 """The linear layers in front of an attention: projections of one input, and the attention among them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -55,7 +55,7 @@ def attend(
     heads: int,
     inputs: Sequence[tuple[Tensor, Sequence[torch.nn.Module]]],
     *vectors: Tensor,
-    edge: Tensor | None = None,
+    edge: Mapping[str, Tensor] | None = None,
     return_weights: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
@@ -71,7 +71,7 @@ def attend(
         heads: The number H of heads.
         inputs: Each x [N, F] with its layers, whose results are the projections in turn; one result fills every role.
         vectors: Parameters of the score.
-        edge: Features [E, H, C] of the edges.
+        edge: Arguments of the score for the features of the edges.
         return_weights: Whether the weights are wanted.
         options: Further arguments of the score.
 
@@ -82,7 +82,7 @@ def attend(
     roles = USED[score]
     if len(inputs) == 1 and len(layers) > 1:
         parameters = _parameters_of(x, layers)
-        if parameters is not None and edge is None and not return_weights:
+        if parameters is not None and not edge and not return_weights:
             results = _attend_at_once(score, graph, heads, x, parameters, vectors, options)
             if results is not None:
                 return results[0], None, results[1:]
@@ -90,7 +90,7 @@ def attend(
     else:
         rows = [row for x, layers in inputs for row in project(x, heads, *layers)]
     used = rows[:roles] if len(rows) > 1 else [rows[0]] * roles
-    out = attention(graph, *used, *vectors, edge=edge, return_weights=return_weights, **options)
+    out = attention(graph, *used, *vectors, return_weights=return_weights, **options, **(edge or {}))
     out, weights = out if return_weights else (out, None)
     other = vectors[0] if vectors else used[1]
     dtype = promoted_dtype(used[0].dtype, other.dtype, used[0].is_cuda)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyg_dfgnn.statements.op import FEATURES, Derived, Pass, Statement, Value
 
-_GRADIENT_OF_OUTPUT = "grad_out"
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -29,6 +27,7 @@ class Shape:
         is_static: Whether other edges will be put into the arrays of the graph.
         heads: Number of heads.
         channels: Channels per head.
+        edge_channels: Channels of an edge's row that all heads share.
         present: Names of the inputs that are there.
         derive: Makes the function that computes a derived argument.
         interleaved: How inputs lie in one buffer; None where each is a tensor.
@@ -42,14 +41,15 @@ class Shape:
     is_static: bool
     heads: int
     channels: int
+    edge_channels: int
     present: frozenset[str]
     derive: Callable[[Derived], Callable[[Tensor], Tensor]]
     interleaved: Any = None
 
-    def sizes(self, value: Value, blocks: int = 0) -> tuple[int, ...]:
-        """Return the shape of a value; `blocks` counts partial results of thread blocks."""
+    def sizes(self, value: Value, blocks: int = 0, groups: int = 1) -> tuple[int, ...]:
+        """Return the shape of a value; `blocks` counts partial results of thread blocks, `groups` those of heads."""
         rows = {"targets": self.num_dst, "sources": self.num_src, "edges": self.num_edges, "blocks": blocks}
-        letters: dict[Any, Any] = {"H": self.heads, "C": self.channels}
+        letters: dict[Any, Any] = {"H": self.heads, "C": self.channels, "D": self.edge_channels, "G": groups}
         first = () if value.domain == "whole" else (rows[value.domain],)
         return *first, *(letters.get(letter, letter) for letter in value.shape)
 
@@ -91,14 +91,15 @@ class Text:
         """Give a value the tensor of another one."""
         self.arguments[name] = self.arguments[other]
 
-    def allocate(self, value: Value, near: str, blocks: int) -> None:
+    def allocate(self, value: Value, near: str, run: Any = None) -> None:
         """Allocate a value that a pass writes.
 
         Args:
             value: What is written.
             near: A tensor on the device, in the dtype of features.
-            blocks: Rows of partial results of thread blocks.
+            run: The pass, for partial results of its thread blocks.
         """
+        blocks, groups = (0, 1) if run is None else (run.blocks, run.head_groups)
         # A static graph has room for more edges than there are.
         make = "zeros" if value.domain == "edges" and self.shape.is_static else "empty"
         if value.like and value.domain == "blocks":
@@ -106,8 +107,9 @@ class Text:
         elif value.like:
             self.fresh(value.name, f"torch.{make}_like({value.like})")
         else:
-            sizes = self.shape.sizes(value, blocks)
-            if value.name in (self.statement.output.name, self.statement.exact_output) and "concat" in self.flags:
+            sizes = self.shape.sizes(value, blocks, groups)
+            names = (self.statement.output.name, *self.statement.exact_outputs[:1])
+            if value.name in names and "concat" in self.flags:
                 sizes = (sizes[0], self.shape.heads * self.shape.channels)
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
             self.fresh(value.name, f"{near}.new_{make}({sizes}{dtype})")
@@ -134,9 +136,9 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
 
     Args:
         shape: What it is compiled for.
-        group: "forward": (inputs, numbers) to (output, kept values); "backward": (inputs, kept values, output, gradient
-            of the output, numbers) to the gradients of the inputs; "edge": (inputs, kept values, numbers) to the value
-            per edge.
+        group: "forward": (inputs, numbers) to (outputs, kept values); "backward": (inputs, kept values, outputs,
+            gradients of the outputs, numbers) to the gradients of the inputs; "edge": (inputs, kept values, numbers) to
+            the value per edge.
         flags: Flags of the variant.
         passes: The prepared passes.
     """
@@ -151,13 +153,14 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
     _bring_inputs(text, passes[0] if group == "forward" else None)
     near = "value" if layout is None else layout.buffer
     if group == "forward":
-        text.allocate(statement.output, near, 0)
+        for value in statement.outputs:
+            text.allocate(value, near)
         for value in statement.saved:
             if value.name in kept:
-                text.allocate(value, near, 0)
+                text.allocate(value, near)
         for place, (stated, run) in enumerate(zip(statement.forward, passes, strict=True)):
             text.launch(place, stated, run)
-        return text.function([*inputs, *numbers], [statement.output.name, *kept])
+        return text.function([*inputs, *numbers], [*(value.name for value in statement.outputs), *kept])
     for name in kept:
         text.bring(name)
     for derived in statement.derived:
@@ -165,7 +168,7 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
             text.alias(derived.value.name, derived.twin)
     if group == "edge":
         assert statement.edge_value is not None and statement.edge_pass is not None
-        text.allocate(statement.edge_value, near, 0)
+        text.allocate(statement.edge_value, near)
         text.launch(0, statement.edge_pass, passes[0])
         return text.function([*inputs, *kept, *numbers], [statement.edge_value.name])
     return _backward(text, passes, inputs, kept, numbers, near)
@@ -210,17 +213,18 @@ def _backward(
     text: Text, passes: Sequence[Any], inputs: list[str], kept: list[str], numbers: list[str], near: str
 ) -> Callable[..., Any]:
     statement, flags, present = text.statement, text.flags, text.shape.present
-    exact = statement.exact_output
-    output = statement.output.name
-    if exact in kept:
-        text.alias(output, exact)
-    elif statement.reads_output:
-        text.bring(output)
-    text.bring(_GRADIENT_OF_OUTPUT)
+    outputs = [value.name for value in statement.outputs]
+    output_grads = [f"grad_{name}" for name in outputs]
+    for place, name in enumerate(outputs):
+        exact = statement.exact_outputs[place] if statement.exact_outputs else ""
+        if exact in kept:
+            text.alias(name, exact)
+        elif statement.reads_output:
+            text.bring(name)
+        text.bring(output_grads[place])
     layout = text.shape.interleaved
-    blocks = passes[0].blocks
     for value in statement.scratch:
-        text.allocate(value, "row_stats" if value.dtype == "float32" else near, blocks)
+        text.allocate(value, "row_stats" if value.dtype == "float32" else near, passes[0])
     if layout is not None:
         layout.allocate_gradients(text)
     results: dict[str, str] = {}
@@ -230,7 +234,7 @@ def _backward(
         if not is_there or (gradient.when and gradient.when not in flags):
             continue
         if name not in text.arguments:
-            text.allocate(gradient.value, near, blocks)
+            text.allocate(gradient.value, near, passes[0])
         if gradient.input == "target" and "shared" in flags:
             text.arguments["added"] = text.arguments[name]
             continue
@@ -241,9 +245,12 @@ def _backward(
     for gradient in statement.gradients:
         if gradient.reduce and gradient.input in results:
             name = gradient.value.name
-            sum_ = f"{name}.sum().reshape({gradient.input}.shape)" if gradient.reduce == "all" else f"{name}.sum(0)"
-            results[gradient.input] = sum_
-    parameters = [*inputs, *kept, output, _GRADIENT_OF_OUTPUT, *numbers]
+            results[gradient.input] = {
+                "all": f"{name}.sum().reshape({gradient.input}.shape)",
+                "rows": f"{name}.sum(0)",
+                "groups": f"{name}.squeeze(1)" if passes[0].head_groups == 1 else f"{name}.sum(1)",
+            }[gradient.reduce]
+    parameters = [*inputs, *kept, *outputs, *output_grads, *numbers]
     if layout is not None:
         return text.function(parameters, layout.results(results, inputs))
     return text.function(parameters, [results.get(name, "None") for name in inputs])

@@ -79,6 +79,7 @@ class Op:
             graph.is_static,
             heads,
             channels,
+            getattr(problem, "edge_channels", 0),
             present,
             lambda derived: self.derive(derived, problem),  # type: ignore[misc]
             interleaved,
@@ -121,7 +122,7 @@ class Op:
             with_edge_value: Also return the value per edge.
 
         Returns:
-            The output, with ``with_edge_value`` also the value per edge.
+            The output, or a tuple of several; with ``with_edge_value`` also the value per edge.
 
         Raises:
             TypeError: An input has the wrong type or dtype.
@@ -151,11 +152,16 @@ class Op:
             mode = STATS if with_edge_value else INFER
             result = known.forward(mode, concat, shared, graph)(*tensors, *numbers)
             if not with_edge_value:
-                return result[0]
-        out, *kept = result
-        stats = kept[: known.num_stats(shared)]
+                return self._outputs(result)
+        out, count = self._outputs(result), known.num_outputs
+        stats = result[count : count + known.num_stats(shared)]
         run = partial(known.edge_pass(shared, graph), *tensors, *stats, *numbers)
         return out, EdgeValue.apply(run, self._edge_reference(graph, numbers, known.heads, shared), *tensors)
+
+    def _outputs(self, results: Sequence[Tensor]) -> Any:
+        """Return the output, or a tuple of several, of what a forward pass returns."""
+        count = len(self.statement.outputs)
+        return results[0] if count == 1 else tuple(results[:count])
 
     def _edge_reference(
         self, graph: Graph, numbers: tuple[float, ...], heads: int, shared: bool
@@ -284,13 +290,16 @@ class Op:
         tensor: Tensor,
         device: torch.device,
         sizes: Mapping[str, int | None],
-        letters: Mapping[str | int, int],
+        letters: dict[str | int, int],
     ) -> None:
         """Check dtype, device and shape of one input."""
         name, shape = value.user_name, tensor.shape
         check_dtype(name, tensor, FEATURE_DTYPES)
         check_device(name, tensor, device)
-        expected = [letters[letter] for letter in value.shape]
+        # The first tensor of a letter that the value does not have tells its number.
+        for letter, size_of_letter in zip(value.shape, shape[1:], strict=False):
+            letters.setdefault(letter, size_of_letter)
+        expected = [letters.get(letter) for letter in value.shape]
         if value.domain == "whole":
             if not expected:
                 if tensor.numel() != 1:
@@ -331,8 +340,8 @@ class Op:
 
     def reference(
         self, graph: Graph, tensors: Sequence[Tensor | None], numbers: Sequence[float], heads: int | None, shared: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the value per edge in plain torch, differentiable."""
+    ) -> tuple[Any, Tensor]:
+        """Return the output, or a tuple of several, and the value per edge in plain torch, differentiable."""
         statement = self.statement
         by_name = dict(zip(statement.input_names, tensors, strict=True))
         if heads is not None:
@@ -374,11 +383,13 @@ class Op:
         program = Program(self.statement.name, "forward", call.heads, loops, transposed, frozenset(flags))
         if torch.compiler.is_compiling():
             tensors = _without_repeats(tensors)
-        out, *kept = Traced.apply(program.name, anchor, num_src, num_dst, len(numbers), *numbers, *tensors)
+        results = Traced.apply(program.name, anchor, num_src, num_dst, len(numbers), *numbers, *tensors)
+        out = self._outputs(results)
         if not with_edge_value:
             return out
         edge_flags = frozenset({"stats", "shared"} if shared else {"stats"})
-        stats = kept[: len(self.statement.kept(edge_flags))]
+        first = len(self.statement.outputs)
+        stats = results[first : first + len(self.statement.kept(edge_flags))]
         program = program._replace(group="edge", flags=edge_flags)
         run = partial(run_program, program, anchor, num_src, num_dst, (*tensors, *stats), numbers)
         if torch.compiler.is_compiling():

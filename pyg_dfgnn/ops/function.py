@@ -37,38 +37,41 @@ class Call(NamedTuple):
 
 
 class Fused(Function):
-    """A fused op on a graph at hand: (call, inputs) to the output, and to what is kept if the call asks for it."""
+    """A fused op on a graph at hand: (call, inputs) to the outputs, and to what is kept if the call asks for it."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Any:
         prepared, graph, numbers, concat, shared, returns_kept = call
-        out, *kept = prepared.forward(TRAIN, concat, shared, graph)(*tensors, *numbers)
+        results = prepared.forward(TRAIN, concat, shared, graph)(*tensors, *numbers)
+        count = prepared.num_outputs
+        outs, kept = results[:count], results[count:]
         ctx.call = call
         # Not saved: autograd would then forbid to edit it in place, as one may with PyG's, and a copy costs every call.
-        ctx.out = (out.detach(), out._version) if prepared.keeps_output else None
+        ctx.out = [(out.detach(), out._version) for out in outs] if prepared.keeps_output else None
         ctx.save_for_backward(*tensors, *kept)
-        ctx.set_materialize_grads(False)
+        # Of several outputs some may have no gradient, of which autograd makes zeros.
+        ctx.set_materialize_grads(count > 1)
         if not returns_kept:
-            return out
+            return outs[0] if count == 1 else outs
         ctx.mark_non_differentiable(*kept)
-        return out, *kept
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         prepared, graph, numbers, concat, shared, _ = ctx.call
-        if grad_out is None:
+        if grads[0] is None:
             ctx.out = None
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors
-        out = None
+        saved, count = ctx.saved_tensors, prepared.num_outputs
+        outs: Any = (None,) * count
         if prepared.keeps_output:
-            out = unedited(ctx)
-            if out is None:
+            outs = unedited(ctx)
+            if outs is None:
                 inputs = saved[: len(ctx.needs_input_grad) - 1]
-                out = prepared.forward(INFER, concat, shared, graph)(*inputs, *numbers)[0]
+                outs = prepared.forward(INFER, concat, shared, graph)(*inputs, *numbers)
         backward = prepared.backward(shared, ctx.needs_input_grad[1 + prepared.edge_place], graph)
-        return None, *backward(*saved, out, grad_out, *numbers)
+        return None, *backward(*saved, *outs, *grads[:count], *numbers)
 
 
 apply_fused = apply_of(Fused)
@@ -76,15 +79,13 @@ INFER, STATS, TRAIN = 0, 1, 2
 """What a forward pass leaves: nothing, what a pass over edges reads, what backward reads."""
 
 
-def unedited(ctx: Any) -> Tensor | None:
-    """Return the output of the forward pass; None if it was edited since or a backward pass has let it go."""
+def unedited(ctx: Any) -> list[Tensor] | None:
+    """Return the outputs of the forward pass; None if one was edited since or a backward pass has let them go."""
     # Let go as saved tensors are: the graph of autograd may live as long as a loss does.
     known, ctx.out = ctx.out, None
-    if known is not None:
-        out: Tensor = known[0]
-        if out._version == known[1]:
-            return out
-    return None
+    if known is None or any(out._version != version for out, version in known):
+        return None
+    return [out for out, _ in known]
 
 
 class EdgeValue(Function):
@@ -162,34 +163,36 @@ ops: dict[str, Any] = {}
 
 
 class Traced(Function):
-    """An op through the registered operator, for tracing: (program, edges, sizes, numbers, inputs) to the output and
+    """An op through the registered operator, for tracing: (program, edges, sizes, numbers, inputs) to the outputs and
     what is kept.
     """
 
     @staticmethod
     def forward(ctx: Any, program: str, edge_index: Tensor, num_src: int, num_dst: int, count: int, *rest: Any) -> Any:
         numbers, tensors = list(rest[:count]), list(rest[count:])
-        out, *kept = torch.ops.pyg_dfgnn.run(program, [edge_index], [num_src, num_dst], tensors, numbers)
+        results = torch.ops.pyg_dfgnn.run(program, [edge_index], [num_src, num_dst], tensors, numbers)
         statement: Statement = ops[Program.of(program).op].statement
-        exact = statement.exact_output in statement.kept(Program.of(program).flags)
-        ctx.save_for_backward(edge_index, *(t for t in tensors if t is not None), *kept, *(() if exact else (out,)))
-        ctx.layout = program, num_src, num_dst, count, numbers, [t is not None for t in tensors], exact
+        num_outputs = len(statement.outputs)
+        outs, kept = results[:num_outputs], results[num_outputs:]
+        exact = statement.exact_outputs[:1] and statement.exact_outputs[0] in statement.kept(Program.of(program).flags)
+        ctx.save_for_backward(edge_index, *(t for t in tensors if t is not None), *kept, *(() if exact else outs))
+        ctx.layout = program, num_src, num_dst, count, numbers, [t is not None for t in tensors], exact, num_outputs
         ctx.mark_non_differentiable(*kept)
-        return out, *kept
+        return *outs, *kept
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-        program, num_src, num_dst, count, numbers, present, exact = ctx.layout
+    def backward(ctx: Any, *grads_out: Tensor) -> tuple[Any, ...]:
+        program, num_src, num_dst, count, numbers, present, exact, num_outputs = ctx.layout
         edge_index, *saved = ctx.saved_tensors
         waiting = iter(saved)
         tensors = [next(waiting) if is_there else None for is_there in present]
-        kept_and_out = [*waiting, *((None,) if exact else ())]
+        kept_and_out = [*waiting, *((None,) * num_outputs if exact else ())]
         backward = Program.of(program).backward
         place = ops[backward.op].edge_place
         if present[place] and ctx.needs_input_grad[5 + count + place]:
             backward = backward._replace(flags=backward.flags | {"edge_grad"})
-        inputs = [*tensors, *kept_and_out, grad_out]
+        inputs = [*tensors, *kept_and_out, *grads_out[:num_outputs]]
         grads = torch.ops.pyg_dfgnn.run(backward.name, [edge_index], [num_src, num_dst], inputs, numbers)
         names, order = ops[backward.op].gradient_names(backward.flags, present), ops[backward.op].statement.input_names
         by_name = dict(zip(names, grads, strict=True))
@@ -248,8 +251,11 @@ def _run_fake(
             edges = torch.library.get_ctx().new_dynamic_size()
         rows = {"targets": sizes[1], "sources": sizes[0], "edges": edges}[stated.domain]
         letters = {"H": heads, "C": channels}
+        edge = by_name.get("edge")
+        if edge is not None:
+            letters["D"] = edge.shape[-1]
         shape = [rows, *(letters.get(each, each) for each in stated.shape)]  # type: ignore[arg-type]
-        if stated.name in (statement.output.name, statement.exact_output) and "concat" in program.flags:
+        if stated.name in (statement.output.name, *statement.exact_outputs[:1]) and "concat" in program.flags:
             shape = [rows, heads * channels]
         dtype = value.dtype if stated.dtype == "features" else getattr(torch, stated.dtype)
         return value.new_empty(shape, dtype=dtype)
@@ -257,7 +263,8 @@ def _run_fake(
     if program.group == "edge":
         assert statement.edge_value is not None
         return [empty(statement.edge_value)]
-    return [empty(statement.output), *(empty(statement.values[each]) for each in statement.kept(program.flags))]
+    results = (*statement.outputs, *(statement.values[name] for name in statement.kept(program.flags)))
+    return [empty(value) for value in results]
 
 
 _library.impl("run", _run, "CompositeExplicitAutograd")

@@ -25,6 +25,8 @@ class PreparedPass(Protocol):
     """How the pass runs."""
     blocks: int
     """Rows of the values that thread blocks leave as partial results."""
+    head_groups: int
+    """Groups of heads that thread blocks of their own take."""
 
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> Any:
         """Launch the pass on arguments in the order of its statement, and return what the next pass needs beside them.
@@ -65,8 +67,9 @@ class PreparedOp:
         self.drops = "seed" in op.statement.input_names and bool(problem.dropout)
         self.present |= {"seed"} if self.drops else set()
         self.edge_place = op.edge_place
-        self.keeps_exact = bool(op.statement.exact_output) and problem.dtype.itemsize == 2
+        self.keeps_exact = bool(op.statement.exact_outputs) and problem.dtype.itemsize == 2
         self.keeps_output = op.statement.reads_output and not self.keeps_exact
+        self.num_outputs = len(op.statement.outputs)
         self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._passes: dict[Any, tuple[PreparedPass, ...]] = {}

@@ -48,7 +48,7 @@ class CusparseLaunch:
     The matrix with its descriptors, workspace and preprocessing is kept with the graph, once for each stream.
     """
 
-    blocks = 0
+    blocks, head_groups = 0, 1
 
     def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device = plan, graph.device

@@ -153,7 +153,7 @@ class NodeLaunch:
         places: Places of the arguments that the kernel takes.
     """
 
-    blocks = 0
+    blocks, head_groups = 0, 1
 
     def __init__(self, plan: Any, graph: Graph, kernel: NodeKernel, places: tuple[int, ...]) -> None:
         self.plan, self.device, self.num_rows = plan, graph.device, graph.num_dst

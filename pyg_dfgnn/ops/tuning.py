@@ -58,6 +58,7 @@ class Timed:
     def __init__(self, prepared: Any, device: torch.device) -> None:
         self._pass, self._device = prepared, device
         self.blocks: int = prepared.blocks
+        self.head_groups: int = prepared.head_groups
         self.derives = prepared.derives
         self.seconds = math.inf
 
@@ -121,8 +122,9 @@ def measure(
         try:
             if directions != FORWARD:
                 kept = [_zeros(shape, statement.values[each], problem) for each in statement.kept(flags)]
-                out = _zeros(shape, statement.output, problem)
-                compile_group(shape, "backward", flags, timed)(*tensors, *kept, out, torch.ones_like(out), *numbers)
+                outs = [_zeros(shape, value, problem) for value in statement.outputs]
+                grads = map(torch.ones_like, outs)
+                compile_group(shape, "backward", flags, timed)(*tensors, *kept, *outs, *grads, *numbers)
             else:
                 compile_group(shape, "forward", flags, timed)(*tensors, *numbers)
         except torch.OutOfMemoryError as error:

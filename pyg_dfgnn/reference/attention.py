@@ -8,6 +8,9 @@ with `D` the dropout factor (0 or 1 / (1 - p)). A target without edges gives a r
 Letters: N nodes, E edges, H heads, C channels per head.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, EdgeOperands, Score
@@ -25,10 +28,11 @@ def edge_attention(
     source_scalars: Tensor | None = None,
     parameter: Tensor | float | None = None,
     edge: Tensor | None = None,
+    edge_target: Tensor | None = None,
     scale: float | None = None,
     slope: float = 0.2,
     keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Tensor]:
     """Attention over the edges of a graph with the logits that a score states.
 
     `O_i = sum_j softmax_j(S_ij) D_ij v_ij`, where `v_ij = v_j`, or `v_j + e_ij` if the score says so.
@@ -43,36 +47,45 @@ def edge_attention(
         target_scalars: `[N_dst, H]`.
         source_scalars: `[N_src, H]`.
         parameter: A number, `[1]` or `[H, C]`.
-        edge: `[E, H, C]` or `[E, H]`.
+        edge: `[E, H, C]` or `[E, H]`; with `edge_target` `[E, D]`, further channels of key and value.
+        edge_target: `[N_dst, H, D]`, further channels of the target.
         scale: Number that the score may read, `1 / sqrt(C)` by default.
         slope: Number that the score may read.
         keep: `[E, H]` dropout factor of each weight, 0 or `1 / (1 - p)`.
 
     Returns:
-        The output `[N_dst, H, C]` and the weights `[E, H]` after dropout.
+        The output `[N_dst, H, C]` and the weights `[E, H]` after dropout. With `edge_target` the output is a pair, the
+        second `[N_dst, H, D]`.
     """
     src, dst = edge_index[0], edge_index[1]
+    channels = value.size(-1)
 
     def at(tensor: Tensor | None, nodes: Tensor) -> Tensor | None:
         return None if tensor is None else tensor.index_select(0, nodes)
 
-    content = value.index_select(0, src)
+    content, targets, keys = value.index_select(0, src), at(target, dst), at(key, src)
+    if edge_target is not None:
+        assert edge is not None and targets is not None and keys is not None
+        rows, edge = edge.unsqueeze(1).expand(-1, value.size(1), -1), None
+        targets = torch.cat([targets, edge_target.index_select(0, dst)], dim=-1)
+        keys, content = torch.cat([keys, rows], dim=-1), torch.cat([content, rows], dim=-1)
     logits = score.reference(
         EdgeOperands(
-            at(target, dst),
-            at(key, src),
+            targets,
+            keys,
             content,
             at(target_scalars, dst),
             at(source_scalars, src),
             parameter,
             edge,
-            max(value.size(-1), 1) ** -0.5 if scale is None else scale,
+            max(channels, 1) ** -0.5 if scale is None else scale,
             slope,
         )
     )
     if edge is not None and score.edge_in_value:
         content = content + edge
-    return _aggregate(logits, content, dst, num_dst, keep)
+    out, weights = _aggregate(logits, content, dst, num_dst, keep)
+    return out if edge_target is None else (out[..., :channels], out[..., channels:]), weights
 
 
 def dot_attention(

@@ -25,7 +25,8 @@ class Value:
     Attributes:
         name: Its role, such as "target".
         domain: One of ``DOMAINS``.
-        shape: What follows the rows: letters (H heads, C channels per head) and numbers.
+        shape: What follows the rows: letters (H heads, C channels per head, D channels of an edge, G groups of heads
+            that thread blocks of their own take) and numbers.
         dtype: ``FEATURES``, "float32" or "int64".
         label: The user's name of an input; its role if empty.
         when: The flag of a variant that has this value; always, if empty. "stats": a pass over edges may follow;
@@ -93,7 +94,7 @@ class Gradient:
         input: The input.
         value: What the passes write.
         reduce: How the rows of `value` become the gradient: "" (they are it), "rows" (summed over the first
-            dimension) or "all" (summed to one number).
+            dimension), "groups" (over the second) or "all" (summed to one number).
         when: The flag of a variant that computes it; always, if empty.
     """
 
@@ -129,6 +130,7 @@ class Statement:
         inputs: Tensors that the user gives, in the order of the kernels' ABI; a seed, which the op draws, is the last.
         numbers: Numbers that the user gives, likewise.
         output: What the op returns.
+        beside: Further outputs; the gradient of each goes by its name after "grad_".
         saved: What the forward pass leaves for the passes after it, beside the output.
         forward: The forward passes.
         backward: The backward passes, in order.
@@ -137,9 +139,10 @@ class Statement:
         edge_pass: The pass that writes one value per edge, if the op has one; `edge_value` is that value.
         edge_value: See there.
         derived: Arguments computed from inputs.
-        exact_output: Name of the saved value that backward reads in place of a rounded output.
+        exact_outputs: Names of the saved values that backward reads in place of rounded outputs, for each output.
         reference: The op in plain torch: `reference(edge_index, num_dst, inputs, numbers, keep)`, with inputs and
-            numbers by role and the dropout factors [E, H] or None, returns the output and the value per edge.
+            numbers by role and the dropout factors [E, H] or None, returns the output, or a tuple of several, and
+            the value per edge.
     """
 
     name: str
@@ -151,19 +154,25 @@ class Statement:
     backward: tuple[Pass, ...]
     gradients: tuple[Gradient, ...]
     reference: Callable[..., Any]
+    beside: tuple[Value, ...] = ()
     scratch: tuple[Value, ...] = ()
     edge_pass: Pass | None = None
     edge_value: Value | None = None
     derived: tuple[Derived, ...] = ()
-    exact_output: str = ""
+    exact_outputs: tuple[str, ...] = ()
 
     @cached_property
     def values(self) -> Mapping[str, Value]:
         """All values by name."""
-        every = (*self.inputs, self.output, *self.saved, *self.scratch, *(each.value for each in self.derived))
+        every = (*self.inputs, *self.outputs, *self.saved, *self.scratch, *(each.value for each in self.derived))
         grads = (gradient.value for gradient in self.gradients)
         edge = () if self.edge_value is None else (self.edge_value,)
         return {value.name: value for value in (*every, *grads, *edge)}
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """All outputs."""
+        return self.output, *self.beside
 
     @cached_property
     def backward_directions(self) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ class Score:
             "inverse_norm" for inverse norms of the target vector and the value, None for no numbers.
         edge: What the score reads of an edge: a "vector" [E, H, C], a "scalar" [E, H], or None.
         edge_in_value: Whether the edge vector is added to the value too.
+        takes_edge_rows: Whether edges may have rows [E, D] that all heads share, as further channels of the target's
+            and the source's vectors and of the value: for a score that is linear in both vectors.
         parameter: Shape of a learned parameter: () for one number, ("H", "C") for a vector per head, or None.
         numbers: Which of the numbers "scale" and "slope" the score reads.
         gradients: Operands that get a gradient, by their names in :class:`EdgeOperands`.
@@ -81,6 +83,7 @@ class Score:
     node_scalars: str | None = None
     edge: str | None = None
     edge_in_value: bool = False
+    takes_edge_rows: bool = False
     parameter: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ("value",)
@@ -108,6 +111,8 @@ class Score:
                 raise ValueError(f"{name!r} needs one of {known} (got {getattr(self, name)!r})")
         if self.edge_in_value and self.edge != "vector":
             raise ValueError(f"'edge_in_value' needs edge='vector' (got edge={self.edge!r})")
+        if self.takes_edge_rows and not (self.target and self.key and self.parameter is None):
+            raise ValueError("'takes_edge_rows' needs vectors of target and source, and no parameter")
         if self.target and self.node_scalars == "input":
             raise ValueError("'node_scalars' needs None or 'inverse_norm' next to a target vector (got 'input')")
         if self.parameter == () and self.node_scalars != "inverse_norm":
@@ -122,18 +127,19 @@ class Score:
         is_path = self.source.endswith(".cuh")
         return (("score.cuh", f'#include "{self.source}"' if is_path else self.source),)
 
-    def constants(self, edge: bool) -> dict[str, int]:
+    def constants(self, edge: bool, edge_rows: bool = False) -> dict[str, int]:
         """The operands as the kernels' constants, see ``kernels/attention/inputs.cuh``.
 
         Args:
             edge: Whether there are edge features.
+            edge_rows: Whether these are rows that all heads share.
         """
         return {
             "HAS_TARGET_VECTOR": int(self.target),
             "HAS_KEY": int(self.key),
             "NODE_SCALARS": (None, "input", "inverse_norm").index(self.node_scalars),
-            "EDGE": (None, "vector", "scalar").index(self.edge) if edge else 0,
-            "EDGE_IN_VALUE": int(edge and self.edge_in_value),
+            "EDGE": 3 if edge_rows else (None, "vector", "scalar").index(self.edge) if edge else 0,
+            "EDGE_IN_VALUE": int(edge and self.edge_in_value and not edge_rows),
             "PARAMETER": (None, (), ("H", "C")).index(self.parameter),
             "TARGET_IS_VALUE": int(self.is_target_value),
         }
@@ -173,20 +179,21 @@ class Score:
             return vectors + 2 + int(self.target)
         return vectors + 2 + int(self.key) + int(self.is_target_value)
 
-    def state_channels(self, direction: str, channels: int) -> int:
+    def state_channels(self, direction: str, channels: int, edge_channels: int = 0) -> int:
         """Numbers per head, in float32, of the state of one row or chunk in `row_split`.
 
         Args:
             direction: A direction, "weights", or "dout_dlogit" for the forward pass that leaves dout_dlogit.
             channels: Features per head.
+            edge_channels: Channels of an edge's row that all heads share.
         """
         if direction == "dout_dlogit":
             return 2 * channels + 3
         if direction in ("forward", "weights"):
-            return channels + 2
+            return channels + 2 + edge_channels
         scalars = int(self.node_scalars == "input")
         if direction == "targets":
-            return channels * int(self.target) + scalars
+            return channels * int(self.target) + scalars + int(self.parameter == ()) + edge_channels
         return channels * (2 if self.key or self.node_scalars == "inverse_norm" else 1) + scalars
 
 

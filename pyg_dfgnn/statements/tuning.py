@@ -59,6 +59,8 @@ class RowSplitTuning:
         packed_min_blocks: Entries that differ where lanes to spare take further rows.
         paired_min_blocks: Entries that differ for two edges side by side of heads that two lanes share.
         ordered_min_blocks: Entries that differ for packed rows with the longest first and chunks joined in a block.
+        edge_rows_min_blocks: ``min_blocks`` with rows of edges of which a lane holds up to four numbers: as many as
+            cost no spill.
         saved_min_blocks: ``min_blocks`` of the forward pass that leaves dout_dlogit.
         four_loads: Whether a lane takes four loads in float32, one edge at a time, where packed rows come in order.
         whole_heads: Where a lane takes a whole head of two loads in 16 bits: in passes that are "swept" or "packed".
@@ -74,6 +76,7 @@ class RowSplitTuning:
     packed_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     paired_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     ordered_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
+    edge_rows_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     saved_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     four_loads: bool = False
     whole_heads: str | None = None

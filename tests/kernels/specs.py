@@ -1,6 +1,7 @@
 """The specialised modules that stand for all of them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,8 +245,30 @@ def segment_specs() -> list[Spec]:
     return specs
 
 
+def edge_rows_specs() -> list[Spec]:
+    """The row kernels with rows of edges that all heads share: narrow ones, odd ones, several loads of a lane."""
+    axes = {
+        "dtype": DTYPES,
+        "shape": ((8, 16), (1, 128), (4, 64), (3, 7), (40, 4)),
+        "edge_channels": (3, 8, 16, 64),
+        "mode": ("light", "joined", "ordered", "smem"),
+        "wide": (False, True),
+        "dropout": (False, True),
+    }
+    found = []
+    for row in covering({**axes, "score": ["dot"], "edge": [True]}):
+        posed = replace(problem(row), edge_channels=row["edge_channels"])
+        for stem, direction in DIRECTION_OF.items():
+            if row["mode"] != "smem":
+                found.append(spec_of(stem, "dot", in_mode(row["mode"], posed, direction, row["wide"])))
+            elif stem != "weights":
+                found.append(spec_of(stem, "dot", smem.constants_of(posed, direction)))
+    return found
+
+
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
+    rows += edge_rows_specs()
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 
@@ -266,6 +289,7 @@ def label(spec: Spec) -> str:
         name.lower()
         for name in (
             "EDGE",
+            "EDGE_CHANNELS",
             "DROPOUT",
             "DOUT_DLOGIT",
             "ORDERED",

@@ -84,6 +84,10 @@ class Problem:
     def op(self) -> Callable[..., Any]:
         return getattr(ops, f"{self.score}_attention")
 
+    @property
+    def reference(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return getattr(reference, f"{self.score}_attention")
+
     def call(self, **changes: Any) -> Any:
         """The op on the inputs, some of them changed."""
         return self.op(self.graph, **{**self.inputs, "dropout_p": self.dropout_p, **changes})
@@ -102,7 +106,7 @@ class Problem:
 
     def expected(self, keep: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
         """What :meth:`run` gives in float64, by the reference with these options; `weights` too."""
-        function = getattr(reference, f"{self.score}_attention")
+        function = self.reference
         weights = []
 
         def call(**inputs: Tensor) -> Tensor:
@@ -117,6 +121,32 @@ class Problem:
         options = ["edge"] * self.edge + [f"p{self.dropout_p}"] * (self.dropout_p > 0)
         name = str(self.dtype).removeprefix("torch.")
         return "-".join([self.score, str(self.case), f"H{self.heads}", f"C{self.channels}", name, *options])
+
+
+@dataclass
+class EdgeRows(Problem):
+    """The dot score with edge terms `edge_weight` times `edge_attr`, [H * C, D] times [E, D].
+
+    Args:
+        edge_channels: Channels D.
+    """
+
+    edge_channels: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = torch.randn(self.edge_index.size(1), self.edge_channels, device=self.device)
+        weight = torch.randn(self.heads * self.channels, self.edge_channels, device=self.device)
+        self.inputs["edge_attr"] = rows.to(self.dtype)
+        self.inputs["edge_weight"] = (weight / self.edge_channels**0.5).to(self.dtype)
+
+    @property
+    def reference(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        def attention(*edges: Any, edge_attr: Tensor, edge_weight: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+            edge = (edge_attr @ edge_weight.T).unflatten(1, (self.heads, self.channels))
+            return reference.dot_attention(*edges, edge=edge, **inputs)
+
+        return attention
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

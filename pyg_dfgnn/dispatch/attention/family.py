@@ -15,10 +15,12 @@ from pyg_dfgnn.dispatch.gpu import Gpu, gpu_of
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
-from pyg_dfgnn.statements.scores import SCORES
+from pyg_dfgnn.statements.scores import SCORES, Score
 
 MAX_CHANNELS = 512
 MAX_HEADS = 65535
+MAX_EDGE_CHANNELS = 64
+"""Channels of an edge's row that the lanes of a head hold next to its features."""
 
 
 def row_reasons(heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -42,7 +44,16 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += row_reasons(problem.heads, problem.channels, problem.dtype, problem.device)
     if problem.edge and score is not None and score.edge is None:
         reasons.append(f"the {problem.score} score takes no edge features")
+    if problem.edge_channels and score is not None and not score.takes_edge_rows:
+        reasons.append(f"the {problem.score} score takes no edge features that all heads share")
+    if problem.edge_channels > MAX_EDGE_CHANNELS:
+        reasons.append(f"{problem.edge_channels} channels per edge, the kernels take up to {MAX_EDGE_CHANNELS}")
     return reasons
+
+
+def shares_edge_rows(score: Score, heads: int, channels: int, edge_channels: int) -> bool:
+    """Return whether the linear terms of edge features [E, D] are better taken at the targets than at each edge."""
+    return score.takes_edge_rows and 0 < edge_channels <= MAX_EDGE_CHANNELS and edge_channels < heads * channels
 
 
 def leaves_dout_dlogit(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:

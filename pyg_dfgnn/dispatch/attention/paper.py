@@ -124,6 +124,8 @@ def _reasons(problem: AttentionProblem) -> list[str]:
     if not problem.record.paper:
         name = problem.score
         return [f"the schedules of the paper keep one number per edge and head, the {name} score takes C in backward"]
+    if problem.edge_channels:
+        return ["the schedules of the paper have no place for edge features that all heads share"]
     return []
 
 

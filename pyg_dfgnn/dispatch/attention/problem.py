@@ -23,6 +23,7 @@ class AttentionProblem:
         tf32: Whether products of float32 features may be rounded to TF32, see :func:`tf32_allowed`.
         dout_dlogit: Whether the forward pass has left the derivative of the output in the target scalars, which spares
             the pass over targets of `row_split` its gathers.
+        edge_channels: Channels of the edge features if these are rows that all heads share, else 0.
     """
 
     score: str
@@ -34,6 +35,7 @@ class AttentionProblem:
     dropout: bool
     tf32: bool = False
     dout_dlogit: bool = False
+    edge_channels: int = 0
 
     @property
     def record(self) -> Score:
@@ -54,7 +56,7 @@ class AttentionProblem:
     def constants(self) -> dict[str, int]:
         """What every attention kernel is specialised by."""
         return {
-            **self.record.constants(self.edge),
+            **self.record.constants(self.edge, self.edge_channels > 0),
             "STORAGE": STORAGE[self.dtype],
             "DROPOUT": int(self.dropout),
         }

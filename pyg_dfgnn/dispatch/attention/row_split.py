@@ -60,7 +60,8 @@ def _lanes(problem: AttentionProblem, direction: str, wide: bool) -> MappingProx
 def fitting_lanes(problem: AttentionProblem, loads: int, wide: bool) -> MappingProxyType[str, int]:
     """The layout with at most so many loads of a lane per row: fewer where the row would keep few lanes busy."""
     while True:
-        lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide, loads)
+        sizes = problem.heads, problem.channels, problem.dtype.itemsize
+        lanes = lane_constants(*sizes, wide, loads, problem.edge_channels)
         if loads == 1 or (lanes["HEAD_LANES"] > 1 and lanes["HEAD_LANES"] * lanes["HEAD_SLOTS"] >= _MIN_ROW_LANES):
             return lanes
         loads //= 2
@@ -83,10 +84,13 @@ def _elements(c: Mapping[str, int]) -> int:
 
 def _min_blocks(direction: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
-    if problem.edge or problem.dropout:
-        return 1
     elements, tuning = _elements(lanes), _tuning(problem, direction)
     key = (problem.dtype.itemsize, elements)
+    if problem.edge_channels and not problem.dropout:
+        has_few = lanes["EDGE_VECS"] * lanes["EDGE_VEC"] <= 4
+        return tuning.edge_rows_min_blocks.get(key, 1) if has_few else 1
+    if problem.edge or problem.dropout:
+        return 1
     blocks = (tuning.saved_min_blocks if direction == "dout_dlogit" else tuning.min_blocks).get(key, 1)
     if packed:
         blocks = tuning.packed_min_blocks.get(key, blocks)
@@ -182,7 +186,9 @@ def _blocks(
     """
     itemsize = problem.dtype.itemsize
     share = _CACHE_SHARE[itemsize][_base_direction(direction)] if share is None else share
-    gathered = num_columns * heads * problem.channels * itemsize * gathers(problem, direction)
+    # What each target has for the rows of its edges, in itself and in the gradient.
+    edges = 2 * problem.edge_channels if direction == "sources" else 0
+    gathered = num_columns * heads * itemsize * (problem.channels * gathers(problem, direction) + edges)
     blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
     return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
 
@@ -299,7 +305,7 @@ def _joined(
     items = items_per_block(constants)
     is_small = rows.num_rows <= items * _FEW_BLOCKS
     # At most two sums of a row's width and three numbers per head.
-    if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + 3) > _JOINED_BYTES:
+    if 4 * items * constants["HEADS"] * (2 * constants["CHANNELS"] + problem.edge_channels + 3) > _JOINED_BYTES:
         return None
     length = joined_edges(rows, items)
     if length > max_edges or length >= rows.max_degree:

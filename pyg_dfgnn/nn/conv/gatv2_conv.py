@@ -85,7 +85,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
             heads,
             inputs,
             self.att,
-            edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, self.out_channels),
+            edge=None if edge_attr is None else {"edge": self.lin_edge(edge_attr).view(-1, heads, self.out_channels)},
             return_weights=call.weights,
             negative_slope=float(self.negative_slope),
             dropout_p=float(self.dropout) if self.training else 0.0,

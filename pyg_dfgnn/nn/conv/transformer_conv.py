@@ -7,12 +7,14 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 
+from pyg_dfgnn.dispatch.attention.family import shares_edge_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.nn.projection import attend
+from pyg_dfgnn.nn.projection import attend, is_plain_linear
 from pyg_dfgnn.ops.attention.functional import dot_attention
+from pyg_dfgnn.statements.scores import DOT
 
 
 class TransformerConv(AttentionConv, conv.TransformerConv):
@@ -47,7 +49,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         lin_edge = self.lin_edge
         if (lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
             reasons.append("edge_dim without edge features, or edge features without edge_dim")
-        return self._gate(
+        call = self._gate(
             self._question(),
             (source, target) if self.flow == "source_to_target" else (target, source),
             edge_index,
@@ -57,6 +59,28 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
             weights=weights,
             reasons=reasons,
         )
+        if call.edge_attr is not None and self._shares_edge_rows(call.edge_attr):
+            # Neither TF32 nor dout_dlogit.
+            call = call._replace(problem=(*call.problem, False, False, lin_edge.in_channels))
+        return call
+
+    def _shares_edge_rows(self, edge_attr: Tensor) -> bool:
+        """Return whether the op takes the edge features as they are, with the matrix of `lin_edge`."""
+        layer = self.lin_edge
+        if not is_plain_linear(layer) or layer.bias is not None:
+            return False
+        weight = layer.weight
+        is_cast = torch.is_autocast_enabled(edge_attr.device.type)
+        return (is_cast or edge_attr.dtype is weight.dtype) and shares_edge_rows(
+            DOT, self.heads, self.out_channels, weight.size(1)
+        )
+
+    def _edge_terms(self, edge_attr: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the op for edge features [E, edge_dim]."""
+        if self._shares_edge_rows(edge_attr):
+            # Cast as autocast does for a linear layer.
+            return {"edge_attr": edge_attr.to(self._storage_dtype(edge_attr)), "edge_weight": self.lin_edge.weight}
+        return {"edge": self.lin_edge(edge_attr).view(-1, self.heads, self.out_channels)}
 
     def forward(
         self,
@@ -87,7 +111,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
             graph,
             heads,
             inputs,
-            edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, channels),
+            edge=None if edge_attr is None else self._edge_terms(edge_attr),
             return_weights=call.weights,
             scale=channels**-0.5,
             dropout_p=float(self.dropout) if self.training else 0.0,

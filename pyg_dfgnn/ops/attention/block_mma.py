@@ -16,7 +16,7 @@ _COUNT = {"forward": 14, "targets": 17, "sources": 17}
 class BlockMmaLaunch:
     """One pass over the dense blocks of a side (:class:`~pyg_dfgnn.ops.core.PreparedPass`)."""
 
-    blocks = 0
+    blocks, head_groups = 0, 1
 
     def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]

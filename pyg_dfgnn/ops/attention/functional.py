@@ -8,16 +8,16 @@ the statistics of each row. All functions run on CPU tensors and in float64 thro
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit
+from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, shares_edge_rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_range, check_shape, check_tensor
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
 from pyg_dfgnn.ops.core import Edges, Op
@@ -29,21 +29,26 @@ from pyg_dfgnn.statements.score import Score
 from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, SCORES, register
 
 
-def op_of(score: Score, labels: Mapping[str, str]) -> Op:
+def op_of(score: Score, labels: Mapping[str, str], edge_rows: bool = False) -> Op:
     """Return the op of attention with a score.
 
     Args:
         score: The score.
         labels: The user's names of inputs and numbers, by role.
+        edge_rows: Whether edges have rows [E, D] that all heads share.
     """
 
     def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> AttentionProblem:
         value = inputs["value"]
-        edge, dropout = inputs.get("edge") is not None, numbers["dropout"] > 0.0
+        edge, dropout = inputs.get("edge"), numbers["dropout"] > 0.0
         tf32 = tf32_allowed(value.dtype)
-        return AttentionProblem(score.name, heads, channels, value.dtype, value.device, edge, dropout, tf32)
+        edge_channels = edge.shape[-1] if edge_rows and edge is not None else 0
+        return AttentionProblem(
+            *(score.name, heads, channels, value.dtype, value.device, edge is not None, dropout, tf32),
+            edge_channels=edge_channels,
+        )
 
-    statement = statement_of(score, partial(_reference, score), labels)
+    statement = statement_of(score, partial(_reference, score), labels, edge_rows)
     return Op(statement, FAMILY, problem, prepare, _derive, _optional)
 
 
@@ -83,6 +88,7 @@ def _optional(problem: AttentionProblem, graph: Graph | None, settings: Settings
 
 
 _dot = op_of(DOT, {"target": "query"})
+_dot_edge_rows = op_of(DOT, {"target": "query", "edge": "edge_attr"}, edge_rows=True)
 _cosine = op_of(COSINE, {"target": "x_dst", "value": "x_src", "parameter": "beta"})
 _add = op_of(
     ADD,
@@ -188,6 +194,8 @@ def dot_attention(
     value: Tensor,
     *,
     edge: Tensor | None = None,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_weights: bool = False,
@@ -196,12 +204,18 @@ def dot_attention(
 ) -> Any:
     r"""Scaled dot-product attention over edges, :math:`S_{ij} = s\,\langle q_i, k_j + e_{ij} \rangle`.
 
+    With :math:`e_{ij} = W a_{ij}` the terms of an edge are taken at its target, and no tensor [E, H, C] is made while W
+    narrows rows: :math:`\langle q_i, W a_{ij} \rangle = \langle W^T q_i, a_{ij} \rangle` and
+    :math:`\sum_j P_{ij} W a_{ij} = W \sum_j P_{ij} a_{ij}`.
+
     Args:
         graph: The edges.
         query: Shape [N_dst, H, C].
         key: Shape [N_src, H, C].
         value: Shape [N_src, H, C]; ``edge`` is added to it too.
-        edge: Shape [E, H, C] in the order of ``graph.edge_index``.
+        edge: The terms e, shape [E, H, C] in the order of ``graph.edge_index``.
+        edge_attr: The rows a in place of e, shape [E, D] in that order.
+        edge_weight: The matrix W, shape [H * C, D].
         scale: The factor s, 1 / sqrt(C) by default.
         dropout_p: Probability that an attention weight becomes 0.
         return_weights: Also return the weights.
@@ -220,11 +234,68 @@ def dot_attention(
     Source: Vaswani et al., "Attention Is All You Need" (2017); Shi et al., arXiv 2009.03509 (edge features).
     """
     if scale is None and isinstance(value, Tensor):
-        channels = value.size(-1) // heads if heads else value.size(-1)
-        scale = 1.0 / math.sqrt(max(1, channels))
+        width = value.size(-1) // heads if heads else value.size(-1)
+        scale = 1.0 / math.sqrt(max(1, width))
+    numbers: Any = (scale, 0.0, dropout_p)
+    if edge_attr is not None or edge_weight is not None:
+        if edge is not None:
+            raise ValueError("'edge' needs None next to 'edge_attr' and 'edge_weight' (got a tensor)")
+        weight, rows = _edge_matrix(value, edge_attr, edge_weight, heads)
+        if shares_edge_rows(DOT, *weight.shape):
+            projections: Sequence[Tensor] = (query, key, value)
+            if heads is not None:
+                projections = tuple(x.unflatten(1, weight.shape[:2]) if x.dim() == 2 else x for x in projections)
+            return _dot_on_edge_rows(graph, projections, rows, weight, numbers, concat, return_weights)
+        edge = torch.einsum("ed,hcd->ehc", rows, weight)
     tensors = (query, key, value, None, None, None, edge, None)
-    numbers = (scale, 0.0, dropout_p)
-    return _dot(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)  # type: ignore[arg-type]
+    return _dot(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
+
+
+def _edge_matrix(value: Any, edge_attr: Any, edge_weight: Any, heads: int | None) -> tuple[Tensor, Tensor]:
+    """Return the checked matrix [H, C, D] and rows [E, D] of edges, in one dtype."""
+    for name, tensor in (("value", value), ("edge_attr", edge_attr), ("edge_weight", edge_weight)):
+        check_tensor(name, tensor)
+    check_shape("edge_attr", edge_attr, ("E", "D"), "[E, D]")
+    if value.dim() < 2 or (heads is None and value.dim() != 3):
+        check_shape("value", value, ("N_src", "H", "C"), "[N_src, H, C]")
+    heads = value.shape[1] if heads is None else heads
+    width, edge_channels = value.shape[1:].numel(), edge_attr.shape[1]
+    check_shape("edge_weight", edge_weight, (width, edge_channels), f"[H * C={width}, D={edge_channels}]")
+    weight = edge_weight.unflatten(0, (heads, width // heads if heads else 0))
+    return weight.to(value.dtype), edge_attr
+
+
+def _dot_on_edge_rows(
+    graph: Edges,
+    projections: Sequence[Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    numbers: tuple[float, float, float],
+    concat: bool,
+    return_weights: bool,
+) -> Any:
+    """Return the attention with edge terms `weight` [H, C, D] times `rows` [E, D], taken at the targets.
+
+    Args:
+        graph: The edges.
+        projections: Query, key and value [N, H, C].
+        rows: Shape [E, D].
+        weight: Shape [H, C, D].
+        numbers: Scale, slope and dropout.
+        concat: Return the heads side by side.
+        return_weights: Also return the weights.
+    """
+    query, key, value = projections
+    heads, channels, _ = weight.shape
+    sizes = graph.num_dst, heads, channels
+    check_shape("query", query, sizes, "[N_dst={}, H={}, C={}]".format(*sizes))
+    edge_target = torch.einsum("nhc,hcd->nhd", query, weight)
+    tensors = (query, key, value, None, None, None, rows, edge_target, None)
+    result = _dot_edge_rows(graph, tensors, numbers, with_edge_value=return_weights)
+    (out, edge_out), weights = result if return_weights else (result, None)
+    out = out + torch.einsum("nhd,hcd->nhc", edge_out, weight.to(edge_out.dtype))
+    out = out.flatten(1) if concat else out
+    return (out, weights) if return_weights else out
 
 
 def cosine_attention(

@@ -16,7 +16,10 @@ _INPUTS = 11
 """Inputs and numbers at the head of the arguments of every pass."""
 _OUTPUTS = {"forward": slice(11, 14), "targets": slice(11, 18)}
 """What follows the inputs in the kernels that write a pass's results."""
-_GRAD_OUT = {"targets": 13, "sources": 12}
+_GRAD_OUT = 13
+"""Place of the output's gradient in the pass over targets."""
+_SOURCE_GRADS = slice(12, 17)
+"""The output's gradient and the results in the pass over sources."""
 
 
 class PaperLaunch:
@@ -63,7 +66,7 @@ class PaperLaunch:
         inputs = arguments[:_INPUTS]
         if self.direction == "sources":
             (state,) = addresses((handed,))
-            self._launch((*inputs, state, *arguments[_GRAD_OUT["sources"] :]))
+            self._launch((*inputs, state, *arguments[_SOURCE_GRADS]))
             return None
         outputs = arguments[_OUTPUTS[self.direction]]
         if self.direction == "forward":
@@ -78,7 +81,7 @@ class PaperLaunch:
         state = torch.empty((2, self.num_edges, self.heads), dtype=torch.float32, device=self.device)
         (state_at,) = addresses((state,))
         if not self.plan.one_kernel:
-            self._launch_scores((*inputs, arguments[_GRAD_OUT["targets"]], state_at))
+            self._launch_scores((*inputs, arguments[_GRAD_OUT], state_at))
         self._launch((*inputs, *outputs, state_at))
         return state
 

@@ -114,7 +114,7 @@ class _ProjectedAttention(torch.autograd.Function):
         if is_wide:
             out, exact = exact, None
         # As in `Fused`.
-        ctx.out = (out.detach(), out._version) if exact is None else None
+        ctx.out = [(out.detach(), out._version)] if exact is None else None
         ctx.save_for_backward(x, parameter, seed, exact, row_stats, rows, *weights)
         ctx.layers = layers
         ctx.set_materialize_grads(False)
@@ -133,8 +133,10 @@ class _ProjectedAttention(torch.autograd.Function):
         else:
             inputs = (rows, None, None, parameter, None, seed)
             if exact is None:
-                exact = unedited(ctx)
-                if exact is None:
+                outs = unedited(ctx)
+                if outs is not None:
+                    (exact,) = outs
+                else:
                     mode = TRAIN if is_wide else INFER
                     exact = prepared.forward(mode, concat, False, graph)(*inputs, *numbers)[2 if is_wide else 0]
             if grad_out.dtype is not rows.dtype:

@@ -13,12 +13,12 @@ from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
 from pyg_dfgnn.statements.attention import TARGETS
 from pyg_dfgnn.statements.spec import Spec
 
-_COUNT = {"forward": 15, "dout_dlogit": 15, "targets": 19, "sources": 17, "weights": 13}
+_COUNT = {"forward": 18, "dout_dlogit": 18, "targets": 23, "sources": 19, "weights": 14}
 """Arguments of the statement's pass that the kernel takes."""
 _MERGED = {
-    "forward": (9, 11, 12, 13, 14),
-    "dout_dlogit": (9, 11, 12, 13, 14),
-    "targets": (0, 3, 5, 8, 15, 16),
+    "forward": (9, 11, 12, 13, 14, 16, 17),
+    "dout_dlogit": (9, 11, 12, 13, 14, 16, 17),
+    "targets": (0, 3, 5, 8, 15, 16, 22),
     "sources": (2, 4, 5, 8, 13, 14, 15, 16),
     "weights": (),
 }
@@ -46,7 +46,8 @@ class RowSplitLaunch(TraversalLaunch):
         self.norms_of = _NORMS_OF[constants["SMEM"]] if constants["NORMS"] else ""
         more = ((_NORMS if self.norms_of else None),) if stem == "forward" else ()
         (spec,) = specs(problem, direction, plan)
-        state_elements = constants["HEADS"] * problem.record.state_channels(direction, constants["CHANNELS"])
+        numbers = problem.record.state_channels(direction, constants["CHANNELS"], problem.edge_channels)
+        state_elements = constants["HEADS"] * numbers
         if direction == "weights":
             state_elements = 0
         super().__init__(
