@@ -103,7 +103,7 @@ def test_small_graphs_train_for_fewer_epochs(name):
     assert config["data"]["task"]["scale"] == 0.02 and config["data"]["task"]["name"]
 
 
-@pytest.mark.parametrize("name", ["gatv2_papers100m_like"])
+@pytest.mark.parametrize("name", ["gcn_papers100m_like", "gatv2_papers100m_like"])
 def test_a_graph_that_fills_a_gpu_is_trained_in_16_bits_for_its_labelled_nodes(name):
     config = composed(f"experiment={name}")
     task, model = config["data"]["task"], config["model"]
