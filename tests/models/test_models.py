@@ -63,7 +63,7 @@ def call(model, inputs, **graphs):
     return model(x, edge_index, **({"pe": pe} if getattr(model, "pe_size", 0) else {}), **graphs)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "pna"])
+@pytest.mark.parametrize("name", MODELS)
 def test_backends_interchange(name, inputs):
     theirs, ours = build(name, torch_geometric.nn).eval(), build(name, pyg_dfgnn.nn).eval()
     left, right = theirs.state_dict(), ours.state_dict()

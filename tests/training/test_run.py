@@ -20,7 +20,7 @@ from tests.capture.test_step import HostRecorder
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
-MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack", "gcn", "sage", "sage_max", "gin", "resgated"]
+MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack", "gcn", "sage", "sage_max", "gin", "resgated", "pna"]
 
 
 def history(folder):
