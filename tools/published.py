@@ -43,6 +43,7 @@ GRAPHS = {
     "d": "proteins-like",
     "c": "Reddit-like",
 }
+ATTENTION_STACKS = ("transformer_stack", "agnn_stack", "gat_stack")
 LAYERS = {"GAT": "GATConv", "GATv2": "GATv2Conv", "GT": "TransformerConv", "AGNN": "AGNNConv"}
 
 Row = Mapping[str, Any]
@@ -154,13 +155,54 @@ def check() -> str:
     return markdown(["schedule", "dtype", *columns, "bound"], body)
 
 
+def segment() -> str:
+    """Median milliseconds of aggregations of 128 features, forward and with backward."""
+    return _measured("segment", tables.times_table)
+
+
+def segment_peers() -> str:
+    """Our times of aggregations beside the fastest right result of another package."""
+    return _measured("segment", tables.peers_table)
+
+
+def _measured(name: str, make: Callable[[list[Row]], str]) -> str:
+    """Return the table of an experiment, or how it is measured."""
+    path = ROOT / "results" / "bench" / GPU / f"{name}.csv"
+    if not path.exists():
+        return f"Not measured yet: `python -m pyg_dfgnn.bench experiment={name}` writes `{path.relative_to(ROOT)}`."
+    return make([row for row in timings(name) if row["op"] != "graph"])
+
+
+def conv_steps() -> str:
+    """Milliseconds of a training step and peak memory of the models without attention, by data set and backend."""
+    body = []
+    for path in sorted((ROOT / "results" / "table2").glob(f"*_stack-{GPU}.csv")):
+        model = path.name.removesuffix(f"-{GPU}.csv")
+        if model in ATTENTION_STACKS:
+            continue
+        rows = {(row["dataset"], row["backend"]): row for row in steps_of(model)}
+        for dataset in dict.fromkeys(dataset for dataset, _ in rows):
+            cells = [_step(rows.get((dataset, backend))) for backend in BACKENDS]
+            body.append([f"`{model.removesuffix('_stack')}`", dataset, *cells])
+    if not body:
+        return "Not measured yet: `python tools/measure.py` writes `results/table2/*_stack-*.csv`."
+    return markdown(["model", "data set", *BACKENDS.values()], body)
+
+
+def _step(row: Row | None) -> str:
+    if row is None or row["status"] != "ok":
+        return "" if row is None else str(row["status"]).split(":")[0]
+    return f"{float(row['wall_ms']):.3g} ms, {float(row['peak_mb'] or 0) / 1e3:.2g} GB"
+
+
 def _table2(model: str) -> Callable[[], str]:
     return lambda: table2_report.times_table(steps_of(model))
 
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{model: _table2(model) for model in ("transformer_stack", "agnn_stack", "gat_stack")},
+    **{make.__name__: make for make in (segment, segment_peers, conv_steps)},
+    **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""
 

@@ -7,7 +7,7 @@ the classes of this module alone, so a new family is measured, checked and drawn
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -182,6 +182,21 @@ class Peer:
     graph: str
     time_ms: float
     is_right: bool = True
+
+
+Times = Mapping[tuple[str, str, str, str], Mapping[str, Sequence[float | tuple[float] | None]]]
+"""Key of a :class:`Peer` -> package -> time on each graph: a 1-tuple where it is wrong; None where it was not taken."""
+
+
+def peers_of(times: Times, graphs: Sequence[str]) -> Iterator[Peer]:
+    """Every time of a table whose columns are these graphs."""
+    for key, packages in times.items():
+        for package, cells in packages.items():
+            for graph, cell in zip(graphs, cells, strict=True):
+                if isinstance(cell, tuple):
+                    yield Peer(package, key, graph, cell[0], is_right=False)
+                elif cell is not None:
+                    yield Peer(package, key, graph, cell)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,16 @@ def communities(num_nodes: int, size: int, inside: int, outside: int, seed: int,
     return Edges(symmetric(label[node.repeat(len(drawn))], label[drawn.flatten()], num_nodes), num_nodes)
 
 
+def chung_lu_with_hub(
+    num_nodes: int, mean_degree: float, max_degree: float, hub_degree: int, seed: int, device: Device
+) -> Edges:
+    """Return :func:`chung_lu` with its middle node joined to ``hub_degree`` random nodes besides."""
+    source, target = chung_lu(num_nodes, mean_degree, max_degree, seed, device).edge_index
+    joined = torch.randperm(num_nodes, generator=generator_of(seed, device), device=device)[:hub_degree]
+    hub = torch.full_like(joined, num_nodes // 2)
+    return Edges(symmetric(torch.cat([source, hub]), torch.cat([target, joined]), num_nodes), num_nodes)
+
+
 def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
     """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
     generator = generator_of(seed, device)

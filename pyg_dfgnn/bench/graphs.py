@@ -1,8 +1,8 @@
 """The graphs that timings run on, by name: seeded generators and real data files, each with its recorded size.
 
-``a`` to ``e`` are the graphs of the targets. A name that ends in ``_like`` is generated to the published size of that
-data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the others are real. ``name+rcm`` is a graph whose
-nodes are reordered by a method of :mod:`pyg_dfgnn.graph.reorder`.
+``a`` to ``e``, ``p`` and ``h`` are the graphs of the targets, ``h_flat`` is ``h`` without its hub. A name that ends in
+``_like`` is generated to the published size of that data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the
+others are real. ``name+rcm`` is a graph whose nodes are reordered by a method of :mod:`pyg_dfgnn.graph.reorder`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_dfgnn.bench.generators import chung_lu, communities, nearest_neighbour_batch, random_graph_batch, task_batch
+from pyg_dfgnn.bench.generators import (
+    chung_lu,
+    chung_lu_with_hub,
+    communities,
+    nearest_neighbour_batch,
+    random_graph_batch,
+    task_batch,
+)
 from pyg_dfgnn.datasets import (
     Task,
     cluster,
@@ -121,6 +128,27 @@ _TARGET_GRAPHS: dict[str, Recipe] = {
         dict(num_graphs=1024, num_points=71, num_neighbours=8, seed=0),
         72_704, 581_632, 8,
         dict(num_graphs=3, num_points=12),
+    ),
+    "p": Recipe(
+        "ogbn-products",
+        log_normal_chung_lu,
+        dict(num_nodes=2_449_029, mean_degree=50.75, max_degree=17_600, sigma=1.21, num_hubs=3, seed=7),
+        2_449_029, 124_262_288, 17_390,
+        dict(num_nodes=300, mean_degree=8, max_degree=60),
+    ),
+    "h": Recipe(
+        "a graph with one hub",
+        chung_lu_with_hub,
+        dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, hub_degree=1_000_000, seed=9),
+        2_890_331, 25_893_690, 1_000_000,
+        dict(num_nodes=300, max_degree=30, hub_degree=200),
+    ),
+    "h_flat": Recipe(
+        "that graph without the hub",
+        chung_lu,
+        dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, seed=9),
+        2_890_331, 23_893_690, None,
+        dict(num_nodes=300, max_degree=30),
     ),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
 from pyg_dfgnn.training.metrics import IGNORED
-from pyg_dfgnn.training.run import make_optimizer
+from pyg_dfgnn.training.run import make_model, make_optimizer
 from pyg_dfgnn.training.step import make_step
 
 PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
@@ -275,8 +276,8 @@ class Setup:
     ) -> tuple[nn.Module, _Turns]:
         """Return a model in this state, or in that of the seed, and its steps."""
         torch.manual_seed(self.pace.seed)
-        task, convs = self.source.task, importlib.import_module(backend.convs)
-        model: nn.Module = instantiate(self.model, _partial_=True)(task.num_features, task.num_classes, convs)
+        convs = importlib.import_module(backend.convs)
+        model: nn.Module = make_model(partial(instantiate(self.model, _partial_=True), convs=convs), self.source.task)
         model = model.to(self.device, dtype)
         if state is not None:
             model.load_state_dict(state)

@@ -1,7 +1,12 @@
 """Tasks of node and graph classification: published data sets from files, and generated data sets at their size."""
 
 from pyg_dfgnn.datasets.encoding import LaplacianEncoding
-from pyg_dfgnn.datasets.like import image_superpixels_like, log_normal_graph, photograph_superpixels_like
+from pyg_dfgnn.datasets.like import (
+    image_superpixels_like,
+    log_normal_graph,
+    log_normal_pieces_graph,
+    photograph_superpixels_like,
+)
 from pyg_dfgnn.datasets.networks import co_purchase, facebook, heterophilous, reddit
 from pyg_dfgnn.datasets.planetoid import planetoid, pubmed_made_features
 from pyg_dfgnn.datasets.sbm import cluster, pattern
@@ -18,6 +23,7 @@ __all__ = [
     "image_superpixels",
     "image_superpixels_like",
     "log_normal_graph",
+    "log_normal_pieces_graph",
     "pattern",
     "photograph_superpixels",
     "photograph_superpixels_like",

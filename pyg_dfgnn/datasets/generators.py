@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -65,17 +66,57 @@ def log_normal_chung_lu(
     Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
     """
     generator = generator_of(seed, device)
-    normal = torch.randn(num_nodes, dtype=torch.float64, generator=generator, device=device)
-    weight = (sigma * normal).exp()
-    for _ in range(20):
-        weight = (weight * (mean_degree / weight.mean())).clamp_(max=max_degree)
-    weight[:num_hubs] = max_degree
+    weight = log_normal_weights(num_nodes, mean_degree, max_degree, sigma, num_hubs, generator)
     u, v = weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
     if label is not None:
         light = weight <= 4 * mean_degree
         free = light[u] & light[v] & (torch.rand(u.numel(), generator=generator, device=device) < homophily)
         u[free], v[free] = (end[free][label[end[free]].argsort(stable=True)] for end in (u, v))
     return Edges(symmetric(u, v, num_nodes), num_nodes)
+
+
+def log_normal_weights(
+    num_nodes: int, mean_degree: float, max_degree: float, sigma: float, num_hubs: int, generator: torch.Generator
+) -> Tensor:
+    """Return log-normal expected degrees with a mean, clipped at ``max_degree``, which a few hubs have, float64 [N]."""
+    normal = torch.randn(num_nodes, dtype=torch.float64, generator=generator, device=generator.device)
+    weight = normal.mul_(sigma).exp_()
+    for _ in range(20):
+        weight = weight.mul_(mean_degree / weight.mean()).clamp_(max=max_degree)
+    weight[:num_hubs] = max_degree
+    return weight
+
+
+def log_normal_pieces(
+    num_nodes: int,
+    num_edges: int,
+    max_degree: float,
+    sigma: float,
+    num_hubs: int,
+    seed: int,
+    device: Device,
+    *,
+    piece: int = 1 << 25,
+) -> Iterator[Tensor]:
+    """Yield directed edges in pieces, int32 [2, e] each; loops and duplicates stay.
+
+    Both ends are drawn by log-normal expected degrees. Beside a piece, 24 bytes per edge of a piece and per node live.
+
+    Args:
+        num_nodes: Number of nodes.
+        num_edges: Edges of all pieces.
+        max_degree: Expected degree of the hubs.
+        sigma: Standard deviation of the logarithm of degrees.
+        num_hubs: Number of hubs.
+        seed: Seed of weights and edges.
+        device: Where the edges are drawn.
+        piece: Edges of a piece, the last of which may have fewer.
+    """
+    generator = generator_of(seed, device)
+    weight = log_normal_weights(num_nodes, num_edges / num_nodes, max_degree, sigma, num_hubs, generator)
+    for start in range(0, num_edges, piece):
+        pair = weighted_pairs(weight, min(piece, num_edges - start), generator)
+        yield torch.stack([end.int() for end in pair])
 
 
 def weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:

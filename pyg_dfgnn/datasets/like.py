@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +19,15 @@ from pyg_dfgnn.datasets.generators import (
     Edges,
     generator_of,
     log_normal_chung_lu,
+    log_normal_pieces,
     region_adjacency_batch,
     superpixel_batch,
 )
 from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, one_graph, progress
 from pyg_dfgnn.errors import check_choice, check_integer, check_range
+from pyg_dfgnn.graph import Graph
+
+log = logging.getLogger(__name__)
 
 # Raise this number when the same arguments make other graphs, so that cached files of the old graphs are not read.
 _RECIPE = 1
@@ -269,6 +275,105 @@ def log_normal_graph(
     if scale < 1:
         synthetic += f"; {scale:g} of the nodes"
     return one_graph(f"{name}-like", data, num_classes, synthetic=synthetic)
+
+
+def log_normal_pieces_graph(
+    name: str,
+    *,
+    num_nodes: int,
+    num_edges: int,
+    max_degree: float,
+    sigma: float,
+    num_features: int,
+    num_classes: int,
+    num_train: int,
+    num_val: int,
+    num_test: int,
+    scale: float = 1.0,
+    num_hubs: int = 8,
+    signal: float = 1.0,
+    self_loops: bool = True,
+    as_graph: bool = True,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    piece: int = 1 << 25,
+    seed: int = 0,
+) -> Task:
+    r"""Classify some nodes of one graph that is too large for an int64 `edge_index`; all is made where it is used.
+
+    A directed graph with log-normal expected degrees, made from pieces of its edges. Features are normal noise, at
+    labelled nodes :math:`s\, c_y + \epsilon` with a random unit vector per class.
+
+    Args:
+        name: Name shown in results with "-like".
+        num_nodes: Published number of nodes, multiplied by `scale`.
+        num_edges: Published number of edges, multiplied by `scale`.
+        max_degree: Expected degree of the hubs, multiplied by `scale`.
+        sigma: Standard deviation of the logarithm of degrees.
+        num_features: Features of a node.
+        num_classes: Number of equally likely labels.
+        num_train: Number of training nodes, multiplied by `scale`.
+        num_val: Number of validation nodes, multiplied by `scale`.
+        num_test: Number of test nodes, multiplied by `scale`; the other nodes have no label.
+        scale: Share of nodes and edges.
+        num_hubs: Number of nodes with `max_degree`.
+        signal: s.
+        self_loops: Put one self-loop at each node, as GCNConv and GATConv do, which then keep no second graph.
+        as_graph: Hold the edges as a `Graph`, for convs of this package; otherwise as an int64 tensor [2, E].
+        dtype: Dtype of the features.
+        device: "auto" (a GPU if there is one) or the device to make all of it on.
+        piece: Edges of a piece.
+        seed: Seed of graph, features and labels.
+
+    Returns:
+        The task: one graph with `nodes`, their labels, and a mask of them per split.
+
+    Raises:
+        ValueError: A value is out of range, or a dtype is unknown.
+    """
+    check_range("scale", scale, 0.0, 1.0)
+    check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
+    check_integer("piece", piece, 1)
+    nodes, edges, *counts = (round(scale * n) for n in (num_nodes, num_edges, num_train, num_val, num_test))
+    for split, count in zip(SPLITS, counts, strict=True):
+        check_range(f"num_{split}", count, 1, nodes)
+    check_range("num_train", counts[0], 1, nodes - counts[1] - counts[2])
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    _reset_peak(place)
+    pieces = log_normal_pieces(nodes, edges, scale * max_degree, sigma, num_hubs, seed, place, piece=piece)
+    edge_index: Any = Graph.of_pieces(pieces, edges, nodes, self_loops=self_loops and as_graph, device=place)
+    if not as_graph:
+        edge_index = edge_index.edge_index
+    _log_peak("graph", place)
+    generator = generator_of(seed + 1, place)
+    x = torch.randn(nodes, num_features, dtype=getattr(torch, dtype), generator=generator, device=place)
+    # A share of the nodes is drawn without a permutation of all of them.
+    chosen = torch.rand(nodes, generator=generator, device=place).topk(sum(counts)).indices
+    y = torch.randint(num_classes, (sum(counts),), generator=generator, device=place)
+    centre = torch.randn(num_classes, num_features, generator=generator, device=place)
+    x.index_add_(0, chosen, (signal * torch.nn.functional.normalize(centre, dim=1))[y].to(x.dtype))
+    data = Data(x=x, edge_index=edge_index, y=y, nodes=chosen)
+    split_of = torch.arange(3, device=place).repeat_interleave(torch.tensor(counts, device=place))
+    for number, split in enumerate(SPLITS):
+        data[f"{split}_mask"] = split_of == number
+    _log_peak("features", place)
+    synthetic = f"log-normal directed graph (sigma {sigma}), features and labels generated"
+    if scale < 1:
+        synthetic += f"; {scale:g} of the nodes"
+    return one_graph(f"{name}-like", data, num_classes, synthetic=synthetic)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _log_peak(phase: str, device: torch.device) -> None:
+    """Log the memory that a phase needed and what it keeps, and begin the next phase."""
+    if device.type == "cuda":
+        peak, kept = (f(device) / 1e9 for f in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
+        log.info("%s: peak %.1f GB, %.1f GB kept", phase, peak, kept)
+        _reset_peak(device)
 
 
 def _splits(

@@ -12,6 +12,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.graph import Graph
 
 SPLITS = ("train", "val", "test")
 LEVELS = ("node", "graph")
@@ -26,7 +27,8 @@ class Task:
         name: Name shown in results.
         splits: "train", "val", "test" -> graphs with `x [N, F]`, `edge_index [2, E]`, perhaps `edge_attr [E, D]`, and
             `y [N]` or, at graph level, `y [1]`. One graph for all splits carries `train_mask`, `val_mask`,
-            `test_mask [N]`.
+            `test_mask [N]`; if it carries `nodes [M]` too, labels and masks are of these nodes alone, `[M]`. Its
+            `edge_index` may be a `Graph`.
         num_features: F.
         num_classes: Number of classes.
         level: Whether labels belong to a "node" or a "graph".
@@ -60,6 +62,15 @@ class Task:
     def full_graph(self) -> bool:
         """Whether the splits are masks on one graph."""
         return all(len(graphs) == 1 and "train_mask" in graphs[0] for graphs in self.splits.values())
+
+    def degrees(self) -> Tensor:
+        """Return the number of nodes of each in-degree in the training graphs, `[D + 1]`, on the CPU."""
+
+        def of_graph(edges: Any, num_nodes: int | None) -> Tensor:
+            return edges.csr.rowptr.diff() if isinstance(edges, Graph) else edges[1].bincount(minlength=num_nodes)
+
+        degrees = [of_graph(graph.edge_index, graph.num_nodes) for graph in self.splits["train"]]
+        return torch.cat(degrees).bincount().cpu()
 
     def map(self, transform: Callable[[Data], Data]) -> Task:
         """Return this task with each graph transformed; a graph shared by several splits is transformed once."""

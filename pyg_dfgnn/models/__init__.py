@@ -1,12 +1,13 @@
-"""Attention models that classify nodes or, by the mean over their nodes, graphs.
+"""Models that classify nodes or, by the mean over their nodes, graphs.
 
 A model takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; both give equal
 parameters with equal names and initialisation.
 """
 
 from pyg_dfgnn.models.agnn import AGNN
+from pyg_dfgnn.models.conv_stack import GCN, GIN, PNA, SAGE, ResGatedGCN
 from pyg_dfgnn.models.gat import GAT, GATv2
 from pyg_dfgnn.models.graph_transformer import GraphTransformer
 from pyg_dfgnn.models.transformer_stack import TransformerStack
 
-__all__ = ["AGNN", "GAT", "GATv2", "GraphTransformer", "TransformerStack"]
+__all__ = ["AGNN", "GAT", "GATv2", "GCN", "GIN", "PNA", "SAGE", "GraphTransformer", "ResGatedGCN", "TransformerStack"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.models.parts import check_rates, check_sizes, find_layer, mean_pool
+from pyg_dfgnn.models.parts import check_rates, check_sizes, find_layer, pool
 
 
 class AGNN(nn.Module):
@@ -47,14 +47,20 @@ class AGNN(nn.Module):
         self.lin_out = linear(hidden_channels, out_channels)
 
     def forward(
-        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        batch: Tensor | None = None,
+        num_graphs: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`.
         """
         x = self.lin_in(F.dropout(x, self.dropout, self.training)).relu()
         for conv in self.convs:
             x = conv(x, edge_index)
-        x = mean_pool(x, batch, num_graphs)
+        x = pool(x, batch, num_graphs, nodes)
         return self.lin_out(F.dropout(x, self.dropout, self.training))

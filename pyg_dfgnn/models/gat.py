@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
-from pyg_dfgnn.models.parts import NORMS, check_rates, find_layer, mean_pool
+from pyg_dfgnn.models.parts import NORMS, check_rates, find_layer, pool
 
 
 class GAT(nn.Module):
@@ -25,6 +25,8 @@ class GAT(nn.Module):
         dropout: Dropout rate of the features and of the attention weights.
         residual: Add each layer's (projected) input to its output.
         norm: Normalisation before each ELU: "batch", "layer" or None.
+        readout: Let a linear layer behind the last convolution, which is then `hidden_channels` wide, make the logits.
+            Where logits of some nodes are asked for, no tensor of all nodes is as wide as there are classes.
 
     Raises:
         ValueError: `norm` is unknown, a size or rate is out of range, or `convs` lacks the convolution.
@@ -47,6 +49,7 @@ class GAT(nn.Module):
         dropout: float = 0.6,
         residual: bool = False,
         norm: str | None = None,
+        readout: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"hidden_channels": hidden_channels, "heads": heads, "out_heads": out_heads, "layers": layers}
@@ -54,6 +57,7 @@ class GAT(nn.Module):
             check_integer(name, size, 1)
         check_rates(dropout=dropout)
         check_bool("residual", residual)
+        check_bool("readout", readout)
         if norm is not None:
             check_choice("norm", norm, tuple(NORMS))
         self.dropout = dropout
@@ -63,20 +67,29 @@ class GAT(nn.Module):
             self.convs.append(conv(in_channels, hidden_channels, heads, dropout=dropout, residual=residual))
             in_channels = hidden_channels * heads
         self.norms = nn.ModuleList(NORMS[norm](in_channels) for _ in range(layers - 1) if norm is not None)
-        self.convs.append(conv(in_channels, out_channels, out_heads, concat=False, dropout=dropout, residual=residual))
+        width = hidden_channels if readout else out_channels
+        self.convs.append(conv(in_channels, width, out_heads, concat=False, dropout=dropout, residual=residual))
+        self.lin_out = find_layer(convs, "Linear")(width, out_channels) if readout else None
 
     def forward(
-        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        batch: Tensor | None = None,
+        num_graphs: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`.
         """
         for index, conv in enumerate(self.convs):
             if index:
                 x = F.elu(self.norms[index - 1](x) if self.norms else x)
             x = conv(F.dropout(x, self.dropout, self.training), edge_index)
-        return mean_pool(x, batch, num_graphs)
+        x = pool(x, batch, num_graphs, nodes)
+        return x if self.lin_out is None else self.lin_out(x)
 
 
 class GATv2(GAT):

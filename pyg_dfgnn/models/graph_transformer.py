@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_choice, check_integer, check_shape
-from pyg_dfgnn.models.parts import NORMS, check_rates, check_sizes, find_layer, mean_pool
+from pyg_dfgnn.models.parts import NORMS, check_rates, check_sizes, find_layer, pool
 
 
 class GraphTransformer(nn.Module):
@@ -76,10 +76,12 @@ class GraphTransformer(nn.Module):
         pe: Tensor | None = None,
         batch: Tensor | None = None,
         num_graphs: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` with `pe [N, pe_size]`.
 
-        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`.
 
         Raises:
             ValueError: `pe` is missing or has another shape.
@@ -95,7 +97,7 @@ class GraphTransformer(nn.Module):
             h = h + self.embed_pe(pe)
         for block in self.blocks:
             h = block(h, edge_index)
-        return self.readout(mean_pool(h, batch, num_graphs))
+        return self.readout(pool(h, batch, num_graphs, nodes))
 
 
 class _Block(nn.Module):

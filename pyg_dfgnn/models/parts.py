@@ -54,12 +54,15 @@ def check_rates(**rates: float) -> None:
         check_range(name, rate, 0.0, 1.0)
 
 
-def mean_pool(x: Tensor, batch: Tensor | None, num_graphs: int | None) -> Tensor:
-    """Return the mean of `x [N, C]` over the nodes of each graph, `[G, C]`; without `batch`, return `x`.
+def pool(x: Tensor, batch: Tensor | None, num_graphs: int | None, nodes: Tensor | None = None) -> Tensor:
+    """Return the rows of `x [N, C]` that logits are made of: of all nodes, of some, or the means of graphs.
 
     Args:
         x: Node features.
         batch: Graph of each node `[N]`, ascending; None for a model of nodes.
         num_graphs: G; a graph without nodes gives zeros.
+        nodes: Nodes `[M]` whose logits are wanted, where `batch` is None; None: all.
     """
-    return x if batch is None else global_mean_pool(x, batch, num_graphs)
+    if batch is not None:
+        return global_mean_pool(x, batch, num_graphs)
+    return x if nodes is None else x.index_select(0, nodes)

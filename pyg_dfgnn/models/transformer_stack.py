@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyg_dfgnn.models.parts import check_sizes, find_layer, mean_pool
+from pyg_dfgnn.models.parts import check_sizes, find_layer, pool
 
 
 class TransformerStack(nn.Module):
@@ -46,13 +46,19 @@ class TransformerStack(nn.Module):
         self.lin_out = linear(hidden_channels, out_channels)
 
     def forward(
-        self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None, num_graphs: int | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        batch: Tensor | None = None,
+        num_graphs: int | None = None,
+        nodes: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]`.
 
-        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes.
+        With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`.
         """
         x = self.lin_in(x)
         for conv in self.convs:
             x = conv(x, edge_index)
-        return self.lin_out(mean_pool(x, batch, num_graphs))
+        return self.lin_out(pool(x, batch, num_graphs, nodes))

@@ -76,10 +76,10 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     config["paths"]["run"] = str(folder)
     device = choose_device(config["device"])
     # Hydra would wrap an error of the call and escape its line breaks, so that it only makes a partial here.
-    make_model = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
+    make = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
     with torch.device("meta"):
         # Wrong arguments are refused before the data are made.
-        make_model(1, 1)
+        make(1, 1)
     _try_arguments(cfg)
     group = group or Group.of_environment(device)
     device = group.device
@@ -95,7 +95,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         torch.manual_seed(config["seed"])
         with group.first_alone():
             task: Task = instantiate(cfg.data.task, _partial_=True)()
-        model = make_model(task.num_features, task.num_classes).to(device)
+        model = make_model(make, task).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         if reorder is not None:
@@ -126,6 +126,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             # Each run of a sweep reports this once, before its epochs.
             fallback.logged.discard(("", fallback.NO_DEVICE))
             fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         try:
             trainer.fit()
         except KeyboardInterrupt:
@@ -145,6 +147,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "epochs": trainer.epoch,
         "train_time_s": sum(row["time_s"] for row in trainer.history),
         "prepare_time_s": trainer.prepare_s,
+        # Since training began, data and graph included.
+        "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         "task": task.name,
         "model": type(model).__name__,
         "convs": backend["convs"],
@@ -161,6 +165,17 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     log.info("test %s: %.2f %% (best epoch %d)", KINDS[task.metric], 100 * results["test_accuracy"], best_epoch)
     log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
     return results[config["returns"]]
+
+
+def make_model(make: partial[Any], task: Task) -> Any:
+    """Make a model for a task.
+
+    Args:
+        make: Class of the model with all but its widths; one that takes `degrees` gets :meth:`Task.degrees`.
+        task: What it is to learn.
+    """
+    asks = "degrees" in inspect.signature(make.func).parameters
+    return make(task.num_features, task.num_classes, **({"degrees": task.degrees()} if asks else {}))
 
 
 def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -> Optimizer:

@@ -49,8 +49,11 @@ class Objective:
         self._counts: Callable[[], Tensor] | None = None
 
     def forward(self, model: nn.Module, batch: Data) -> Tensor:
-        """Return the logits `[N, K]` (or `[G, K]`) of a batch with `x [N, F]`, `edge_index [2, E]` and perhaps `pe`."""
-        arguments = {"pe": batch.pe} if "pe" in batch else {}
+        """Return the logits `[N, K]` (or `[G, K]`) of a batch with `x [N, F]`, `edge_index [2, E]` and perhaps `pe`.
+
+        With `nodes [M]`, logits and labels are of these nodes alone.
+        """
+        arguments = {name: batch[name] for name in ("pe", "nodes") if name in batch}
         if self.graph_level:
             arguments |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
         # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
@@ -89,7 +92,8 @@ def make_step(
     """Return the step of a run, of :func:`~pyg_dfgnn.capture_step` if it is captured.
 
     Args:
-        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe` if the batch carries it.
+        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe` and `nodes` if the
+            batch carries them.
         optimizer: Optimizer of the model's parameters.
         data: For a captured step, the whole graph or the capacity of the batches.
         captured: Capture the step as a CUDA graph and replay it.

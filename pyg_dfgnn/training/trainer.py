@@ -26,6 +26,7 @@ from pyg_dfgnn.capture import Capacity, Recorder
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import Score
@@ -149,6 +150,13 @@ class Trainer:
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         self.group = group = group or Group()
+        if task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
+            if sampler is not None:
+                raise ValueError(f"'sampler' needs null: the edges of the task are a Graph (got {sampler})")
+            if group.size > 1:
+                raise ValueError(
+                    f"'task' needs edges as a tensor to part them among {group.size} processes (got a Graph)"
+                )
         if options.compile and group.size > 1:
             raise ValueError(f"'compile' needs one process (got {group.size})")
         if cuda_graph and group.size > 1 and not task.full_graph:

@@ -87,6 +87,14 @@ def test_published_sizes_of_the_full_graphs_allow_our_generators():
         assert ours.max_degree == pytest.approx(theirs.max_degree, rel=theirs.tolerance[2])
 
 
+def test_the_hub_is_all_that_a_graph_has_more_than_without_it():
+    whole, flat = (benchmark_graph(name, "cpu", small=True) for name in ("h", "h_flat"))
+    hub = whole.num_dst // 2
+    assert whole.max_degree == int(whole.in_degree[hub]) >= RECIPES["h"].small["hub_degree"] - 1
+    more = edge_set(whole) - edge_set(flat)
+    assert edge_set(flat) <= edge_set(whole) and more and all(hub in edge for edge in more)
+
+
 def test_log_normal_graph_reaches_mean_and_maximum():
     edges = generators.log_normal_chung_lu(20_000, 60, 1_200, sigma=0.8, num_hubs=4, seed=0, device="cpu")
     degree = torch.bincount(edges.edge_index[1])

@@ -75,6 +75,13 @@ def test_backends_agree_and_are_timed(table, tmp_path, capsys, model):
     assert "| pattern | auto |" in printed and "| pattern | unfused |" in printed and "1.00x" in printed
 
 
+@pytest.mark.parametrize("model", ["gcn_stack", "sage_max_stack", "gin_stack", "resgated_stack", "pna_stack"])
+def test_models_without_attention_are_timed(table, model):
+    code, rows = table(f"model={model}", "backends=[pyg,auto]")
+    assert code == 0 and [(row["backend"], row["status"]) for row in rows] == [("pyg", "ok"), ("auto", "ok")]
+    assert float(rows[1]["loss_difference"]) < 1e-4 and float(rows[1]["gradient_difference"]) < 1e-4
+
+
 def test_one_whole_graph_is_prepared_once(table):
     _, rows = table("datasets=[reddit_like_small]", "backends=[pyg,auto]")
     assert {row["status"] for row in rows} == {"ok"} and {row["once"] for row in rows} == {"True"}

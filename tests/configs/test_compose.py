@@ -16,6 +16,7 @@ WHOLE_GRAPH = (
     "co_purchase",
     "reddit",
     "log_normal_graph",
+    "log_normal_pieces_graph",
 )
 
 
@@ -78,7 +79,9 @@ def test_data_names_a_model_that_learns_on_it(data):
     """Of one whole graph the graph transformer learns the few labelled nodes by heart."""
     config = composed(f"data={data}")
     whole_graph = config["trainer"]["loader"] is None
-    assert config["model"]["_target_"].split(".")[-1] == ("GAT" if whole_graph else "GraphTransformer")
+    large = config["data"]["task"]["_target_"].endswith("log_normal_pieces_graph")
+    kind = "GCN" if large else "GAT" if whole_graph else "GraphTransformer"
+    assert config["model"]["_target_"].split(".")[-1] == kind
 
 
 def test_data_yields_to_the_command_line():
@@ -93,11 +96,20 @@ def test_data_yields_to_an_experiment():
     assert config["trainer"]["monitor"] == "val_accuracy"
 
 
-@pytest.mark.parametrize("name", ["reddit_like_small", "proteins_like_small", "ppa_like_small"])
+@pytest.mark.parametrize("name", ["reddit_like_small", "proteins_like_small", "ppa_like_small", "products_like_small"])
 def test_small_graphs_train_for_fewer_epochs(name):
     config = composed(f"data={name}")
     assert config["trainer"]["epochs"] == 100 and config["data"].keys() == {"task", "reorder"}
     assert config["data"]["task"]["scale"] == 0.02 and config["data"]["task"]["name"]
+
+
+@pytest.mark.parametrize("name", ["gcn_papers100m_like", "gatv2_papers100m_like"])
+def test_a_graph_that_fills_a_gpu_is_trained_in_16_bits_for_its_labelled_nodes(name):
+    config = composed(f"experiment={name}")
+    task, model = config["data"]["task"], config["model"]
+    assert config["trainer"]["precision"] == "bf16" and task["dtype"] == "bfloat16" and task["as_graph"]
+    assert model["readout"] and model["dropout"] == 0 and not model.get("bias")
+    assert config["trainer"]["loader"] is None and config["trainer"]["epochs"] == 10
 
 
 def test_runs_of_a_second_have_folders_of_their_own():

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch_geometric.utils import contains_self_loops, is_undirected
 
-from pyg_dfgnn.datasets import image_superpixels_like, like, log_normal_graph, photograph_superpixels_like
+from pyg_dfgnn.datasets import (
+    image_superpixels_like,
+    like,
+    log_normal_graph,
+    log_normal_pieces_graph,
+    photograph_superpixels_like,
+)
+from pyg_dfgnn.datasets.generators import log_normal_pieces
+from pyg_dfgnn.graph import Graph
 from tools.published_sizes import DATA, deviations, size_of
 
 MAKERS = {
@@ -181,6 +189,74 @@ def test_network_seed_and_cache(tmp_path, monkeypatch):
 def test_wrong_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):
         log_normal_graph("Net", **{**NETWORK, **wrong})
+
+
+PIECES = dict(
+    num_nodes=20_000, num_edges=300_000, max_degree=2_000, sigma=0.8, num_features=16, num_classes=5, num_train=300,
+    num_val=100, num_test=50, device="cpu",
+)  # fmt: skip
+
+
+def test_a_graph_from_pieces_labels_some_nodes():
+    task = log_normal_pieces_graph("Cites", **PIECES, piece=7_000)
+    (data,) = task.splits["train"]
+    edges = data.edge_index
+    assert task.full_graph and task.name == "Cites-like" and "sigma 0.8" in task.synthetic
+    assert isinstance(edges, Graph) and edges.self_loops and edges.num_src == edges.num_dst == 20_000
+    source, target = edges.edge_index
+    assert int((source == target).sum()) == 20_000
+    # Loops among the drawn edges are replaced.
+    assert 319_000 < edges.num_edges <= 320_000
+    assert data.x.dtype == torch.bfloat16 and data.x.shape == (20_000, 16)
+    assert len(data.nodes.unique()) == len(data.y) == 450
+    masks = torch.stack([data[f"{split}_mask"] for split in ("train", "val", "test")])
+    assert masks.sum(dim=1).tolist() == [300, 100, 50] and (masks.sum(dim=0) == 1).all()
+    # Hubs and log-normal degrees, on both sides.
+    for ends in (source, target):
+        degree = ends.bincount(minlength=20_000) - 1
+        assert float(degree.double().mean()) == pytest.approx(15, rel=0.01)
+        assert (degree[:8] > 1_500).all() and int(degree[8:].max()) < 1_500
+    assert torch.equal(task.degrees(), edges.csr.rowptr.diff().bincount())
+
+
+def test_labelled_nodes_show_their_class():
+    (data,) = log_normal_pieces_graph("Cites", **PIECES, signal=3.0, dtype="float32").splits["train"]
+    x = data.x[data.nodes]
+    centre = torch.stack([x[data.y == label].mean(dim=0) for label in range(5)])
+    assert ((x @ centre.t() - centre.square().sum(1) / 2).argmax(dim=1) == data.y).float().mean() > 0.8
+
+
+def test_pieces_decide_nothing_but_memory():
+    """An int64 `edge_index` has the edges of the `Graph`; a scale takes a share of everything."""
+    edges = [log_normal_pieces_graph("Cites", **PIECES, self_loops=False, as_graph=graph) for graph in (True, False)]
+    (held,), (plain,) = (task.splits["train"] for task in edges)
+    assert plain.edge_index.dtype == torch.int64 and torch.equal(held.edge_index.edge_index, plain.edge_index)
+    assert torch.equal(held.y, plain.y) and torch.equal(held.nodes, plain.nodes)
+    task = log_normal_pieces_graph("Cites", **PIECES, scale=0.1)
+    (small,) = task.splits["train"]
+    assert small.num_nodes == 2_000 and len(small.y) == 45 and "0.1 of the nodes" in task.synthetic
+
+
+def test_pieces_are_int32_and_none_is_larger_than_asked():
+    pieces = list(log_normal_pieces(1_000, 5_500, 200, 0.8, 2, seed=3, device="cpu", piece=2_000))
+    assert [piece.size(1) for piece in pieces] == [2_000, 2_000, 1_500]
+    assert all(piece.dtype == torch.int32 and 0 <= int(piece.min()) <= int(piece.max()) < 1_000 for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scale": 2.0}, r"'scale' needs a value in \[0.0, 1.0\] \(got 2.0\)"),
+        ({"dtype": "int8"}, r"'dtype' needs one of .* \(got 'int8'\)"),
+        ({"num_val": 0}, r"'num_val' needs a value in \[1, 20000\] \(got 0\)"),
+        ({"num_train": 19_900}, r"'num_train' needs a value in \[1, 19850\] \(got 19900\)"),
+        ({"piece": 0}, r"'piece' needs a value >= 1 \(got 0\)"),
+    ],
+    ids=["scale", "dtype", "num_val", "num_train", "piece"],
+)
+def test_wrong_arguments_of_pieces(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        log_normal_pieces_graph("Cites", **{**PIECES, **wrong})
 
 
 @pytest.mark.parametrize("maker", [image_superpixels_like, photograph_superpixels_like])

@@ -5,7 +5,18 @@ import torch
 import torch_geometric.nn
 
 import pyg_dfgnn.nn
-from pyg_dfgnn.models import AGNN, GAT, GATv2, GraphTransformer, TransformerStack
+from pyg_dfgnn.models import (
+    AGNN,
+    GAT,
+    GCN,
+    GIN,
+    PNA,
+    SAGE,
+    GATv2,
+    GraphTransformer,
+    ResGatedGCN,
+    TransformerStack,
+)
 
 SIZES = ("hidden_channels", "heads", "layers")
 MODELS = {
@@ -20,7 +31,18 @@ MODELS = {
         {"hidden_channels": 16, "heads": 2, "layers": 2, "norm": "layer", "pe_size": 0},
     ),
     "stack": (TransformerStack, {"hidden_channels": 16, "heads": 2, "layers": 3}),
+    "gat_readout": (GAT, {"readout": True, "layers": 3}),
+    "gcn": (GCN, {"hidden_channels": 8}),
+    "gcn_readout": (GCN, {"hidden_channels": 8, "layers": 3, "readout": True, "bias": False}),
+    "gcn_batch_norm": (GCN, {"hidden_channels": 8, "layers": 3, "norm": "batch"}),
+    "sage": (SAGE, {"hidden_channels": 8, "norm": "layer", "readout": True}),
+    "sage_max": (SAGE, {"hidden_channels": 8, "aggr": "max"}),
+    "sage_several": (SAGE, {"hidden_channels": 8, "aggr": ("mean", "max", "std")}),
+    "gin": (GIN, {"hidden_channels": 8, "train_eps": True}),
+    "resgated": (ResGatedGCN, {"hidden_channels": 8}),
+    "pna": (PNA, {"hidden_channels": 8, "degrees": torch.tensor([2, 3, 7, 5, 1])}),
 }
+STACKS = (GCN, SAGE, GIN, ResGatedGCN, PNA)
 
 
 def build(name, convs, seed=0):
@@ -109,7 +131,7 @@ def test_encoding_is_checked(inputs, pe):
 
 COUNTS = [
     *((model, name) for model in (GraphTransformer, TransformerStack, GAT) for name in SIZES),
-    *((AGNN, name) for name in ("hidden_channels", "layers")),
+    *((model, name) for model in (AGNN, *STACKS) for name in ("hidden_channels", "layers")),
     (GAT, "out_heads"),
 ]
 SHARE = r"a value in \[0.0, 1.0\]"
@@ -117,9 +139,9 @@ WRONG = [
     *((model, name, 0, ValueError, "a value >= 1") for model, name in COUNTS),
     *((model, name, 4.5, TypeError, "an integer") for model, name in [*COUNTS, (GraphTransformer, "pe_size")]),
     (GraphTransformer, "pe_size", -1, ValueError, "a value >= 0"),
-    *((model, "dropout", 1.5, ValueError, SHARE) for model in (GraphTransformer, GAT, AGNN)),
+    *((model, "dropout", 1.5, ValueError, SHARE) for model in (GraphTransformer, GAT, AGNN, *STACKS)),
     (GraphTransformer, "attention_dropout", -0.1, ValueError, SHARE),
-    *((model, "norm", "graph", ValueError, ".*batch.*layer.*") for model in (GAT, GraphTransformer)),
+    *((model, "norm", "graph", ValueError, ".*batch.*layer.*") for model in (GAT, GraphTransformer, *STACKS)),
 ]
 
 
@@ -132,7 +154,8 @@ def test_wrong_arguments(model, name, value, error, needed):
 @pytest.mark.parametrize(
     ("model", "conv"),
     [(GAT, "GATConv"), (GATv2, "GATv2Conv"), (AGNN, "AGNNConv"), (GraphTransformer, "TransformerConv")]
-    + [(TransformerStack, "TransformerConv")],
+    + [(TransformerStack, "TransformerConv"), (GCN, "GCNConv"), (SAGE, "SAGEConv"), (GIN, "GINConv")]
+    + [(ResGatedGCN, "ResGatedGraphConv"), (PNA, "PNAConv")],
 )
 def test_namespace_without_the_convolution(model, conv):
     needed = rf"'convs' needs a namespace with {conv}, as torch_geometric.nn has \(got torch_geometric\)"
@@ -158,3 +181,39 @@ def test_graphs_of_a_batch_are_classified_one_by_one(inputs, name):
     logits = call(model, both, batch=torch.arange(2).repeat_interleave(20), num_graphs=3)
     assert logits.shape == (3, 3)
     torch.testing.assert_close(logits[:2], torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_some_nodes_are_those_rows(name, inputs):
+    model = build(name, torch_geometric.nn).eval()
+    nodes = torch.tensor([7, 0, 19, 7])
+    torch.testing.assert_close(call(model, inputs, nodes=nodes), call(model, inputs)[nodes])
+
+
+def test_a_readout_makes_all_convolutions_hidden_layers(inputs):
+    x, edge_index, _ = inputs
+    model = build("gcn_readout", torch_geometric.nn).eval()
+    for conv in model.convs:
+        x = conv(x, edge_index).relu()
+    assert x.shape == (20, 8) and all(conv.bias is None for conv in model.convs)
+    torch.testing.assert_close(model(inputs[0], edge_index), model.lin_out(x))
+
+
+@pytest.mark.parametrize("name", ["gcn_batch_norm", "sage"])
+def test_stacks_normalise_before_each_relu(name, inputs):
+    x, edge_index, _ = inputs
+    model = build(name, torch_geometric.nn).eval()
+    for conv, norm in zip(model.convs, model.norms):
+        x = norm(conv(x, edge_index)).relu()
+    last = model.lin_out or (lambda hidden: model.convs[-1](hidden, edge_index))
+    torch.testing.assert_close(model(inputs[0], edge_index), last(x))
+
+
+def test_the_scalers_of_pna_know_the_degrees():
+    degrees = torch.tensor([0, 4, 0, 4])
+    model = PNA(5, 3, torch_geometric.nn, degrees=degrees)
+    means = [conv.aggr_module.avg_deg_lin.item() for conv in model.convs]
+    assert means == [2.0, 2.0]
+    other = PNA(5, 3, torch_geometric.nn)
+    other.load_state_dict(model.state_dict())
+    assert other.convs[0].aggr_module.avg_deg_lin.item() == 2.0

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 from pyg_dfgnn.bench.cases.attention.case import SCORES, AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
@@ -13,6 +14,7 @@ from pyg_dfgnn.bench.timing import Timer
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.dispatch.attention.family import FAMILY
+from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.op import DIRECTIONS
@@ -156,6 +158,14 @@ def test_orders_are_set_against_their_gain(tmp_path, capsys):
 def test_the_experiment_names_reordered_graphs():
     names = reorder.experiment_graphs()
     assert len({name.partition("+")[0] for name in names}) == 4 and all(recipe_of(name).order for name in names)
+
+
+def test_commands_of_training_steps_compose():
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        for words in measure.commands().values():
+            if "pyg_dfgnn.bench.table2" in words:
+                cfg = compose("table2", words[2:])
+                assert cfg.model.get("dropout", 0.0) == 0.0 and cfg.model.hidden_channels == 128
 
 
 def test_everything_is_listed_and_goes_on_where_it_stopped(monkeypatch, capsys):

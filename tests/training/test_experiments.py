@@ -20,6 +20,7 @@ TASKS = {
     "image_superpixels": {"source": "pixels", "num_graphs": 30},
     "facebook": {"name": "reed98"},
     "log_normal_graph": {"scale": 2e-3, "mean_degree": 10},
+    "log_normal_pieces_graph": {"scale": 2e-5, "max_degree": 1e6, "piece": 10_000},
 }
 MODEL = {"hidden_channels": 4, "heads": 2, "layers": 2}
 

@@ -20,7 +20,7 @@ from tests.capture.test_step import HostRecorder
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
-MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack"]
+MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack", "gcn", "sage", "sage_max", "gin", "resgated", "pna"]
 
 
 def history(folder):
@@ -52,6 +52,34 @@ def test_each_model_trains(run, model, backend):
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert all(torch.tensor([float(value) for value in row.values()]).isfinite().all() for row in rows)
     assert 0 <= metric <= 1
+
+
+LARGE = ["data=papers100M_like_small", "data.task.scale=2e-5", "data.task.max_degree=1e6", "data.task.dtype=float32"]
+
+
+def trained_on_pieces(folder, *overrides):
+    """History of two epochs on a graph from pieces, composed as train.py composes it."""
+    same = ["trainer.precision=fp32", "trainer.epochs=2", "trainer.progress=false", "device=cpu", f"paths.run={folder}"]
+    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        train(compose("train", [*LARGE, *same, *overrides]))
+    return history(folder)
+
+
+@pytest.mark.parametrize("model", ["gatv2", "gcn"])
+def test_a_graph_takes_the_place_of_edges(tmp_path, model):
+    options = [f"model={model}", "model.readout=true", "model.dropout=0"]
+    held = trained_on_pieces(tmp_path / "held", *options, "backend=auto")
+    plain = trained_on_pieces(tmp_path / "plain", *options, "backend=pyg", "data.task.as_graph=false")
+    for left, right in zip(held, plain, strict=True):
+        for key, value in right.items():
+            assert float(left[key]) == pytest.approx(float(value), rel=1e-3), key
+    summary = json.loads((tmp_path / "held" / "metrics.json").read_text())
+    assert summary["task"] == "ogbn-papers100M-like" and summary["peak_memory_gb"] is None
+
+
+def test_a_graph_in_place_of_edges_is_not_sampled(tmp_path):
+    with pytest.raises(ValueError, match="'sampler' needs null: the edges of the task are a Graph"):
+        trained_on_pieces(tmp_path, "model=gatv2", "trainer.sampler={num_neighbors: [2], batch_size: 4}")
 
 
 def test_backends_give_the_same_run(run):

@@ -15,6 +15,7 @@ from torch_geometric import nn
 
 from pyg_dfgnn.bench.case import MEMORY_FRACTION, Forward, Fused, Implementation
 from pyg_dfgnn.bench.cases.attention.case import NEGATIVE_SLOPE, AttentionCase
+from pyg_dfgnn.bench.cases.sparse import Sparse
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -139,58 +140,6 @@ class CompiledPyG(PyG):
         call = _call(case, graph)
         compiled = torch.compile(call, backend=self.backend, dynamic=False)
         return lambda: compiled(inputs)
-
-
-class Sparse:
-    """The CSR of a graph and of its transpose as index arrays, with the permutation between their edge orders.
-
-    Args:
-        edge_index: Sources and targets [2, E].
-        num_src: Number of sources.
-        num_dst: Number of targets.
-    """
-
-    def __init__(self, edge_index: Tensor, num_src: int, num_dst: int) -> None:
-        source, target = edge_index[:, torch.argsort(edge_index[1], stable=True)]
-        self.shape = num_dst, num_src
-        self.row, self.col = target, source.int()
-        self.row_ptr = _pointer(torch.bincount(target, minlength=num_dst))
-        self.row_offsets = self.row_ptr.long()
-        self.transpose = torch.argsort(source, stable=True)
-        self.transposed_ptr = _pointer(torch.bincount(source, minlength=num_src))
-        self.transposed_offsets = self.transposed_ptr.long()
-        self.transposed_col = target[self.transpose].int()
-        self.source = source
-
-    def matrix(self, values: Tensor) -> Tensor:
-        return torch.sparse_csr_tensor(self.row_ptr, self.col, values, self.shape, check_invariants=False)
-
-    def transposed(self, values: Tensor) -> Tensor:
-        """The transposed matrix of ``values`` in row order."""
-        values = values[self.transpose]
-        return torch.sparse_csr_tensor(
-            self.transposed_ptr, self.transposed_col, values, self.shape[::-1], check_invariants=False
-        )
-
-    def products(self, left: Tensor, right: Tensor) -> Tensor:
-        """<left_i, right_j> for every edge [E]: the sampled dense-dense product."""
-        pattern = self.matrix(left.new_zeros(self.row.numel()))
-        return torch.sparse.sampled_addmm(pattern, left, right.t(), beta=0.0).values()
-
-    def row_sum(self, values: Tensor) -> Tensor:
-        return torch.segment_reduce(values, "sum", offsets=self.row_offsets, unsafe=True, initial=0.0)
-
-    def softmax(self, score: Tensor) -> Tensor:
-        row_max = torch.segment_reduce(score, "max", offsets=self.row_offsets, unsafe=True, initial=float("-inf"))
-        weight = (score - row_max[self.row]).exp()
-        return weight / self.row_sum(weight)[self.row]
-
-    def softmax_backward(self, weight: Tensor, grad: Tensor) -> Tensor:
-        return weight * (grad - self.row_sum(weight * grad)[self.row])
-
-
-def _pointer(degree: Tensor) -> Tensor:
-    return torch.cat([degree.new_zeros(1), degree.cumsum(0)]).int()
 
 
 class _Dot:

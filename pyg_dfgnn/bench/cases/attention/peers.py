@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pyg_dfgnn.bench.case import Peer
+from pyg_dfgnn.bench.case import Peer, Times, peers_of
 
 GRAPHS = "abcde"
 
@@ -20,11 +20,8 @@ def _wrong(time_ms: float) -> tuple[float]:
     return (time_ms,)
 
 
-_Cell = float | tuple[float] | None
-_Times = tuple[_Cell, _Cell, _Cell, _Cell, _Cell]
-
 # Package -> times on a, b, c, d, e; None: it cannot run, ran out of memory, or was not run.
-_PEERS: dict[tuple[str, str, str, str], dict[str, _Times]] = {
+_PEERS: Times = {
     ("dot", "1x128", "float32", "fwd"): {
         "DF-GNN hyper (SMMF)": (1.31, 0.0422, no, no, 0.1773),
         "DF-GNN hyper, training forward": (1.212, 0.0514, no, no, 0.1716),
@@ -92,10 +89,4 @@ _PEERS: dict[tuple[str, str, str, str], dict[str, _Times]] = {
 
 def peers() -> Iterator[Peer]:
     """Every measured time of another package."""
-    for key, packages in _PEERS.items():
-        for package, times in packages.items():
-            for graph, cell in zip(GRAPHS, times, strict=True):
-                if isinstance(cell, tuple):
-                    yield Peer(package, key, graph, cell[0], is_right=False)
-                elif cell is not None:
-                    yield Peer(package, key, graph, cell)
+    return peers_of(_PEERS, GRAPHS)

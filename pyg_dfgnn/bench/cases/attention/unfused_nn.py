@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import Linear, conv
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_dfgnn.bench.cases.attention.baselines import Sparse, unfused_attention
+from pyg_dfgnn.bench.cases.attention.baselines import unfused_attention
+from pyg_dfgnn.bench.cases.sparse import Sparse
 from pyg_dfgnn.errors import UnsupportedError
 
 _compressed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
