@@ -44,7 +44,8 @@ struct BackwardSources : Backward {
         : Backward{in, l}, extremes(extremes), grads(grads) {}
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
-        own_value = load_fragment(in.value, item.row, l);
+        own_value = zero_fragment();
+        if (READS_MESSAGES) own_value = load_fragment(in.value, item.row, l);
         own_key = zero_fragment();
         if (HAS_KEY) own_key = load_fragment(in.key, item.row, l);
         own_scale = source_scale_of(in, item.row);
@@ -65,7 +66,7 @@ struct BackwardSources : Backward {
             if (MAX) t.args[0][u] = load_args(extremes.arg_max, col, l);
             if (MIN) t.args[MAX ? 1 : 0][u] = load_args(extremes.arg_min, col, l);
             if (HAS_TARGET) t.targets[HAS_TARGET ? u : 0] = load_packed(at_lane(in.target, l), col, l);
-            t.edges.load(in.edge, u, step.edge[u].perm, l);
+            if (READS_MESSAGES) t.edges.load(in.edge, u, step.edge[u].perm, l);
             t.scale[u] = target_scale_of(in, col);
         }
         return t;
@@ -100,7 +101,7 @@ struct BackwardSources : Backward {
                                          const Step<Index>& step, int number) const {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Fragment edge = t.edges.at(u);
+            const Fragment edge = READS_MESSAGES ? t.edges.at(u) : zero_fragment();
             const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
             const int col = step.edge[u].col;

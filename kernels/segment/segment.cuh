@@ -3,7 +3,7 @@
 // Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, SQUARES, MAX, MIN (which statistics there
 // are, in the order in which they lie in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
 // HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), ROUNDS (messages of an extreme are
-// rounded to the storage type), OUT_FP32 (the output is float32 whatever the storage).
+// rounded to the storage type), READS_MESSAGES (backward depends on them), OUT_FP32 (the output is float32 whatever the storage).
 #include "include/traversal.cuh"
 
 #define SUMS (SUM + SQUARES)

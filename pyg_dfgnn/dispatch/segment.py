@@ -18,7 +18,7 @@ from pyg_dfgnn.dispatch.traversal import (
     side_of,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, STATS, SUMS
+from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, STATS, SUMS, reads_messages
 from pyg_dfgnn.statements.spec import Spec
 
 MAX_CHANNELS = 512
@@ -68,6 +68,7 @@ class SegmentProblem:
             "SOURCE_SCALED": int(self.source_scaled),
             "TARGET_SCALED": int(self.target_scaled),
             "ROUNDS": int(self.dtype.itemsize == 2 and not is_copy and bool(set(self.stats) & set(EXTREMES))),
+            "READS_MESSAGES": int(reads_messages(message, self.stats)),
             "OUT_FP32": int("squares" in self.stats),
         }
 

@@ -150,8 +150,10 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
     layout = shape.interleaved
     if layout is not None:
         inputs = layout.bring(text, inputs)
-    _bring_inputs(text, passes[0] if group == "forward" else None)
+    _bring_inputs(text, group, passes[0] if group == "forward" else None)
     near = "value" if layout is None else layout.buffer
+    if group == "backward" and layout is None and "value" not in statement.saved_inputs:
+        near = f"grad_{statement.output.name}"
     if group == "forward":
         for value in statement.outputs:
             text.allocate(value, near)
@@ -174,7 +176,7 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
     return _backward(text, passes, inputs, kept, numbers, near)
 
 
-def _bring_inputs(text: Text, forward: Any | None) -> None:
+def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
     """Bring the inputs that are there, and before a forward pass compute the arguments that derive from them."""
     statement, present = text.statement, text.shape.present
     shared = "shared" in text.flags
@@ -183,7 +185,7 @@ def _bring_inputs(text: Text, forward: Any | None) -> None:
             continue
         if value.name == "target" and shared:
             continue
-        if value.name in present:
+        if value.name in present and (group != "backward" or value.name in statement.saved_inputs):
             text.bring(value.name, checked=value.dtype != "int64")
     if shared:
         text.lines.append("target = value")

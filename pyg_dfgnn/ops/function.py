@@ -48,6 +48,8 @@ class Fused(Function):
         ctx.call = call
         # Not saved: autograd would then forbid to edit it in place, as one may with PyG's, and a copy costs every call.
         ctx.out = [(out.detach(), out._version) for out in outs] if prepared.keeps_output else None
+        if prepared.saves is not None:
+            tensors = tuple(t if is_read else None for t, is_read in zip(tensors, prepared.saves, strict=True))
         ctx.save_for_backward(*tensors, *kept)
         # Of several outputs some may have no gradient, of which autograd makes zeros.
         ctx.set_materialize_grads(count > 1)

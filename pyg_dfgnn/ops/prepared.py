@@ -68,6 +68,10 @@ class PreparedOp:
         self.present |= {"seed"} if self.drops else set()
         self.edge_place = op.edge_place
         self.keeps_exact = bool(op.statement.exact_outputs) and problem.dtype.itemsize == 2
+        saved = op.statement.saved_inputs
+        # None where all are kept.
+        kept = tuple(name in saved for name in op.statement.input_names)
+        self.saves = None if all(kept) else kept
         self.keeps_output = op.statement.reads_output and not self.keeps_exact
         self.num_outputs = len(op.statement.outputs)
         self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)

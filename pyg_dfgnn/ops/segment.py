@@ -182,8 +182,8 @@ def aggregate(
     scales = {"source_scale": source_scale, "target_scale": scale}
     out = _run(_ops[message, parts], graph, {"value": x, "edge": edge, "key": key, "target": target}, scales)
     if len(names) == 1 and not moments:
-        return out[:, 0] if isinstance(stats, str) else out
-    sums = dict(zip(parts, out.unbind(1), strict=True))
+        return out if isinstance(stats, str) else out.unsqueeze(1)
+    sums = dict(zip(parts, out.unbind(1) if len(parts) > 1 else (out,), strict=True))
     means = sums
     if not divides and names != ("sum",):
         inverse = inverse_degree(graph).unsqueeze(1)
@@ -210,7 +210,7 @@ def _statistic(name: str, by_part: Mapping[str, Tensor]) -> Tensor:
 
 
 def _run(op: Op, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Mapping[str, Tensor | None]) -> Tensor:
-    """Return the statistics [N_dst, S, F] that kernels compute, wide features in pieces."""
+    """Return what kernels compute, [N_dst, F] or [N_dst, S, F], wide features in pieces."""
     x = vectors["value"]
     if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > MAX_CHANNELS:
         pieces = -(-x.size(1) // MAX_CHANNELS)
@@ -219,10 +219,10 @@ def _run(op: Op, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Map
             for name, tensor in vectors.items()
         }
         columns = [{name: parts[place] for name, parts in cut.items()} for place in range(pieces)]
-        return torch.cat([_run(op, graph, column, scales) for column in columns], dim=2)
+        return torch.cat([_run(op, graph, column, scales) for column in columns], dim=-1)
     by_name = {**vectors, **scales}
     out: Tensor = op(graph, tuple(by_name[name] for name in op.statement.input_names), (), heads=1)
-    return out.flatten(2)
+    return out
 
 
 def inverse_degree(graph: Edges) -> Tensor:

@@ -185,6 +185,12 @@ class Statement:
         return any(self.output.name in stated.arguments for stated in self.backward)
 
     @cached_property
+    def saved_inputs(self) -> frozenset[str]:
+        """Names of the inputs that are kept for backward: those that it reads, or all to compute an output anew."""
+        read = {name for stated in self.backward for name in stated.arguments}
+        return frozenset(self.input_names if self.reads_output else read & {*self.input_names})
+
+    @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Names of the inputs."""
         return tuple(value.name for value in self.inputs)

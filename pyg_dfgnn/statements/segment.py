@@ -79,6 +79,11 @@ _INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale")
 FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", "arg_max", "arg_min", "num_max", "num_min"))
 
 
+def reads_messages(message: Message, stats: Sequence[str]) -> bool:
+    """Return whether backward needs the messages: the gradient of a plain sum of them does not depend on them."""
+    return tuple(stats) != ("sum",) or message not in (COPY, ADD)
+
+
 def statement_of(message: Message, stats: Sequence[str]) -> Statement:
     """Return the statement of the aggregation of messages.
 
@@ -88,35 +93,37 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
     """
     # Only extremes are looked up in the output.
     out = "out" if set(stats) & set(EXTREMES) else ""
-    known = (*_INPUTS, out, "arg_max", "arg_min", "num_max", "num_min", "grad_out")
+    reads = reads_messages(message, stats)
+    read = tuple(name if reads or name not in ("value", "edge") else "" for name in _INPUTS)
+    known = (*read, out, "arg_max", "arg_min", "num_max", "num_min", "grad_out")
     targets = Pass("targets", "targets", "sources", (*known, "grad_target"))
     sources = Pass("sources", "sources", "targets", (*known, "grad_key", "grad_value", "grad_edge"))
     extremes = [stat for stat in stats if stat in EXTREMES]
-    edge_shape, edge_dtype = (("H", "C"), "features") if message.edge == "vector" else ((), "float32")
+    edge_shape, edge_dtype = (("C",), "features") if message.edge == "vector" else ((), "float32")
     inputs = (
-        Value("target", "targets", ("H", "C"), needed=message.target),
-        Value("key", "sources", ("H", "C"), needed=message.key),
-        Value("value", "sources", ("H", "C"), label="x", needed=True),
+        Value("target", "targets", ("C",), needed=message.target),
+        Value("key", "sources", ("C",), needed=message.key),
+        Value("value", "sources", ("C",), label="x", needed=True),
         Value("edge", "edges", edge_shape, edge_dtype, needed=message.edge is not None),
         Value("source_scale", "sources", (), "float32"),
         Value("target_scale", "targets", (), "float32"),
     )
-    gradients = [Gradient("value", Value("grad_value", "sources", like="value"))]
+    gradients = [Gradient("value", Value("grad_value", "sources", ("C",)))]
     if message.target:
         gradients.append(Gradient("target", Value("grad_target", "targets", like="target")))
     if message.key:
         gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
     if message.edge is not None:
-        gradients.append(Gradient("edge", Value("grad_edge", "edges", like="edge"), when="edge_grad"))
+        gradients.append(Gradient("edge", Value("grad_edge", "edges", edge_shape, edge_dtype), when="edge_grad"))
     # Squares cancel in what is made of them: they leave in float32 whatever the features are.
     out_dtype = "float32" if "squares" in stats else "features"
-    saved = [Value(f"arg_{stat}", "targets", ("H", "C"), "int16", when="args") for stat in extremes]
-    saved += [Value(f"num_{stat}", "targets", ("H", "C"), "float32", when="args") for stat in extremes]
+    saved = [Value(f"arg_{stat}", "targets", ("C",), "int16", when="args") for stat in extremes]
+    saved += [Value(f"num_{stat}", "targets", ("C",), "float32", when="args") for stat in extremes]
     return Statement(
         name=f"segment/{message.name}/{'+'.join(stats)}",
         inputs=inputs,
         numbers=(),
-        output=Value("out", "targets", (len(stats), "H", "C"), out_dtype),
+        output=Value("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C"), out_dtype),
         saved=tuple(saved),
         forward=(FORWARD,),
         backward=(targets, sources) if message.target else (sources,),
@@ -128,7 +135,7 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
 def _reference(
     message: Message, stats: Sequence[str], edge_index: Tensor, num_dst: int, inputs: dict[str, Any], *_: Any
 ) -> tuple[Tensor, None]:
-    """Return the statistics [N_dst, S, H, C] in plain torch."""
+    """Return the statistics [N_dst, S, C], or the only one [N_dst, C], in plain torch."""
     source, target = edge_index
 
     def at(name: str, nodes: Tensor) -> Tensor | None:
@@ -139,16 +146,16 @@ def _reference(
     value, key, query = at("value", source), at("key", source), at("target", target)
     messages = message.reference(value, inputs.get("edge"), key, query)
     if scale is not None:
-        messages = messages * scale.view(-1, 1, 1)
+        messages = messages * scale.unsqueeze(1)
     outputs = []
     for stat in stats:
         if stat in SUMS:
             terms = messages * messages if stat == "squares" else messages
             out = messages.new_zeros((num_dst, *messages.shape[1:])).index_add(0, target, terms)
             factor = inputs.get("target_scale")
-            outputs.append(out if factor is None else out * factor.view(-1, 1, 1))
+            outputs.append(out if factor is None else out * factor.unsqueeze(1))
         else:
-            index = target.view(-1, 1, 1).expand_as(messages)
+            index = target.unsqueeze(1).expand_as(messages)
             zeros = messages.new_zeros((num_dst, *messages.shape[1:]))
             outputs.append(zeros.scatter_reduce(0, index, messages, f"a{stat}", include_self=False))
-    return torch.stack(outputs, dim=1), None
+    return outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=1), None
