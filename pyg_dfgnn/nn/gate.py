@@ -99,6 +99,10 @@ def _own_propagation(conv_type: type[MessagePassing]) -> list[str]:
     return names
 
 
+_singles: dict[type, tuple[str, ...]] = {}
+"""What aggregations compute that have no option which decides it."""
+
+
 def is_multiple(aggr_module: Any) -> bool:
     """Return whether an aggregation module combines several."""
     return type(aggr_module) not in _STATISTICS and upstream_of(type(aggr_module)) is MultiAggregation
@@ -106,6 +110,9 @@ def is_multiple(aggr_module: Any) -> bool:
 
 def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     """Return the statistics that one of PyG's aggregation modules computes; empty where a kernel has none of them."""
+    single = _singles.get(type(aggr_module))
+    if single is not None:
+        return single
     modules = aggr_module.aggrs if is_multiple(aggr_module) else (aggr_module,)
     names = []
     for module in modules:
@@ -114,6 +121,8 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
         if name is None or getattr(getattr(module, "var_aggr", module), "semi_grad", False):
             return ()
         names.append(name)
+    if modules[0] is aggr_module and not (hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")):
+        _singles[type(aggr_module)] = (names[0],)
     return tuple(names)
 
 

@@ -156,27 +156,13 @@ def aggregate(
         ValueError: A shape, device or name does not fit, or the message needs an input that is None.
     """
     names = (stats,) if isinstance(stats, str) else tuple(stats)
-    if not names:
-        raise ValueError(f"'stats' needs at least one of {', '.join(STATISTICS)} (got none)")
-    for name in names:
-        check_choice("stats", name, STATISTICS)
-    check_choice("message", message, tuple(MESSAGES))
-    record = MESSAGES[message]
-    reads = (("edge", edge, record.edge), ("key", key, record.key), ("target", target, record.target))
-    for name, tensor, is_read in reads:
-        if (tensor is None) == bool(is_read):
-            raise ValueError(
-                f"{name!r} needs {'a tensor' if is_read else 'None'} for the message {message!r} "
-                f"(got {'None' if tensor is None else 'a tensor'})"
-            )
+    parts, divides, moments, reads = _request(names, message)
+    if (edge is None, key is None, target is None) != reads:
+        _refuse_operands(message, edge=edge, key=key, target=target)
     graph, _ = check_graph(graph)
-    moments = not {"var", "std"}.isdisjoint(names)
     if moments and target_scale is not None:
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
-    parts = parts_of(names)
     scale = target_scale
-    # Next to a sum, means are made of that.
-    divides = not {"mean", "var", "std"}.isdisjoint(names) and "sum" not in names
     if divides:
         scale = inverse_degree(graph) if scale is None else inverse_degree(graph) * scale
     scales = {"source_scale": source_scale, "target_scale": scale}
@@ -190,6 +176,44 @@ def aggregate(
         means = {part: total * inverse if part in SUMS else total for part, total in sums.items()}
     outputs = [_statistic(name, sums if name == "sum" else means).to(x.dtype) for name in names]
     return outputs[0] if isinstance(stats, str) else torch.stack(outputs, dim=1)
+
+
+_requests: dict[Any, tuple[tuple[str, ...], bool, bool, tuple[bool, bool, bool]]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _request(names: tuple[str, ...], message: str) -> tuple[tuple[str, ...], bool, bool, tuple[bool, bool, bool]]:
+    """Return what follows from the names of a call of :func:`aggregate`, found once.
+
+    Returns:
+        What kernels compute, whether they divide by the degree, whether moments are made of it, and whether edge, key
+        and target are absent.
+    """
+    known = _requests.get((names, message))
+    if known is None:
+        if not names:
+            raise ValueError(f"'stats' needs at least one of {', '.join(STATISTICS)} (got none)")
+        for name in names:
+            check_choice("stats", name, STATISTICS)
+        check_choice("message", message, tuple(MESSAGES))
+        record = MESSAGES[message]
+        # Next to a sum, means are made of that.
+        divides = not {"mean", "var", "std"}.isdisjoint(names) and "sum" not in names
+        absent = record.edge is None, not record.key, not record.target
+        known = parts_of(names), divides, not {"var", "std"}.isdisjoint(names), absent
+        _requests[names, message] = known
+    return known
+
+
+def _refuse_operands(message: str, **operands: Tensor | None) -> None:
+    """Raise the error of an operand that a message does not read, or of one that it misses."""
+    for name, tensor in operands.items():
+        is_read = bool(getattr(MESSAGES[message], name))
+        if (tensor is None) == is_read:
+            raise ValueError(
+                f"{name!r} needs {'a tensor' if is_read else 'None'} for the message {message!r} "
+                f"(got {'None' if tensor is None else 'a tensor'})"
+            )
 
 
 def parts_of(names: Sequence[str]) -> tuple[str, ...]:
