@@ -372,6 +372,26 @@ STEP_S = 0.43e-6
 """Time from one step of a row to the next, which depends on it."""
 
 
+EDGE_S = 0.785e-6
+"""Time that a step waits for its edge features: the forward pass of `smem` with 8 warps on a multiprocessor took 2.4 ms
+on graph a of the bench on an H200."""
+_RESIDENT_BLOCKS = 4
+"""Thread blocks on a multiprocessor where nothing is asked of the compiler."""
+
+
+def waits_for_edges(
+    problem: AttentionProblem, num_edges: int, c: Mapping[str, int], blocks: int, gpu: Gpu
+) -> dict[str, float]:
+    """Return how long a pass waits for edge features, if it has any, with so many thread blocks on a multiprocessor.
+
+    They come from memory, each read once, so that only other edges in flight hide the wait.
+    """
+    if not problem.edge:
+        return {}
+    in_flight = blocks * c["WARPS"] * c["WARP_ROWS"] * c["EDGE_SLOTS"] * c["UNROLL"]
+    return {"edges": num_edges / (gpu.multiprocessors * in_flight) * EDGE_S}
+
+
 def issued(direction: str, problem: AttentionProblem, rows: Adjacency, c: Mapping[str, int], sweeps: int = 1) -> float:
     """Warp instructions of a pass with the constants ``c``."""
     read, heads = gathers(problem, direction), c["LANE_HEADS"]
@@ -443,6 +463,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: RowSpl
             "gathers": gathered / gpu.cache_bytes_per_s,
             "instructions": issued(direction, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
             "longest row": chain * STEP_S,
+            **waits_for_edges(problem, rows.num_edges, c, max(c["MIN_BLOCKS"], _RESIDENT_BLOCKS), gpu),
         },
         {"launches": chosen.blocks * gpu.launch_s},
     )

@@ -222,6 +222,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: SmemPl
             * waiting
             * issued
             / gpu.instructions_per_s,
+            **rows.waits_for_edges(problem, side.num_edges, c, min(c["MIN_BLOCKS"], fitting), gpu),
         },
         {"launch": gpu.launch_s},
     )
