@@ -6,6 +6,7 @@ from pyg_dfgnn.graph.chunks import Chunks, ColumnBlocks
 from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.relations import CompactRows, compact_rows
 from pyg_dfgnn.graph.static import StaticGraph
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "BatchFacts",
     "Chunks",
     "ColumnBlocks",
+    "CompactRows",
     "DeviceDataset",
     "EdgeSet",
     "Graph",
     "SortEdges",
     "StaticGraph",
+    "compact_rows",
 ]
