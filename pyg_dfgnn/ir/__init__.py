@@ -1,0 +1,32 @@
+"""Programs on row domains: relational layers, users' own and traced message passing, before a kernel is chosen."""
+
+from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S, Td, Ts, U, V
+from pyg_dfgnn.ir.interpreter import interpret
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.trace import concat, dot, leaky_relu, max_to, mean_to, relational, softmax, sum_to, to
+
+__all__ = [
+    "D",
+    "Domain",
+    "E",
+    "One",
+    "Program",
+    "R",
+    "Rows",
+    "S",
+    "Td",
+    "Ts",
+    "U",
+    "V",
+    "concat",
+    "dot",
+    "interpret",
+    "leaky_relu",
+    "max_to",
+    "mean_to",
+    "relational",
+    "softmax",
+    "sum_to",
+    "to",
+]

@@ -1,0 +1,192 @@
+"""The meaning of programs: differentiable plain torch on any device and in any dtype; the oracle of all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.errors import check_device, check_shape
+from pyg_dfgnn.ir.domains import Domain, One
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import Program, Shape, Value
+from pyg_dfgnn.ir.rows import Rows
+
+EPSILON = 1e-16
+"""What PyG adds to the sum of a softmax."""
+
+
+def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run a program.
+
+    Args:
+        program: The program.
+        rows: The rows of its domains.
+        inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row.
+
+    Returns:
+        Name -> tensor of each output, shaped as inputs are.
+
+    Raises:
+        ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
+    """
+    known = program.inputs
+    if known.keys() != inputs.keys():
+        raise ValueError(f"'inputs' needs {', '.join(known) or 'none'} (got {', '.join(inputs) or 'none'})")
+    results: list[Tensor] = []
+    like = next(iter(inputs.values()), torch.empty(0)).new_empty(0, device=rows.device)
+    for value in program.values:
+        if value.op == "input":
+            results.append(_input(value, rows, inputs[value.attrs[0]]))
+        else:
+            operands = [(program.values[arg], results[arg]) for arg in value.args]
+            results.append(_run(value, operands, rows, like))
+    return {
+        name: results[i].squeeze(0) if program.values[i].domain is One else results[i] for name, i in program.outputs
+    }
+
+
+def _input(value: Value, rows: Rows, tensor: Tensor) -> Tensor:
+    name, domain = value.attrs[0], value.domain
+    if domain is not One:
+        rows.index(domain, One)
+    size = () if domain is One else (rows.sizes[domain],)
+    spec = ", ".join([*(f"{domain}={n}" for n in size), *map(str, value.shape)])
+    check_shape(name, tensor, (*size, *value.shape), f"[{spec}]")
+    check_device(name, tensor, rows.device)
+    return tensor[None] if domain is One else tensor
+
+
+def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    op, attrs, domain = value.op, value.attrs, value.domain
+    if op == "const":
+        return like.new_full((1,), attrs[0])
+    if op in _REDUCTIONS:
+        return _REDUCTIONS[op](value, operands, rows, like)
+    if op in ("linear", "matmul") and operands[1][0].domain is not domain:
+        return _linear(value, operands, rows)
+    tensors = [_gathered(operand, tensor, domain, rows) for operand, tensor in operands]
+    size, shape = rows.sizes[domain], value.shape
+    if op in POINTWISE:
+        tensors = [_padded(tensor, len(shape)) for tensor in tensors]
+        return POINTWISE[op].compute(*tensors, *attrs)
+    x = tensors[0]
+    if op in ("linear", "matmul"):
+        return _multiplied(value, x, tensors[1])
+    if op == "inner":
+        rank = max(t.dim() for t in tensors) - 1
+        return (_padded(x, rank) * _padded(tensors[1], rank)).sum(-1)
+    if op == "view":
+        return x.reshape(size, *shape)
+    if op == "permute":
+        return x.permute(0, *(1 + i for i in attrs[0]))
+    if op == "expand":
+        return _padded(x, len(shape)).expand(size, *shape)
+    if op == "fold":
+        return _folded(x, shape)
+    if op == "concat":
+        return torch.cat(tensors, dim=-1)
+    if op == "slice":
+        return x[..., attrs[0] : attrs[1]]
+    if op == "pad":
+        return torch.nn.functional.pad(x, attrs)
+    if op == "gather":
+        return x
+    raise AssertionError(f"the operator {op!r} has no meaning")
+
+
+def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: Rows) -> Tensor:
+    return tensor if value.domain is domain else tensor.index_select(0, rows.index(domain, value.domain))
+
+
+def _padded(tensor: Tensor, rank: int) -> Tensor:
+    """Give rows sizes of 1 in front until they have so many sizes."""
+    return tensor.reshape(tensor.size(0), *(1,) * (rank - tensor.dim() + 1), *tensor.shape[1:])
+
+
+def _folded(tensor: Tensor, shape: Shape) -> Tensor:
+    """Sum the sizes of rows that a shape lacks or has as 1."""
+    padded = (1,) * (tensor.dim() - 1 - len(shape)) + shape
+    sums = [1 + i for i, (have, want) in enumerate(zip(tensor.shape[1:], padded)) if want == 1 and have != 1]
+    return (tensor.sum(sums, keepdim=True) if sums else tensor).reshape(tensor.size(0), *shape)
+
+
+def _by_weight(domain: Domain, weight: Domain, rows: Rows) -> list[tuple[int, Tensor]]:
+    """The rows of a domain by the row of the weight that they read: pairs of that row and positions."""
+    index = rows.index(domain, weight)
+    counts = torch.bincount(index, minlength=rows.sizes[weight]).tolist()
+    parts = index.argsort(stable=True).split(counts)
+    return [(row, part) for row, part in enumerate(parts) if counts[row]]
+
+
+def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows) -> Tensor:
+    """The maps of the rows that share a weight at a time, so that no weight is gathered per row."""
+    (xv, x), (wv, w) = operands
+    x = _gathered(xv, x, value.domain, rows)
+    parts = _by_weight(value.domain, wv.domain, rows)
+    if not parts:
+        return x.new_zeros(rows.sizes[value.domain], *value.shape) + 0 * (x.sum() + w.sum())
+    products = torch.cat([_multiplied(value, x[part], w[row : row + 1]) for row, part in parts])
+    return products[torch.cat([part for _, part in parts]).argsort()]
+
+
+def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
+    """Multiply rows by their weights, or by the one weight of them all."""
+    is_vector = value.op == "linear"
+    w = _padded(w, len(value.shape) + is_vector)
+    x = _padded(x, len(value.shape))
+    return (x.unsqueeze(-2) @ w).squeeze(-2) if is_vector else x @ w
+
+
+def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    domain, over = value.attrs
+    x = _gathered(*operands[0], over, rows)
+    return x.new_zeros(rows.sizes[domain], *value.shape).index_add(0, rows.index(over, domain), x)
+
+
+def _max(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    domain, over = value.attrs
+    return _largest(_gathered(*operands[0], over, rows), rows.index(over, domain), rows.sizes[domain])
+
+
+def _largest(x: Tensor, index: Tensor, size: int) -> Tensor:
+    index = index.reshape(-1, *(1,) * (x.dim() - 1)).expand_as(x)
+    return x.new_zeros(size, *x.shape[1:]).scatter_reduce(0, index, x, "amax", include_self=False)
+
+
+def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    domain, over = value.attrs
+    return torch.bincount(rows.index(over, domain), minlength=rows.sizes[domain]).clamp(min=1).to(like.dtype)
+
+
+def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    """The products of the rows of one sum at a time, so that no outer product per row exists."""
+    domain, over = value.attrs
+    x, y = (_gathered(*operand, over, rows) for operand in operands)
+    out = x.new_zeros(rows.sizes[domain], *value.shape)
+    parts = _by_weight(over, domain, rows)
+    if not parts:
+        return out + 0 * (x.sum() + y.sum())
+    x, y = _padded(x, len(value.shape) - 1), _padded(y, len(value.shape) - 1)
+    sums = torch.stack([torch.einsum("n...k,n...m->...km", x[part], y[part]) for _, part in parts])
+    return out.index_add(0, torch.tensor([row for row, _ in parts], device=rows.device), sums)
+
+
+def _softmax(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    domain, over = value.attrs
+    index, x = rows.index(over, domain), _gathered(*operands[0], over, rows)
+    most = _largest(x.detach(), index, rows.sizes[domain])
+    exp = (x - most[index]).exp()
+    total = x.new_zeros(most.shape).index_add(0, index, exp) + EPSILON
+    return exp / total[index]
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "max": _max,
+    "count": _count,
+    "outer": _outer,
+    "softmax": _softmax,
+}

@@ -1,0 +1,20 @@
+"""Passes: pure functions from a program to one with equal results, and the pipeline of them."""
+
+from pyg_dfgnn.ir.passes.compact import compact, decompact
+from pyg_dfgnn.ir.passes.differentiate import differentiate
+from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder
+from pyg_dfgnn.ir.passes.pipeline import PASSES, Stage, optimise
+from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
+
+__all__ = [
+    "PASSES",
+    "Stage",
+    "aggregate_first",
+    "common_subexpressions",
+    "compact",
+    "decompact",
+    "differentiate",
+    "optimise",
+    "remove_dead",
+    "reorder",
+]

@@ -1,0 +1,69 @@
+"""The pipeline: all passes in their order, each of which can be switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.ir.domains import Domain
+from pyg_dfgnn.ir.passes.compact import compact, decompact
+from pyg_dfgnn.ir.passes.differentiate import differentiate
+from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder
+from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
+from pyg_dfgnn.ir.program import Program
+
+Pass = Callable[[Program, Mapping[Domain, int]], Program]
+PASSES: dict[str, Pass] = {
+    "common": lambda program, sizes: common_subexpressions(program),
+    "reorder": reorder,
+    "aggregate_first": aggregate_first,
+    "compact": compact,
+    "dead": lambda program, sizes: remove_dead(program),
+}
+"""Name -> pass, in the order in which they run."""
+
+
+class Stage(NamedTuple):
+    """A program as a pass has left it; `str` gives its dump under the name of the pass."""
+
+    name: str
+    program: Program
+
+    def __str__(self) -> str:
+        return f"# {self.name}\n{self.program}"
+
+
+def optimise(
+    program: Program, sizes: Mapping[Domain, int], *, wrt: Sequence[str] = (), off: Collection[str] = ()
+) -> list[Stage]:
+    """Run the passes and, with `wrt`, differentiate the result and run them on the joint program again.
+
+    Args:
+        program: The program as it was traced.
+        sizes: Rows of each domain of the graph, :attr:`~pyg_dfgnn.ir.rows.Rows.sizes`.
+        wrt: Inputs whose gradients the program is to return as well.
+        off: Passes of :data:`PASSES` that are left out. Without "compact" every value on pairs is computed per edge.
+
+    Returns:
+        The program as traced and after each pass; the last is the result.
+
+    Raises:
+        ValueError: An unknown pass or input.
+    """
+    for name in off:
+        check_choice("off", name, tuple(PASSES))
+    stages = [Stage("traced", program)]
+
+    def run(names: Collection[str]) -> None:
+        for name in names:
+            if name not in off:
+                stages.append(Stage(name, PASSES[name](stages[-1].program, sizes)))
+            elif name == "compact":
+                stages.append(Stage("decompact", decompact(stages[-1].program)))
+
+    run(PASSES)
+    if wrt:
+        stages.append(Stage("differentiate", differentiate(stages[-1].program, wrt)))
+        run(PASSES)
+    return stages

@@ -1,0 +1,95 @@
+"""The pointwise functions of the IR: what each computes and its derivative as pointwise functions again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import pi, sqrt
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+Emit = Callable[..., int]
+"""emit(op, *operands, attrs=()) adds a value; a float among the operands stands for a constant."""
+
+
+class Pointwise(NamedTuple):
+    """A function of single numbers.
+
+    Attributes:
+        compute: The function on tensors, then its attributes.
+        derivatives: For each operand (emit, operands, attributes, result) -> the derivative of the result in it, an id
+            or a constant; None where the derivative is zero everywhere.
+    """
+
+    compute: Callable[..., Any]
+    derivatives: tuple[Callable[[Any, Sequence[int], Sequence[Any], int], int | float] | None, ...]
+
+
+def _one(compute: Callable[..., Any], derivative: Callable[[Any, int, Sequence[Any], int], int | float]) -> Pointwise:
+    return Pointwise(compute, (lambda emit, args, attrs, y: derivative(emit, args[0], attrs, y),))
+
+
+def _step(x: torch.Tensor) -> torch.Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _normal(emit: Emit, x: int) -> int:
+    """The standard normal density and, from it, the derivative x density(x) + distribution(x) of GELU."""
+    density = emit("mul", emit("exp", emit("mul", emit("mul", x, x), -0.5)), 1 / sqrt(2 * pi))
+    distribution = emit("mul", emit("add", emit("erf", emit("mul", x, sqrt(0.5))), 1.0), 0.5)
+    return emit("add", emit("mul", x, density), distribution)
+
+
+def _between(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return ((x >= low) & (x <= high)).to(x.dtype)
+
+
+def _logistic_slope(emit: Emit, s: int) -> int:
+    return emit("mul", s, emit("sub", 1.0, s))
+
+
+def _silu_slope(emit: Emit, x: int, y: int) -> int:
+    s = emit("sigmoid", x)
+    return emit("add", s, emit("mul", y, emit("sub", 1.0, s)))
+
+
+POINTWISE: dict[str, Pointwise] = {
+    "add": Pointwise(torch.add, (lambda e, a, k, y: 1.0, lambda e, a, k, y: 1.0)),
+    "sub": Pointwise(torch.sub, (lambda e, a, k, y: 1.0, lambda e, a, k, y: -1.0)),
+    "mul": Pointwise(torch.mul, (lambda e, a, k, y: a[1], lambda e, a, k, y: a[0])),
+    "div": Pointwise(
+        torch.div,
+        (lambda e, a, k, y: e("div", 1.0, a[1]), lambda e, a, k, y: e("neg", e("div", y, a[1]))),
+    ),
+    # The condition is a number that is zero or not.
+    "where": Pointwise(
+        lambda c, a, b: torch.where(c != 0, a, b),
+        (None, lambda e, a, k, y: e("where", a[0], 1.0, 0.0), lambda e, a, k, y: e("where", a[0], 0.0, 1.0)),
+    ),
+    "eq": Pointwise(lambda a, b: (a == b).to(a.dtype), (None, None)),
+    "greater": Pointwise(lambda a, b: (a > b).to(a.dtype), (None, None)),
+    "step": Pointwise(_step, (None,)),
+    "between": Pointwise(_between, (None,)),
+    "sign": Pointwise(torch.sign, (None,)),
+    "neg": _one(torch.neg, lambda e, x, k, y: -1.0),
+    "abs": _one(torch.abs, lambda e, x, k, y: e("sign", x)),
+    "exp": _one(torch.exp, lambda e, x, k, y: y),
+    "log": _one(torch.log, lambda e, x, k, y: e("div", 1.0, x)),
+    "sqrt": _one(torch.sqrt, lambda e, x, k, y: e("div", 0.5, y)),
+    "pow": _one(torch.pow, lambda e, x, k, y: e("mul", e("pow", x, attrs=(k[0] - 1,)), float(k[0]))),
+    "sin": _one(torch.sin, lambda e, x, k, y: e("cos", x)),
+    "cos": _one(torch.cos, lambda e, x, k, y: e("neg", e("sin", x))),
+    "erf": _one(torch.erf, lambda e, x, k, y: e("mul", e("exp", e("neg", e("mul", x, x))), 2 / sqrt(pi))),
+    "clamp": _one(torch.clamp, lambda e, x, k, y: e("between", x, attrs=k)),
+    "relu": _one(F.relu, lambda e, x, k, y: e("step", x)),
+    "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("step", x), 1.0, float(k[0]))),
+    # With the alpha of 1 that PyG's layers use.
+    "elu": _one(F.elu, lambda e, x, k, y: e("where", e("step", x), 1.0, e("add", y, 1.0))),
+    "gelu": _one(F.gelu, lambda e, x, k, y: _normal(e, x)),
+    "silu": _one(F.silu, lambda e, x, k, y: _silu_slope(e, x, y)),
+    "sigmoid": _one(torch.sigmoid, lambda e, x, k, y: _logistic_slope(e, y)),
+    "tanh": _one(torch.tanh, lambda e, x, k, y: e("sub", 1.0, e("mul", y, y))),
+    "softplus": _one(F.softplus, lambda e, x, k, y: e("sigmoid", x)),
+}
+"""Name -> pointwise function."""

@@ -1,0 +1,185 @@
+"""The front end: a Python function whose arguments are annotated with domains is traced into a program.
+
+Example:
+    >>> @relational
+    ... def rgcn(x: S, weight: R, norm: E):
+    ...     return sum_to(D, norm[..., None] * (x @ weight))
+    >>> print(rgcn.program(x=(16,), weight=(16, 8), norm=()))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from pyg_dfgnn.ir.domains import Domain, E
+from pyg_dfgnn.ir.program import Builder, Program, Shape
+
+
+class Var:
+    """A value while a function is traced: rows of a domain, on which arithmetic, `@` and the functions below work.
+
+    `x @ w` is a linear map of each row by the weight of the row; `x[..., None]` appends a size of 1.
+
+    Attributes:
+        domain: What the rows are.
+        shape: Sizes of a row.
+    """
+
+    def __init__(self, builder: Builder, number: int) -> None:
+        self._builder, self.number = builder, number
+        self.domain, self.shape = builder.values[number].domain, builder.values[number].shape
+
+    def __repr__(self) -> str:
+        return f"{self.domain}{list(self.shape)}"
+
+    def emit(self, op: str, *others: Any, attrs: Sequence[Any] = (), domain: Domain | None = None) -> Var:
+        """Add a value that has this one as first operand."""
+        ids = [self._id(operand) for operand in (self, *others)]
+        return Var(self._builder, self._builder.emit(op, *ids, attrs=attrs, domain=domain))
+
+    def _id(self, operand: Any) -> int:
+        if isinstance(operand, Var):
+            return operand.number
+        if isinstance(operand, (int, float)) and not isinstance(operand, bool):
+            return self._builder.emit("const", attrs=(float(operand),))
+        raise TypeError(f"'operand' needs a value of the program or a number (got {type(operand).__name__})")
+
+    def _constant(self, number: Any) -> Var:
+        return Var(self._builder, self._id(number))
+
+    def __add__(self, other: Any) -> Var:
+        return self.emit("add", other)
+
+    def __sub__(self, other: Any) -> Var:
+        return self.emit("sub", other)
+
+    def __mul__(self, other: Any) -> Var:
+        return self.emit("mul", other)
+
+    def __truediv__(self, other: Any) -> Var:
+        return self.emit("div", other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Var:
+        return self._constant(other) - self
+
+    def __rtruediv__(self, other: Any) -> Var:
+        return self._constant(other) / self
+
+    def __pow__(self, exponent: float) -> Var:
+        return self.emit("pow", attrs=(exponent,))
+
+    def __neg__(self) -> Var:
+        return self.emit("neg")
+
+    def __matmul__(self, weight: Var) -> Var:
+        return self.emit("linear", weight)
+
+    def __getitem__(self, key: Any) -> Var:
+        if key != (..., None):
+            raise ValueError(f"'key' needs (..., None): rows have no order in a program (got {key!r})")
+        return self.view(*self.shape, 1)
+
+    def view(self, *shape: int) -> Var:
+        """Return the numbers of each row in another shape, of which one size may be -1."""
+        rest = prod(self.shape) // max(prod(size for size in shape if size != -1), 1)
+        shape = tuple(rest if size == -1 else size for size in shape)
+        return self.emit("view", attrs=(shape,))
+
+    def permute(self, *order: int) -> Var:
+        """Return the rows with their sizes in another order."""
+        return self.emit("permute", attrs=(order,))
+
+    def apply(self, function: str, *others: Any, attrs: Sequence[Any] = ()) -> Var:
+        """Return a function of :data:`~pyg_dfgnn.ir.pointwise.POINTWISE` of this and other operands."""
+        return self.emit(function, *others, attrs=attrs)
+
+
+def to(domain: Domain, x: Var) -> Var:
+    """Return the row of x for each row of a domain."""
+    return x.emit("gather", attrs=(domain,))
+
+
+def sum_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
+    """Return the sum of x over the rows of `over` that belong to each row of `domain`."""
+    return x.emit("sum", attrs=(domain, over))
+
+
+def mean_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
+    """Return the mean of x over the rows of `over` that belong to each row of `domain`; 0 where there are none."""
+    count = x._builder.emit("count", attrs=(domain, over))
+    return sum_to(domain, x, over=over) / Var(x._builder, count)
+
+
+def max_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
+    """Return the maximum of x over the rows of `over` that belong to each row of `domain`; 0 where there are none."""
+    return x.emit("max", attrs=(domain, over))
+
+
+def softmax(x: Var, *, among: Domain, over: Domain = E) -> Var:
+    """Return the softmax of x among the rows of `over` that belong to one row of `among`."""
+    return x.emit("softmax", attrs=(among, over))
+
+
+def dot(x: Var, y: Var) -> Var:
+    """Return the sum over the last size of x y."""
+    return x.emit("inner", y)
+
+
+def concat(*operands: Var) -> Var:
+    """Return the rows joined along their last size."""
+    return operands[0].emit("concat", *operands[1:])
+
+
+def leaky_relu(x: Var, slope: float = 0.01) -> Var:
+    """Return x where it is positive, else `slope` x."""
+    return x.apply("leaky_relu", attrs=(slope,))
+
+
+class Relational:
+    """A function on rows of domains, traced anew for each set of row shapes.
+
+    Args:
+        function: Its arguments are annotated with domains; it returns a value or a dict of values.
+
+    Raises:
+        TypeError: An argument has no domain as annotation.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
+        self.domains: dict[str, Domain] = {}
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+            if not isinstance(parameter.annotation, Domain):
+                raise TypeError(f"'{name}' needs a domain as annotation (got {parameter.annotation!r})")
+            self.domains[name] = parameter.annotation
+
+    def program(self, **shapes: Shape) -> Program:
+        """Return the program for inputs with these row shapes.
+
+        Args:
+            shapes: Name of an argument -> sizes of one of its rows.
+
+        Raises:
+            TypeError: The names are not those of the arguments, or the function returned no value.
+            ValueError: Domains or shapes do not fit an operator.
+        """
+        if shapes.keys() != self.domains.keys():
+            raise TypeError(f"'shapes' needs {', '.join(self.domains)} (got {', '.join(shapes) or 'none'})")
+        builder = Builder()
+        args = {name: Var(builder, builder.input(name, d, shapes[name])) for name, d in self.domains.items()}
+        returned = self.function(**args)
+        outputs = returned if isinstance(returned, Mapping) else {"out": returned}
+        for name, value in outputs.items():
+            if not isinstance(value, Var):
+                raise TypeError(f"'{name}' needs a value of the program to be returned (got {type(value).__name__})")
+        return builder.build(self.__name__, {name: value.number for name, value in outputs.items()})
+
+
+def relational(function: Callable[..., Any]) -> Relational:
+    """Make a function on rows of domains a program (:class:`Relational`)."""
+    return Relational(function)

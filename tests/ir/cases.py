@@ -1,0 +1,184 @@
+"""Graphs with relations and node types, and the programs that every pass is tested on."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import D, E, One, R, Rows, S, U, V, concat, dot, max_to, mean_to, relational, softmax, sum_to, to
+from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.reference.zoo import EdgeList, edges, many_relations, random
+
+TYPES = 3
+
+
+def _typed(graph: EdgeList, num_relations: int, seed: int = 1) -> EdgeList:
+    """The graph with random relations, the last of which has no edges where there is more than one."""
+    generator = torch.Generator().manual_seed(seed)
+    used = max(num_relations - 1, 1)
+    types = torch.randint(used, (graph.num_edges,), generator=generator)
+    return replace(graph, name=f"{graph.name}-R{num_relations}", edge_type=types, num_relations=num_relations)
+
+
+def _repeated(graph: EdgeList) -> EdgeList:
+    assert graph.edge_type is not None
+    return replace(
+        graph, name="duplicates", edge_index=graph.edge_index.repeat(1, 3), edge_type=graph.edge_type.repeat(3)
+    )
+
+
+GRAPHS = {
+    graph.name: graph
+    for graph in (
+        many_relations(40, 12, 150),
+        replace(many_relations(12, 5, 300), name="dense"),
+        _typed(edges("no-edges", [], 4), 3),
+        _typed(edges("isolated", [(1, 3), (3, 1), (3, 6)], 9), 4),
+        _typed(random(10, 10, 30, name="one"), 1),
+        _repeated(_typed(random(8, 8, 20), 3)),
+        _typed(edges("loop", [(0, 0)], 1), 2),
+    )
+}
+
+
+def graph_of(edge_list: EdgeList) -> Graph:
+    assert edge_list.edge_type is not None
+    return Graph.of(
+        edge_list.edge_index,
+        edge_list.num_src,
+        edge_list.num_dst,
+        edge_type=edge_list.edge_type,
+        num_relations=edge_list.num_relations,
+    )
+
+
+def rows_of(edge_list: EdgeList) -> Rows:
+    types = [torch.arange(n) % TYPES for n in (edge_list.num_src, edge_list.num_dst)]
+    return Rows(graph_of(edge_list), source_type=types[0], target_type=types[1], num_types=TYPES)
+
+
+@relational
+def film(x: S, xd: D, weight: R, gamma: R, beta: R):
+    """A sum over relations of means of relu(gamma W x + beta), with gamma and beta by (target, relation)."""
+    scaled = (xd @ gamma) * (x @ weight) + xd @ beta
+    return sum_to(D, mean_to(V, scaled.apply("relu")), over=V)
+
+
+@relational
+def gatv2(x: S, xd: D, edge: E, w: One, wd: One, we: One, att: One):
+    """One relation, edge features, and a softmax per channel group."""
+    hidden = (x @ w + xd @ wd + edge @ we).apply("leaky_relu", attrs=(0.2,)).view(2, 3)
+    alpha = softmax(dot(hidden, att), among=D)
+    return {"out": sum_to(D, alpha[..., None] * (x @ w).view(2, 3)), "alpha": alpha}
+
+
+@relational
+def logits(x: S, xd: D, weight: R, att: R):
+    """Products in a row, which can be reordered, and an unused and a repeated one."""
+    _ = x @ weight
+    source, target = dot(x @ weight, att), dot(xd @ weight, att)
+    return softmax(source + target, among=V)
+
+
+@relational
+def pairs(x: S, xd: D, weight: One):
+    """What a user writes on edges: a map of joined gathered rows, and its largest value."""
+    joined = concat(to(E, x), to(E, xd))
+    return {"out": max_to(D, joined @ weight), "mean": mean_to(D, to(U, x) * 2.0), "x": to(E, x)}
+
+
+POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
+
+
+@relational
+def pointwise(x: S, e: E):
+    """Every pointwise function."""
+    y = x.apply("softplus") + e * e
+    out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
+    for name in POINTWISE_CHAIN:
+        out = out + (x - e).apply(name)
+    positive = x.apply("greater", e)
+    out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
+    return sum_to(D, out.permute(0).view(2, 2))
+
+
+PROGRAMS: dict[str, Program] = {
+    "rgcn-mean": rgcn_mean.program(x=(6,), weight=(6, 4)),
+    "rgcn-sum": rgcn_sum.program(x=(3,), weight=(3, 8)),
+    "rgcn-bases": rgcn_bases.program(x=(5,), basis=(2, 5, 3), comp=(2,)),
+    "hgt-1": hgt(1).program(
+        x=(4,),
+        xd=(4,),
+        wk=(4, 6),
+        bk=(6,),
+        wq=(4, 6),
+        bq=(6,),
+        wv=(4, 6),
+        bv=(6,),
+        key=(1, 6, 6),
+        value=(1, 6, 6),
+        scale=(1,),
+    ),
+    "hgt-4": hgt(4).program(
+        x=(5,),
+        xd=(5,),
+        wk=(5, 8),
+        bk=(8,),
+        wq=(5, 8),
+        bq=(8,),
+        wv=(5, 8),
+        bv=(8,),
+        key=(4, 2, 2),
+        value=(4, 2, 2),
+        scale=(4,),
+    ),
+    "film": film.program(x=(4,), xd=(3,), weight=(4, 5), gamma=(3, 5), beta=(3, 5)),
+    "gatv2": gatv2.program(x=(4,), xd=(3,), edge=(2,), w=(4, 6), wd=(3, 6), we=(2, 6), att=(2, 3)),
+    "logits": logits.program(x=(4,), xd=(4,), weight=(4, 6), att=(6,)),
+    "pairs": pairs.program(x=(3,), xd=(2,), weight=(5, 4)),
+    "pointwise": pointwise.program(x=(4,), e=(4,)),
+}
+for _mode in ("additive", "multiplicative"):
+    for _mechanism in ("across", "within"):
+        _traced = rgat(2, f"{_mode}-self-attention", f"{_mechanism}-relation")
+        PROGRAMS[f"rgat-{_mode}-{_mechanism}"] = _traced.program(
+            x=(6,),
+            xd=(6,),
+            weight=(6, 8),
+            q=(8, 2 if _mode == "additive" else 4),
+            k=(8, 2 if _mode == "additive" else 4),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program with a graph, inputs in float64 and the gradients of its outputs by name."""
+
+    program: Program
+    rows: Rows
+    inputs: dict[str, Tensor]
+    upstream: dict[str, Tensor]
+
+    def upstream_named(self, prefix: str) -> dict[str, Tensor]:
+        """The gradients as inputs of the differentiated program."""
+        return {prefix + name: gradient for name, gradient in self.upstream.items()}
+
+
+@cache
+def rows_named(name: str) -> Rows:
+    return rows_of(GRAPHS[name])
+
+
+def case(program: Program, graph: str, seed: int = 0) -> Case:
+    rows, generator = rows_named(graph), torch.Generator().manual_seed(seed)
+
+    def draw(i: int) -> Tensor:
+        value = program.values[i]
+        size = () if value.domain is One else (rows.sizes[value.domain],)
+        return torch.randn(*size, *value.shape, dtype=torch.float64, generator=generator)
+
+    inputs = {name: draw(i).requires_grad_() for name, i in program.inputs.items()}
+    return Case(program, rows, inputs, {name: draw(i) for name, i in program.outputs})
