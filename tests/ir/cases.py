@@ -10,7 +10,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import D, E, One, R, Rows, S, U, V, concat, dot, max_to, mean_to, relational, softmax, sum_to, to
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.reference.zoo import EdgeList, edges, many_relations, random
+from pyg_dfgnn.reference.zoo import EdgeList, edges, hub, many_relations, random
 
 TYPES = 3
 
@@ -35,12 +35,21 @@ GRAPHS = {
     for graph in (
         many_relations(40, 12, 150),
         replace(many_relations(12, 5, 300), name="dense"),
+        many_relations(30, 1000, 200),
         _typed(edges("no-edges", [], 4), 3),
         _typed(edges("isolated", [(1, 3), (3, 1), (3, 6)], 9), 4),
         _typed(random(10, 10, 30, name="one"), 1),
         _repeated(_typed(random(8, 8, 20), 3)),
         _typed(edges("loop", [(0, 0)], 1), 2),
     )
+}
+
+"""Graphs whose sources are their targets."""
+ALL_GRAPHS = {
+    **GRAPHS,
+    "bipartite": _typed(random(9, 5, 40, name="bipartite"), 4),
+    "no-targets": _typed(edges("no-targets", [], 3, 0), 2),
+    "hub": _typed(hub(60), 3),
 }
 
 
@@ -169,7 +178,7 @@ class Case:
 
 @cache
 def rows_named(name: str) -> Rows:
-    return rows_of(GRAPHS[name])
+    return rows_of(ALL_GRAPHS[name])
 
 
 def case(program: Program, graph: str, seed: int = 0) -> Case:

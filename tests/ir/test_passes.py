@@ -1,19 +1,14 @@
 """Every pass leaves the values and the gradients of every program as they are; the differentiated one is autograd's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from pyg_dfgnn.ir import E, S, U, interpret
-from pyg_dfgnn.ir.passes import (
-    PASSES,
-    decompact,
-    differentiate,
-    optimise,
-)
+from pyg_dfgnn.ir import D, E, S, U, interpret, max_to, relational
+from pyg_dfgnn.ir.passes import PASSES, decompact, differentiate, optimise
 from pyg_dfgnn.ir.program import Program
-from tests.ir.cases import GRAPHS, PROGRAMS, Case, case
-
-GRIDS = pytest.mark.parametrize("graph", GRAPHS), pytest.mark.parametrize("name", PROGRAMS)
+from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
 
 
 def compare(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -35,41 +30,55 @@ def values_and_gradients(program: Program, case: Case, prefix: str = "d_") -> di
     return results
 
 
-def check(program: Program, case: Case) -> None:
-    want, got = values_and_gradients(case.program, case), values_and_gradients(program, case)
-    assert got.keys() == want.keys()
+def compare_all(what: str, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys(), what
     for name in want:
-        compare(name, got[name], want[name])
+        compare(f"{name} after {what}", got[name], want[name])
 
 
-def both(test):
-    for grid in GRIDS:
-        test = grid(test)
-    return test
-
-
-# What every graph and sizes that make every rewrite pay off are given to the passes.
-@both
-@pytest.mark.parametrize("name_of_pass", [*PASSES, "decompact"])
-def test_pass_keeps_values_and_gradients(name, graph, name_of_pass):
-    drawn = case(PROGRAMS[name], graph)
-    if name_of_pass == "decompact":
-        return check(decompact(drawn.program), drawn)
-    check(PASSES[name_of_pass](drawn.program, drawn.rows.sizes), drawn)
-    eager = {domain: 10**6 if domain in (E, U, S) else 1 for domain in drawn.rows.sizes}
-    check(PASSES[name_of_pass](drawn.program, eager), drawn)
-
-
-@both
-@pytest.mark.parametrize("off", [(), tuple(PASSES), ("compact",), ("reorder", "aggregate_first")], ids=str)
-def test_pipeline_gives_values_and_gradients(name, graph, off):
+@pytest.mark.parametrize("graph", ALL_GRAPHS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_passes_keep_values_and_gradients(name, graph):
+    """By the sizes of the graph, and by sizes that make every rewrite pay."""
     drawn = case(PROGRAMS[name], graph)
     want = values_and_gradients(drawn.program, drawn)
-    program = optimise(drawn.program, drawn.rows.sizes, wrt=tuple(drawn.inputs), off=off)[-1].program
-    got = interpret(program, drawn.rows, {**drawn.inputs, **drawn.upstream_named("d_")})
-    assert got.keys() == want.keys()
-    for key in want:
-        compare(key, got[key], want[key])
+    eager = {domain: 10**6 if domain in (E, U, S) else 1 for domain in drawn.rows.sizes}
+    for sizes in (drawn.rows.sizes, eager):
+        for what, run in PASSES.items():
+            compare_all(what, values_and_gradients(run(drawn.program, sizes), drawn), want)
+    compare_all("decompact", values_and_gradients(decompact(drawn.program), drawn), want)
+
+
+@pytest.mark.parametrize("graph", ALL_GRAPHS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pipeline_gives_values_and_gradients(name, graph):
+    """With each pass switched off and with all of them, the differentiated program gives the gradients of autograd."""
+    drawn = case(PROGRAMS[name], graph)
+    want = values_and_gradients(drawn.program, drawn)
+    for off in ((), *((what,) for what in PASSES), tuple(PASSES)):
+        program = optimise(drawn.program, drawn.rows.sizes, wrt=tuple(drawn.inputs), off=off)[-1].program
+        got = interpret(program, drawn.rows, {**drawn.inputs, **drawn.upstream_named("d_")})
+        compare_all(f"all but {off}", got, want)
+
+
+def test_equal_maxima_share_their_gradient():
+    """As torch's scatter shares it, also with the initial 0 where that is the maximum."""
+
+    @relational
+    def largest(x: S):
+        return max_to(D, x)
+
+    drawn = case(largest.program(x=(5,)), "dense")
+    x = (
+        torch.randint(-4, 1, drawn.inputs["x"].shape, generator=torch.Generator().manual_seed(0))
+        .double()
+        .requires_grad_()
+    )
+    drawn = replace(drawn, inputs={"x": x})
+    want = values_and_gradients(drawn.program, drawn)
+    assert (want["out"] == 0).any() and (want["out"] < 0).any()
+    got = interpret(differentiate(drawn.program, ("x",)), drawn.rows, {"x": x, **drawn.upstream_named("d_")})
+    compare_all("differentiate", got, want)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -78,6 +87,4 @@ def test_backward_of_the_backward_is_autograds(name):
     program = differentiate(drawn.program, tuple(drawn.inputs), "second_")
     want = values_and_gradients(drawn.program, drawn, "second_")
     got = interpret(program, drawn.rows, {**drawn.inputs, **drawn.upstream_named("second_")})
-    assert got.keys() == want.keys()
-    for key in got:
-        compare(key, got[key], want[key])
+    compare_all("two backwards", got, want)

@@ -7,8 +7,9 @@ Source: linear operator reordering of Hector (https://arxiv.org/abs/2301.06284),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import Domain, One, R, Td, Ts, determines, join
 from pyg_dfgnn.ir.program import Builder, Program, Value, broadcast, rewrite
@@ -29,90 +30,133 @@ def reorder(program: Program, sizes: Sizes) -> Program:
 def aggregate_first(program: Program, sizes: Sizes) -> Program:
     """Return the program with sum(c (x W)) as sum(sum(c x) W), the inner sum by (target, relation), where cheaper.
 
-    c has one number per row or per head; x W may be used by nothing else.
+    c has one number per row or per head, such as attention. Other readers of x W must be products with weights, such as
+    logits: x (W A) takes their place, so that x W is no value at all.
     """
-    uses, values = program.uses, program.values
-
-    def is_scaled_map(inner: int, scale: int | None) -> bool:
-        factor = () if scale is None else values[scale].shape
-        is_only_use = all(uses[i] == 1 for i in _chain(program, inner))
-        return _is_map(program, inner) and is_only_use and (not factor or factor[-1] == 1)
+    pushed, products = {}, {}  # type: tuple[dict[int, _Scaled], dict[int, tuple[int, int]]]
+    for i in sorted(program.live):
+        scaled = _scaled_map(program, i)
+        others = None if scaled is None else _other_products(program, i, scaled)
+        if scaled is not None and others is not None and _saves(program, scaled, others, sizes):
+            pushed[i] = scaled
+            products |= others
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op != "sum" or uses[value.args[0]] > 1:
+        if i in products:
+            return _emit_product(builder, program, i, *products[i], ids)[0]
+        if i not in pushed:
             return None
-        operand = values[value.args[0]]
-        choices = [operand.args, operand.args[::-1]] if operand.op == "mul" else [(value.args[0], None)]
-        inner, scale = next((choice for choice in choices if is_scaled_map(*choice)), (None, None))
-        if inner is None:
-            return None
+        inner, scale, middle = pushed[i]
         domain, over = value.attrs
-        x, w = _map_operands(program, inner)
-        middle = join(domain, w.domain)
-        factor = () if scale is None else values[scale].shape
-        rows_before, rows_after = sizes[values[inner].domain], sizes[middle]
-        moved_before, moved_after = (
-            rows_before * prod(value.shape),
-            rows_after * prod(broadcast("mul", factor, x.shape)),
-        )
-        if not determines(over, middle) or middle is over or moved_after > moved_before:
-            return None
-        new_x, new_w = _emit_map(builder, program, inner, ids)
-        scaled = new_x if scale is None else builder.emit("mul", ids[scale], new_x)
-        first = builder.emit("sum", scaled, attrs=(middle, over))
-        mapped = builder.emit("linear", first, new_w)
+        x, w = _emit_map(builder, program, inner, ids)
+        x = x if scale is None else builder.emit("mul", ids[scale], x)
+        mapped = builder.emit("linear", builder.emit("sum", x, attrs=(middle, over)), w)
         return mapped if middle is domain else builder.emit("sum", mapped, attrs=(domain, middle))
 
     return rewrite(program, rule)
 
 
-def multiplications(values: tuple[Value, ...], value: Value, sizes: Sizes) -> int:
-    """Return the multiplications of a linear map, a product of weights or a dot product."""
-    inner = 1 if value.op == "inner" else values[value.args[1]].shape[-2]
-    size = prod(values[value.args[0]].shape) if value.op == "inner" else prod(value.shape)
-    return sizes[value.domain] * size * inner
+class _Scaled(NamedTuple):
+    """The map x W that a sum reads, its factor c, and the domain of the inner sum."""
+
+    inner: int
+    scale: int | None
+    middle: Domain
+
+
+def _scaled_map(program: Program, i: int) -> _Scaled | None:
+    """What a sum of c (x W) reads, None if a value is something else."""
+    value, values = program.values[i], program.values
+    if value.op != "sum" or program.uses[value.args[0]] > 1:
+        return None
+    operand = values[value.args[0]]
+    for inner, scale in (operand.args, operand.args[::-1]) if operand.op == "mul" else ((value.args[0], None),):
+        factor = () if scale is None else values[scale].shape
+        if _is_map(program, inner) and factor[-1:] in ((), (1,)):
+            domain, over = value.attrs
+            middle = join(domain, _map_operands(program, inner)[1].domain)
+            return _Scaled(inner, scale, middle) if determines(over, middle) and middle is not over else None
+    return None
+
+
+def _other_products(program: Program, i: int, scaled: _Scaled) -> dict[int, tuple[int, int]] | None:
+    """The other readers of x W with their operands, None if one of them is no product with a weight."""
+    root = _chain(program, scaled.inner)[-1]
+    names = {root} | {j for j in program.live if program.values[j].op == "view" and program.values[j].args[0] == root}
+    own = i if scaled.scale is None else program.values[i].args[0]
+    readers = {j for j in program.live if names & set(program.values[j].args)} - names - {own}
+    operands_of = {j: _product(program, j) for j in readers}
+    if names & {j for _, j in program.outputs}:
+        return None
+    products = {j: operands for j, operands in operands_of.items() if operands is not None}
+    return products if len(products) == len(readers) else None
+
+
+def _saves(program: Program, scaled: _Scaled, others: dict[int, tuple[int, int]], sizes: Sizes) -> bool:
+    """Whether fewer numbers are written: the rows of the inner sum and products of weights instead of x W."""
+    x, _ = _map_operands(program, scaled.inner)
+    inner = program.values[scaled.inner]
+    factor = () if scaled.scale is None else program.values[scaled.scale].shape
+    after = sizes[scaled.middle] * prod(broadcast("mul", factor, x.shape))
+    trial, same = Builder(values=list(program.values)), {j: j for j in range(len(program.values))}
+    for j, operands in others.items():
+        product = trial.values[_emit_product(trial, program, j, *operands, same)[1]]
+        after += sizes[product.domain] * prod(product.shape)
+    return after <= sizes[inner.domain] * prod(inner.shape)
+
+
+def _multiplications(values: Sequence[Value], value: Value, sizes: Sizes) -> int:
+    """Return the multiplications of a linear map, a product of weights or an inner product."""
+    is_inner = value.op == "inner"
+    columns = 1 if is_inner else values[value.args[1]].shape[-2]
+    return sizes[value.domain] * columns * prod(values[value.args[0]].shape if is_inner else value.shape)
 
 
 def _reordered(program: Program, sizes: Sizes) -> Program:
     uses, values = program.uses, program.values
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op not in ("linear", "inner"):
+        operands = _product(program, i)
+        if operands is None:
             return None
-        for inner, other in (value.args, value.args[::-1]) if value.op == "inner" else (value.args,):
-            weight = values[other]
-            if weight.domain not in WEIGHTS or not _is_map(program, inner):
-                continue
-            x, w = _map_operands(program, inner)
-            if w.domain not in WEIGHTS or not _combine(w.domain, weight.domain):
-                continue
-            # The product of weights has the heads of both, a map with one operand without heads has the other's.
-            is_dot = value.op == "inner"
-            shape = weight.shape + (1,) if is_dot else weight.shape
-            if len(shape) < 2 or (is_dot and weight.shape != values[inner].shape):
-                continue
-            trial = Builder(values=list(builder.values))
-            new_x, new_w = _emit_map(trial, program, inner, ids)
-            column = trial.emit("view", ids[other], attrs=(shape,))
-            product = trial.emit("matmul", new_w, column)
-            mapped = trial.emit("linear", new_x, product)
-            result = trial.emit("view", mapped, attrs=(value.shape,))
-            if not determines(value.domain, trial.values[result].domain):
-                continue
-            before = multiplications(values, value, sizes)
-            if all(uses[v] == 1 for v in _chain(program, inner)):
-                before += multiplications(values, values[_chain(program, inner)[-1]], sizes)
-            after = sum(multiplications(tuple(trial.values), trial.values[v], sizes) for v in (product, mapped))
-            if after < before:
-                builder.values[:] = trial.values
-                return result
-        return None
+        trial, chain = Builder(values=list(builder.values)), _chain(program, operands[0])
+        result, product, mapped = _emit_product(trial, program, i, *operands, ids)
+        before = _multiplications(values, value, sizes)
+        if all(uses[j] == 1 for j in chain):
+            before += _multiplications(values, values[chain[-1]], sizes)
+        after = sum(_multiplications(trial.values, trial.values[j], sizes) for j in (product, mapped))
+        if after >= before:
+            return None
+        builder.values[:] = trial.values
+        return result
 
     return rewrite(program, rule)
 
 
-def _combine(first: Domain, second: Domain) -> bool:
-    return join(first, second) in WEIGHTS
+def _product(program: Program, i: int) -> tuple[int, int] | None:
+    """The map x W and the weight A of (x W) A, or of x W dotted with A; None if a value is something else."""
+    value, values = program.values[i], program.values
+    is_inner = value.op == "inner"
+    if not is_inner and value.op != "linear":
+        return None
+    for inner, other in (value.args, value.args[::-1]) if is_inner else (value.args,):
+        if not _is_map(program, inner) or (is_inner and values[other].shape != values[inner].shape):
+            continue
+        if join(_map_operands(program, inner)[1].domain, values[other].domain) in WEIGHTS:
+            return inner, other
+    return None
+
+
+def _emit_product(
+    builder: Builder, program: Program, i: int, inner: int, other: int, ids: dict[int, int]
+) -> tuple[int, int, int]:
+    """Write x (W A) and return the ids of the result, of W A and of the map by it."""
+    value, shape = program.values[i], program.values[other].shape
+    x, w = _emit_map(builder, program, inner, ids)
+    column = builder.emit("view", ids[other], attrs=(shape + (1,) if value.op == "inner" else shape,))
+    product = builder.emit("matmul", w, column)
+    mapped = builder.emit("linear", x, product)
+    return builder.emit("view", mapped, attrs=(value.shape,)), product, mapped
 
 
 def _chain(program: Program, i: int) -> list[int]:
