@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import check_device, check_shape
+from pyg_dfgnn.errors import check_device, check_dtype, check_shape
 from pyg_dfgnn.ir.domains import Domain, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
@@ -30,6 +30,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
         Name -> tensor of each output, shaped as inputs are.
 
     Raises:
+        TypeError: Inputs have several dtypes.
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
     """
     known = program.inputs
@@ -39,7 +40,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
     like = next(iter(inputs.values()), torch.empty(0)).new_empty(0, device=rows.device)
     for value in program.values:
         if value.op == "input":
-            results.append(_input(value, rows, inputs[value.attrs[0]]))
+            results.append(_input(value, rows, inputs[value.attrs[0]], like.dtype))
         else:
             operands = [(program.values[arg], results[arg]) for arg in value.args]
             results.append(_run(value, operands, rows, like))
@@ -48,13 +49,14 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
     }
 
 
-def _input(value: Value, rows: Rows, tensor: Tensor) -> Tensor:
+def _input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     name, domain = value.attrs[0], value.domain
     if domain is not One:
         rows.index(domain, One)
     size = () if domain is One else (rows.sizes[domain],)
     spec = ", ".join([*(f"{domain}={n}" for n in size), *map(str, value.shape)])
     check_shape(name, tensor, (*size, *value.shape), f"[{spec}]")
+    check_dtype(name, tensor, dtype)
     check_device(name, tensor, rows.device)
     return tensor[None] if domain is One else tensor
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -85,7 +86,7 @@ class Program:
         """Name -> id of the inputs."""
         return {value.attrs[0]: i for i, value in enumerate(self.values) if value.op == "input"}
 
-    @property
+    @cached_property
     def live(self) -> set[int]:
         """The ids that outputs need."""
         live = {i for _, i in self.outputs}
@@ -94,7 +95,7 @@ class Program:
                 live |= set(self.values[i].args)
         return live
 
-    @property
+    @cached_property
     def uses(self) -> Counter[int]:
         """How many operands of live values, and outputs, refer to each id."""
         return Counter([arg for i in self.live for arg in self.values[i].args] + [i for _, i in self.outputs])
@@ -244,7 +245,7 @@ Rule = Callable[[Builder, int, Value, dict[int, int]], "int | None"]
 
 def rewrite(program: Program, rule: Rule, *, share: bool = False) -> Program:
     """Return the program in which a rule has replaced values; outputs stay on their domains."""
-    builder, ids = Builder(share), {}  # type: tuple[Builder, dict[int, int]]
+    builder, ids = Builder(share), dict[int, int]()
     for i, value in enumerate(program.values):
         new = rule(builder, i, value, ids)
         ids[i] = builder.copy(value, [ids[arg] for arg in value.args]) if new is None else new

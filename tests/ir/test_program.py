@@ -142,6 +142,8 @@ def test_wrong_inputs_are_refused():
         interpret(program, rows, {"x": x})
     with pytest.raises(ValueError, match=r"'x' needs shape \[S=2, 3\] \(got \[2, 4\]\)"):
         interpret(program, rows, {"x": torch.ones(2, 4), "weight": weight})
+    with pytest.raises(TypeError, match=r"'weight' needs dtype torch.float32 \(got torch.float64\)"):
+        interpret(program, rows, {"x": x, "weight": weight.double()})
     with pytest.raises(ValueError, match="'rows' needs a graph with relations for the domain R"):
         interpret(program, Rows(Graph.of(edge_index, 2)), {"x": x, "weight": weight})
     with pytest.raises(ValueError, match=r"'source_type' needs values in \[0, num_types=2\) \(got 0 to 2\)"):

@@ -33,7 +33,8 @@ def aggregate_first(program: Program, sizes: Sizes) -> Program:
     c has one number per row or per head, such as attention. Other readers of x W must be products with weights, such as
     logits: x (W A) takes their place, so that x W is no value at all.
     """
-    pushed, products = {}, {}  # type: tuple[dict[int, _Scaled], dict[int, tuple[int, int]]]
+    pushed: dict[int, _Scaled] = {}
+    products: dict[int, tuple[int, int]] = {}
     for i in sorted(program.live):
         scaled = _scaled_map(program, i)
         others = None if scaled is None else _other_products(program, i, scaled)

@@ -13,7 +13,7 @@ def common_subexpressions(program: Program) -> Program:
 def remove_dead(program: Program) -> Program:
     """Return the program without the values that no output needs; inputs stay."""
     needed = program.live | set(program.inputs.values())
-    builder, ids = Builder(), {}  # type: tuple[Builder, dict[int, int]]
+    builder, ids = Builder(), dict[int, int]()
     for i in sorted(needed):
         value = program.values[i]
         ids[i] = builder.copy(value, [ids[arg] for arg in value.args])
