@@ -2,7 +2,7 @@
 
 A compact row is numbered by (relation, node), so that those of one relation are consecutive: the rows of one matrix
 product. All arrays are int32 on the graph's device, built by one stable sort of the edges that are already grouped by
-node, and by scans; temporary arrays are as long as a span of the edges.
+node, and by scans. Beside the result, the build holds three arrays as long as the edges, and the sort's.
 
 Source: Hector's compact materialisation, which has the source side (https://arxiv.org/abs/2301.06284).
 """
@@ -18,12 +18,14 @@ from torch import Tensor
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
     expand,
+    finished,
     from_degree,
     in_spans,
     longest,
     numbers,
     order_rows,
     pull,
+    rows_at,
     spans,
     take,
 )
@@ -55,7 +57,7 @@ class CompactRows(NamedTuple):
 
 
 def compact_rows(graph: Graph, rows: str) -> CompactRows:
-    """Return the compact rows of one side of a graph with relations, built on first use with one host sync.
+    """Return the compact rows of one side of a graph with relations, built on first use with two host syncs.
 
     Args:
         graph: A graph made with `edge_type`.
@@ -80,14 +82,13 @@ def _compact(graph: Graph, edge_type: Tensor, rows: str) -> CompactRows:
     by_node, num_edges, device = graph.adjacency(side, other), graph.num_edges, graph.device
     relation_ptr, order = order_rows(take(edge_type, by_node.perm), graph.num_relations)
     node, perm = take(expand(by_node.rowptr, num_edges), order), take(by_node.perm, order)
-    relation = expand(relation_ptr, num_edges)
     # The number of pairs up to each edge, which is one more than the edge's own pair.
     after = torch.zeros(num_edges + 1, dtype=torch.int32, device=device)
     for span in spans(num_edges):
-        begin = max(span.start, 1)
-        first = torch.ones(span.stop - span.start, dtype=torch.bool, device=device)
-        here, before = slice(begin, span.stop), slice(begin - 1, span.stop - 1)
-        first[begin - span.start :] = (node[here] != node[before]) | (relation[here] != relation[before])
+        here = slice(max(span.start - 1, 0), span.stop)
+        relation = rows_at(relation_ptr, numbers(here, relation_ptr))
+        first = (node[here].diff() != 0) | (relation.diff() != 0)
+        first = first if span.start else torch.cat([first.new_ones(1), first])
         part = after[span.start + 1 : span.stop + 1]
         torch.cumsum(first, 0, dtype=torch.int32, out=part)
         part += after[span.start]
@@ -102,10 +103,10 @@ def _compact(graph: Graph, edge_type: Tensor, rows: str) -> CompactRows:
         # The edges of a pair all write one number.
         pair_node[pair.long()] = node[span]
         degree.index_add_(0, pair, one.expand(pair.numel()))
-    rowptr = from_degree(degree)
+    rowptr, relation_pairs = from_degree(degree), after.index_select(0, relation_ptr)
     ends = take(by_node.col, order)
     edges = Adjacency(rowptr, ends, perm, by_node.num_cols, pull(longest(rowptr))[0], rows, other)
-    return CompactRows(edges, pair_node, after.index_select(0, relation_ptr), of_edge)
+    return CompactRows(edges, pair_node, relation_pairs, of_edge)
 
 
 def _edges_of(rows: str) -> Callable[[Graph], Adjacency]:
@@ -146,6 +147,7 @@ def _pairs_of_edges(pairs: str) -> Callable[[Graph], Adjacency]:
     def build(graph: Graph) -> Adjacency:
         by_other, compact = graph.adjacency(other, side), compact_rows(graph, pairs)
         col = in_spans(graph.num_edges, graph.device, lambda span: compact.of_edge.index_select(0, by_other.perm[span]))
+        finished(col)
         size = compact.node.numel()
         return Adjacency(by_other.rowptr, col, by_other.perm, size, by_other.max_degree, other, pairs)
 
