@@ -1,13 +1,16 @@
 """Compact rows and the adjacencies between nodes, relations and compact rows, against brute force."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pyg_dfgnn.graph import Graph, adjacency, compact_rows
+from pyg_dfgnn.graph import Graph, compact_rows
+from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.relations import SIDES, ratio
-from pyg_dfgnn.reference.zoo import EdgeList, zoo
+from pyg_dfgnn.reference.zoo import EdgeList, many_relations, zoo
+from tests.graph.memory import PeakBytes, sorted_in_spans
 
 GRAPHS = {
     graph.name: graph
@@ -28,10 +31,9 @@ def graph_of(edges: EdgeList) -> Graph:
 
 @pytest.fixture(params=[False, True], ids=["whole", "spans"])
 def in_spans(request, monkeypatch):
-    """Also with spans and sorts so short that each graph has several."""
-    if request.param:
-        monkeypatch.setattr(adjacency, "SPAN_EDGES", 3)
-        monkeypatch.setattr(adjacency, "SORTED_AT_ONCE", 4)
+    """Also as large graphs are built."""
+    with sorted_in_spans(monkeypatch) if request.param else nullcontext():
+        yield
 
 
 def rows_as_lists(adjacency) -> list[list[tuple[int, int]]]:
@@ -82,3 +84,14 @@ def test_graph_without_relations_is_refused():
     graph = Graph.of(torch.tensor([[0], [1]]), 2)
     with pytest.raises(ValueError, match="'graph' needs the relation of each edge: make it with 'edge_type'"):
         graph.adjacency("source_relations", "targets")
+
+
+@pytest.mark.parametrize("pairs", SIDES)
+def test_memory_is_bounded(pairs, monkeypatch):
+    """Beside the result at most 24 bytes per edge are held, as for the other structures of a graph."""
+    graph = graph_of(many_relations(300, 40, 40_000))
+    adjacencies = graph.csr.arrays, graph.csc.arrays
+    with sorted_in_spans(monkeypatch), PeakBytes(graph.relation, *adjacencies) as held:
+        compact = compact_rows(graph, pairs)
+    result = sum(tensor.nbytes for tensor in tensors_of(compact))
+    assert held.peak - result <= 24 * graph.num_edges
