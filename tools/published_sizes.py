@@ -122,6 +122,7 @@ DATA: dict[str, Entry] = {
     "tolokers": Entry("tolokers", Size(1, 11_758, 1_038_000, 2_138, 10, 2)),
     "minesweeper": Entry("minesweeper", Size(1, 10_000, 78_804, 8, 7, 2)),
     "squirrel": Entry("squirrel", Size(1, 5_201, 396_706, 1_903, 2_089, 5)),
+    "products_like": Entry("ogbn-products", Size(1, 2_449_029, 123_718_280, 17_481, 100, 47), _HUBS, large=True),
     "photo": Entry("Amazon Photo", Size(1, 7_650, 238_162, 1_434, 745, 8)),
 }
 """Everything with a published size, by `data=` config."""

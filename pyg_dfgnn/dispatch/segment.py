@@ -1,6 +1,6 @@
 """Which kernels aggregate over edges: the problem, what no kernel can run, and the schedule `row_split`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -21,8 +21,10 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, STATS, SUMS, reads_messages
 from pyg_dfgnn.statements.spec import Spec
 
-MAX_CHANNELS = 512
-"""Channels of one launch; wider features are cut."""
+
+def max_channels(stats: Sequence[str]) -> int:
+    """Return the channels of one launch, whose sums of several statistics have to fit in registers; more are cut."""
+    return 512 if len(stats) == 1 else 256
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def unsupported_reasons(problem: SegmentProblem) -> list[str]:
     reasons = device_reasons(problem.device)
     if problem.dtype not in STORAGE:
         reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
-    if not 1 <= problem.channels <= MAX_CHANNELS:
-        reasons.append(f"{problem.channels} channels in one launch, the kernels take 1 to {MAX_CHANNELS}")
+    most = max_channels(problem.stats)
+    if not 1 <= problem.channels <= most:
+        reasons.append(f"{problem.channels} channels in one launch, the kernels take 1 to {most}")
     if MESSAGES[problem.message].target and problem.stats != ("sum",):
         reasons.append(f"the message {problem.message!r} is only summed or averaged")
     return reasons

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter as pygs_scatter
 
 from pyg_dfgnn.dispatch.core import explain, fused_device_types
-from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem
+from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index
@@ -29,9 +29,10 @@ NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in S
 
 def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
     """Return what is asked of the kernels: wider features are cut, and sums that are averaged are divided."""
-    channels = min(x.movedim(dim, 0).shape[1:].numel(), MAX_CHANNELS)
+    parts = parts_of(stats)
+    channels = min(x.movedim(dim, 0).shape[1:].numel(), max_channels(parts))
     divides = "sum" not in stats and not {"mean", "var", "std"}.isdisjoint(stats)
-    return SegmentProblem("copy", parts_of(stats), channels, x.dtype, device, target_scaled=divides)
+    return SegmentProblem("copy", parts, channels, x.dtype, device, target_scaled=divides)
 
 
 def reasons_against(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, CusparsePlan, SegmentProblem, specs_of
+from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, specs_of
 from pyg_dfgnn.dispatch.traversal import side_of
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
@@ -166,7 +166,13 @@ def aggregate(
     if divides:
         scale = inverse_degree(graph) if scale is None else inverse_degree(graph) * scale
     scales = {"source_scale": source_scale, "target_scale": scale}
-    out = _run(_ops[message, parts], graph, {"value": x, "edge": edge, "key": key, "target": target}, scales)
+    out = _run(
+        _ops[message, parts],
+        max_channels(parts),
+        graph,
+        {"value": x, "edge": edge, "key": key, "target": target},
+        scales,
+    )
     if len(names) == 1 and not moments:
         return out if isinstance(stats, str) else out.unsqueeze(1)
     sums = dict(zip(parts, out.unbind(1) if len(parts) > 1 else (out,), strict=True))
@@ -233,17 +239,19 @@ def _statistic(name: str, by_part: Mapping[str, Tensor]) -> Tensor:
     return by_part[_PARTS[name][0]]
 
 
-def _run(op: Op, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Mapping[str, Tensor | None]) -> Tensor:
+def _run(
+    op: Op, most: int, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Mapping[str, Tensor | None]
+) -> Tensor:
     """Return what kernels compute, [N_dst, F] or [N_dst, S, F], wide features in pieces."""
     x = vectors["value"]
-    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > MAX_CHANNELS:
-        pieces = -(-x.size(1) // MAX_CHANNELS)
+    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
+        pieces = -(-x.size(1) // most)
         cut = {
             name: [tensor] * pieces if tensor is None or tensor.dim() < 2 else tensor.tensor_split(pieces, dim=1)
             for name, tensor in vectors.items()
         }
         columns = [{name: parts[place] for name, parts in cut.items()} for place in range(pieces)]
-        return torch.cat([_run(op, graph, column, scales) for column in columns], dim=-1)
+        return torch.cat([_run(op, most, graph, column, scales) for column in columns], dim=-1)
     by_name = {**vectors, **scales}
     out: Tensor = op(graph, tuple(by_name[name] for name in op.statement.input_names), (), heads=1)
     return out

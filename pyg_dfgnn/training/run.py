@@ -124,7 +124,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
         if device.type == "cpu" and backend["convs"] == "pyg_dfgnn.nn":
             # Each run of a sweep reports this once, before its epochs.
-            fallback.logged.discard(("", fallback.NO_DEVICE))
+            fallback.logged.discard(("", fallback.ON_CPU))
             fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

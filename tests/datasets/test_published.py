@@ -29,7 +29,8 @@ def here(monkeypatch, tmp_path):
 
 
 def test_entries_and_configs_agree():
-    assert len(TABLE_1) == 12 and set(DATA) | set(SMALL) == set(CONFIGS)
+    # A graph in pieces has no edge_index to count.
+    assert len(TABLE_1) == 12 and set(DATA) | set(SMALL) | {"papers100M_like"} == set(CONFIGS)
     for name, entry in DATA.items():
         assert all(tolerance >= 0 for tolerance in entry.tolerance), name
 
@@ -57,7 +58,7 @@ def test_small_sets_load(name, here):
     assert task.synthetic
     y = torch.cat([graph.y for graphs in task.splits.values() for graph in graphs])
     assert 0 <= int(y.min()) <= int(y.max()) < task.num_classes
-    assert max(graph.num_nodes for graphs in task.splits.values() for graph in graphs) < 12_000
+    assert max(graph.num_nodes for graphs in task.splits.values() for graph in graphs) < 50_000
 
 
 @pytest.mark.parametrize("name", ["reddit_like", "proteins_like", "ppa_like"])

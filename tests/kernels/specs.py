@@ -230,12 +230,18 @@ def segment_specs() -> list[Spec]:
         "message": MESSAGES,
         "stats": (("sum",), ("max",), ("squares", "min"), STATS),
         "dtype": DTYPES,
-        "channels": (1, 7, 16, 40, 128, 131, 512),
+        "channels": (1, 7, 16, 40, 128, 131, 256, 512),
         "wide": (False, True),
         "scaled": (False, True),
     }
     specs = []
-    for row in covering(axes, lambda row: row["message"] != "gate" or row["stats"] == ("sum",)):
+
+    def fits(row: Row) -> bool:
+        """Gates are summed only, and several statistics take fewer channels."""
+        is_summed = row["message"] != "gate" or row["stats"] == ("sum",)
+        return is_summed and row["channels"] <= segment.max_channels(row["stats"])
+
+    for row in covering(axes, fits):
         what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
         problem = SegmentProblem(*what, torch.device("cuda"), *scaled)
         directions = ["forward", "sources"] + ["targets"] * MESSAGES[row["message"]].target

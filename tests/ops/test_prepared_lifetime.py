@@ -12,9 +12,9 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, options
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops import traversal as traversal_launches
 from pyg_dfgnn.ops.attention import block_mma as block_mma_launches
 from pyg_dfgnn.ops.attention import paper as paper_launches
-from pyg_dfgnn.ops.attention import row_split as row_split_launches
 from pyg_dfgnn.ops.attention.launchers import prepare
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings
@@ -32,7 +32,7 @@ def pointed_to(monkeypatch):
         found.extend(weakref.ref(a) for a in arguments if isinstance(a, Tensor))
         return tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
 
-    for launches in (row_split_launches, paper_launches, block_mma_launches):
+    for launches in (traversal_launches, paper_launches, block_mma_launches):
         monkeypatch.setattr(launches, "addresses", addresses)
     return found
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.typing import SparseTensor
 
 from pyg_dfgnn.dispatch.core import explain
-from pyg_dfgnn.dispatch.segment import FAMILY, MAX_CHANNELS, SegmentProblem, unsupported_reasons
+from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, unsupported_reasons
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
@@ -42,8 +42,9 @@ def _problem(
 ) -> SegmentProblem:
     """Return what dispatch is asked of one launch; the op cuts wider features and divides sums that are averaged."""
     is_target_scaled = scaled or ("sum" not in names and not {"mean", "var", "std"}.isdisjoint(names))
-    channels = min(channels, MAX_CHANNELS)
-    return SegmentProblem(message, parts_of(names), channels, dtype, device, scaled, is_target_scaled)
+    parts = parts_of(names)
+    channels = min(channels, max_channels(parts))
+    return SegmentProblem(message, parts, channels, dtype, device, scaled, is_target_scaled)
 
 
 def is_matrix(form: str) -> bool:
