@@ -7,6 +7,7 @@ All functions run on CPU tensors and in float64 through the reference implementa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, specs_of
 from pyg_dfgnn.dispatch.traversal import side_of
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_choice, check_shape, check_tensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import finished
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
@@ -164,7 +165,11 @@ def aggregate(
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
     scale = target_scale
     if divides:
-        scale = inverse_degree(graph) if scale is None else inverse_degree(graph) * scale
+        scale = inverse_degree(graph)
+        if target_scale is not None:
+            check_tensor("target_scale", target_scale)
+            check_shape("target_scale", target_scale, (graph.num_dst,), f"[N_dst={graph.num_dst}]")
+            scale = scale * target_scale
     scales = {"source_scale": source_scale, "target_scale": scale}
     out = _run(
         _ops[message, parts],
@@ -180,7 +185,10 @@ def aggregate(
     if not divides and names != ("sum",):
         inverse = inverse_degree(graph).unsqueeze(1)
         means = {part: total * inverse if part in SUMS else total for part, total in sums.items()}
-    outputs = [_statistic(name, sums if name == "sum" else means).to(x.dtype) for name in names]
+    dtype = reduce(
+        torch.promote_types, (v.dtype for v in (edge, key, target) if v is not None and v.dim() > 1), x.dtype
+    )
+    outputs = [_statistic(name, sums if name == "sum" else means).to(dtype) for name in names]
     return outputs[0] if isinstance(stats, str) else torch.stack(outputs, dim=1)
 
 

@@ -145,6 +145,8 @@ def _reference(
     scale = at("source_scale", source)
     value, key, query = at("value", source), at("key", source), at("target", target)
     messages = message.reference(value, inputs.get("edge"), key, query)
+    # Kernels sum in float32 whatever the features are.
+    messages = messages.to(torch.promote_types(messages.dtype, torch.float32))
     if scale is not None:
         messages = messages * scale.unsqueeze(1)
     outputs = []
@@ -158,4 +160,5 @@ def _reference(
             index = target.unsqueeze(1).expand_as(messages)
             zeros = messages.new_zeros((num_dst, *messages.shape[1:]))
             outputs.append(zeros.scatter_reduce(0, index, messages, f"a{stat}", include_self=False))
-    return outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=1), None
+    out = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=1)
+    return out if "squares" in stats else out.to(inputs["value"].dtype), None

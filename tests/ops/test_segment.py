@@ -99,6 +99,8 @@ def test_small_graphs(num_src, num_dst, edges, fused):
         ({"message": "add", "edge": torch.ones(7, 5)}, r"'edge' needs shape \[E=7, C=6\] \(got \[7, 5\]\)"),
         ({"x": torch.ones(4, 6)}, r"'x' needs shape \[N_src=5, C\] \(got \[4, 6\]\)"),
         ({"source_scale": torch.ones(4)}, r"'source_scale' needs shape \[N_src=5\] \(got \[4\]\)"),
+        ({"stats": "mean", "target_scale": torch.ones(1)}, r"'target_scale' needs shape \[N_dst=4\] \(got \[1\]\)"),
+        ({"stats": "mean", "target_scale": torch.ones(5)}, r"'target_scale' needs shape \[N_dst=4\] \(got \[5\]\)"),
         ({"stats": "var", "target_scale": torch.ones(4)}, r"'target_scale' needs None"),
     ],
 )
@@ -114,3 +116,25 @@ def test_a_call_finds_its_plan_again(fused):
     known = dict(graph.peek("plans"))
     aggregate(graph, x.clone(), "mean")
     assert graph.peek("plans") == known
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_reference_gives_the_dtype_of_the_kernels(message, dtype):
+    graph = Graph.of(EDGE_INDEX, *SIZES)
+    tensors = {name: t.to(dtype) if t.dim() > 1 else t for name, t in operands(message).items()}
+    scale = {"source_scale": torch.rand(SIZES[0])}
+    for stats in (
+        ("sum", "mean") if message == "gate" else ("sum", "mean", "max", "var", ("sum", "mean"), ("sum", "var"))
+    ):
+        out = aggregate(graph, stats=stats, message=message, **tensors, **scale)
+        wide = aggregate(graph, stats=stats, message=message, **{k: t.double() for k, t in tensors.items()}, **scale)
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.double(), wide, rtol=2e-2, atol=2e-2)
+
+
+def test_vectors_of_two_dtypes_meet_in_the_wider_one():
+    graph = Graph.of(EDGE_INDEX, *SIZES)
+    x, edge = torch.randn(SIZES[0], 3, dtype=torch.bfloat16), torch.randn(EDGE_INDEX.size(1), 3)
+    for stats in ("sum", "var", ("sum", "mean"), ("max", "std")):
+        assert aggregate(graph, x, stats, message="add", edge=edge).dtype is torch.float32
