@@ -4,30 +4,21 @@ The groups of rows are the graph of an index or of offsets, whose sources are th
 """
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.adjacency import finished
 from pyg_dfgnn.ops.core import Edges
 from pyg_dfgnn.ops.eager import once_differentiable
-from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.ops.segment import aggregate, of_degrees
 
 
 def degree(graph: Edges) -> Tensor:
-    """Return the number of edges of each target, float32 [N_dst]; a graph whose edges stay keeps it.
-
-    Args:
-        graph: The edges; without self-loops where it is an `EdgeSet`.
-    """
-    if not isinstance(graph, Graph):
-        target = graph.edge_index[0 if graph.transposed else 1]
-        return torch.zeros(graph.num_dst, device=target.device).index_add(0, target, torch.ones_like(target).float())
-    if graph.is_static:
-        return graph.csr.rowptr.diff().float()
-    return graph.derived("degree", lambda: finished(graph.csr.rowptr.diff().float()))
+    """Return the number of edges of each target, float32 [N_dst]; a graph whose edges stay keeps it."""
+    return of_degrees(graph, "degree", "targets", lambda counts: counts)
 
 
 def _at_rows(graph: Graph, values: Tensor) -> Tensor:
@@ -40,7 +31,8 @@ class _Softmax(Function):
     def forward(ctx: Any, graph: Graph, x: Tensor) -> Tensor:
         powers = (x - _at_rows(graph, aggregate(graph, x, "max"))).exp()
         total = aggregate(graph, powers, "sum") + 1e-16
-        ctx.graph, ctx.dtype = graph, x.dtype
+        # The user's tensor lives longer than a view of it.
+        ctx.graph, ctx.dtype, ctx.cast_from = graph, x.dtype, ref(x if x._base is None else x._base)
         ctx.save_for_backward(powers, total)
         return powers / _at_rows(graph, total)
 

@@ -267,17 +267,17 @@ def _run(
 
 def inverse_degree(graph: Edges) -> Tensor:
     """Return ``1 / max(degree, 1)`` of each target, float32 [N_dst]; a graph keeps it."""
-    return _of_degrees(graph, "inverse_degree", "targets", lambda degree: degree.clamp(min=1).reciprocal())
+    return of_degrees(graph, "inverse_degree", "targets", lambda degree: degree.clamp(min=1).reciprocal())
 
 
 def inverse_root_degree(graph: Edges, domain: str = "targets") -> Tensor:
     """Return ``degree ** -0.5``, or 0 without edges, of each "targets" or "sources" node, float32; a graph keeps it."""
-    return _of_degrees(
+    return of_degrees(
         graph, "inverse_root_degree", domain, lambda degree: degree.pow(-0.5).masked_fill(degree == 0, 0.0)
     )
 
 
-def _of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
+def of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of the degrees of a domain; a graph whose edges stay keeps it."""
     if not isinstance(graph, Graph):
         return function(_counted_degrees(graph, domain))

@@ -42,7 +42,7 @@ def exact(monkeypatch, fused_on_cpu):
         side = graph.csr if domain == "targets" else graph.csc
         return function(side.rowptr.diff().double())
 
-    monkeypatch.setattr(segment, "_of_degrees", of_degrees)
+    monkeypatch.setattr(segment, "of_degrees", of_degrees)
 
 
 # Layers -------------------------------------------------------------------------------------------------------------

@@ -192,3 +192,13 @@ def test_on_a_cpu_and_while_compiling(name):
         with emulated_device() as launched:
             torch.testing.assert_close(compiled(src, where), expected)
     assert launched == []
+
+
+def test_softmax_has_no_second_derivative():
+    """Not even where the gradient of its output is a constant, so that none is left out in silence."""
+    src = torch.randn(5, 2, requires_grad=True)
+    with emulated_device():
+        out = utils.softmax(src, torch.tensor([0, 0, 1, 1, 1]))
+        (grad,) = torch.autograd.grad(out[0].sum(), src, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            (grad.square().sum() + src.sum()).backward()
