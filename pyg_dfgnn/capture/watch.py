@@ -83,7 +83,7 @@ def model_watches(model: nn.Module) -> list[Watch]:
 
 
 def data_watches(data: Any) -> list[Watch]:
-    """Return watches of the attributes of a Data or HeteroData; those of edges must not even be edited."""
+    """Return watches of the attributes of a Data or HeteroData; edges and groups must not even be edited."""
     entries, edges = [], []
     for store in data.stores:
         prefix = "data" if store._key is None else f"data[{store._key!r}]"
@@ -91,15 +91,15 @@ def data_watches(data: Any) -> list[Watch]:
             name = f"{prefix}.{key}"
             entries.append((name, store._mapping, key))
             is_edge = hasattr(store, "is_edge_attr") and store.is_edge_attr(key)
-            # An adjacency matrix is no attribute of edges, but holds them.
-            if isinstance(value, Tensor) and (is_edge or value.layout is not torch.strided):
+            # An adjacency matrix is no attribute of edges, but holds them; groups of a reduction are a graph too.
+            if isinstance(value, Tensor) and (is_edge or value.layout is not torch.strided or Graph.cached_of(value)):
                 edges.append((name, value))
 
     def read() -> list[Any]:
         return [_place(mapping.get(key)) for _, mapping, key in entries]
 
     # Whatever was sorted or computed from the edges at the capture is not computed again.
-    edited = "the edges that were captured, with all that belongs to them (it was edited)"
+    edited = "the edges that were captured, with groups and all that belongs to them (it was edited)"
     values = [mapping.get(key) for _, mapping, key in entries]
     # Kernels of the capture read the graphs, whatever becomes of the cache.
     graphs = [graph for value in values if isinstance(value, Tensor) for graph in Graph.cached_of(value)]

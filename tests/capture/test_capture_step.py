@@ -328,6 +328,27 @@ def test_graphs_live_as_long_as_their_capture():
     assert kept() is None
 
 
+@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+def test_groups_of_a_reduction_are_not_to_be_edited():
+    data = whole()
+    data.group, data.y = torch.arange(40) % 4, torch.randint(3, (4,))
+    model = nn.Linear(5, 3)
+    pooled = pyg_dfgnn.nn.global_add_pool
+    with emulated_device() as launched:
+        step = captured(
+            data,
+            model,
+            loss=lambda out, data: F.cross_entropy(out, data.y),
+            forward=lambda model, data: pooled(model(data.x), data.group, 4),
+        )
+        data.x.zero_()
+        step()
+        data.group.zero_()
+        with pytest.raises(StaleError, match="'data.group' needs the edges that were captured, with groups"):
+            step()
+    assert launched
+
+
 def test_hetero_data():
     data = HeteroData()
     data["a"].x, data["b"].x, data["a"].y = torch.randn(6, 4), torch.randn(5, 3), torch.randint(2, (6,))
