@@ -16,6 +16,7 @@ from pyg_dfgnn.errors import check_choice, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
+    expand,
     finished,
     longest,
     numbers,
@@ -45,6 +46,8 @@ FLOWS = ("source_to_target", "target_to_source")
 DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relations")
 """What rows and columns of an adjacency may be; the last two are the distinct (source, relation) and (target, relation)
 pairs."""
+HAS_LOOPS = "has_loops"
+"""Key of :attr:`Graph.has_loops`."""
 # Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps them all.
 MAX_CACHED_GRAPHS = 1024
 
@@ -382,6 +385,15 @@ class Graph(Derived):
     def csc(self) -> Adjacency:
         """Rows are sources, columns are targets; built on first use."""
         return self.adjacency("sources", "targets")
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether there are self-loops; a static graph takes none later where it has answered no."""
+
+        def build() -> bool:
+            return bool((expand(self.csr.rowptr, self.num_edges) == self.csr.col).any())
+
+        return self.derived(HAS_LOOPS, build)
 
     def with_loops(self) -> Graph:
         """A graph of the same edges with self-loops replaced, to be kept by the cache."""

@@ -15,7 +15,7 @@ from pyg_dfgnn.graph.block_sparse import KEY, SIMPLE, BlockSparse, block_count, 
 from pyg_dfgnn.graph.build import Built
 from pyg_dfgnn.graph.derived import Value
 from pyg_dfgnn.graph.facts import BatchFacts
-from pyg_dfgnn.graph.graph import Graph, keep
+from pyg_dfgnn.graph.graph import HAS_LOOPS, Graph, keep
 from pyg_dfgnn.graph.node_ranges import KEY as DIAGONAL
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 
@@ -104,6 +104,7 @@ class StaticGraph(Graph):
             and max(degrees) <= self.max_degree
             and facts.max_nodes <= self.max_graph_nodes
             and (facts.is_simple or not self.is_simple)
+            and (self.peek(HAS_LOOPS) is not False or not bool(facts.loops.any()))
             and all(
                 int(block_count(facts.nodes, rows).sum()) <= blocks.num_blocks
                 for graph in (self, self.looped)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv
 from torch_geometric.nn.aggr import StdAggregation
@@ -14,7 +15,7 @@ from torch_geometric.nn.aggr import StdAggregation
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
-from pyg_dfgnn.graph import StaticGraph
+from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
 from pyg_dfgnn.reference.tolerances import relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.emu.loader import compiler
@@ -174,6 +175,26 @@ def test_batches_in_one_static_graph(name):
         assert launched and Graph.resolve(edge_index, nodes, nodes, False, False) is static
         count = batch.num_nodes
         torch.testing.assert_close(out[:count], other(x[:count], batch.edge_index), rtol=1e-4, atol=1e-5)
+
+
+def test_a_static_graph_found_without_loops_takes_none():
+    """ChebConv takes other kernels on a graph with loops, which a capture cannot switch to."""
+
+    def source(loops):
+        dense = (torch.rand(12, 12) < 0.3).fill_diagonal_(loops)
+        data = SortEdges()(Data(edge_index=dense.nonzero().t().contiguous(), num_nodes=12))
+        batch = Batch.from_data_list([data])
+        return Graph.of_batch(batch, facts=BatchFacts.of(batch))
+
+    plain, looped = source(False), source(True)
+    edge_index = torch.full((2, 300), 39)
+    static = StaticGraph(plain, edge_index, 40, 3)
+    static.max_degree = 64
+    static.register()
+    assert static.takes(plain) and static.takes(looped)
+    with emulated_device() as launched:
+        make("ChebConv")(torch.randn(40, FEATURES), edge_index)
+    assert launched and static.takes(plain) and not static.takes(looped)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")

@@ -10,7 +10,6 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.adjacency import expand
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
@@ -84,7 +83,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
         # Without edge weights the largest entry, which PyG takes for half of lambda_max, is 1.
         largest = 2.0 if lambda_max is None else lambda_max
         is_number = isinstance(largest, (int, float)) and largest != 0
-        if self._is_by_node(call.edge_attr) and is_number and not _has_loops(graph):
+        if self._is_by_node(call.edge_attr) and is_number and not graph.has_loops:
             # PyG's degrees are those of row 0.
             domain = "sources" if self.flow == "source_to_target" else "targets"
             factor = 2.0 / largest
@@ -101,12 +100,3 @@ class ChebConv(AggregationConv, conv.ChebConv):
         _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)
         graph, _, _ = self._edges(call)
         return partial(self._aggregate, Sent(graph, norm, dtype=norm.dtype))
-
-
-def _has_loops(graph: Graph) -> bool:
-    """Return whether a graph has self-loops; it keeps the answer."""
-
-    def build() -> bool:
-        return bool((expand(graph.csr.rowptr, graph.num_edges) == graph.csr.col).any())
-
-    return graph.derived("has_loops", build)
