@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALGORITHMS = {"default": 0, "csr_alg2": 6, "csr_alg3": 12}
+ALGORITHMS = {"default": 0, "csr_alg3": 12}
 """Algorithms of a product with a matrix in CSR by the number that cuSPARSE gives them; only csr_alg3 gives the same
 bits in every run."""
 

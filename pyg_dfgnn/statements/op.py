@@ -27,12 +27,11 @@ class Value:
         domain: One of ``DOMAINS``.
         shape: What follows the rows: letters (H heads, C channels per head, D channels of an edge, G groups of heads
             that thread blocks of their own take) and numbers.
-        dtype: ``FEATURES``, "float32" or "int64".
+        dtype: ``FEATURES``, "float32", "int16" or "int64".
         label: The user's name of an input; its role if empty.
         when: The flag of a variant that has this value; always, if empty. "stats": a pass over edges may follow;
             "saved": gradients may follow; "exact": likewise, and backward does not read the output itself; "shared":
-            target and value
-            are one tensor; any other is up to the family.
+            target and value are one tensor; any other is up to the family.
         needed: Whether an input may not be absent.
         like: The value whose shape and dtype it takes instead.
     """
