@@ -5,6 +5,7 @@ addresses.
 """
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ bits in every run."""
 _ROW_MAJOR, _INT32, _ZERO_BASED, _FLOAT32 = 2, 2, 0, 0
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+_calls = threading.Lock()
 
 
 def _binding() -> Any:
@@ -64,7 +66,7 @@ class SpMM:
         self._tensors = rowptr, col, values
         self._index = values.device.index or 0
         num_rows = rowptr.numel() - 1
-        with torch.cuda.device(self._index):
+        with _calls, torch.cuda.device(self._index):
             self._matrix = binding.createCsr(
                 num_rows, num_cols, col.numel(), rowptr.data_ptr(), col.data_ptr(), values.data_ptr(),
                 _INT32, _INT32, _ZERO_BASED, kind,
@@ -101,11 +103,17 @@ class SpMM:
             b: Address of B.
             c: Address of C.
         """
+        if self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                self(b, c)
+            return
         binding = _binding()
-        binding.setStream(self._head[0], torch._C._cuda_getCurrentRawStream(self._index))
-        binding.dnMatSetValues(self._input, b)
-        binding.dnMatSetValues(self._output, c)
-        binding.spMM(*self._head, self._workspace.data_ptr())
+        # The handle and the two matrices hold what a call has set until it has launched.
+        with _calls:
+            binding.setStream(self._head[0], torch._C._cuda_getCurrentRawStream(self._index))
+            binding.dnMatSetValues(self._input, b)
+            binding.dnMatSetValues(self._output, c)
+            binding.spMM(*self._head, self._workspace.data_ptr())
 
     def __del__(self) -> None:
         for name, destroy in (("_matrix", "destroySpMat"), ("_input", "destroyDnMat"), ("_output", "destroyDnMat")):
