@@ -73,8 +73,10 @@ class CusparseLaunch:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         matrix = self._matrices.get(stream)
         if matrix is None:
-            # A capture records a product that another stream has prepared.
-            capturing = torch.cuda.is_current_stream_capturing() and self._matrices
+            # A capture records a product that another stream has prepared: it would not run what prepares one.
+            capturing = torch.cuda.is_current_stream_capturing()
+            if capturing and not self._matrices:
+                raise RuntimeError("a product by cuSPARSE needs a call before the capture of a CUDA graph (got none)")
             matrix = next(iter(self._matrices.values())) if capturing else SpMM(*self._operands)
             self._matrices[stream] = matrix
         matrix(*(arguments[place] for place in self._places))

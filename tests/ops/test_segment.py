@@ -1,10 +1,14 @@
 """The aggregation op: arguments, tracing, and what it keeps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.library import opcheck
 
+from pyg_dfgnn.dispatch.segment import CusparsePlan, SegmentProblem
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops import segment
 from pyg_dfgnn.ops.segment import STATISTICS, aggregate
 from pyg_dfgnn.statements.segment import MESSAGES
 from tests.ops.problems import Recorder
@@ -108,6 +112,24 @@ def test_wrong_arguments(arguments, message):
     arguments = {"x": torch.ones(5, 6), **arguments}
     with pytest.raises(ValueError, match=message):
         aggregate(Graph.of(EDGE_INDEX, *SIZES), **arguments)
+
+
+def test_a_capture_prepares_no_product_of_cusparse(monkeypatch):
+    made, stream = [], SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(segment, "SpMM", lambda *operands: made.append(operands) or (lambda b, c: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    problem = SegmentProblem("copy", ("sum",), 4, torch.float32, torch.device("cpu"))
+    graph = Graph.of(EDGE_INDEX.clone(), *SIZES)
+    launch = segment.CusparseLaunch(problem, "forward", CusparsePlan("default"), graph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="needs a call before the capture"):
+        launch(range(10))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch(range(10))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    stream.cuda_stream = 8
+    launch(range(10))
+    assert len(made) == 1
 
 
 def test_a_call_finds_its_plan_again(fused):
