@@ -230,7 +230,7 @@ def segment_specs() -> list[Spec]:
         "message": MESSAGES,
         "stats": (("sum",), ("max",), ("squares", "min"), STATS),
         "dtype": DTYPES,
-        "channels": (1, 7, 16, 40, 128, 131, 256, 512),
+        "channels": (1, 16, 131, 256, 512),
         "wide": (False, True),
         "scaled": (False, True),
     }
