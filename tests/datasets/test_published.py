@@ -58,7 +58,7 @@ def test_small_sets_load(name, here):
     assert task.synthetic
     y = torch.cat([graph.y for graphs in task.splits.values() for graph in graphs])
     assert 0 <= int(y.min()) <= int(y.max()) < task.num_classes
-    assert max(graph.num_nodes for graphs in task.splits.values() for graph in graphs) < 50_000
+    assert max(graph.num_nodes for graphs in task.splits.values() for graph in graphs) < 12_000
 
 
 @pytest.mark.parametrize("name", ["reddit_like", "proteins_like", "ppa_like"])

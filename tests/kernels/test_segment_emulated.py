@@ -63,7 +63,7 @@ def run(
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     out = aggregate(graph, stats=row["stats"], message=row["message"], **leaves, **scales)
     grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
-    return {"out": out.detach(), **{f"grad {name}": each for name, each in zip(leaves, grads, strict=True)}}
+    return {"out": out.detach(), **{f"grad {name}": tensor for name, tensor in zip(leaves, grads, strict=True)}}
 
 
 def label(row: Row) -> str:

@@ -31,7 +31,7 @@ def run(graph, inputs, **arguments):
     generator = torch.Generator("cuda").manual_seed(1)
     grad = torch.randn(out.shape, device="cuda", generator=generator).bfloat16().to(out.dtype)
     grads = torch.autograd.grad(out, list(leaves.values()), grad)
-    return {"out": out.detach(), **{f"grad {name}": each for name, each in zip(leaves, grads, strict=True)}}
+    return {"out": out.detach(), **{f"grad {name}": tensor for name, tensor in zip(leaves, grads, strict=True)}}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
