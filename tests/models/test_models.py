@@ -32,6 +32,7 @@ MODELS = {
     ),
     "stack": (TransformerStack, {"hidden_channels": 16, "heads": 2, "layers": 3}),
     "gat_readout": (GAT, {"readout": True, "layers": 3}),
+    "gat_checkpoint": (GAT, {"layers": 3, "bias": False, "checkpoint": True}),
     "gcn": (GCN, {"hidden_channels": 8}),
     "gcn_readout": (GCN, {"hidden_channels": 8, "layers": 3, "readout": True, "bias": False}),
     "gcn_batch_norm": (GCN, {"hidden_channels": 8, "layers": 3, "norm": "batch"}),
@@ -106,6 +107,29 @@ def test_gat_normalises_before_each_elu(inputs):
         expected = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + norm.eps).sqrt()
         x = torch.nn.functional.elu(expected)
     torch.testing.assert_close(model(inputs[0], edge_index), model.convs[2](x, edge_index), rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpointed_model_takes_the_same_step(inputs):
+    x, edge_index, _ = inputs
+    gradients = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        model = GAT(5, 3, pyg_dfgnn.nn, layers=3, checkpoint=checkpoint)
+        torch.manual_seed(1)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            out = model(x, edge_index)
+        out.square().sum().backward()
+        gradients.append(([parameter.grad for parameter in model.parameters()], len(saved)))
+    (plain, count), (again, fewer) = gradients
+    assert fewer < count / 3
+    for expected, actual in zip(plain, again, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_checkpointed_model_refuses_batch_norm():
+    with pytest.raises(ValueError, match="'checkpoint' needs False with batch normalisation"):
+        GAT(5, 3, torch_geometric.nn, norm="batch", checkpoint=True)
 
 
 def test_sign_of_encodings_is_flipped_only_in_training(inputs):
