@@ -242,6 +242,56 @@ class Op:
         prepared = self.prepared(problem, graph, program.heads, channels, present_of(self.statement, inputs[:count]))
         return prepared.compiled(program.group, program.flags, graph)
 
+    def run(
+        self,
+        program: Program,
+        anchors: Sequence[Tensor],
+        sizes: Sequence[int],
+        inputs: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> list[Tensor]:
+        """Run a traced program on tensors, which the registered operator was given."""
+        graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
+        results = self.program(program, graph, inputs, numbers)(*inputs, *numbers)
+        return [result for result in results if result is not None]
+
+    def empty_results(
+        self, program: Program, anchors: Sequence[Tensor], sizes: Sequence[Any], inputs: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return empty results of the shapes and dtypes that the statement gives a traced program."""
+        statement = self.statement
+        by_name = dict(zip(statement.input_names, inputs, strict=False))
+        value = by_name["value"]
+        assert value is not None
+        heads = program.heads
+        channels = value.shape[-1] if value.dim() == 3 else value.shape[-1] // heads
+        if program.group == "backward":
+            present = [tensor is not None for tensor in inputs[: len(statement.inputs)]]
+            names = self.gradient_names(program.flags, present)
+            like: list[Any] = [by_name[each] for each in names]
+            return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in like]
+
+        def empty(stated: Value) -> Tensor:
+            edges: Any = anchors[0].shape[1]
+            if stated.domain == "edges" and program.loops:
+                edges = torch.library.get_ctx().new_dynamic_size()
+            rows = {"targets": sizes[1], "sources": sizes[0], "edges": edges}[stated.domain]
+            letters = {"H": heads, "C": channels}
+            edge = by_name.get("edge")
+            if edge is not None:
+                letters["D"] = edge.shape[-1]
+            shape = [rows, *(letters.get(each, each) for each in stated.shape)]  # type: ignore[arg-type]
+            if stated.name in (statement.output.name, *statement.exact_outputs[:1]) and "concat" in program.flags:
+                shape = [rows, heads * channels]
+            dtype = value.dtype if stated.dtype == FEATURES else getattr(torch, stated.dtype)
+            return value.new_empty(shape, dtype=dtype)
+
+        if program.group == "edge":
+            assert statement.edge_value is not None
+            return [empty(statement.edge_value)]
+        results = (*statement.outputs, *(statement.values[name] for name in statement.kept(program.flags)))
+        return [empty(value) for value in results]
+
     def _check(
         self,
         graph: Edges,

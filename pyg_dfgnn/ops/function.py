@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
-from pyg_dfgnn.statements.op import Statement, Value
+from pyg_dfgnn.statements.op import Statement
 
 
 class Call(NamedTuple):
@@ -161,7 +161,7 @@ class Program(NamedTuple):
 
 _known_program = cache(Program.of)
 ops: dict[str, Any] = {}
-"""Every :class:`~pyg_dfgnn.ops.core.Op` by the name of its statement."""
+"""What runs a program, by the start of its name: :class:`~pyg_dfgnn.ops.core.Op` by the name of its statement."""
 
 
 class Traced(Function):
@@ -218,11 +218,8 @@ def _run(
 ) -> list[Tensor]:
     """Run a program on tensors."""
     program = _known_program(name)
-    op = ops[program.op]
-    graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
-    function = op.program(program, graph, inputs, numbers)
-    results = function(*inputs, *numbers)
-    return [result for result in results if result is not None]
+    results: list[Tensor] = ops[program.op].run(program, anchors, sizes, inputs, numbers)
+    return results
 
 
 def _run_fake(
@@ -232,41 +229,10 @@ def _run_fake(
     inputs: Sequence[Tensor | None],
     numbers: Sequence[float],
 ) -> list[Tensor]:
-    """Return empty results of the shapes and dtypes that the statement gives."""
+    """Return empty results of the shapes and dtypes that the program gives."""
     program = Program.of(name)
-    op = ops[program.op]
-    statement: Statement = op.statement
-    by_name = dict(zip(statement.input_names, inputs, strict=False))
-    value = by_name["value"]
-    assert value is not None
-    heads = program.heads
-    channels = value.shape[-1] if value.dim() == 3 else value.shape[-1] // heads
-    if program.group == "backward":
-        present = [tensor is not None for tensor in inputs[: len(statement.inputs)]]
-        names = op.gradient_names(program.flags, present)
-        like: list[Any] = [by_name[each] for each in names]
-        return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in like]
-
-    def empty(stated: Value) -> Tensor:
-        edges: Any = anchors[0].shape[1]
-        if stated.domain == "edges" and program.loops:
-            edges = torch.library.get_ctx().new_dynamic_size()
-        rows = {"targets": sizes[1], "sources": sizes[0], "edges": edges}[stated.domain]
-        letters = {"H": heads, "C": channels}
-        edge = by_name.get("edge")
-        if edge is not None:
-            letters["D"] = edge.shape[-1]
-        shape = [rows, *(letters.get(each, each) for each in stated.shape)]  # type: ignore[arg-type]
-        if stated.name in (statement.output.name, *statement.exact_outputs[:1]) and "concat" in program.flags:
-            shape = [rows, heads * channels]
-        dtype = value.dtype if stated.dtype == "features" else getattr(torch, stated.dtype)
-        return value.new_empty(shape, dtype=dtype)
-
-    if program.group == "edge":
-        assert statement.edge_value is not None
-        return [empty(statement.edge_value)]
-    results = (*statement.outputs, *(statement.values[name] for name in statement.kept(program.flags)))
-    return [empty(value) for value in results]
+    results: list[Tensor] = ops[program.op].empty_results(program, anchors, sizes, inputs)
+    return results
 
 
 _library.impl("run", _run, "CompositeExplicitAutograd")
