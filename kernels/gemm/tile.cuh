@@ -96,18 +96,6 @@ struct Sums {
 __device__ __forceinline__ int warp_row() { return (int)threadIdx.x / 32 / WARPS_N * WARP_M; }
 __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 32 % WARPS_N * WARP_N; }
 
-// Sets number `i` of a fragment. The high number is rounded to nearest: so the low one is half as large, no more than one of
-// its bits is cut, and a product of two low numbers is below what float32 rounds.
-template <class Fragment>
-__device__ __forceinline__ void set_number(Fragment& fragment, int i, u32 bits) {
-#if SPLIT
-    fragment.big[i] = (bits + 0x1000u) & 0xffffe000u;
-    fragment.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(fragment.big[i]));
-#else
-    set_tf32(fragment, i, bits);
-#endif
-}
-
 // Read A's rows `row` to row + 15, or B's columns `column` to column + 15, at places 8 j to 8 j + 7.
 template <bool ALONG>
 __device__ __forceinline__ Left read_left(const float* tile, int row, int j) {

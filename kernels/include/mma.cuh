@@ -96,6 +96,18 @@ __device__ __forceinline__ void set_tf32(Operand& operand, int i, u32 bits) {
 #endif
 }
 
+// The same with the high number rounded to nearest: so the low one is half as large, no more than one of its bits is cut,
+// and a product of two low numbers is below what float32 rounds.
+template <class Operand>
+__device__ __forceinline__ void set_number(Operand& operand, int i, u32 bits) {
+#if SPLIT
+    operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
+    operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
+#else
+    set_tf32(operand, i, bits);
+#endif
+}
+
 // Two such products side by side.
 template <int N>
 __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Right (&b)[N], float (*e)[4],
