@@ -1,0 +1,110 @@
+"""Rows that are sorted by type, cut into the items that thread blocks take: built once and kept with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph.adjacency import from_degree, numbers, pull, rows_at
+from pyg_dfgnn.graph.derived import Derived
+from pyg_dfgnn.graph.graph import Graph
+from pyg_dfgnn.graph.relations import compact_rows
+
+
+class TypedRows(NamedTuple):
+    """Rows that are sorted by type.
+
+    Attributes:
+        holder: The graph, or another container, that keeps what is made from them.
+        name: What they are called there.
+        type_ptr: Range of the rows of each type, int32 [T + 1].
+        num_rows: Their number.
+    """
+
+    holder: Derived
+    name: Hashable
+    type_ptr: Tensor
+    num_rows: int
+
+    @property
+    def num_types(self) -> int:
+        """The number T of types."""
+        return self.type_ptr.numel() - 1
+
+
+@dataclass(frozen=True, eq=False)
+class RowItems:
+    """Typed rows in items: consecutive rows of one type.
+
+    Attributes:
+        items: Type, first row, row after the last, and place of a partial result, int32 [I, 4]; the place is -1 for an
+            item that has all rows of its type.
+        split_types: Types of more than one item, int32 [S].
+        split_ptr: Range of the places of each of these, int32 [S + 1].
+        num_places: Number of places.
+    """
+
+    items: Tensor
+    split_types: Tensor
+    split_ptr: Tensor
+    num_places: int
+
+
+def pairs_by_relation(graph: Graph, rows: str) -> TypedRows:
+    """Return the compact rows "source_relations" or "target_relations" of a graph, by relation."""
+    compact = compact_rows(graph, rows)
+    return TypedRows(graph, rows, compact.rowptr, compact.node.numel())
+
+
+def one_type(graph: Derived, num_rows: int) -> TypedRows:
+    """Return any rows as rows of one type: those of a weight that all of them share."""
+
+    def build() -> Tensor:
+        type_ptr = torch.zeros(2, dtype=torch.int32, device=graph.device)
+        type_ptr[1:].fill_(num_rows)
+        return type_ptr
+
+    return TypedRows(graph, ("one_type", num_rows), graph.derived(("one_type", num_rows), build), num_rows)
+
+
+def row_items(rows: TypedRows, length: int, every_type: bool) -> RowItems:
+    """Return typed rows in items of at most `length` rows, built on first use with two host syncs.
+
+    Args:
+        rows: The rows.
+        length: Most rows of an item.
+        every_type: Whether a type without rows has an item too, which is empty.
+
+    Raises:
+        ValueError: The ranges of the types do not ascend from 0 to the number of rows.
+    """
+    key = "row_items", rows.name, length, every_type
+    return rows.holder.derived(key, lambda: _build(rows, length, every_type))
+
+
+def _build(rows: TypedRows, length: int, every_type: bool) -> RowItems:
+    type_ptr, num_rows = rows.type_ptr, rows.num_rows
+    lengths = type_ptr.diff()
+    count = (lengths + (length - 1)).div(length, rounding_mode="floor")
+    count = count.clamp_(min=1) if every_type else count
+    is_split = count > 1
+    ptr, places = from_degree(count), from_degree(count * is_split)
+    num_items, num_places, first, last, descends = pull(
+        ptr[-1], places[-1], type_ptr[0], type_ptr[-1], (lengths < 0).any()
+    )
+    if first != 0 or last != num_rows or descends:
+        raise ValueError(f"'type_ptr' needs to ascend from 0 to {num_rows} (got {type_ptr.tolist()})")
+    item = numbers(slice(0, num_items), type_ptr)
+    type_of = rows_at(ptr, item)
+    order = item - ptr[type_of]
+    begin = type_ptr[type_of] + order * length
+    end = torch.minimum(begin + length, type_ptr[type_of + 1])
+    place = torch.where(is_split[type_of], places[type_of] + order, -1).to(torch.int32)
+    split_types = is_split.nonzero().flatten()
+    split_ptr = torch.cat([places[split_types], places[-1:]])
+    items = torch.stack([type_of, begin, end, place], 1)
+    return RowItems(items, split_types.to(torch.int32), split_ptr, num_places)
