@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pyg_dfgnn.dispatch import segment
+from pyg_dfgnn.dispatch import segment, segment_gemm
 from pyg_dfgnn.dispatch.attention import smem
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import (
@@ -251,6 +251,23 @@ def segment_specs() -> list[Spec]:
     return specs
 
 
+def segment_gemm_specs() -> list[Spec]:
+    """Products by type: wide and narrow tiles, odd rows, a weight that is not held, heads that are added up."""
+    axes = {
+        "product": segment_gemm.PRODUCTS,
+        "sizes": ((64, 64), (70, 3), (8, 96), (520, 40)),
+        "dtype": (*DTYPES, "tf32"),
+        "summed": (False, True),
+    }
+    specs = []
+    for row in covering(axes, lambda row: row["product"] != "outer" or not row["summed"]):
+        dtype, tf32 = (torch.float32, True) if row["dtype"] == "tf32" else (row["dtype"], False)
+        sizes = (*row["sizes"], 8, row["summed"], dtype, torch.device("cuda"), tf32)
+        problem = segment_gemm.SegmentGemmProblem(row["product"], *sizes)
+        specs += segment_gemm.specs_of(problem, segment_gemm.plan_of(problem, 1 << 17, 100))
+    return specs
+
+
 def edge_rows_specs() -> list[Spec]:
     """The row kernels with rows of edges that all heads share: narrow ones, odd ones, several loads of a lane."""
     axes = {
@@ -274,7 +291,7 @@ def edge_rows_specs() -> list[Spec]:
 
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    rows += edge_rows_specs()
+    rows += edge_rows_specs() + segment_gemm_specs()
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 
@@ -286,7 +303,7 @@ def label(spec: Spec) -> str:
         options = [name.lower() for name in ("SUM", "SQUARES", "MAX", "MIN", "ARGS") if c[name]]
         size = f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch."), f"slots{c['EDGE_SLOTS']}"
         return "-".join([spec.path[:-3], message, *options, *size])
-    if spec.path.startswith("gemm/"):
+    if spec.path.startswith(("gemm/", "relational/")):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [score.name for score in SCORES.values() if score.texts == spec.texts]
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]

@@ -1,0 +1,208 @@
+// Linear maps of rows by the weight of their type:
+//   Y[s(i), h] = X[g(i), h] B[t(i), h] + b[t(i), h],   B = W, or with TRANSPOSED W^T,
+// or with SUMMED > 1, for that many heads, Y[s(i)] = sum_h X[g(i), h] B[t(i), h] + b[t(i)]. X is [., x_heads, PLACES], where
+// one head may stand for all; W is [T, heads, PLACES, COLUMNS], or [T, heads, COLUMNS, PLACES]; b is [T, heads, COLUMNS] or
+// null; Y is [., heads, COLUMNS].
+//
+// A thread block takes the rows of an item, TILE_M at a time, and TILE_N columns of one head. The places come in chunks of
+// 64 bytes of a row, and lie in shared memory as [chunk][row or column][64 bytes]: a lane reads 16 bytes and so holds its
+// part of two products. Rows are copied STAGES - 1 steps ahead; B is in shared memory as a whole (HELD), or comes along.
+// Column n of a tile stands for column_of(n), so that a lane writes four columns that follow each other.
+#include "relational/typed_rows.cuh"
+
+#define CHUNK (4 * VECTOR)
+#define HEAD_CHUNKS ((PLACES + CHUNK - 1) / CHUNK)
+#define CHUNKS (SUMMED * HEAD_CHUNKS)
+#define STAGE_CHUNKS (CHUNKS > 1 ? 2 : 1)
+#define STEPS ((CHUNKS + STAGE_CHUNKS - 1) / STAGE_CHUNKS)
+#define LEFT_VECTORS (TILE_M * 4)
+#define RIGHT_VECTORS (TILE_N * 4)
+#define STAGE_VECTORS (STAGE_CHUNKS * (LEFT_VECTORS + (HELD ? 0 : RIGHT_VECTORS)))
+#define TILES ((COLUMNS + TILE_N - 1) / TILE_N)
+#define ALIGNED (PLACES % VECTOR == 0)
+
+static_assert(STAGES >= 2 && LEFT_VECTORS % THREADS == 0, "each thread copies as much");
+
+__device__ __forceinline__ int column_of(int slot) {
+    return N_FRAGMENTS == 1 ? slot : slot / 16 * 16 + slot % 8 / 2 * 4 + slot / 8 % 2 * 2 + slot % 2;
+}
+
+// Reads 16 bytes of numbers at a distance of `stride`, zeros beyond the first `left`.
+__device__ __forceinline__ uint4 load_vector(const storage_t* from, int stride, int left) {
+    u32 words[4] = {0u, 0u, 0u, 0u};
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        if (i < left) words[i / PACKED] |= bits_of(from + i * stride) << (i % PACKED * 16);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Brings a chunk of B's columns from `first_column` on into shared memory.
+__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, int chunk, int first_column) {
+    const storage_t* const matrix = weight + (i64)(chunk / HEAD_CHUNKS) * (PLACES * COLUMNS);
+#pragma unroll
+    for (int v = (int)threadIdx.x; v < RIGHT_VECTORS; v += THREADS) {
+        const int column = first_column + column_of(v / 4), place = chunk % HEAD_CHUNKS * CHUNK + v % 4 * VECTOR;
+        const int left = column < COLUMNS ? PLACES - place : 0;
+#if TRANSPOSED
+        const storage_t* const from = matrix + ((i64)column * PLACES + place);
+        if constexpr (ALIGNED) {
+            to[v] = left > 0 ? *reinterpret_cast<const uint4*>(from) : make_uint4(0u, 0u, 0u, 0u);
+        } else {
+            to[v] = load_vector(from, 1, left);
+        }
+#else
+        to[v] = load_vector(matrix + ((i64)place * COLUMNS + column), COLUMNS, left);
+#endif
+    }
+}
+
+// Adds the products of a chunk.
+__device__ __forceinline__ void add_chunk(Sums& sums, const uint4* left, const uint4* right) {
+    const int lane = (int)threadIdx.x % 32;
+    uint4 rows[M_FRAGMENTS][2], columns[N_FRAGMENTS];
+#pragma unroll
+    for (int i = 0; i < 2 * M_FRAGMENTS; ++i) rows[i / 2][i % 2] = left[(warp_row() + 8 * i) * 4 + lane];
+#pragma unroll
+    for (int n = 0; n < N_FRAGMENTS; ++n) columns[n] = right[(warp_column() + 8 * n) * 4 + lane];
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+        Left a[M_FRAGMENTS];
+        Right b[N_FRAGMENTS];
+#pragma unroll
+        for (int i = 0; i < 2 * M_FRAGMENTS; ++i) {
+            const uint4 row = rows[i / 2][i % 2];
+            set_word(a[i / 2], i % 2, second ? row.z : row.x);
+            set_word(a[i / 2], i % 2 + 2, second ? row.w : row.y);
+        }
+#pragma unroll
+        for (int n = 0; n < N_FRAGMENTS; ++n) {
+            set_word(b[n], 0, second ? columns[n].z : columns[n].x);
+            set_word(b[n], 1, second ? columns[n].w : columns[n].y);
+        }
+        multiply(sums, a, b);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const int* scatter, const storage_t* x,
+             const storage_t* w, const storage_t* bias, storage_t* y) {
+    __shared__ int from_rows[ITEM_ROWS], to_rows[ITEM_ROWS];
+    const Item item = item_of(items);
+    const int head = (int)blockIdx.y / TILES, first_column = (int)blockIdx.y % TILES * TILE_N;
+    const int num_rows = item.end - item.begin, strips = (num_rows + TILE_M - 1) / TILE_M;
+    const i64 matrix = item.type * heads + head;
+    const storage_t* const weight = w + matrix * ((i64)SUMMED * PLACES * COLUMNS);
+    const int lane = (int)threadIdx.x % 32;
+    uint4* const ring = shared_vectors() + (HELD ? CHUNKS * RIGHT_VECTORS : 0);
+    for (int i = (int)threadIdx.x; i < num_rows; i += THREADS) {
+        from_rows[i] = row_of(gather, item.begin + i);
+        to_rows[i] = row_of(scatter, item.begin + i);
+    }
+    __syncthreads();
+
+    // The next step to copy.
+    int next_row = 0, next_chunk = 0;
+    uint4* free_stage = ring;
+    const auto start = [&]() {
+        if (next_row < num_rows) {
+#pragma unroll
+            for (int c = 0; c < STAGE_CHUNKS; ++c) {
+                const int chunk = next_chunk + c;
+                if (CHUNKS % STAGE_CHUNKS != 0 && chunk >= CHUNKS) continue;
+                const int x_head = x_heads == 1 ? 0 : SUMMED == 1 ? head : chunk / HEAD_CHUNKS;
+                const int place = chunk % HEAD_CHUNKS * CHUNK + (int)threadIdx.x % 4 * VECTOR;
+                uint4* const to = free_stage + c * LEFT_VECTORS + threadIdx.x;
+#pragma unroll
+                for (int i = 0; i < LEFT_VECTORS / THREADS; ++i) {
+                    const int row = next_row + ((int)threadIdx.x + i * THREADS) / 4;
+                    const bool exists = row < num_rows && place < PLACES;
+                    const storage_t* from = x;
+                    if (exists) from += (from_rows[row] * x_heads + x_head) * PLACES + place;
+                    if constexpr (ALIGNED) {
+                        copy16(to + i * THREADS, from, exists);
+                    } else {
+                        to[i * THREADS] = load_vector(from, 1, exists ? PLACES - place : 0);
+                    }
+                }
+                if constexpr (!HELD) {
+                    load_right(free_stage + STAGE_CHUNKS * LEFT_VECTORS + c * RIGHT_VECTORS, weight, chunk, first_column);
+                }
+            }
+        }
+        close_copies();
+        next_chunk += STAGE_CHUNKS;
+        if (next_chunk >= CHUNKS) {
+            next_chunk = 0;
+            next_row += TILE_M;
+        }
+        free_stage = free_stage == ring + (STAGES - 1) * STAGE_VECTORS ? ring : free_stage + STAGE_VECTORS;
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) start();
+    if constexpr (HELD) {
+#pragma unroll 2
+        for (int c = 0; c < CHUNKS; ++c) load_right(shared_vectors() + c * RIGHT_VECTORS, weight, c, first_column);
+    }
+
+    constexpr int WIDTH = N_FRAGMENTS == 1 ? 2 : 4, PIECES = 2 * N_FRAGMENTS / WIDTH;
+    const int column = first_column + warp_column() + WIDTH * lane_pos();
+    float added[PIECES][WIDTH];
+#pragma unroll
+    for (int i = 0; i < PIECES * WIDTH; ++i) {
+        const int place = column + i / WIDTH * (4 * WIDTH) + i % WIDTH;
+        added[i / WIDTH][i % WIDTH] =
+            bias != nullptr && place < COLUMNS ? number_of(bias + matrix * COLUMNS + place) : 0.0f;
+    }
+    const uint4* full_stage = ring;
+#pragma unroll 1
+    for (int strip = 0; strip < strips; ++strip) {
+        // Warps beyond the last row only copy.
+        const int first_row = strip * TILE_M + warp_row();
+        Sums sums;
+        clear(sums);
+#pragma unroll 1
+        for (int step = 0; step < STEPS; ++step) {
+            wait_copies<STAGES - 2>();
+            // All copies of this step have arrived, and nobody reads the stage that the next copies overwrite.
+            __syncthreads();
+            start();
+            if (first_row < num_rows) {
+#if SPLIT
+                Sums step_sums;
+                clear(step_sums);
+#else
+                Sums& step_sums = sums;
+#endif
+#pragma unroll
+                for (int c = 0; c < STAGE_CHUNKS; ++c) {
+                    const int chunk = step * STAGE_CHUNKS + c;
+                    if (CHUNKS % STAGE_CHUNKS != 0 && chunk >= CHUNKS) continue;
+                    const uint4* const right = HELD ? shared_vectors() + chunk * RIGHT_VECTORS
+                                                    : full_stage + STAGE_CHUNKS * LEFT_VECTORS + c * RIGHT_VECTORS;
+                    add_chunk(step_sums, full_stage + c * LEFT_VECTORS, right);
+                }
+#if SPLIT
+                add(sums, step_sums);
+#endif
+            }
+            full_stage = full_stage == ring + (STAGES - 1) * STAGE_VECTORS ? ring : full_stage + STAGE_VECTORS;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * M_FRAGMENTS; ++i) {
+            const int row = first_row + 8 * i + lane / 4;
+            if (row >= num_rows) continue;
+            storage_t* const line = y + ((to_rows[row] * heads + head) * COLUMNS + column);
+#pragma unroll
+            for (int n = 0; n < PIECES; ++n) {
+                float numbers[WIDTH];
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) {
+                    numbers[e] = sums.x[i / 2][n * (WIDTH / 2) + e / 2][i % 2 * 2 + e % 2] + added[n][e];
+                }
+                const int place = n * (4 * WIDTH);
+                store_numbers<COLUMNS % WIDTH == 0>(line + place, numbers, COLUMNS - column - place);
+            }
+        }
+    }
+}

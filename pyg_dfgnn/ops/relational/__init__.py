@@ -1,0 +1,1 @@
+"""Steps of programs on row domains: prepared on a graph, called with tensors."""

@@ -1,0 +1,256 @@
+r"""Products of rows that are sorted by type with the weights of their types.
+
+.. math::
+    Y_{s(i) h} = X_{g(i) h} W_{t(i) h} + b_{t(i) h}, \quad
+    \partial X_{ih} = \partial Y_{ih} W_{t(i) h}^T, \quad
+    \partial W_{th} = \sum_{i : t(i) = t} X_{g(i) h}^T \partial Y_{k(i) h}
+
+A product is prepared on its rows and sizes, and then called with tensors. A linear map is one launch whatever the
+number of types; a sum over rows is one, and another one where a type has so many rows that several thread blocks sum
+them. No call waits for the device. Sums are in float32 and in a fixed order. In float32 each factor is the sum of two
+TF32 numbers, with about the error of float32; where torch may round factors to TF32, the kernels do. Factors that are
+infinite, or 3.402e38 or more, give NaN. Without a kernel, plain torch computes the same
+(:mod:`pyg_dfgnn.reference.segment_gemm`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
+from pyg_dfgnn.dispatch.segment_gemm import (
+    SegmentGemmPlan,
+    SegmentGemmProblem,
+    plan_of,
+    specs_of,
+    unsupported_reasons,
+)
+from pyg_dfgnn.errors import check_device, check_dtype, check_shape
+from pyg_dfgnn.graph.typed_rows import RowItems, TypedRows, row_items
+from pyg_dfgnn.reference import segment_gemm as reference
+from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
+
+_SUM_LANES, _SUM_THREADS = 32, 256
+
+
+class _Prepared(NamedTuple):
+    """What one precision of a product runs."""
+
+    plan: SegmentGemmPlan
+    kernel: Kernel
+    kernel_of_sums: Kernel | None
+    items: RowItems
+    grid: tuple[int, int, int]
+
+
+class _Product:
+    """What the products have in common: sizes, lists of rows, and the launches of each precision."""
+
+    def __init__(
+        self, product: str, rows: TypedRows, features: int, channels: int, heads: int, dtype: torch.dtype, summed: bool
+    ) -> None:
+        self.rows, self.features, self.channels, self.heads = rows, features, channels, heads
+        self.device, self.dtype = rows.type_ptr.device, dtype
+        check_dtype("type_ptr", rows.type_ptr, torch.int32)
+        self._sizes = product, features, channels, heads, summed, dtype, self.device
+        self._prepared: dict[bool, _Prepared] = {}
+        self.reasons = unsupported_reasons(self.problem)
+        """Why no kernel runs the product; empty when one does."""
+
+    @property
+    def problem(self) -> SegmentGemmProblem:
+        """The problem under torch's present settings."""
+        return SegmentGemmProblem(*self._sizes, tf32_allowed(self.dtype))
+
+    def prepared(self) -> _Prepared:
+        """Return the launches under torch's present settings, made on first use."""
+        key = tf32_allowed(self.dtype)
+        known = self._prepared.get(key)
+        if known is None:
+            known = self._prepared[key] = self._prepare(self.problem)
+        return known
+
+    def _prepare(self, problem: SegmentGemmProblem) -> _Prepared:
+        rows, sums = self.rows, problem.product == "outer"
+        plan = plan_of(problem, rows.num_rows, rows.num_types)
+        items = row_items(rows, plan.length, every_type=sums)
+        (spec,) = specs_of(problem, plan)
+        kernel = kernel_of(spec, "segment_outer" if sums else "segment_gemm")
+        of_sums = kernel_of(spec, "segment_outer_sum") if sums else None
+        return _Prepared(plan, kernel, of_sums, items, (items.items.shape[0], plan.groups, 1))
+
+    def _list(self, name: str, rows: Tensor | None) -> Tensor | None:
+        """Check a list of rows: one number for each."""
+        if rows is None:
+            return None
+        check_dtype(name, rows, torch.int32)
+        check_device(name, rows, self.device)
+        check_shape(name, rows, [self.rows.num_rows], f"[rows={self.rows.num_rows}]")
+        return rows.contiguous()
+
+    def _rows(self, name: str, tensor: Tensor, listed: Tensor | None, heads: int, width: int) -> Tensor:
+        """Check rows [M, H, width], or [M, 1, width] of all heads; M is the number of typed rows if none are listed."""
+        size: int | str = "M" if listed is not None else self.rows.num_rows
+        shared = tensor.dim() == 3 and tensor.shape[1] == 1
+        spec = f"[{'M' if listed is not None else f'rows={size}'}, heads={heads} or 1, {width}]"
+        check_shape(name, tensor, [size, 1 if shared else heads, width], spec)
+        return self._checked(name, tensor)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in memory as kernels read it: whole vectors of 16 bytes."""
+        check_dtype(name, tensor, self.dtype)
+        check_device(name, tensor, self.device)
+        tensor = tensor.contiguous()
+        return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+class SegmentLinear(_Product):
+    """Linear maps of rows by the weight of their type, `Y[s(i), h] = X[g(i), h] W[t(i), h] + b[t(i), h]`.
+
+    Args:
+        rows: Rows I sorted by type.
+        features: Features K of a weight.
+        channels: Channels N of a weight.
+        dtype: Dtype of rows and weights.
+        heads: Heads H of a weight.
+        transposed: Whether the map is by :math:`W^T`, from N to K numbers.
+        summed: Whether the maps of all heads are added up, as for the gradient of a row that all heads have read.
+        gather: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
+        scatter: Row of the result of each row, int32 [I], no number twice; None for rows as they are.
+        num_results: Rows of the result where `scatter` names some of them: the others are zeros.
+
+    Raises:
+        TypeError: `type_ptr` or a list has another dtype than int32.
+        ValueError: A list has another length.
+    """
+
+    def __init__(
+        self,
+        rows: TypedRows,
+        features: int,
+        channels: int,
+        dtype: torch.dtype,
+        *,
+        heads: int = 1,
+        transposed: bool = False,
+        summed: bool = False,
+        gather: Tensor | None = None,
+        scatter: Tensor | None = None,
+        num_results: int | None = None,
+    ) -> None:
+        product = "transposed" if transposed else "linear"
+        super().__init__(product, rows, features, channels, heads, dtype, summed)
+        self.transposed, self.summed = transposed, summed
+        self.places, self.columns = (channels, features) if transposed else (features, channels)
+        self.result_heads = 1 if summed else heads
+        self.gather, self.scatter = self._list("gather", gather), self._list("scatter", scatter)
+        self.num_results = rows.num_rows if num_results is None or scatter is None else num_results
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return the results.
+
+        Args:
+            x: Shape [M, H, K], or [M, 1, K] for all heads; with `transposed` N numbers instead of K.
+            weight: Shape [T, H, K, N].
+            bias: Shape [T, H, N]; with `transposed` K, with `summed` one head.
+            out: Where the results go, contiguous; rows that `scatter` does not name stay as they are.
+
+        Returns:
+            Shape [num_results, H, N]; with `transposed` K, with `summed` one head.
+
+        Raises:
+            TypeError: A tensor has another dtype.
+            ValueError: A tensor has another shape, or lives on another device.
+        """
+        types, heads, columns = self.rows.num_types, self.result_heads, self.columns
+        x = self._rows("x", x, self.gather, self.heads, self.places)
+        weight_shape = [types, self.heads, self.features, self.channels]
+        check_shape("weight", weight, weight_shape, "[types={}, heads={}, {}, {}]".format(*weight_shape))
+        weight = self._checked("weight", weight)
+        if bias is not None:
+            check_shape("bias", bias, [types, heads, columns], f"[types={types}, heads={heads}, {columns}]")
+            bias = self._checked("bias", bias)
+        shape = self.num_results, heads, columns
+        if out is None:
+            is_whole = self.scatter is None or self.num_results == self.rows.num_rows
+            out = x.new_empty(shape) if is_whole else x.new_zeros(shape)
+        else:
+            check_shape("out", out, shape, str(list(shape)))
+            check_dtype("out", out, self.dtype)
+            check_device("out", out, self.device)
+            if not out.is_contiguous() or out.data_ptr() % 16:
+                raise ValueError("'out' needs contiguous memory from a multiple of 16 bytes on (got other memory)")
+        if self.reasons:
+            y = reference.segment_linear(x, weight, self.rows.type_ptr, self.gather, bias, self.transposed, self.summed)
+            return out.copy_(y) if self.scatter is None else out.index_copy_(0, self.scatter.long(), y)
+        plan, kernel, _, items, grid = self.prepared()
+        tensors = items.items, self.gather, self.scatter, x, weight, bias, out
+        arguments = self.result_heads, 1 if x.shape[1] == 1 else self.heads, *addresses(tensors)
+        launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
+        return out
+
+
+class SegmentOuter(_Product):
+    """Gradients of the weights of types, `dW[t, h] = sum over the rows i of type t of X[g(i), h]^T G[k(i), h]`.
+
+    Args:
+        rows: Rows I sorted by type; :func:`~pyg_dfgnn.graph.typed_rows.one_type` for a weight that all rows share.
+        features: Features K.
+        channels: Channels N.
+        dtype: Dtype of rows and results.
+        heads: Heads H of the result.
+        gather_x: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
+        gather_grad: Row of `grad` of each row, int32 [I]; None for rows as they are.
+
+    Raises:
+        TypeError: `type_ptr` or a list has another dtype than int32.
+        ValueError: A list has another length.
+    """
+
+    def __init__(
+        self,
+        rows: TypedRows,
+        features: int,
+        channels: int,
+        dtype: torch.dtype,
+        *,
+        heads: int = 1,
+        gather_x: Tensor | None = None,
+        gather_grad: Tensor | None = None,
+    ) -> None:
+        super().__init__("outer", rows, features, channels, heads, dtype, False)
+        self.gather_x, self.gather_grad = self._list("gather_x", gather_x), self._list("gather_grad", gather_grad)
+
+    def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the sums.
+
+        Args:
+            x: Shape [M, H, K], or [M, 1, K] for all heads.
+            grad: Shape [L, H, N], or [L, 1, N] for all heads.
+
+        Returns:
+            Shape [T, H, K, N]; exact zeros for a type without rows.
+
+        Raises:
+            TypeError: A tensor has another dtype.
+            ValueError: A tensor has another shape, or lives on another device.
+        """
+        x = self._rows("x", x, self.gather_x, self.heads, self.features)
+        grad = self._rows("grad", grad, self.gather_grad, self.heads, self.channels)
+        if self.reasons:
+            lists = self.rows.type_ptr, self.gather_x, self.gather_grad
+            return reference.segment_outer(x, grad, self.heads, *lists)
+        plan, kernel, kernel_of_sums, items, grid = self.prepared()
+        size = self.heads * self.features * self.channels
+        out = x.new_empty((self.rows.num_types, self.heads, self.features, self.channels))
+        partial = x.new_empty((items.num_places, size), dtype=torch.float32) if items.num_places else None
+        tensors = items.items, self.gather_x, self.gather_grad, x, grad, out, partial
+        arguments: tuple[Any, ...] = (self.heads, x.shape[1], grad.shape[1], *addresses(tensors))
+        launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
+        if partial is not None:
+            assert kernel_of_sums is not None
+            blocks = items.split_types.numel() * -(-size // _SUM_LANES)
+            arguments = size, *addresses((items.split_types, items.split_ptr, partial, out))
+            launch(kernel_of_sums, (blocks, 1, 1), (_SUM_THREADS, 1, 1), arguments, self.device)
+        return out
