@@ -37,13 +37,15 @@ __device__ __forceinline__ uint4 load_vector(const storage_t* from, int stride, 
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Brings a chunk of B's columns from `first_column` on into shared memory.
-__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, int chunk, int first_column) {
-    const storage_t* const matrix = weight + (i64)(chunk / HEAD_CHUNKS) * (PLACES * COLUMNS);
-#pragma unroll
-    for (int v = (int)threadIdx.x; v < RIGHT_VECTORS; v += THREADS) {
-        const int column = first_column + column_of(v / 4), place = chunk % HEAD_CHUNKS * CHUNK + v % 4 * VECTOR;
-        const int left = column < COLUMNS ? PLACES - place : 0;
+// Brings COUNT chunks of B's columns from `first_column` on into shared memory.
+template <int COUNT>
+__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, int first_chunk, int first_column) {
+#pragma unroll 4
+    for (int v = (int)threadIdx.x; v < COUNT * RIGHT_VECTORS; v += THREADS) {
+        const int chunk = first_chunk + v / RIGHT_VECTORS, place = chunk % HEAD_CHUNKS * CHUNK + v % 4 * VECTOR;
+        const int column = first_column + column_of(v % RIGHT_VECTORS / 4);
+        const storage_t* const matrix = weight + (i64)(chunk / HEAD_CHUNKS) * (PLACES * COLUMNS);
+        const int left = column < COLUMNS && chunk < CHUNKS ? PLACES - place : 0;
 #if TRANSPOSED
         const storage_t* const from = matrix + ((i64)column * PLACES + place);
         if constexpr (ALIGNED) {
@@ -88,8 +90,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const int* scatter, const storage_t* x,
              const storage_t* w, const storage_t* bias, storage_t* y) {
     __shared__ int from_rows[ITEM_ROWS], to_rows[ITEM_ROWS];
-    const Item item = item_of(items);
-    const int head = (int)blockIdx.y / TILES, first_column = (int)blockIdx.y % TILES * TILE_N;
+    const int groups = (int)heads * TILES, group = (int)blockIdx.x % groups;
+    const Item item = item_of(items, groups);
+    const int head = group / TILES, first_column = group % TILES * TILE_N;
     const int num_rows = item.end - item.begin, strips = (num_rows + TILE_M - 1) / TILE_M;
     const i64 matrix = item.type * heads + head;
     const storage_t* const weight = w + matrix * ((i64)SUMMED * PLACES * COLUMNS);
@@ -125,9 +128,9 @@ segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const 
                         to[i * THREADS] = load_vector(from, 1, exists ? PLACES - place : 0);
                     }
                 }
-                if constexpr (!HELD) {
-                    load_right(free_stage + STAGE_CHUNKS * LEFT_VECTORS + c * RIGHT_VECTORS, weight, chunk, first_column);
-                }
+            }
+            if constexpr (!HELD) {
+                load_right<STAGE_CHUNKS>(free_stage + STAGE_CHUNKS * LEFT_VECTORS, weight, next_chunk, first_column);
             }
         }
         close_copies();
@@ -140,10 +143,7 @@ segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const 
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) start();
-    if constexpr (HELD) {
-#pragma unroll 2
-        for (int c = 0; c < CHUNKS; ++c) load_right(shared_vectors() + c * RIGHT_VECTORS, weight, c, first_column);
-    }
+    if constexpr (HELD) load_right<CHUNKS>(shared_vectors(), weight, 0, first_column);
 
     constexpr int WIDTH = N_FRAGMENTS == 1 ? 2 : 4, PIECES = 2 * N_FRAGMENTS / WIDTH;
     const int column = first_column + warp_column() + WIDTH * lane_pos();

@@ -88,8 +88,9 @@ segment_outer(i64 heads, i64 x_heads, i64 g_heads, const int* items, const int* 
               const storage_t* x, const storage_t* g, storage_t* dw, float* partial) {
     __shared__ int x_rows[LIST_ROWS], g_rows[LIST_ROWS];
     u32* const words = reinterpret_cast<u32*>(shared_vectors());
-    const Item item = item_of(items);
-    const int tile = (int)blockIdx.y % (M_TILES * N_TILES), head = (int)blockIdx.y / (M_TILES * N_TILES);
+    const int groups = (int)heads * M_TILES * N_TILES, group = (int)blockIdx.x % groups;
+    const Item item = item_of(items, groups);
+    const int tile = group % (M_TILES * N_TILES), head = group / (M_TILES * N_TILES);
     const int first_feature = tile / N_TILES * TILE_M, first_channel = tile % N_TILES * TILE_N;
     const storage_t* const left_at = x + (x_heads == 1 ? 0 : head) * FEATURES;
     const storage_t* const right_at = g + (g_heads == 1 ? 0 : head) * CHANNELS;

@@ -25,8 +25,9 @@ static_assert(TILE_M % (16 * WARPS_M) == 0 && TILE_N % (8 * WARPS_N) == 0, "a wa
 struct Item {
     int type, begin, end, place;
 };
-__device__ __forceinline__ Item item_of(const int* items) {
-    const int4 words = *reinterpret_cast<const int4*>(items + 4 * (i64)blockIdx.x);
+// Thread blocks that follow each other take the same rows, each of them another of `groups` parts of the result.
+__device__ __forceinline__ Item item_of(const int* items, int groups) {
+    const int4 words = *reinterpret_cast<const int4*>(items + 4 * (i64)((int)blockIdx.x / groups));
     return {words.x, words.y, words.z, words.w};
 }
 

@@ -16,8 +16,6 @@ from pyg_dfgnn.statements.spec import Spec
 
 PRODUCTS = ("linear", "transposed", "outer")
 """`X W`, `X W^T`, and `X^T G` summed over the rows of a type."""
-MAX_GRID_Y = 65535
-"""Most heads times tiles of one launch."""
 LINEAR_ROWS = 512
 """Most rows of an item of a linear map: their places are in shared memory."""
 _FEWEST_ROWS, _FEWEST_SUMMED_ROWS = 64, 128
@@ -107,8 +105,6 @@ def unsupported_reasons(problem: SegmentGemmProblem) -> list[str]:
         reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
     if not problem.features * problem.channels * problem.heads:
         reasons.append("a weight without numbers, which no kernel multiplies")
-    elif _groups(problem) > MAX_GRID_Y:
-        reasons.append(f"{_groups(problem)} heads and tiles in one launch, the kernels take {MAX_GRID_Y}")
     return reasons
 
 
@@ -190,8 +186,8 @@ def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> 
         "STAGES": _STAGES,
         "HELD": int(held),
         "ITEM_ROWS": LINEAR_ROWS,
-        # A warp whose split numbers and sums fill the registers.
-        "MIN_BLOCKS": 3 if problem.split and tile_n >= 32 else 4,
+        # Three where split numbers and sums, or what is read of a weight, fill the registers.
+        "MIN_BLOCKS": 3 if tile_n >= 32 and (problem.split or not held) else 4,
     }
     length = max(_FEWEST_ROWS, min(LINEAR_ROWS, _power_of_two(num_rows // items)))
     shared_bytes = (chunks * tile_n * 64 if held else 0) + _STAGES * stage

@@ -54,7 +54,6 @@ def test_reasons():
     reasons = segment_gemm.unsupported_reasons
     assert reasons(problem(dtype=torch.float64)) == ["torch.float64 has no fused kernel (float32, float16, bfloat16)"]
     assert reasons(problem(features=0)) == ["a weight without numbers, which no kernel multiplies"]
-    assert "heads and tiles in one launch" in reasons(problem(heads=70_000))[0]
     assert "the kernels run on CUDA devices" in reasons(problem(device="cpu"))[0]
 
 

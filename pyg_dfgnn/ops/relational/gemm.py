@@ -7,13 +7,15 @@ r"""Products of rows that are sorted by type with the weights of their types.
 
 A product is prepared on its rows and sizes, and then called with tensors. A linear map is one launch whatever the
 number of types; a sum over rows is one, and another one where a type has so many rows that several thread blocks sum
-them. No call waits for the device. Sums are in float32 and in a fixed order. In float32 each factor is the sum of two
-TF32 numbers, with about the error of float32; where torch may round factors to TF32, the kernels do. Factors that are
-infinite, or 3.402e38 or more, give NaN. Without a kernel, plain torch computes the same
-(:mod:`pyg_dfgnn.reference.segment_gemm`).
+them. No call waits for the device. Whoever calls on another stream than before asks the graph first
+(:meth:`~pyg_dfgnn.graph.derived.Derived.on_this_stream`).
+
+Sums are in float32 and in a fixed order. In float32 each factor is the sum of two TF32 numbers, with about the error of
+float32; where torch may round factors to TF32, the kernels do. Factors that are infinite, or 3.402e38 and more, give
+NaN. Without a kernel, plain torch computes the same (:mod:`pyg_dfgnn.reference.segment_gemm`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,23 +42,29 @@ class _Prepared(NamedTuple):
     plan: SegmentGemmPlan
     kernel: Kernel
     kernel_of_sums: Kernel | None
-    items: RowItems
-    grid: tuple[int, int, int]
 
 
 class _Product:
-    """What the products have in common: sizes, lists of rows, and the launches of each precision."""
+    """What the products have in common: sizes, lists of rows, and the launches of each precision.
+
+    The graph may keep a product, so a product does not keep the graph.
+    """
 
     def __init__(
         self, product: str, rows: TypedRows, features: int, channels: int, heads: int, dtype: torch.dtype, summed: bool
     ) -> None:
-        self.rows, self.features, self.channels, self.heads = rows, features, channels, heads
-        self.device, self.dtype = rows.type_ptr.device, dtype
         check_dtype("type_ptr", rows.type_ptr, torch.int32)
+        self.features, self.channels, self.heads = features, channels, heads
+        self.type_ptr, self.num_rows, self.num_types = rows.type_ptr, rows.num_rows, rows.num_types
+        self.device, self.dtype = rows.type_ptr.device, dtype
         self._sizes = product, features, channels, heads, summed, dtype, self.device
         self._prepared: dict[bool, _Prepared] = {}
         self.reasons = unsupported_reasons(self.problem)
         """Why no kernel runs the product; empty when one does."""
+        if not self.reasons:
+            # The same in each precision.
+            length = self.prepared().plan.length
+            self.items: RowItems = row_items(rows, length, every_type=product == "outer")
 
     @property
     def problem(self) -> SegmentGemmProblem:
@@ -72,13 +80,17 @@ class _Product:
         return known
 
     def _prepare(self, problem: SegmentGemmProblem) -> _Prepared:
-        rows, sums = self.rows, problem.product == "outer"
-        plan = plan_of(problem, rows.num_rows, rows.num_types)
-        items = row_items(rows, plan.length, every_type=sums)
+        plan = plan_of(problem, self.num_rows, self.num_types)
         (spec,) = specs_of(problem, plan)
-        kernel = kernel_of(spec, "segment_outer" if sums else "segment_gemm")
-        of_sums = kernel_of(spec, "segment_outer_sum") if sums else None
-        return _Prepared(plan, kernel, of_sums, items, (items.items.shape[0], plan.groups, 1))
+        if problem.product == "outer":
+            return _Prepared(plan, kernel_of(spec, "segment_outer"), kernel_of(spec, "segment_outer_sum"))
+        return _Prepared(plan, kernel_of(spec, "segment_gemm"), None)
+
+    def _launch(self, prepared: _Prepared, heads: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
+        plan, kernel, _ = prepared
+        grid = (self.items.items.shape[0] * plan.groups, 1, 1)
+        arguments = (*heads, *addresses((self.items.items, *tensors)))
+        launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
 
     def _list(self, name: str, rows: Tensor | None) -> Tensor | None:
         """Check a list of rows: one number for each."""
@@ -86,12 +98,12 @@ class _Product:
             return None
         check_dtype(name, rows, torch.int32)
         check_device(name, rows, self.device)
-        check_shape(name, rows, [self.rows.num_rows], f"[rows={self.rows.num_rows}]")
+        check_shape(name, rows, [self.num_rows], f"[rows={self.num_rows}]")
         return rows.contiguous()
 
     def _rows(self, name: str, tensor: Tensor, listed: Tensor | None, heads: int, width: int) -> Tensor:
         """Check rows [M, H, width], or [M, 1, width] of all heads; M is the number of typed rows if none are listed."""
-        size: int | str = "M" if listed is not None else self.rows.num_rows
+        size: int | str = "M" if listed is not None else self.num_rows
         shared = tensor.dim() == 3 and tensor.shape[1] == 1
         spec = f"[{'M' if listed is not None else f'rows={size}'}, heads={heads} or 1, {width}]"
         check_shape(name, tensor, [size, 1 if shared else heads, width], spec)
@@ -163,7 +175,7 @@ class SegmentLinear(_Product):
             TypeError: A tensor has another dtype.
             ValueError: A tensor has another shape, or lives on another device.
         """
-        types, heads, columns = self.rows.num_types, self.result_heads, self.columns
+        types, heads, columns = self.num_types, self.result_heads, self.columns
         x = self._rows("x", x, self.gather, self.heads, self.places)
         weight_shape = [types, self.heads, self.features, self.channels]
         check_shape("weight", weight, weight_shape, "[types={}, heads={}, {}, {}]".format(*weight_shape))
@@ -173,7 +185,7 @@ class SegmentLinear(_Product):
             bias = self._checked("bias", bias)
         shape = self.num_results, heads, columns
         if out is None:
-            is_whole = self.scatter is None or self.num_results == self.rows.num_rows
+            is_whole = self.scatter is None or self.num_results == self.num_rows
             out = x.new_empty(shape) if is_whole else x.new_zeros(shape)
         else:
             check_shape("out", out, shape, str(list(shape)))
@@ -181,14 +193,20 @@ class SegmentLinear(_Product):
             check_device("out", out, self.device)
             if not out.is_contiguous() or out.data_ptr() % 16:
                 raise ValueError("'out' needs contiguous memory from a multiple of 16 bytes on (got other memory)")
-        if self.reasons:
-            y = reference.segment_linear(x, weight, self.rows.type_ptr, self.gather, bias, self.transposed, self.summed)
-            return out.copy_(y) if self.scatter is None else out.index_copy_(0, self.scatter.long(), y)
-        plan, kernel, _, items, grid = self.prepared()
-        tensors = items.items, self.gather, self.scatter, x, weight, bias, out
-        arguments = self.result_heads, 1 if x.shape[1] == 1 else self.heads, *addresses(tensors)
-        launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
+        self.run(x, weight, bias, out)
         return out
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the results of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
+        if self.reasons:
+            y = reference.segment_linear(x, weight, self.type_ptr, self.gather, bias, self.transposed, self.summed)
+            if self.scatter is None:
+                out.copy_(y)
+            else:
+                out.index_copy_(0, self.scatter.long(), y)
+            return
+        heads = self.result_heads, x.shape[1]
+        self._launch(self.prepared(), heads, (self.gather, self.scatter, x, weight, bias, out))
 
 
 class SegmentOuter(_Product):
@@ -238,19 +256,24 @@ class SegmentOuter(_Product):
         """
         x = self._rows("x", x, self.gather_x, self.heads, self.features)
         grad = self._rows("grad", grad, self.gather_grad, self.heads, self.channels)
+        out = x.new_empty((self.num_types, self.heads, self.features, self.channels))
+        self.run(x, grad, out)
+        return out
+
+    def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Write the sums of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
         if self.reasons:
-            lists = self.rows.type_ptr, self.gather_x, self.gather_grad
-            return reference.segment_outer(x, grad, self.heads, *lists)
-        plan, kernel, kernel_of_sums, items, grid = self.prepared()
+            lists = self.type_ptr, self.gather_x, self.gather_grad
+            out.copy_(reference.segment_outer(x, grad, self.heads, *lists))
+            return
+        prepared, items, partial = self.prepared(), self.items, None
         size = self.heads * self.features * self.channels
-        out = x.new_empty((self.rows.num_types, self.heads, self.features, self.channels))
-        partial = x.new_empty((items.num_places, size), dtype=torch.float32) if items.num_places else None
-        tensors = items.items, self.gather_x, self.gather_grad, x, grad, out, partial
-        arguments: tuple[Any, ...] = (self.heads, x.shape[1], grad.shape[1], *addresses(tensors))
-        launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
+        if items.num_places:
+            partial = x.new_empty((items.num_places, size), dtype=torch.float32)
+        heads = self.heads, x.shape[1], grad.shape[1]
+        self._launch(prepared, heads, (self.gather_x, self.gather_grad, x, grad, out, partial))
         if partial is not None:
-            assert kernel_of_sums is not None
+            assert prepared.kernel_of_sums is not None
             blocks = items.split_types.numel() * -(-size // _SUM_LANES)
             arguments = size, *addresses((items.split_types, items.split_ptr, partial, out))
-            launch(kernel_of_sums, (blocks, 1, 1), (_SUM_THREADS, 1, 1), arguments, self.device)
-        return out
+            launch(prepared.kernel_of_sums, (blocks, 1, 1), (_SUM_THREADS, 1, 1), arguments, self.device)
