@@ -1,8 +1,8 @@
 // Linear maps of rows by the weight of their type:
 //   Y[s(i), h] = X[g(i), h] B[t(i), h] + b[t(i), h],   B = W, or with TRANSPOSED W^T,
 // or with SUMMED > 1, for that many heads, Y[s(i)] = sum_h X[g(i), h] B[t(i), h] + b[t(i)]. X is [., x_heads, PLACES], where
-// one head may stand for all; W is [T, heads, PLACES, COLUMNS], or [T, heads, COLUMNS, PLACES]; b is [T, heads, COLUMNS] or
-// null; Y is [., heads, COLUMNS].
+// one head may stand for all; W is [T, w_heads, PLACES, COLUMNS], or [T, w_heads, COLUMNS, PLACES], likewise; b is [T, heads,
+// COLUMNS] or null; Y is [., heads, COLUMNS].
 //
 // A thread block takes the rows of an item, TILE_M at a time, and TILE_N columns of one head. The places come in chunks of
 // 64 bytes of a row, and lie in shared memory as [chunk][row or column][64 bytes]: a lane reads 16 bytes and so holds its
@@ -39,12 +39,13 @@ __device__ __forceinline__ uint4 load_vector(const storage_t* from, int stride, 
 
 // Brings COUNT chunks of B's columns from `first_column` on into shared memory.
 template <int COUNT>
-__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, int first_chunk, int first_column) {
+__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, bool is_shared, int first_chunk,
+                                           int first_column) {
 #pragma unroll 4
     for (int v = (int)threadIdx.x; v < COUNT * RIGHT_VECTORS; v += THREADS) {
         const int chunk = first_chunk + v / RIGHT_VECTORS, place = chunk % HEAD_CHUNKS * CHUNK + v % 4 * VECTOR;
         const int column = first_column + column_of(v % RIGHT_VECTORS / 4);
-        const storage_t* const matrix = weight + (i64)(chunk / HEAD_CHUNKS) * (PLACES * COLUMNS);
+        const storage_t* const matrix = weight + (is_shared ? 0 : chunk / HEAD_CHUNKS) * ((i64)PLACES * COLUMNS);
         const int left = column < COLUMNS && chunk < CHUNKS ? PLACES - place : 0;
 #if TRANSPOSED
         const storage_t* const from = matrix + ((i64)column * PLACES + place);
@@ -87,15 +88,14 @@ __device__ __forceinline__ void add_chunk(Sums& sums, const uint4* left, const u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const int* scatter, const storage_t* x,
-             const storage_t* w, const storage_t* bias, storage_t* y) {
+segment_gemm(i64 heads, i64 x_heads, i64 w_heads, const int* items, const int* gather, const int* scatter,
+             const storage_t* x, const storage_t* w, const storage_t* bias, storage_t* y) {
     __shared__ int from_rows[ITEM_ROWS], to_rows[ITEM_ROWS];
     const int groups = (int)heads * TILES, group = (int)blockIdx.x % groups;
     const Item item = item_of(items, groups);
     const int head = group / TILES, first_column = group % TILES * TILE_N;
     const int num_rows = item.end - item.begin, strips = (num_rows + TILE_M - 1) / TILE_M;
-    const i64 matrix = item.type * heads + head;
-    const storage_t* const weight = w + matrix * ((i64)SUMMED * PLACES * COLUMNS);
+    const storage_t* const weight = w + (item.type * w_heads + (w_heads == 1 ? 0 : head)) * ((i64)PLACES * COLUMNS);
     const int lane = (int)threadIdx.x % 32;
     uint4* const ring = shared_vectors() + (HELD ? CHUNKS * RIGHT_VECTORS : 0);
     for (int i = (int)threadIdx.x; i < num_rows; i += THREADS) {
@@ -130,7 +130,8 @@ segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const 
                 }
             }
             if constexpr (!HELD) {
-                load_right<STAGE_CHUNKS>(free_stage + STAGE_CHUNKS * LEFT_VECTORS, weight, next_chunk, first_column);
+                uint4* const to = free_stage + STAGE_CHUNKS * LEFT_VECTORS;
+                load_right<STAGE_CHUNKS>(to, weight, w_heads == 1, next_chunk, first_column);
             }
         }
         close_copies();
@@ -143,7 +144,7 @@ segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const 
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) start();
-    if constexpr (HELD) load_right<CHUNKS>(shared_vectors(), weight, 0, first_column);
+    if constexpr (HELD) load_right<CHUNKS>(shared_vectors(), weight, w_heads == 1, 0, first_column);
 
     constexpr int WIDTH = N_FRAGMENTS == 1 ? 2 : 4, PIECES = 2 * N_FRAGMENTS / WIDTH;
     const int column = first_column + warp_column() + WIDTH * lane_pos();
@@ -152,7 +153,7 @@ segment_gemm(i64 heads, i64 x_heads, const int* items, const int* gather, const 
     for (int i = 0; i < PIECES * WIDTH; ++i) {
         const int place = column + i / WIDTH * (4 * WIDTH) + i % WIDTH;
         added[i / WIDTH][i % WIDTH] =
-            bias != nullptr && place < COLUMNS ? number_of(bias + matrix * COLUMNS + place) : 0.0f;
+            bias != nullptr && place < COLUMNS ? number_of(bias + (item.type * heads + head) * COLUMNS + place) : 0.0f;
     }
     const uint4* full_stage = ring;
 #pragma unroll 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import from_degree, numbers, pull, rows_at
+from pyg_dfgnn.graph.adjacency import from_degree, numbers, order_rows, pull, rows_at
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import Graph
 from pyg_dfgnn.graph.relations import compact_rows
@@ -69,6 +69,27 @@ def one_type(graph: Derived, num_rows: int) -> TypedRows:
         return type_ptr
 
     return TypedRows(graph, ("one_type", num_rows), graph.derived(("one_type", num_rows), build), num_rows)
+
+
+def sorted_by_type(holder: Derived, name: Hashable, type_of: Tensor, num_types: int) -> tuple[TypedRows, Tensor]:
+    """Return rows of any types sorted by them, rows of one type in the order that they have.
+
+    Args:
+        holder: The graph, or another container, that keeps the result.
+        name: What the rows are called there; one name for one `type_of`.
+        type_of: Type of each row, int [rows].
+        num_types: The number T of types.
+
+    Returns:
+        The typed rows, and the row at each place, int32 [rows].
+    """
+
+    def build() -> tuple[Tensor, Tensor]:
+        type_ptr, order = order_rows(type_of, num_types)
+        return type_ptr, order.to(torch.int32)
+
+    type_ptr, order = holder.derived(("sorted_by_type", name), build)
+    return TypedRows(holder, name, type_ptr, type_of.numel()), order
 
 
 def row_items(rows: TypedRows, length: int, every_type: bool) -> RowItems:

@@ -9,6 +9,7 @@ from torch import Tensor
 def segment_linear(
     x: Tensor,
     weight: Tensor,
+    heads: int,
     type_ptr: Tensor,
     gather: Tensor | None = None,
     bias: Tensor | None = None,
@@ -21,7 +22,8 @@ def segment_linear(
 
     Args:
         x: Shape [M, H, K], or [M, 1, K] for all heads; with `transposed` [M, H, N].
-        weight: Shape [T, H, K, N].
+        weight: Shape [T, H, K, N], or [T, 1, K, N] for all heads.
+        heads: The number H of heads.
         type_ptr: Range of the rows of each type, int [T + 1].
         gather: Row of `x` of each row, int [I]; None: the rows as they are.
         bias: Shape [T, H, N].
@@ -31,11 +33,10 @@ def segment_linear(
     Returns:
         Shape [I, H, N], with `transposed` [I, H, K], with `summed` one head.
     """
-    rows = x if gather is None else x.index_select(0, gather)
-    rows = rows.expand(-1, weight.shape[1], -1)
-    matrices = weight.transpose(2, 3) if transposed else weight
+    rows = (x if gather is None else x.index_select(0, gather)).expand(-1, heads, -1)
+    matrices = (weight.transpose(2, 3) if transposed else weight).expand(-1, heads, -1, -1)
     product = "ihk,hkn->in" if summed else "ihk,hkn->ihn"
-    parts = [rows.new_empty((0, 1 if summed else weight.shape[1], matrices.shape[3]))]
+    parts = [rows.new_empty((0, 1 if summed else heads, matrices.shape[3]))]
     for number, (begin, end) in enumerate(pairwise(type_ptr.tolist())):
         part = torch.einsum(product, rows[begin:end], matrices[number])
         part = part.unsqueeze(1) if summed else part

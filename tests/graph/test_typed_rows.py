@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.graph import Graph, compact_rows
 from pyg_dfgnn.graph.derived import Derived
-from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, row_items
+from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, row_items, sorted_by_type
 
 
 def rows_of(type_ptr, num_rows=None):
@@ -59,3 +59,11 @@ def test_compact_rows_by_relation():
     compact = compact_rows(graph, "source_relations")
     assert rows.num_types == 4 and rows.num_rows == 3 and rows.type_ptr is compact.rowptr
     assert row_items(rows, 64, False).items[:, :3].tolist() == [[0, 0, 1], [2, 1, 3]]
+
+
+def test_rows_of_any_order():
+    holder, type_of = Derived(torch.device("cpu")), torch.tensor([2, 0, 2, 1, 0, 4])
+    rows, order = sorted_by_type(holder, "nodes", type_of, 6)
+    assert rows.type_ptr.tolist() == [0, 2, 3, 5, 5, 6, 6] and rows.num_rows == 6
+    assert order.dtype is torch.int32 and order.tolist() == [1, 4, 3, 0, 2, 5]
+    assert sorted_by_type(holder, "nodes", type_of, 6)[1] is order

@@ -56,7 +56,15 @@ def double(tensor):
 
 
 def check_linear(
-    lengths, sizes, dtype=torch.float32, x_heads=None, with_lists=True, with_bias=True, bound=None, **options
+    lengths,
+    sizes,
+    dtype=torch.float32,
+    x_heads=None,
+    w_heads=None,
+    with_lists=True,
+    with_bias=True,
+    bound=None,
+    **options,
 ):
     """Compare one linear map with float64, and with itself."""
     torch.manual_seed(len(lengths))
@@ -67,14 +75,14 @@ def check_linear(
     gather = listed(rows.num_rows, size) if with_lists else None
     scatter = torch.randperm(size, dtype=torch.int32)[: rows.num_rows] if with_lists else None
     x = poisoned(draw(size if with_lists else rows.num_rows, x_heads or heads, places, dtype=dtype), gather)
-    weight = draw(rows.num_types, heads, features, channels, dtype=dtype)
+    weight = draw(rows.num_types, w_heads or heads, features, channels, dtype=dtype)
     bias = draw(rows.num_types, 1 if summed else heads, columns, dtype=dtype) if with_bias else None
     num_results = size if with_lists else None
     product = SegmentLinear(
         rows, *sizes[:2], dtype, heads=heads, gather=gather, scatter=scatter, num_results=num_results, **options
     )
     y = product(x, weight, bias)
-    args = double(weight), rows.type_ptr, gather, double(bias), transposed, summed
+    args = double(weight), heads, rows.type_ptr, gather, double(bias), transposed, summed
     want = reference.segment_linear(double(x), *args)
     if scatter is not None:
         want = torch.zeros(size, *want.shape[1:], dtype=torch.float64).index_copy_(0, scatter.long(), want)
@@ -117,10 +125,12 @@ LINEAR = {
     "64x64 shared": ((64, 64, 4), {"x_heads": 1}),
     "64x64 plain": ((64, 64, 1), {"with_lists": False, "with_bias": False}),
     "70x3": ((70, 3, 4), {}),
+    "70x3 one weight": ((70, 3, 4), {"w_heads": 1}),
     "70x3 plain": ((70, 3, 1), {"with_lists": False, "with_bias": False}),
     "70x1 transposed": ((70, 1, 4), {"transposed": True}),
     "16x8 transposed summed": ((16, 8, 4), {"transposed": True, "summed": True}),
     "16x8 transposed summed shared": ((16, 8, 4), {"transposed": True, "summed": True, "x_heads": 1}),
+    "16x8 transposed summed one weight": ((16, 8, 4), {"transposed": True, "summed": True, "w_heads": 1}),
     "272x64": ((272, 64, 1), {}),
     "3x70 bfloat16": ((3, 70, 4), {"dtype": torch.bfloat16}),
     "64x16 float16": ((64, 16, 4), {"dtype": torch.float16}),
@@ -238,7 +248,7 @@ def test_results_in_given_memory(dtype, fused):
     product = SegmentLinear(rows, 70, 3, dtype, scatter=scatter, num_results=8)
     assert product(x, weight, out=out) is out
     want = torch.full((8, 1, 3), 7.0, dtype=torch.float64)
-    want[scatter.long()] = reference.segment_linear(x.double(), weight.double(), rows.type_ptr)
+    want[scatter.long()] = reference.segment_linear(x.double(), weight.double(), 1, rows.type_ptr)
     assert_close("y", out, want, op="gemm")
 
 
@@ -247,7 +257,7 @@ def test_memory_that_kernels_do_not_read(fused):
     rows = typed_rows([70, 5])
     x, weight = draw(64, 1, 75).permute(2, 1, 0), draw(1 + 2 * 64 * 64)[1:].view(2, 1, 64, 64)
     assert weight.data_ptr() % 16
-    want = reference.segment_linear(x.double(), weight.double(), rows.type_ptr)
+    want = reference.segment_linear(x.double(), weight.double(), 1, rows.type_ptr)
     assert_close("y", SegmentLinear(rows, 64, 64, torch.float32)(x, weight), want, op="gemm")
 
 
@@ -284,7 +294,7 @@ WRONG = {
     "weight": (
         lambda rows: linear(rows)(draw(5, 2, 8), draw(2, 8, 4)),
         ValueError,
-        "'weight' needs shape [types=2, heads=2, 8, 4] (got [2, 8, 4])",
+        "'weight' needs shape [types=2, heads=2 or 1, 8, 4] (got [2, 8, 4])",
     ),
     "bias": (
         lambda rows: linear(rows, summed=True)(draw(5, 2, 8), draw(2, 2, 8, 4), draw(2, 2, 4)),

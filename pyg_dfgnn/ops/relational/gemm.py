@@ -164,7 +164,7 @@ class SegmentLinear(_Product):
 
         Args:
             x: Shape [M, H, K], or [M, 1, K] for all heads; with `transposed` N numbers instead of K.
-            weight: Shape [T, H, K, N].
+            weight: Shape [T, H, K, N], or [T, 1, K, N] for all heads.
             bias: Shape [T, H, N]; with `transposed` K, with `summed` one head.
             out: Where the results go, contiguous; rows that `scatter` does not name stay as they are.
 
@@ -177,8 +177,9 @@ class SegmentLinear(_Product):
         """
         types, heads, columns = self.num_types, self.result_heads, self.columns
         x = self._rows("x", x, self.gather, self.heads, self.places)
-        weight_shape = [types, self.heads, self.features, self.channels]
-        check_shape("weight", weight, weight_shape, "[types={}, heads={}, {}, {}]".format(*weight_shape))
+        weight_heads = 1 if weight.dim() == 4 and weight.shape[1] == 1 else self.heads
+        spec = f"[types={types}, heads={self.heads} or 1, {self.features}, {self.channels}]"
+        check_shape("weight", weight, [types, weight_heads, self.features, self.channels], spec)
         weight = self._checked("weight", weight)
         if bias is not None:
             check_shape("bias", bias, [types, heads, columns], f"[types={types}, heads={heads}, {columns}]")
@@ -199,13 +200,14 @@ class SegmentLinear(_Product):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write the results of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
         if self.reasons:
-            y = reference.segment_linear(x, weight, self.type_ptr, self.gather, bias, self.transposed, self.summed)
+            rest = self.gather, bias, self.transposed, self.summed
+            y = reference.segment_linear(x, weight, self.heads, self.type_ptr, *rest)
             if self.scatter is None:
                 out.copy_(y)
             else:
                 out.index_copy_(0, self.scatter.long(), y)
             return
-        heads = self.result_heads, x.shape[1]
+        heads = self.result_heads, x.shape[1], weight.shape[1]
         self._launch(self.prepared(), heads, (self.gather, self.scatter, x, weight, bias, out))
 
 
