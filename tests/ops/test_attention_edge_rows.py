@@ -11,7 +11,7 @@ from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.statements.attention import inputs_of
 from pyg_dfgnn.statements.scores import DOT
-from tests.ops.problems import DENSE, SPARSE, EdgeRows, Recorder, assert_equal, pairs
+from tests.ops.problems import DENSE, SPARSE, EdgeRows, Recorder, pairs
 
 
 def problem_of(**options):
@@ -123,7 +123,8 @@ def test_compile(dropout_p, fused):
     for _ in range(2):
         torch.manual_seed(3)
         actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=dropout_p))
-        assert_equal(actual, expected)
+        # Traced, torch multiplies by the matrices of the heads.
+        assert_all_close(pairs(actual, expected))
 
 
 def test_opcheck(fused):

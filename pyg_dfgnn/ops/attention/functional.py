@@ -17,10 +17,14 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, shares_edge_rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
+from pyg_dfgnn.dispatch.core import device_reasons
+from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.errors import check_range, check_shape, check_tensor
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.typed_rows import one_type
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
-from pyg_dfgnn.ops.core import Edges, Op
+from pyg_dfgnn.ops.core import Edges, Op, is_eager_on
+from pyg_dfgnn.ops.relational.linear import typed_linear
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.attention import statement_of
@@ -265,6 +269,16 @@ def _edge_matrix(value: Any, edge_attr: Any, edge_weight: Any, heads: int | None
     return weight.to(value.dtype), edge_attr
 
 
+def _by_head(graph: Edges, rows: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """Return the products [N_dst, H, D] of rows [N_dst, H, C] and the matrix [H, C, D] of each head, or the other way.
+
+    torch sums the gradient of a small matrix over all rows in few thread blocks, which takes longer than the attention.
+    """
+    if is_eager_on(graph) and not device_reasons(rows.device) and rows.dtype in STORAGE:
+        return typed_linear(one_type(graph, rows.shape[0]), rows, weight.unsqueeze(0), transposed=transposed)
+    return torch.einsum("nhd,hcd->nhc" if transposed else "nhc,hcd->nhd", rows, weight)
+
+
 def _dot_on_edge_rows(
     graph: Edges,
     projections: Sequence[Tensor],
@@ -289,11 +303,11 @@ def _dot_on_edge_rows(
     heads, channels, _ = weight.shape
     sizes = graph.num_dst, heads, channels
     check_shape("query", query, sizes, "[N_dst={}, H={}, C={}]".format(*sizes))
-    edge_target = torch.einsum("nhc,hcd->nhd", query, weight)
+    edge_target = _by_head(graph, query, weight)
     tensors = (query, key, value, None, None, None, rows, edge_target, None)
     result = _dot_edge_rows(graph, tensors, numbers, with_edge_value=return_weights)
     (out, edge_out), weights = result if return_weights else (result, None)
-    out = out + torch.einsum("nhd,hcd->nhc", edge_out, weight.to(edge_out.dtype))
+    out = out + _by_head(graph, edge_out, weight.to(edge_out.dtype), transposed=True)
     out = out.flatten(1) if concat else out
     return (out, weights) if return_weights else out
 
