@@ -30,7 +30,7 @@ LENGTHS = {
 
 def typed_rows(lengths):
     type_ptr = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return TypedRows(Derived(CPU), "test", type_ptr, int(type_ptr[-1]))
+    return TypedRows(Derived(type_ptr.device), "test", type_ptr, int(type_ptr[-1]))
 
 
 def draw(*shape, dtype=torch.float32):
