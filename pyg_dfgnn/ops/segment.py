@@ -160,7 +160,8 @@ def aggregate(
     """
     names = (stats,) if isinstance(stats, str) else tuple(stats)
     parts, divides, moments, reads = _request(names, message)
-    if (edge is None, key is None, target is None) != reads:
+    # Tuples that torch.compile of torch 2.11 cannot compare.
+    if (edge is None) is not reads[0] or (key is None) is not reads[1] or (target is None) is not reads[2]:
         _refuse_operands(message, edge=edge, key=key, target=target)
     graph, _ = check_graph(graph)
     if moments and target_scale is not None:
