@@ -228,7 +228,7 @@ def segment_specs() -> list[Spec]:
     """A covering set of constants for each source of the aggregation kernels."""
     axes = {
         "message": MESSAGES,
-        "stats": (("sum",), ("max",), ("squares", "min"), STATS),
+        "stats": (("sum",), ("max",), ("std", "min"), ("mul",), STATS),
         "dtype": DTYPES,
         "channels": (1, 16, 131, 256, 512),
         "wide": (False, True),
@@ -244,8 +244,8 @@ def segment_specs() -> list[Spec]:
     for row in covering(axes, fits):
         what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
         problem = SegmentProblem(*what, torch.device("cuda"), *scaled)
-        directions = ["forward", "sources"] + ["targets"] * MESSAGES[row["message"]].target
-        for direction in directions + ["args"] * ("max" in row["stats"] or "min" in row["stats"]):
+        directions = ["forward", "sources"] + ["targets"] * (MESSAGES[row["message"]].target or problem.has_moments)
+        for direction in directions + ["args"] * (row["stats"] != ("sum",)):
             constants = segment.constants_of(problem, direction, row["wide"])
             specs += segment.specs_of(problem, direction, SimpleNamespace(constants=constants))
     return specs
@@ -283,7 +283,7 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     if spec.path.startswith("segment/"):
         message = Path(spec.texts[0][1].strip('"')).stem
-        options = [name.lower() for name in ("SUM", "SQUARES", "MAX", "MIN", "ARGS") if c[name]]
+        options = [name.lower() for name in (*(stat.upper() for stat in STATS), "ARGS") if c[name]]
         size = f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch."), f"slots{c['EDGE_SLOTS']}"
         return "-".join([spec.path[:-3], message, *options, *size])
     if spec.path.startswith("gemm/"):
