@@ -34,6 +34,7 @@ from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import block_mma_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
+from tests.ops.problems import SCORES as FOUR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
@@ -67,7 +68,7 @@ def is_supported(row: Row) -> bool:
 
 def attention_specs() -> list[Spec]:
     """A covering set of constants for each source of the attention kernels."""
-    axes = {"score": SCORES, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
+    axes = {"score": FOUR, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
     options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
     # Calls without edge features and dropout are capped at fewer registers.
     plain = covering({**axes, "edge": [False], "dropout": [False]})
@@ -91,7 +92,7 @@ def in_mode(mode, problem, direction, wide):
 def block_specs() -> list[Spec]:
     """The row kernels whose thread blocks work together, and those that take rows in another order."""
     axes = {
-        "score": SCORES,
+        "score": FOUR,
         "dtype": DTYPES,
         "shape": ((1, 128), (8, 16), (2, 20)),
         "mode": ("joined", "ordered", "smem"),
