@@ -12,8 +12,8 @@
 #define SUMS_PARAMETER (PARAMETER == 1)
 #include "attention/backward_rows.cuh"
 
-// Where the gradients go: of a target's vector or of its scalars, its share of that of a parameter [1], of edges, and of
-// what the target has for the rows of its edges. Those of these rows are [E, gridDim.y, EDGE_CHANNELS], one for each group
+// Where the gradients go: of a target's vector or of its scalars, its share of that of a parameter [1] (or next to a vector
+// that of its scalars), of edges, and of what the target has for the rows of its edges. Those of these rows are [E, gridDim.y, EDGE_CHANNELS], one for each group
 // of heads.
 struct TargetGrads {
     void* target;
@@ -243,6 +243,8 @@ struct BackwardTargets : Backward {
         // The logit is the parameter times <x^_i, x^_j>.
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) sums.scalar.x[h] *= norm.x[h];
+        if (writes) store_heads(grads.parameter, row, l, sums.scalar);
+#elif SUMS_SCALAR
         if (writes) store_heads(grads.parameter, row, l, sums.scalar);
 #endif
 #elif SUMS_SCALAR

@@ -2,8 +2,8 @@
 #include "segment/segment.cuh"
 
 #define BACKWARD_PARAMETERS                                                                                          \
-    INPUT_PARAMETERS, const out_t *out, const u16 *arg_max, const u16 *arg_min, const float *num_max,                \
-        const float *num_min, const out_t *grad_out
+    INPUT_PARAMETERS, const storage_t *out, KEPT_PARAMETERS(const), const storage_t *grad_out, const float *slope,   \
+        const float *offset
 
 // The state of a row: GRADIENTS sums.
 struct Sums {

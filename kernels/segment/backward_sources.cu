@@ -1,19 +1,21 @@
 // Backward of the aggregation over the rows of the CSC (sources): gradients of value, key and edge. The gradient of the
 // message m = a_j m_ij is
 //
-//   g_ij = t_i (dO_i,sum + 2 m dO_i,squares) + [m = max_i] dO_i,max / number of edges that have it + the same of min
+//   g_ij = t_i dO_i,sum + t_i dO_i,mean / n_i + [m = max_i] dO_i,max / number of edges that have it + the same of min
+//          + dO_i,mul O_i,mul / m
 //
-// where the extremes are looked at only for messages of their key.
+// where the extremes are looked at only for messages of their key, and the last term is dO_i,mul times the product of the
+// others for an m of 0. With MOMENTS the sum and the mean are part of slope_i m + offset_i, see backward_nodes.cu.
 #define GRADIENTS (1 + HAS_KEY)
 #include "segment/backward.cuh"
 
 // Whether a message is the same for all edges of its source.
 #define IS_OF_SOURCE (EDGE == 0 && !HAS_KEY && !HAS_TARGET)
 
-struct Extremes {
-    const out_t* out;
+struct Kept {
+    const storage_t* out;
     const u16 *arg_max, *arg_min;
-    const float *num_max, *num_min;
+    const float *num_max, *num_min, *others, *slope, *offset;
 };
 
 struct Grads {
@@ -22,26 +24,27 @@ struct Grads {
 };
 
 struct Targets {
-    OutPack sums[ROOM(SUMS)][UNROLL];
+    Packed sums[MOMENTS ? 1 : ROOM(SUMS)][UNROLL];
+    Fragment slope[MOMENTS ? UNROLL : 1], offset[MOMENTS ? UNROLL : 1];
+    Packed product[MUL ? UNROLL : 1], product_grad[MUL ? UNROLL : 1];
     Args args[ROOM(EXTREMES)][UNROLL];
     Packed targets[HAS_TARGET ? UNROLL : 1];
     EdgeOperand edges;
-    float scale[UNROLL];
+    float scale[ROOM(SUMS)][UNROLL];
 };
 
 struct BackwardSources : Backward {
     typedef Targets Loaded;
 
-    const Extremes& extremes;
+    const Kept& kept;
     const Grads& grads;
-    const out_t* grad_out;
+    const storage_t* grad_out;
     Fragment own_value, own_key;
     float own_scale;
     Args own_keys;
 
-    __device__ __forceinline__ BackwardSources(const Inputs& in, const Lanes& l, const Extremes& extremes,
-                                               const Grads& grads)
-        : Backward{in, l}, extremes(extremes), grads(grads) {}
+    __device__ __forceinline__ BackwardSources(const Inputs& in, const Lanes& l, const Kept& kept, const Grads& grads)
+        : Backward{in, l}, kept(kept), grads(grads) {}
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own_value = zero_fragment();
@@ -62,12 +65,22 @@ struct BackwardSources : Backward {
         for (int u = 0; u < UNROLL; ++u) {
             const int col = step.edge[u].col;
 #pragma unroll
-            for (int k = 0; k < SUMS; ++k) t.sums[k][u] = load_out(grad_out, k, col, l);
-            if (MAX) t.args[0][u] = load_args(extremes.arg_max, col, l);
-            if (MIN) t.args[MAX ? 1 : 0][u] = load_args(extremes.arg_min, col, l);
+            for (int k = 0; k < (MOMENTS ? 0 : SUMS); ++k) {
+                t.sums[k][u] = load_out(grad_out, SUM_PLACE(k), col, l);
+                t.scale[k][u] = target_scale_of(in, col, k);
+            }
+            if (MOMENTS) {
+                t.slope[MOMENTS ? u : 0] = load_fragment_fp32(kept.slope, col, l);
+                t.offset[MOMENTS ? u : 0] = load_fragment_fp32(kept.offset, col, l);
+            }
+            if (MUL) {
+                t.product[MUL ? u : 0] = load_out(kept.out, AT_MUL, col, l);
+                t.product_grad[MUL ? u : 0] = load_out(grad_out, AT_MUL, col, l);
+            }
+            if (MAX) t.args[0][u] = load_args(kept.arg_max, col, l);
+            if (MIN) t.args[MAX ? 1 : 0][u] = load_args(kept.arg_min, col, l);
             if (HAS_TARGET) t.targets[HAS_TARGET ? u : 0] = load_packed(at_lane(in.target, l), col, l);
             if (READS_MESSAGES) t.edges.load(in.edge, u, step.edge[u].perm, l);
-            t.scale[u] = target_scale_of(in, col);
         }
         return t;
     }
@@ -78,8 +91,8 @@ struct BackwardSources : Backward {
         for (; bits != 0; bits &= bits - 1) {
             const int channel = channel_of(__ffs(bits) - 1);
             const int place = l.offset + vec_offset(0, channel / VEC) + channel % VEC;
-            const i64 at = (i64)row * OUT_STRIDE + (SUMS + k) * ROW_STRIDE + place;
-            const float best = out_number(extremes.out, at);
+            const i64 at = (i64)row * OUT_STRIDE + EXTREME_PLACE(k) * ROW_STRIDE + place;
+            const float best = out_number(kept.out, at);
             float grad = out_number(grad_out, at);
             bool tied = false;
 #pragma unroll
@@ -87,7 +100,7 @@ struct BackwardSources : Backward {
                 if (c == channel) tied = args.words[c / VEC][c % VEC / 2] >> 16 * (c % VEC % 2) & TIED;
             }
             if (tied) {
-                grad /= __ldg((k == 0 && MAX ? extremes.num_max : extremes.num_min) + (i64)row * ROW_STRIDE + place);
+                grad /= __ldg((k == 0 && MAX ? kept.num_max : kept.num_min) + (i64)row * ROW_STRIDE + place);
             }
 #pragma unroll
             for (int c = 0; c < LANE_ELEMS; ++c) {
@@ -110,7 +123,7 @@ struct BackwardSources : Backward {
             };
             Fragment m = zero_fragment();
             for_each_channel(l, [&](int h, int c, int) {
-                if (SQUARES || EXTREMES) m.x[h][c] = message_of(operands(h, c), own_scale);
+                if (MOMENTS || EXTREMES || MUL) m.x[h][c] = message_of(operands(h, c), own_scale);
             });
             u32 bits[ROOM(EXTREMES)] = {};
 #pragma unroll
@@ -118,16 +131,31 @@ struct BackwardSources : Backward {
                 if (counts) bits[k] = t.args[k][u].matches(IS_OF_SOURCE ? own_keys : keys_of(m), l);
             }
             // Most edges give nothing to an extreme.
-            if (SUMS == 0 && EDGE == 0 && (bits[0] | bits[EXTREMES > 1 ? 1 : 0]) == 0) continue;
+            if (STATS == EXTREMES && EDGE == 0 && (bits[0] | bits[EXTREMES > 1 ? 1 : 0]) == 0) continue;
 
-            Fragment grads_of[ROOM(SUMS)], edge_grad, g = zero_fragment();
-#pragma unroll
-            for (int k = 0; k < SUMS; ++k) grads_of[k] = widen(t.sums[k][u]);
+            Fragment edge_grad, g = zero_fragment();
+#if MOMENTS
             for_each_channel(l, [&](int h, int c, int) {
-                if (SUM) g.x[h][c] = grads_of[0].x[h][c];
-                if (SQUARES) g.x[h][c] = fmaf(2.0f * m.x[h][c], grads_of[SUM].x[h][c], g.x[h][c]);
-                if (TARGET_SCALED) g.x[h][c] *= t.scale[u];
+                g.x[h][c] = fmaf(t.slope[u].x[h][c], m.x[h][c], t.offset[u].x[h][c]);
             });
+#else
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) {
+                const Fragment of_sum = widen(t.sums[k][u]);
+                for_each_channel(l, [&](int h, int c, int) {
+                    g.x[h][c] = fmaf(t.scale[k][u], of_sum.x[h][c], g.x[h][c]);
+                });
+            }
+#endif
+#if MUL
+            const Fragment product = widen(t.product[u]), product_grad = widen(t.product_grad[u]);
+            for_each_channel(l, [&](int h, int c, int place) {
+                const bool is_zero = m.x[h][c] == 0.0f && counts && has_vec(l, h, c / VEC);
+                const float rest = is_zero ? __ldg(kept.others + (i64)col * ROW_STRIDE + place)
+                                           : product.x[h][c] / m.x[h][c];
+                g.x[h][c] = fmaf(product_grad.x[h][c], rest, g.x[h][c]);
+            });
+#endif
 #pragma unroll
             for (int k = 0; k < EXTREMES; ++k) add_extreme(g, m, t.args[k][u], bits[k], k, col);
             float edge_sum = 0.0f;
@@ -166,10 +194,10 @@ segment_backward_sources(ADJACENCY_PARAMETERS, BACKWARD_PARAMETERS, storage_t* g
                          void* grad_edge, float* partial, float* carry) {
     const Adjacency a = ADJACENCY;
     const Inputs in = INPUTS;
-    const Extremes extremes = {out, arg_max, arg_min, num_max, num_min};
+    const Kept kept = {out, arg_max, arg_min, num_max, num_min, others, slope, offset};
     const Grads grads = {grad_key, grad_value, grad_edge};
     const Lanes l = lane_layout();
-    BackwardSources functor(in, l, extremes, grads);
+    BackwardSources functor(in, l, kept, grads);
     functor.grad_out = grad_out;
     traverse(a, l, functor, partial, carry);
 }
@@ -178,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 segment_backward_sources_merge(HEAVY_PARAMETERS, const float* partial, storage_t* grad_key, storage_t* grad_value,
                                float* carry) {
     const Inputs in = {};
-    const Extremes extremes = {};
+    const Kept kept = {};
     const Grads grads = {grad_key, grad_value, nullptr};
     const Lanes l = lane_layout();
-    merge_heavy_rows(HeavyRows HEAVY, l, BackwardSources(in, l, extremes, grads), partial, carry);
+    merge_heavy_rows(HeavyRows HEAVY, l, BackwardSources(in, l, kept, grads), partial, carry);
 }

@@ -1,4 +1,4 @@
-// Backward of the aggregation over the rows of the CSR: the gradient of the target's vector, for sums.
+// Backward of the aggregation over the rows of the CSR: the gradient of the target's vector, for sums and means.
 #define GRADIENTS 1
 #include "segment/backward.cuh"
 
@@ -11,7 +11,7 @@ struct Sources {
 struct BackwardTargets : Backward {
     typedef Sources Loaded;
 
-    const out_t* grad_out;
+    const storage_t* grad_out;
     storage_t* grad_target;
     Fragment own, grad;
 
@@ -20,9 +20,13 @@ struct BackwardTargets : Backward {
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = load_fragment(in.target, item.row, l);
-        grad = widen(load_out(grad_out, 0, item.row, l));
-        const float scale = target_scale_of(in, item.row);
-        for_each_channel(l, [&](int h, int c, int) { grad.x[h][c] *= scale; });
+        grad = zero_fragment();
+#pragma unroll
+        for (int k = 0; k < SUMS; ++k) {
+            const Fragment of_sum = widen(load_out(grad_out, SUM_PLACE(k), item.row, l));
+            const float scale = target_scale_of(in, item.row, k);
+            for_each_channel(l, [&](int h, int c, int) { grad.x[h][c] = fmaf(scale, of_sum.x[h][c], grad.x[h][c]); });
+        }
     }
 
     __device__ __forceinline__ Sources load(const Step<Index>& step) const {

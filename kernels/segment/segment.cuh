@@ -1,22 +1,26 @@
 // What the aggregation kernels share: their inputs, what a message states, and the loads of an edge.
 //
-// Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, SQUARES, MAX, MIN (which statistics there
-// are, in the order in which they lie in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
+// Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, MEAN, MAX, MIN, VAR, STD, MUL (which statistics
+// there are), AT_SUM ... AT_MUL (their places in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
 // HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), ROUNDS (messages of an extreme are
-// rounded to the storage type), READS_MESSAGES (backward depends on them), OUT_FP32 (the output is float32 whatever the storage).
+// rounded to the storage type), READS_MESSAGES (backward depends on them).
 #include "include/traversal.cuh"
 
-#define SUMS (SUM + SQUARES)
+#define SUMS (SUM + MEAN)
+#define MOMENTS (VAR + STD > 0)
 #define EXTREMES (MAX + MIN)
-#define STATS (SUMS + EXTREMES)
+#define STATS (SUMS + EXTREMES + VAR + STD + MUL)
 #define OUT_STRIDE (STATS * ROW_STRIDE)
 // Arrays have an element more than they need: none may be empty.
 #define ROOM(count) ((count) > 0 ? (count) : 1)
 
 #define INPUT_PARAMETERS                                                                                             \
     const storage_t *target, const storage_t *key, const storage_t *value, const void *edge,                         \
-        const float *source_scale, const float *target_scale
-#define INPUTS {target, key, value, edge, source_scale, target_scale}
+        const float *source_scale, const float *target_scale, const float *inverse_degree
+#define INPUTS {target, key, value, edge, source_scale, target_scale, inverse_degree}
+#define KEPT_PARAMETERS(CONST)                                                                                       \
+    CONST u16 *arg_max, CONST u16 *arg_min, CONST float *num_max, CONST float *num_min, CONST float *center,         \
+        CONST float *others
 
 struct Inputs {
     const storage_t* target;     // [num_targets, CHANNELS]
@@ -25,6 +29,7 @@ struct Inputs {
     const void* edge;            // [E, CHANNELS] storage_t or [E] fp32
     const float* source_scale;   // [num_sources], with SOURCE_SCALED
     const float* target_scale;   // [num_targets], with TARGET_SCALED
+    const float* inverse_degree; // [num_targets], with MEAN, VAR or STD: 1 / max(degree, 1)
 };
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -60,8 +65,10 @@ __device__ __forceinline__ float source_scale_of(const Inputs& in, int row) {
     return SOURCE_SCALED ? __ldg(in.source_scale + row) : 1.0f;
 }
 
-__device__ __forceinline__ float target_scale_of(const Inputs& in, int row) {
-    return TARGET_SCALED && SUMS ? __ldg(in.target_scale + row) : 1.0f;
+// What the sums of a row are multiplied by, the first of them or the second: a sum, a mean, or both in this order.
+__device__ __forceinline__ float target_scale_of(const Inputs& in, int row, int k = 0) {
+    const float scale = TARGET_SCALED && SUMS ? __ldg(in.target_scale + row) : 1.0f;
+    return MEAN && k == SUM ? scale * __ldg(in.inverse_degree + row) : scale;
 }
 
 // The edge's own operand for UNROLL edges.
@@ -94,40 +101,23 @@ struct EdgeOperand {
     }
 };
 
-// A lane's share of a row of the output, or of its gradient: statistic s of row `row`.
-#if OUT_FP32
-typedef float out_t;
-#else
-typedef storage_t out_t;
-#endif
+// Places in the output of the sums and of the extremes, as far as they are there.
+#define SUM_PLACE(k) (SUM && (k) == 0 ? AT_SUM : AT_MEAN)
+#define EXTREME_PLACE(k) (MAX && (k) == 0 ? AT_MAX : AT_MIN)
 
-// As it lies in memory, so that it waits in few registers.
-#if OUT_FP32
-typedef Fragment OutPack;
-__device__ __forceinline__ Fragment widen(const Fragment& fragment) { return fragment; }
-#else
-typedef Packed OutPack;
-#endif
-
-__device__ __forceinline__ OutPack load_out(const out_t* out, int s, int row, const Lanes& l) {
-#if OUT_FP32
-    return load_fragment_fp32(out, (i64)row * STATS + s, l);
-#else
-    return load_packed<false, OUT_STRIDE>(at_lane(out + s * ROW_STRIDE, l), row, l);
-#endif
+// A lane's share of a row of the output, or of its gradient: the statistic at `place` of row `row`.
+__device__ __forceinline__ Packed load_out(const storage_t* out, int place, int row, const Lanes& l) {
+    return load_packed<false, OUT_STRIDE>(at_lane(out + place * ROW_STRIDE, l), row, l);
 }
 
-__device__ __forceinline__ void store_out(out_t* out, int s, int row, const Lanes& l, const Fragment& fragment) {
-#if OUT_FP32
-    store_fragment_fp32(out, (i64)row * STATS + s, l, fragment);
-#else
-    store_fragment<OUT_STRIDE>(out + s * ROW_STRIDE, row, l, fragment);
-#endif
+__device__ __forceinline__ void store_out(storage_t* out, int place, int row, const Lanes& l,
+                                          const Fragment& fragment) {
+    store_fragment<OUT_STRIDE>(out + place * ROW_STRIDE, row, l, fragment);
 }
 
 // One number of it.
-__device__ __forceinline__ float out_number(const out_t* out, i64 place) {
-#if OUT_FP32 || STORAGE == 0
+__device__ __forceinline__ float out_number(const storage_t* out, i64 place) {
+#if STORAGE == 0
     return __ldg(out + place);
 #else
     return from_bits16(__ldg(out + place));

@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import norm as graph_norms
 
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph, StaticGroups
 from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
 from pyg_dfgnn.nn.gate import FusedConv
+from pyg_dfgnn.ops.eager import once_differentiable
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
@@ -106,6 +107,8 @@ class _Normalize(torch.autograd.Function):
         out = centred * scale if bias is None else torch.addcmul(bias, centred, scale)
         ctx.save_for_backward(centred, deviation, scale)
         ctx.mask = mask
+        # What a second derivative would be by.
+        ctx.cast_from, ctx.layers = ref(x if x._base is None else x._base), (weight,)
         ctx.mark_non_differentiable(mean, variance)
         return out.to(x.dtype), mean, variance
 
@@ -220,6 +223,7 @@ class Bucket:
         self.batch.num_nodes, self.batch._num_graphs = self.num_nodes, self.num_graphs
         like = batch.x if isinstance(batch.x, Tensor) else torch.empty(0, device=batch.edge_index.device)
         self.mask = RowMask(self.num_nodes, like)
+        self.groups = StaticGroups(self.batch.batch, self.num_graphs)
         self.static: StaticGraph | None = None
         if graph is not None:
             self.static = StaticGraph(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
@@ -325,6 +329,7 @@ class Buckets:
     @contextmanager
     def active(self, bucket: Bucket) -> Iterator[Data]:
         """A block in which the model leaves out the padding of a bucket; yields the padded batch."""
+        bucket.groups.put(bucket.batch.batch)
         if bucket.static is not None:
             bucket.static.register()
         for module in self.norms:

@@ -18,13 +18,13 @@ from pyg_dfgnn.dispatch.traversal import (
     side_of,
 )
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, STATS, SUMS, reads_messages
+from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, MOMENTS, STATS, SUMS, reads_messages
 from pyg_dfgnn.statements.spec import Spec
 
 
 def max_channels(stats: Sequence[str]) -> int:
     """Return the channels of one launch, whose sums of several statistics have to fit in registers; more are cut."""
-    return 512 if len(stats) == 1 else 256
+    return 512 if len(stats) == 1 and stats[0] not in MOMENTS else 256
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class SegmentProblem:
 
     Attributes:
         message: Name of a record in ``MESSAGES``.
-        stats: Some of ``STATS``, in their order.
+        stats: Some of ``STATS``, in the order of the outputs.
         channels: Features F.
         dtype: Dtype of the features.
         device: Where they live.
         source_scaled: Whether messages are scaled by a number of their source.
-        target_scaled: Whether sums are scaled by a number of their target.
+        target_scaled: Whether sums are scaled by a number of their target beside the degree.
     """
 
     message: str
@@ -57,6 +57,15 @@ class SegmentProblem:
         return self.channels * self.dtype.itemsize
 
     @property
+    def has_moments(self) -> bool:
+        """Whether there are variances or deviations, whose gradient a pass over the targets restates."""
+        return not set(self.stats).isdisjoint(MOMENTS)
+
+    def count(self, stats: Sequence[str]) -> int:
+        """Return how many of `stats` are asked for."""
+        return len(set(self.stats).intersection(stats))
+
+    @property
     def constants(self) -> dict[str, int]:
         """What every kernel of the family is specialised by."""
         message = MESSAGES[self.message]
@@ -64,14 +73,14 @@ class SegmentProblem:
         return {
             "STORAGE": STORAGE[self.dtype],
             **{stat.upper(): int(stat in self.stats) for stat in STATS},
+            **{f"AT_{stat.upper()}": self.stats.index(stat) if stat in self.stats else 0 for stat in STATS},
             "EDGE": (None, "vector", "scalar").index(message.edge),
             "HAS_KEY": int(message.key),
             "HAS_TARGET": int(message.target),
             "SOURCE_SCALED": int(self.source_scaled),
             "TARGET_SCALED": int(self.target_scaled),
-            "ROUNDS": int(self.dtype.itemsize == 2 and not is_copy and bool(set(self.stats) & set(EXTREMES))),
+            "ROUNDS": int(self.dtype.itemsize == 2 and not is_copy and self.count(EXTREMES) > 0),
             "READS_MESSAGES": int(reads_messages(message, self.stats)),
-            "OUT_FP32": int("squares" in self.stats),
         }
 
     def gathered_bytes(self, direction: str) -> int:
@@ -79,9 +88,10 @@ class SegmentProblem:
         message = MESSAGES[self.message]
         if direction != "sources":
             return self.row_bytes * (1 + message.key)
-        sums = len(set(self.stats) & set(SUMS)) * (4 if "squares" in self.stats else self.dtype.itemsize)
-        extremes = 2 * len(set(self.stats) & set(EXTREMES))
-        return self.channels * (sums + extremes) + self.row_bytes * message.target
+        numbers = self.dtype.itemsize * (self.count(SUMS) + 2 * self.count(("mul",)))
+        if self.has_moments:
+            numbers = 8 + 2 * self.dtype.itemsize * self.count(("mul",))
+        return self.channels * (numbers + 2 * self.count(EXTREMES)) + self.row_bytes * message.target
 
     def fragments(self, direction: str) -> int:
         """Numbers per channel of the state of a row."""
@@ -89,8 +99,8 @@ class SegmentProblem:
             return 1 + MESSAGES[self.message].key
         if direction == "targets":
             return 1
-        extremes = len(set(self.stats) & set(EXTREMES))
-        return len(self.stats) + (extremes if direction == "args" else 0)
+        sums = 2 if self.has_moments else min(1, self.count(SUMS))
+        return sums + (2 if direction == "args" else 1) * self.count(EXTREMES) + 2 * self.count(("mul",))
 
 
 def unsupported_reasons(problem: SegmentProblem) -> list[str]:
@@ -101,15 +111,15 @@ def unsupported_reasons(problem: SegmentProblem) -> list[str]:
     most = max_channels(problem.stats)
     if not 1 <= problem.channels <= most:
         reasons.append(f"{problem.channels} channels in one launch, the kernels take 1 to {most}")
-    if MESSAGES[problem.message].target and problem.stats != ("sum",):
+    if MESSAGES[problem.message].target and not set(problem.stats) <= set(SUMS):
         reasons.append(f"the message {problem.message!r} is only summed or averaged")
     return reasons
 
 
-STEMS: Mapping[str, str] = MappingProxyType(
+_STEMS: Mapping[str, str] = MappingProxyType(
     {"forward": "forward", "args": "forward", "targets": "backward_targets", "sources": "backward_sources"}
 )
-"""Stem of the kernel source of each pass; "args" is the forward pass that leaves the keys of extremes."""
+"""Stem of the kernel source of each pass over edges; "args" is the forward pass that leaves what backward reads."""
 
 _CACHE_SHARE = 0.8
 """What a sweep should gather, as a share of the cache."""
@@ -128,13 +138,15 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[st
     lanes = lane_constants(1, problem.channels, problem.dtype.itemsize, wide)
     elements = lanes["LANE_VECS"] * lanes["VEC"]
     # Who looks up extremes waits for memory: more warps are better then than more edges of one.
-    looks_up = direction == "sources" and not set(problem.stats).isdisjoint(EXTREMES)
+    looks_up = direction == "sources" and problem.count(EXTREMES) > 0
     in_flight = (16 if looks_up else 32) // (elements * max(1, problem.fragments(direction) // 2))
+    unroll = max(1, min(2 if looks_up else 4, in_flight))
     return {
         **problem.constants,
         **lanes,
         "ARGS": int(direction == "args"),
-        "UNROLL": max(1, min(2 if looks_up else 4, in_flight)),
+        # A power of two, so that moments take their centers after as many edges in all passes.
+        "UNROLL": 1 << (unroll.bit_length() - 1),
         "MIN_BLOCKS": 1,
         "ORDERED": 0,
         "JOINED": 0,
@@ -143,10 +155,15 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[st
     }
 
 
+def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:
+    """Return whether a pass restates the gradient of moments, target by target."""
+    return direction == "targets" and problem.has_moments
+
+
 def _plan_pass(problem: SegmentProblem, direction: str, graph: Graph) -> RowSplitPlan:
     rows, num_columns = side_of(direction, graph)
-    constants = constants_of(problem, direction, wide=True)
-    if graph.is_static:
+    constants = constants_of(problem, direction, wide=not reads_no_edge(problem, direction))
+    if graph.is_static or reads_no_edge(problem, direction):
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return RowSplitPlan(constants, rows.max_degree, 1)
     if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
@@ -165,12 +182,15 @@ def _plan_pass(problem: SegmentProblem, direction: str, graph: Graph) -> RowSpli
 def specs_of(problem: SegmentProblem, direction: str, plan: Any) -> list[Spec]:
     """Return what is compiled for a planned pass."""
     texts = (("message.cuh", f'#include "segment/messages/{problem.message}.cuh"'),)
-    return [Spec(f"segment/{STEMS[direction]}.cu", tuple(plan.constants.items()), texts=texts)]
+    stem = "backward_nodes" if reads_no_edge(problem, direction) else _STEMS[direction]
+    return [Spec(f"segment/{stem}.cu", tuple(plan.constants.items()), texts=texts)]
 
 
 def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitPlan, gpu: Gpu) -> Cost:
     """Estimated time of the pass: nodes travel once, gathered rows come from the last-level cache."""
     rows, num_columns = side_of(direction, graph)
+    if reads_no_edge(problem, direction):
+        return Cost({"memory": rows.num_rows * (problem.row_bytes * 5 + 12) / gpu.memory_bytes_per_s})
     edge_bytes = {0: 4, 1: 8 + problem.row_bytes, 2: 12}[plan.constants["EDGE"]]
     moved = rows.num_rows * problem.row_bytes * len(problem.stats) + num_columns * problem.gathered_bytes(direction)
     return Cost(

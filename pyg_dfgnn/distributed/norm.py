@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.ops.eager import once_differentiable
 
 # torch 2.13 renames the function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,7 +7,7 @@ from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.relations import CompactRows, compact_rows
-from pyg_dfgnn.graph.static import StaticGraph
+from pyg_dfgnn.graph.static import StaticGraph, StaticGroups
 
 __all__ = [
     "Adjacency",
@@ -20,5 +20,6 @@ __all__ = [
     "Graph",
     "SortEdges",
     "StaticGraph",
+    "StaticGroups",
     "compact_rows",
 ]

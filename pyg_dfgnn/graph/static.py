@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph.adjacency import Adjacency
+from pyg_dfgnn.graph.adjacency import Adjacency, offsets
 from pyg_dfgnn.graph.block_sparse import KEY, SIMPLE, BlockSparse, block_count, of
 from pyg_dfgnn.graph.build import Built
 from pyg_dfgnn.graph.derived import Value
@@ -179,6 +179,37 @@ class StaticGraph(Graph):
         idle.zero_()
         idle[:, 0] = first.clamp(max=self.num_dst)
         idle[:, 1] = (first + rows).clamp(max=self.num_dst)
+
+
+class StaticGroups(Graph):
+    """The graph of a reduction over groups of consecutive rows, at fixed addresses while other groups are put in.
+
+    Args:
+        index: Group of each row, ascending, int64 or int32 [N]; its values may change. Only weakly referred to.
+        num_groups: Number of groups.
+    """
+
+    is_static = True
+
+    def __init__(self, index: Tensor, num_groups: int) -> None:
+        count = index.numel()
+        rows = torch.arange(count + 1, dtype=torch.int32, device=index.device)
+        by_group = Adjacency(torch.zeros_like(rows[:1]).repeat(num_groups + 1), rows[:-1], rows[:-1], count, count)
+        by_row = Adjacency(rows, torch.zeros_like(rows[:-1]), rows[:-1], num_groups, 1, "sources", "targets")
+        super().__init__(Built(by_group, by_row, source_sorted=True), (index,), (num_groups,))
+        self.pin()
+
+    @property
+    def edge_index(self) -> Tensor:
+        """The edges as they are now, int64 [2, N]: row 0 the rows, row 1 their groups."""
+        return torch.stack([self.csc.perm.long(), self.csc.col.long()])
+
+    def put(self, index: Tensor) -> None:
+        """Take the groups that the index now holds, and let reductions find the graph until its next edit."""
+        self.csr.rowptr.copy_(offsets(index, self.num_dst))
+        self.csc.col.copy_(index)
+        self._versions = (index._version,)
+        keep(self, (index,), self._sizes)
 
 
 def _facts(batch: Graph) -> BatchFacts:

@@ -32,6 +32,7 @@ from pyg_dfgnn.nn.conv import (
     ResGatedGraphConv,
     SAGEConv,
     SGConv,
+    SuperGATConv,
     TAGConv,
     TransformerConv,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "SoftmaxAggregation",
     "StdAggregation",
     "SumAggregation",
+    "SuperGATConv",
     "TAGConv",
     "TransformerConv",
     "VarAggregation",

@@ -31,6 +31,7 @@ _STATISTICS = {
     aggr.MeanAggregation: "mean",
     aggr.MaxAggregation: "max",
     aggr.MinAggregation: "min",
+    aggr.MulAggregation: "mul",
     aggr.VarAggregation: "var",
     aggr.StdAggregation: "std",
 }

@@ -20,19 +20,18 @@ from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
-from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
-from pyg_dfgnn.statements.segment import EXTREMES
+from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
-NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATISTICS}}
+NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}
 """Statistics with kernels, by PyG's names of reductions."""
 
 
 def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
-    """Return what is asked of the kernels: wider features are cut, and sums that are averaged are divided."""
-    parts = parts_of(stats)
-    channels = min(x.movedim(dim, 0).shape[1:].numel(), max_channels(parts))
-    divides = "sum" not in stats and not {"mean", "var", "std"}.isdisjoint(stats)
-    return SegmentProblem("copy", parts, channels, x.dtype, device, target_scaled=divides)
+    """Return what is asked of the kernels: wider features are cut."""
+    names = tuple(dict.fromkeys(stats))
+    channels = min(x.movedim(dim, 0).shape[1:].numel(), max_channels(names))
+    return SegmentProblem("copy", names, channels, x.dtype, device)
 
 
 def reasons_against(

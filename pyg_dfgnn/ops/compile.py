@@ -226,7 +226,7 @@ def _backward(
         text.bring(output_grads[place])
     layout = text.shape.interleaved
     for value in statement.scratch:
-        text.allocate(value, "row_stats" if value.dtype == "float32" else near, passes[0])
+        text.allocate(value, near, passes[0])
     if layout is not None:
         layout.allocate_gradients(text)
     results: dict[str, str] = {}

@@ -7,40 +7,33 @@ All functions run on CPU tensors and in float64 through the reference implementa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, specs_of
+from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, reads_no_edge, specs_of
 from pyg_dfgnn.dispatch.traversal import side_of
-from pyg_dfgnn.errors import check_choice, check_shape, check_tensor
+from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import finished
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
-from pyg_dfgnn.ops.traversal import TraversalLaunch
+from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
 from pyg_dfgnn.runtime.cusparse import SpMM
 from pyg_dfgnn.settings import Settings
-from pyg_dfgnn.statements.segment import EXTREMES, MESSAGES, STATS, SUMS, statement_of
+from pyg_dfgnn.statements.segment import AVERAGES, MESSAGES, MOMENTS, STATS, SUMS, statement_of
 
-STATISTICS = ("sum", "mean", "max", "min", "var", "std")
-"""Statistics of :func:`aggregate`."""
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    "sum": ("sum",),
-    "mean": ("sum",),
-    "max": ("max",),
-    "min": ("min",),
-    "var": ("sum", "squares"),
-    "std": ("sum", "squares"),
-}
-
-
-_COUNT = {"forward": 11, "args": 11, "targets": 13, "sources": 15}
+_COUNT = {"forward": 14, "args": 14, "targets": 18, "sources": 20}
 """Arguments of the statement's pass that the kernel takes."""
-_MERGED = {"forward": (5, 6, 7, 8, 9, 10), "args": (5, 6, 7, 8, 9, 10), "targets": (12,), "sources": (12, 13)}
+_MERGED = {
+    "forward": tuple(range(5, 14)),
+    "args": tuple(range(5, 14)),
+    "targets": (17,),
+    "sources": (17, 18),
+}
 """Places of the arguments that the merge kernel takes between its two states."""
+_OF_NODES = (6, 7, 12, 14, 15, 16)
+"""Those that the pass over targets of moments takes."""
 
 
 class CusparseLaunch:
@@ -54,7 +47,7 @@ class CusparseLaunch:
     def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device = plan, graph.device
         side, num_cols = side_of(direction, graph)
-        self._places = (2, 6) if direction == "forward" else (11, 13)
+        self._places = (2, 7) if direction == "forward" else (14, 18)
 
         def ones() -> Tensor:
             return finished(torch.ones(graph.num_edges, dtype=problem.dtype, device=graph.device))
@@ -96,26 +89,24 @@ def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, fl
         return CusparseLaunch(problem, direction, plan, graph)
     (spec,) = specs_of(problem, direction, plan)
     entry = "segment_" + spec.path.removeprefix("segment/").removesuffix(".cu")
-    elements = problem.fragments(direction) * problem.channels
+    if reads_no_edge(problem, direction):
+        return NodeLaunch(plan, graph, NodeKernel(spec, entry), _OF_NODES)
+    counted = direction in ("forward", "args") and problem.has_moments
+    elements = problem.fragments(direction) * problem.channels + counted
     return TraversalLaunch(plan, direction, graph, spec, entry, elements, _COUNT[direction], _MERGED[direction])
 
 
 def _op_of(message: str, stats: tuple[str, ...]) -> Op:
-    """Return the op of a message and some of the statistics that kernels compute."""
+    """Return the op of a message and some of ``STATS``."""
 
     def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> SegmentProblem:
         value, scaled = inputs["value"], [inputs[f"{side}_scale"] is not None for side in ("source", "target")]
         return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled)
 
     def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
-        return frozenset({"args"}) if set(stats) & set(EXTREMES) else frozenset()
+        return frozenset({"args"}) if set(stats) - set(SUMS) else frozenset()
 
     return Op(statement_of(MESSAGES[message], stats), FAMILY, problem, prepare, optional=optional)
-
-
-# Made at once, so that torch.compile only looks them up.
-_SUBSETS = [subset for size in range(1, len(STATS) + 1) for subset in combinations(STATS, size)]
-_ops = {(message, subset): _op_of(message, subset) for message in MESSAGES for subset in _SUBSETS}
 
 
 def aggregate(
@@ -134,15 +125,16 @@ def aggregate(
 
     .. math:: O_{is} = \mathrm{stat}_s \{ a_j \, m_{ij} : j \in N(i) \}, \quad O_i = b_i \sum_j a_j \, m_{ij}
 
-    The variance is :math:`E[m^2] - E[m]^2` and the standard deviation :math:`\sqrt{\max(var, 10^{-5})}`, or 0 where
-    that is at most :math:`\sqrt{10^{-5}}`, as PyG has them. A target without edges gets zeros. Gradients of a maximum
-    or minimum are shared evenly among its ties, as torch's `scatter_reduce` does.
+    The variance is :math:`E[(m - E[m])^2]` and the standard deviation :math:`\sqrt{\max(var, 10^{-5})}`, or 0 where
+    that is at most :math:`\sqrt{10^{-5}}`, as PyG has it. A target without edges gets zeros, and 1 for a product.
+    Gradients of a maximum or minimum are shared evenly among its ties, and those of a product of zeros are what torch's
+    `scatter_reduce` gives.
 
     Args:
         graph: The edges; of :meth:`~pyg_dfgnn.graph.Graph.of_index` or :meth:`~pyg_dfgnn.graph.Graph.of_ptr` for a
             reduction of the rows of `x`.
         x: Features :math:`v` of the sources, shape [N_src, F].
-        stats: One of ``STATISTICS``, or a sequence of them.
+        stats: One of ``STATS``, or a sequence of them.
         message: `"copy"` for :math:`v_j`, `"weight"` for :math:`e_{ij} v_j`, `"add"` for :math:`v_j + e_{ij}`,
             `"relu_add"` for :math:`\max(v_j + e_{ij}, 0)`, `"gate"` for :math:`\sigma(t_i + k_j) v_j`.
         edge: Shape [E] for `"weight"`, [E, F] for `"add"` and `"relu_add"`, in the order of ``graph.edge_index``.
@@ -159,65 +151,51 @@ def aggregate(
         ValueError: A shape, device or name does not fit, or the message needs an input that is None.
     """
     names = (stats,) if isinstance(stats, str) else tuple(stats)
-    parts, divides, moments, reads = _request(names, message)
+    distinct, reads, places = _request(names, message)
     # Tuples that torch.compile of torch 2.11 cannot compare.
     if (edge is None) is not reads[0] or (key is None) is not reads[1] or (target is None) is not reads[2]:
         _refuse_operands(message, edge=edge, key=key, target=target)
     graph, _ = check_graph(graph)
-    if moments and target_scale is not None:
+    if target_scale is not None and not set(names).isdisjoint(MOMENTS):
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
-    scale = target_scale
-    if divides:
-        scale = inverse_degree(graph)
-        if target_scale is not None:
-            check_tensor("target_scale", target_scale)
-            check_shape("target_scale", target_scale, (graph.num_dst,), f"[N_dst={graph.num_dst}]")
-            scale = scale * target_scale
-    scales = {"source_scale": source_scale, "target_scale": scale}
-    out = _run(
-        _ops[message, parts],
-        max_channels(parts),
-        graph,
-        {"value": x, "edge": edge, "key": key, "target": target},
-        scales,
-    )
-    if len(names) == 1 and not moments:
-        return out if isinstance(stats, str) else out.unsqueeze(1)
-    sums = dict(zip(parts, out.unbind(1) if len(parts) > 1 else (out,), strict=True))
-    means = sums
-    if not divides and names != ("sum",):
-        inverse = inverse_degree(graph).unsqueeze(1)
-        means = {part: total * inverse if part in SUMS else total for part, total in sums.items()}
-    dtype = reduce(
-        torch.promote_types, (v.dtype for v in (edge, key, target) if v is not None and v.dim() > 1), x.dtype
-    )
-    outputs = [_statistic(name, sums if name == "sum" else means).to(dtype) for name in names]
-    return outputs[0] if isinstance(stats, str) else torch.stack(outputs, dim=1)
+    scales = {
+        "source_scale": source_scale,
+        "target_scale": target_scale,
+        "inverse_degree": None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph),
+    }
+    vectors = {"value": x, "edge": edge, "key": key, "target": target}
+    out = _run(_ops[message, distinct], max_channels(distinct), graph, vectors, scales)
+    if isinstance(stats, str):
+        return out
+    if len(distinct) == 1:
+        out = out.unsqueeze(1)
+    return out if places is None else out[:, places]
 
 
-_requests: dict[Any, tuple[tuple[str, ...], bool, bool, tuple[bool, bool, bool]]] = {}
+_requests: dict[Any, tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]] = {}
+_ops: dict[tuple[str, tuple[str, ...]], Op] = {}
 
 
 @torch.compiler.assume_constant_result
-def _request(names: tuple[str, ...], message: str) -> tuple[tuple[str, ...], bool, bool, tuple[bool, bool, bool]]:
-    """Return what follows from the names of a call of :func:`aggregate`, found once.
+def _request(names: tuple[str, ...], message: str) -> tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]:
+    """Return what follows from the names of a call of :func:`aggregate`, worked out once, and make its op.
 
     Returns:
-        What kernels compute, whether they divide by the degree, whether moments are made of it, and whether edge, key
-        and target are absent.
+        The distinct names, whether edge, key and target are absent, and the place of each name where one repeats.
     """
     known = _requests.get((names, message))
     if known is None:
         if not names:
-            raise ValueError(f"'stats' needs at least one of {', '.join(STATISTICS)} (got none)")
+            raise ValueError(f"'stats' needs at least one of {', '.join(STATS)} (got none)")
         for name in names:
-            check_choice("stats", name, STATISTICS)
+            check_choice("stats", name, STATS)
         check_choice("message", message, tuple(MESSAGES))
         record = MESSAGES[message]
-        # Next to a sum, means are made of that.
-        divides = not {"mean", "var", "std"}.isdisjoint(names) and "sum" not in names
-        absent = record.edge is None, not record.key, not record.target
-        known = parts_of(names), divides, not {"var", "std"}.isdisjoint(names), absent
+        distinct = tuple(dict.fromkeys(names))
+        places = None if distinct == names else [distinct.index(name) for name in names]
+        known = distinct, (record.edge is None, not record.key, not record.target), places
+        if (message, distinct) not in _ops:
+            _ops[message, distinct] = _op_of(message, distinct)
         _requests[names, message] = known
     return known
 
@@ -231,23 +209,6 @@ def _refuse_operands(message: str, **operands: Tensor | None) -> None:
                 f"{name!r} needs {'a tensor' if is_read else 'None'} for the message {message!r} "
                 f"(got {'None' if tensor is None else 'a tensor'})"
             )
-
-
-def parts_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return what kernels compute for some of ``STATISTICS``: names of ``STATS``, in their order."""
-    wanted = {part for name in names for part in _PARTS[name]}
-    return tuple(part for part in STATS if part in wanted)
-
-
-def _statistic(name: str, by_part: Mapping[str, Tensor]) -> Tensor:
-    """Return a statistic of :func:`aggregate` from what the kernels computed."""
-    if name in ("var", "std"):
-        variance = by_part["squares"] - by_part["sum"] * by_part["sum"]
-        if name == "var":
-            return variance
-        deviation = variance.clamp(min=1e-5).sqrt()
-        return deviation.masked_fill(deviation <= 1e-5**0.5, 0.0)
-    return by_part[_PARTS[name][0]]
 
 
 def _run(

@@ -147,8 +147,8 @@ def _gradients(score: Score, edge_rows: bool) -> list[Gradient]:
     if score.key:
         gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
     if score.node_scalars == "input":
-        if not score.target:
-            gradients.append(Gradient("target_scalars", Value("grad_target", "targets", like="target_scalars")))
+        name = "grad_parameter_rows" if score.target else "grad_target"
+        gradients.append(Gradient("target_scalars", Value(name, "targets", like="target_scalars")))
         gradients.append(Gradient("source_scalars", Value("grad_source", "sources", like="source_scalars")))
     if score.parameter == () and "parameter" in score.gradients:
         gradients.append(Gradient("parameter", Value("grad_parameter_rows", "targets", ("H",), "float32"), "all"))

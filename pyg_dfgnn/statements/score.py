@@ -113,8 +113,6 @@ class Score:
             raise ValueError(f"'edge_in_value' needs edge='vector' (got edge={self.edge!r})")
         if self.takes_edge_rows and not (self.target and self.key and self.parameter is None):
             raise ValueError("'takes_edge_rows' needs vectors of target and source, and no parameter")
-        if self.target and self.node_scalars == "input":
-            raise ValueError("'node_scalars' needs None or 'inverse_norm' next to a target vector (got 'input')")
         if self.parameter == () and self.node_scalars != "inverse_norm":
             raise ValueError("'parameter' of shape () needs node_scalars='inverse_norm', whose logit it multiplies")
         unknown = set(self.gradients) - {*EdgeOperands._fields[:7]}

@@ -17,7 +17,18 @@ from pyg_dfgnn.statements.tuning import (
     Unroll,
 )
 
-__all__ = ["ADD", "COSINE", "DOT", "GATV2", "SCORES", "EdgeOperands", "Score", "register"]
+__all__ = [
+    "ADD",
+    "COSINE",
+    "DOT",
+    "GATV2",
+    "SCORES",
+    "SUPERGAT_MX",
+    "SUPERGAT_SD",
+    "EdgeOperands",
+    "Score",
+    "register",
+]
 
 _scores: dict[str, Score] = {}
 SCORES: Mapping[str, Score] = MappingProxyType(_scores)
@@ -69,6 +80,17 @@ def _gatv2_logits(o: EdgeOperands) -> Tensor:
     if o.edge is not None:
         hidden = hidden + o.edge
     return (F.leaky_relu(hidden, o.slope) * o.parameter).sum(dim=-1)
+
+
+def _supergat_mx_logits(o: EdgeOperands) -> Tensor:
+    assert o.target is not None and o.target_scalars is not None and o.source_scalars is not None
+    gate = (o.target * o.value).sum(dim=-1).sigmoid()
+    return F.leaky_relu((o.target_scalars + o.source_scalars) * gate, o.slope)
+
+
+def _supergat_sd_logits(o: EdgeOperands) -> Tensor:
+    assert o.target is not None
+    return F.leaky_relu((o.target * o.value).sum(dim=-1) * o.scale, o.slope)
 
 
 DOT = register(
@@ -334,3 +356,28 @@ GATV2 = register(
     )
 )
 """``S_ij = <a, leaky_relu(l_i + r_j + e_ij)>``, with the values ``r_j``."""
+
+SUPERGAT_MX = register(
+    Score(
+        name="supergat_mx",
+        source="attention/scores/supergat_mx.cuh",
+        reference=_supergat_mx_logits,
+        target=True,
+        node_scalars="input",
+        numbers=("slope",),
+        gradients=("target", "value", "target_scalars", "source_scalars"),
+    )
+)
+"""``S_ij = leaky_relu((l_i + r_j) sigmoid(<x_i, x_j>))``, with scalars per node and the values ``x_j``."""
+
+SUPERGAT_SD = register(
+    Score(
+        name="supergat_sd",
+        source="attention/scores/supergat_sd.cuh",
+        reference=_supergat_sd_logits,
+        target=True,
+        numbers=("scale", "slope"),
+        gradients=("target", "value"),
+    )
+)
+"""``S_ij = leaky_relu(scale * <x_i, x_j>)``, with the values ``x_j``."""

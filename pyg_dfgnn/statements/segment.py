@@ -17,10 +17,13 @@ from torch import Tensor
 
 from pyg_dfgnn.statements.op import Gradient, Pass, Statement, Value
 
-STATS = ("sum", "squares", "max", "min")
-"""Statistics that kernels compute, in the order of their outputs; those of ``SUMS`` are scaled, the others are not."""
-SUMS = STATS[:2]
-EXTREMES = STATS[2:]
+STATS = ("sum", "mean", "max", "min", "var", "std", "mul")
+"""Statistics that kernels compute; those of ``SUMS`` are scaled, the others are not."""
+SUMS, EXTREMES, MOMENTS = STATS[:2], STATS[2:4], STATS[4:6]
+AVERAGES = ("mean", *MOMENTS)
+"""Statistics that divide by the degree."""
+LEAST_VARIANCE = 1e-5
+"""Variance up to which PyG's standard deviation is 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +78,14 @@ GATE = Message("gate", _gate, key=True, target=True)
 MESSAGES = MappingProxyType({message.name: message for message in (COPY, WEIGHT, ADD, RELU_ADD, GATE)})
 """Every message by its name."""
 
-_INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale")
-FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", "arg_max", "arg_min", "num_max", "num_min"))
+_INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale", "inverse_degree")
+_KEPT = ("arg_max", "arg_min", "num_max", "num_min", "center", "others")
+FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", *_KEPT))
 
 
 def reads_messages(message: Message, stats: Sequence[str]) -> bool:
     """Return whether backward needs the messages: the gradient of a plain sum of them does not depend on them."""
-    return tuple(stats) != ("sum",) or message not in (COPY, ADD)
+    return not set(stats) <= set(SUMS) or message not in (COPY, ADD)
 
 
 def statement_of(message: Message, stats: Sequence[str]) -> Statement:
@@ -89,16 +93,15 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
 
     Args:
         message: What an edge sends.
-        stats: Some of ``STATS``, in their order.
+        stats: Some of ``STATS``, in the order of the outputs.
     """
-    # Only extremes are looked up in the output.
-    out = "out" if set(stats) & set(EXTREMES) else ""
+    has = set(stats).intersection
+    extremes, has_moments = [stat for stat in EXTREMES if stat in stats], bool(has(MOMENTS))
     reads = reads_messages(message, stats)
     read = tuple(name if reads or name not in ("value", "edge") else "" for name in _INPUTS)
-    known = (*read, out, "arg_max", "arg_min", "num_max", "num_min", "grad_out")
+    known = (*read, "out" if has((*EXTREMES, "std", "mul")) else "", *_KEPT, "grad_out", "slope", "offset")
     targets = Pass("targets", "targets", "sources", (*known, "grad_target"))
     sources = Pass("sources", "sources", "targets", (*known, "grad_key", "grad_value", "grad_edge"))
-    extremes = [stat for stat in stats if stat in EXTREMES]
     edge_shape, edge_dtype = (("C",), "features") if message.edge == "vector" else ((), "float32")
     inputs = (
         Value("target", "targets", ("C",), needed=message.target),
@@ -107,6 +110,7 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
         Value("edge", "edges", edge_shape, edge_dtype, needed=message.edge is not None),
         Value("source_scale", "sources", (), "float32"),
         Value("target_scale", "targets", (), "float32"),
+        Value("inverse_degree", "targets", (), "float32", needed=bool(has(AVERAGES))),
     )
     gradients = [Gradient("value", Value("grad_value", "sources", ("C",)))]
     if message.target:
@@ -115,20 +119,20 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
         gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
     if message.edge is not None:
         gradients.append(Gradient("edge", Value("grad_edge", "edges", edge_shape, edge_dtype), when="edge_grad"))
-    # Squares cancel in what is made of them: they leave in float32 whatever the features are.
-    out_dtype = "float32" if "squares" in stats else "features"
     saved = [Value(f"arg_{stat}", "targets", ("C",), "int16", when="args") for stat in extremes]
-    saved += [Value(f"num_{stat}", "targets", ("C",), "float32", when="args") for stat in extremes]
+    wide = [f"num_{stat}" for stat in extremes] + ["center"] * has_moments + ["others"] * ("mul" in stats)
+    saved += [Value(name, "targets", ("C",), "float32", when="args") for name in wide]
     return Statement(
         name=f"segment/{message.name}/{'+'.join(stats)}",
         inputs=inputs,
         numbers=(),
-        output=Value("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C"), out_dtype),
+        output=Value("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C")),
         saved=tuple(saved),
         forward=(FORWARD,),
-        backward=(targets, sources) if message.target else (sources,),
+        backward=(targets, sources) if message.target or has_moments else (sources,),
         gradients=tuple(gradients),
         reference=partial(_reference, message, stats),
+        scratch=tuple(Value(name, "targets", ("C",), "float32") for name in ("slope", "offset") if has_moments),
     )
 
 
@@ -149,16 +153,29 @@ def _reference(
     messages = messages.to(torch.promote_types(messages.dtype, torch.float32))
     if scale is not None:
         messages = messages * scale.unsqueeze(1)
-    outputs = []
-    for stat in stats:
-        if stat in SUMS:
-            terms = messages * messages if stat == "squares" else messages
-            out = messages.new_zeros((num_dst, *messages.shape[1:])).index_add(0, target, terms)
-            factor = inputs.get("target_scale")
-            outputs.append(out if factor is None else out * factor.unsqueeze(1))
-        else:
-            index = target.unsqueeze(1).expand_as(messages)
-            zeros = messages.new_zeros((num_dst, *messages.shape[1:]))
-            outputs.append(zeros.scatter_reduce(0, index, messages, f"a{stat}", include_self=False))
+    outputs = [_statistic(stat, messages, target, num_dst, inputs) for stat in stats]
     out = outputs[0] if len(outputs) == 1 else torch.stack(outputs, dim=1)
-    return out if "squares" in stats else out.to(inputs["value"].dtype), None
+    return out.to(inputs["value"].dtype), None
+
+
+def _statistic(stat: str, messages: Tensor, target: Tensor, num_dst: int, inputs: dict[str, Any]) -> Tensor:
+    """Return a statistic [N_dst, C] of the messages [E, C]."""
+    zeros = messages.new_zeros((num_dst, *messages.shape[1:]))
+    index = target.unsqueeze(1).expand_as(messages)
+    if stat == "mul":
+        return torch.ones_like(zeros).scatter_reduce(0, index, messages, "prod")
+    if stat in EXTREMES:
+        return zeros.scatter_reduce(0, index, messages, f"a{stat}", include_self=False)
+
+    def mean(terms: Tensor) -> Tensor:
+        return zeros.index_add(0, target, terms) * inputs["inverse_degree"].unsqueeze(1)
+
+    if stat in SUMS:
+        out = mean(messages) if stat == "mean" else zeros.index_add(0, target, messages)
+        factor = inputs.get("target_scale")
+        return out if factor is None else out * factor.unsqueeze(1)
+    variance = mean((messages - mean(messages)[target]).square())
+    if stat == "var":
+        return variance
+    deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
+    return deviation.masked_fill(deviation <= LEAST_VARIANCE**0.5, 0.0)

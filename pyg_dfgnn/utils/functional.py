@@ -15,10 +15,10 @@ def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = Non
         index: Group of each position of `dim`, [E], in any order.
         dim: The dimension that is reduced.
         dim_size: Number of groups G, None for the largest and one.
-        reduce: `"sum"`, `"mean"`, `"max"`, `"min"`; `"mul"` and `"any"` are PyG's own.
+        reduce: `"sum"`, `"mean"`, `"max"`, `"min"`, `"mul"`; `"any"` is PyG's own.
 
     Returns:
-        Shape [..., G, ...]; 0 for an empty group.
+        Shape [..., G, ...]; 0 for an empty group, 1 for a product.
 
     Raises:
         IndexError: A group is outside of [0, dim_size).

@@ -184,6 +184,27 @@ def test_batches_of_a_loader(on):
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@pytest.mark.parametrize("name", ["global_add_pool", "global_mean_pool", "global_max_pool"])
+def test_pools_of_batches_on_the_kernels(name, monkeypatch):
+    """Each batch refills the groups of its bucket; a graph built anew would wait for the GPU."""
+    loader = DataLoader([rated(6 + 3 * i % 11, i) for i in range(10)], batch_size=4)
+    batches = list(loader) * 3
+
+    def pooled(model, data):
+        return getattr(pyg_dfgnn.nn, name)(model(data.x), data.batch, data.num_graphs).squeeze(-1)
+
+    (left, optimizer), (right, other) = twins(lambda: nn.Linear(5, 1))
+    want, _ = by_hand(left, weighted_loss, optimizer, batches, pooled)
+    monkeypatch.setattr("pyg_dfgnn.graph.graph.build_index", None)
+    with settings(fallback="error"), emulated_device() as launched:
+        options = {"forward": pooled, "recorder": HostRecorder(other)}
+        step = capture_step(right, weighted_loss, other, loader, **options)
+        losses = torch.stack([step(batch) for batch in batches])
+    torch.testing.assert_close(losses, want, rtol=1e-4, atol=1e-5)
+    assert step.recorder.replays and "segment_backward_sources" in launched
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 def test_edge_features_of_batches_on_the_kernels():
     graphs = [SortEdges()(rated(6 + i, i)) for i in range(6)]
     resident = DeviceDataset(graphs)

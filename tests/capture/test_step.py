@@ -206,6 +206,16 @@ def test_norm_leaves_out_padding(affine, momentum):
     assert torch.equal(norm(x.bfloat16().detach()).isfinite(), torch.ones_like(x, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("by", ["x", "weight"])
+def test_norm_refuses_a_second_derivative(by):
+    norm, x = MaskedBatchNorm(3), torch.randn(6, 3, requires_grad=True)
+    norm.mask = RowMask(6, x)
+    norm.mask.set(4)
+    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.square().sum(), x if by == "x" else norm.weight)
+
+
 def test_a_batch_has_the_same_sizes_in_every_run():
     """Dropout draws for all of it, so a run that goes on elsewhere in an epoch has to find the same."""
     given = batches()

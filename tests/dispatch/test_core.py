@@ -56,7 +56,7 @@ def test_what_runs(score, dtype, size):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"score": "l2"}, "score 'l2' has no fused kernel (one of dot, cosine, add, gatv2)"),
+        ({"score": "l2"}, "score 'l2' has no fused kernel (one of dot, cosine, add, gatv2, supergat_mx, supergat_sd)"),
         ({"device": torch.device("cpu")}, "tensors are on cpu, the kernels run on CUDA devices"),
         ({"dtype": torch.float64}, "torch.float64 has no fused kernel (float32, float16, bfloat16)"),
         ({"channels": 0}, "0 channels per head, the kernels take 1 to 512"),

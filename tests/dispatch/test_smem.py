@@ -18,6 +18,7 @@ from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.scores import SCORES
 from tests.dispatch.test_core import choose
+from tests.ops.problems import SCORES as TUNED
 
 PROBLEM = AttentionProblem("dot", 1, 128, torch.float32, torch.device("cpu"), False, False)
 # Microseconds of the passes on an H200, heads and dtype: forward, targets, sources.
@@ -168,7 +169,7 @@ def test_shared_memory_of_the_kernel_itself_has_room():
     assert found.shared_bytes + 4 * found.constants["WARPS"] * 4 * 64 <= gpu.H200.shared_bytes
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", TUNED)
 def test_auto_takes_it_on_sparse_batches_and_leaves_dense_ones(score, superpixels):
     """As timed on an H200: it is the fastest forward and over sources on (e), and never on a batch of CLUSTER."""
     problem = replace(PROBLEM, score=score)

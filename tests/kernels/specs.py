@@ -34,6 +34,7 @@ from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import block_mma_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
+from tests.ops.problems import SCORES as FOUR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Heads and channels: one lane per row, odd widths, several loads per lane, several heads per lane, groups of heads.
@@ -67,7 +68,7 @@ def is_supported(row: Row) -> bool:
 
 def attention_specs() -> list[Spec]:
     """A covering set of constants for each source of the attention kernels."""
-    axes = {"score": SCORES, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
+    axes = {"score": FOUR, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
     options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
     # Calls without edge features and dropout are capped at fewer registers.
     plain = covering({**axes, "edge": [False], "dropout": [False]})
@@ -91,7 +92,7 @@ def in_mode(mode, problem, direction, wide):
 def block_specs() -> list[Spec]:
     """The row kernels whose thread blocks work together, and those that take rows in another order."""
     axes = {
-        "score": SCORES,
+        "score": FOUR,
         "dtype": DTYPES,
         "shape": ((1, 128), (8, 16), (2, 20)),
         "mode": ("joined", "ordered", "smem"),
@@ -228,7 +229,7 @@ def segment_specs() -> list[Spec]:
     """A covering set of constants for each source of the aggregation kernels."""
     axes = {
         "message": MESSAGES,
-        "stats": (("sum",), ("max",), ("squares", "min"), STATS),
+        "stats": (("sum",), ("max",), ("std", "min"), ("mul",), STATS),
         "dtype": DTYPES,
         "channels": (1, 16, 131, 256, 512),
         "wide": (False, True),
@@ -244,8 +245,8 @@ def segment_specs() -> list[Spec]:
     for row in covering(axes, fits):
         what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
         problem = SegmentProblem(*what, torch.device("cuda"), *scaled)
-        directions = ["forward", "sources"] + ["targets"] * MESSAGES[row["message"]].target
-        for direction in directions + ["args"] * ("max" in row["stats"] or "min" in row["stats"]):
+        directions = ["forward", "sources"] + ["targets"] * (MESSAGES[row["message"]].target or problem.has_moments)
+        for direction in directions + ["args"] * (row["stats"] != ("sum",)):
             constants = segment.constants_of(problem, direction, row["wide"])
             specs += segment.specs_of(problem, direction, SimpleNamespace(constants=constants))
     return specs
@@ -300,7 +301,7 @@ def label(spec: Spec) -> str:
     c = dict(spec.constants)
     if spec.path.startswith("segment/"):
         message = Path(spec.texts[0][1].strip('"')).stem
-        options = [name.lower() for name in ("SUM", "SQUARES", "MAX", "MIN", "ARGS") if c[name]]
+        options = [name.lower() for name in (*(stat.upper() for stat in STATS), "ARGS") if c[name]]
         size = f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch."), f"slots{c['EDGE_SLOTS']}"
         return "-".join([spec.path[:-3], message, *options, *size])
     if spec.path.startswith(("gemm/", "relational/")):

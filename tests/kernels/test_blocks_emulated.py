@@ -14,7 +14,6 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements.scores import SCORES
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.covering import Row, covering
@@ -30,6 +29,7 @@ from tests.kernels.problems import (
     problem_of,
     square_graph,
 )
+from tests.ops.problems import SCORES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 

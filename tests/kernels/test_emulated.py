@@ -8,7 +8,6 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements.scores import SCORES
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -25,6 +24,7 @@ from tests.kernels.problems import (
     problem_of,
     sparse_graph,
 )
+from tests.ops.problems import SCORES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 

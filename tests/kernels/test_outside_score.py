@@ -1,4 +1,4 @@
-"""Scores that are stated outside the package: a record and the text of a CUDA struct are all that they take."""
+"""Scores without a tuning: two stated outside the package, as a record and a CUDA struct, and those of SuperGAT."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ from pyg_dfgnn.reference.attention import edge_attention
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements import scores
-from pyg_dfgnn.statements.scores import EdgeOperands, Score, register
+from pyg_dfgnn.statements.scores import SUPERGAT_MX, SUPERGAT_SD, EdgeOperands, Score, register
 from tests.emu.loader import compiler
 from tests.kernels.covering import covering
 from tests.kernels.emulated import emulated_device
@@ -98,7 +98,8 @@ TANH = Score(
     gradients=("target", "key", "value", "parameter", "edge"),
 )
 SCORES = {score.name: score for score in (DISTANCE, TANH)}
-HEADS, SCALE = 8, 0.7
+UNTUNED = {**SCORES, SUPERGAT_MX.name: SUPERGAT_MX, SUPERGAT_SD.name: SUPERGAT_SD}
+HEADS, NUMBERS = 8, {"scale": 0.7, "slope": 0.2}
 
 
 def random_inputs(score: Score, graph: Graph, channels: int, dtype: torch.dtype, edge: bool) -> dict[str, Tensor]:
@@ -125,10 +126,10 @@ def fused(score: Score, graph: Graph, given: dict[str, Tensor], grad_out: Tensor
     """Output and gradients of the kernels, and the weights."""
     inputs = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
     torch.manual_seed(5)
-    found = results(ops.edge_attention(graph, score, **inputs, scale=SCALE, dropout_p=p), inputs, grad_out)
+    found = results(ops.edge_attention(graph, score, **inputs, **NUMBERS, dropout_p=p), inputs, grad_out)
     torch.manual_seed(5)
     with torch.no_grad():
-        out, weights = ops.edge_attention(graph, score, **given, scale=SCALE, dropout_p=p, return_weights=True)
+        out, weights = ops.edge_attention(graph, score, **given, **NUMBERS, dropout_p=p, return_weights=True)
     assert torch.equal(out, found["out"])
     return {**found, "weights": weights}
 
@@ -143,7 +144,7 @@ def exact(score: Score, graph: Graph, given: dict[str, Tensor], grad_out: Tensor
         if seed is None
         else dropout_factor(torch.arange(graph.num_edges, device=graph.device), HEADS, p, seed).double()
     )
-    out, weights = edge_attention(score, graph.edge_index, graph.num_dst, **wide, scale=SCALE, keep=keep)
+    out, weights = edge_attention(score, graph.edge_index, graph.num_dst, **wide, **NUMBERS, keep=keep)
     return {**results(out, wide, grad_out), "weights": weights.detach()}
 
 
@@ -167,7 +168,7 @@ def small_chunks(monkeypatch, default_settings):
 
 CASES = covering(
     {
-        "score": tuple(SCORES),
+        "score": tuple(UNTUNED),
         "dtype": (torch.float32, torch.bfloat16),
         "channels": (7, 16),
         "edge": (False, True),
@@ -186,7 +187,7 @@ DEVICES = (
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("row", CASES, ids=lambda row: "-".join(str(getattr(v, "__name__", v)) for v in row.values()))
 def test_equals_autograd_in_float64(row, device):
-    score, dtype, p = SCORES[row["score"]], row["dtype"], row["dropout"]
+    score, dtype, p = UNTUNED[row["score"]], row["dtype"], row["dropout"]
     # The graph whose sources are its targets fits in shared memory.
     schedule = "smem" if row["graph"] is square_graph else "row_split"
     settings(schedule=schedule, fallback="error")
@@ -203,9 +204,9 @@ def test_equals_autograd_in_float64(row, device):
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("stem", ["forward", "backward_targets", "backward_sources", "weights"])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", UNTUNED)
 def test_compiles_with_nvrtc(score, stem):
-    problem = row_split.AttentionProblem(score, HEADS, 16, torch.bfloat16, torch.device("cpu"), True, True)
+    problem = row_split.AttentionProblem(score, HEADS, 16, torch.bfloat16, torch.device("cpu"), score in SCORES, True)
     direction = {"backward_targets": "targets", "backward_sources": "sources"}.get(stem, "forward")
     spec = spec_of(stem, score, row_split.pass_constants(problem, direction, wide=True))
     compiled = compile_cubin(spec.source, ARCHS[-1])

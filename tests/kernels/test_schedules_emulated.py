@@ -7,12 +7,11 @@ from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements.scores import SCORES
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import batch_graph, build_graph, check, dense_graph, heavy_graph, problem_of, square_graph
-from tests.ops.problems import assert_equal
+from tests.ops.problems import SCORES, assert_equal
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 

@@ -28,6 +28,8 @@ OPTIONS = [
     ("TransformerConv", ((3, 5), 4), {"concat": False, "root_weight": False}),
     ("AGNNConv", (), {}),
     ("AGNNConv", (False,), {}),
+    ("SuperGATConv", (3, 4), {"heads": 2}),
+    ("SuperGATConv", (3, 4), {"attention_type": "SD", "concat": False}),
 ]
 
 

@@ -9,8 +9,8 @@ from torch.library import opcheck
 from pyg_dfgnn.dispatch.segment import CusparsePlan, SegmentProblem
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import segment
-from pyg_dfgnn.ops.segment import STATISTICS, aggregate
-from pyg_dfgnn.statements.segment import MESSAGES
+from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from tests.ops.problems import Recorder
 
 EDGE_INDEX = torch.tensor([[0, 2, 2, 4, 4, 1, 0], [1, 1, 1, 3, 0, 0, 0]])
@@ -85,8 +85,8 @@ def test_nothing_per_edge_is_saved(fused):
 def test_small_graphs(num_src, num_dst, edges, fused):
     graph = Graph.of(torch.zeros(2, edges, dtype=torch.int64), num_src, num_dst)
     x = torch.randn(num_src, 4, requires_grad=True)
-    out = aggregate(graph, x, STATISTICS)
-    assert out.shape == (num_dst, len(STATISTICS), 4) and out.isfinite().all()
+    out = aggregate(graph, x, STATS)
+    assert out.shape == (num_dst, len(STATS), 4) and out.isfinite().all()
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert grad.shape == x.shape and grad.isfinite().all()
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.segment import STATISTICS, aggregate
+from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import hub, random, star
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements.segment import MESSAGES
+from pyg_dfgnn.statements.segment import MESSAGES, STATS
 
 pytestmark = pytest.mark.cuda
 
@@ -71,7 +71,7 @@ def test_capture_and_replay_on_other_features():
     x = torch.randn(case.num_src, 32, device="cuda", requires_grad=True)
 
     def step():
-        out = aggregate(graph, x, STATISTICS)
+        out = aggregate(graph, x, STATS)
         return out.detach(), *torch.autograd.grad(out.sum(), x)
 
     with settings(fallback="error"):

@@ -33,13 +33,13 @@ class MinAggregation(FusedAggregation, aggr.MinAggregation):
 
 
 class MulAggregation(FusedAggregation, aggr.MulAggregation):
-    """PyG's `MulAggregation`: `prod_j x_j`. No kernel multiplies, so torch does."""
+    """PyG's `MulAggregation`: `prod_j x_j`, 1 for an empty group."""
 
     _stats = ("mul",)
 
 
 class VarAggregation(FusedAggregation, aggr.VarAggregation):
-    """PyG's `VarAggregation` in one gather: `mean_j x_j^2 - (mean_j x_j)^2`; two with `semi_grad`."""
+    """PyG's `VarAggregation` in one gather: `mean_j (x_j - mean_j x_j)^2`; two gathers with `semi_grad`."""
 
     _stats = ("var",)
 

@@ -16,6 +16,7 @@ from pyg_dfgnn.nn.conv.pna_conv import PNAConv
 from pyg_dfgnn.nn.conv.res_gated_graph_conv import ResGatedGraphConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.conv.sg_conv import SGConv
+from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
 from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
 from pyg_dfgnn.nn.drop_ins import DROP_INS
@@ -36,6 +37,7 @@ __all__ = [
     "ResGatedGraphConv",
     "SAGEConv",
     "SGConv",
+    "SuperGATConv",
     "TAGConv",
     "TransformerConv",
 ]

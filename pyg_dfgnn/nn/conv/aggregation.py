@@ -12,7 +12,8 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
-from pyg_dfgnn.ops.segment import STATISTICS, aggregate, parts_of
+from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.statements.segment import STATS
 
 
 class Sent(NamedTuple):
@@ -40,11 +41,9 @@ def _problem(
     device: torch.device,
     *_: bool,
 ) -> SegmentProblem:
-    """Return what dispatch is asked of one launch; the op cuts wider features and divides sums that are averaged."""
-    is_target_scaled = scaled or ("sum" not in names and not {"mean", "var", "std"}.isdisjoint(names))
-    parts = parts_of(names)
-    channels = min(channels, max_channels(parts))
-    return SegmentProblem(message, parts, channels, dtype, device, scaled, is_target_scaled)
+    """Return what dispatch is asked of one launch; the op cuts wider features."""
+    distinct = tuple(dict.fromkeys(names))
+    return SegmentProblem(message, distinct, min(channels, max_channels(distinct)), dtype, device, scaled, scaled)
 
 
 def is_matrix(form: str) -> bool:
@@ -66,7 +65,7 @@ class AggregationConv(FusedConv):
     _problem_type = staticmethod(_problem)
     _reasons_against = staticmethod(unsupported_reasons)
     _node_dim = -2
-    _fused_statistics = frozenset(STATISTICS)
+    _fused_statistics = frozenset(STATS)
     _message = "copy"
     """Message without a factor per edge, of those of :func:`pyg_dfgnn.ops.segment.aggregate`."""
     _is_projected = False

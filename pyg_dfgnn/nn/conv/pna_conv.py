@@ -36,6 +36,8 @@ class PNAConv(AggregationConv, conv.PNAConv):
     propagate_type = {"x": Tensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.PNAConv)
     _scaler = aggr.DegreeScalerAggregation
+    # A product of shifted messages is no shifted product.
+    _fused_statistics = AggregationConv._fused_statistics - {"mul"}
     _node_dim = 0
     _is_projected = True
 

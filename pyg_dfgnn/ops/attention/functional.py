@@ -30,7 +30,7 @@ from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.attention import statement_of
 from pyg_dfgnn.statements.op import Derived
 from pyg_dfgnn.statements.score import Score
-from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, SCORES, register
+from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, SCORES, SUPERGAT_MX, SUPERGAT_SD, register
 
 
 def op_of(score: Score, labels: Mapping[str, str], edge_rows: bool = False) -> Op:
@@ -107,6 +107,7 @@ _gatv2 = op_of(GATV2, {"target": "x_dst", "value": "x_src", "parameter": "att", 
 
 
 _ops = {DOT: _dot, COSINE: _cosine, ADD: _add, GATV2: _gatv2}
+_ops |= {score: op_of(score, {}) for score in (SUPERGAT_MX, SUPERGAT_SD)}
 
 
 def op_by_role(score: Score) -> Op:
