@@ -1,8 +1,10 @@
 // Linear maps of rows by the weight of their type:
-//   Y[s(i), h] = X[g(i), h] B[t(i), h] + b[t(i), h],   B = W, or with TRANSPOSED W^T,
-// or with SUMMED > 1, for that many heads, Y[s(i)] = sum_h X[g(i), h] B[t(i), h] + b[t(i)]. X is [., x_heads, PLACES], where
-// one head may stand for all; W is [T, w_heads, PLACES, COLUMNS], or [T, w_heads, COLUMNS, PLACES], likewise; b is [T, heads,
-// COLUMNS] or null; Y is [., heads, COLUMNS].
+//   Y[s(i), h] = X[g(i), h] B[t(i), h] + b[t(i), h],   B = W, or with TRANSPOSED W^T.
+// X is [., heads, PLACES], Y [., heads, COLUMNS], b [T, heads, COLUMNS] or null, and W [T, w_heads, PLACES, COLUMNS], with
+// TRANSPOSED [T, w_heads, COLUMNS, PLACES]; one head of W may stand for all.
+//
+// The heads of W may also lie side by side in one B, for heads = 1: those that share X as its columns, COLUMNS = w_heads *
+// HEAD_COLUMNS, or those whose results are added up as its places, PLACES = w_heads * HEAD_PLACES.
 //
 // A thread block takes the rows of an item, TILE_M at a time, and TILE_N columns of one head. The places come in chunks of
 // 64 bytes of a row, and lie in shared memory as [chunk][row or column][64 bytes]: a lane reads 16 bytes and so holds its
@@ -11,8 +13,7 @@
 #include "relational/typed_rows.cuh"
 
 #define CHUNK (4 * VECTOR)
-#define HEAD_CHUNKS ((PLACES + CHUNK - 1) / CHUNK)
-#define CHUNKS (SUMMED * HEAD_CHUNKS)
+#define CHUNKS ((PLACES + CHUNK - 1) / CHUNK)
 #define STAGE_CHUNKS (CHUNKS > 1 ? 2 : 1)
 #define STEPS ((CHUNKS + STAGE_CHUNKS - 1) / STAGE_CHUNKS)
 #define LEFT_VECTORS (TILE_M * 4)
@@ -27,36 +28,38 @@ __device__ __forceinline__ int column_of(int slot) {
     return N_FRAGMENTS == 1 ? slot : slot / 16 * 16 + slot % 8 / 2 * 4 + slot / 8 % 2 * 2 + slot % 2;
 }
 
-// Reads 16 bytes of numbers at a distance of `stride`, zeros beyond the first `left`.
-__device__ __forceinline__ uint4 load_vector(const storage_t* from, int stride, int left) {
+// Reads the first `left` numbers of 16 bytes, and zeros, from where `at(i)` says.
+template <class At>
+__device__ __forceinline__ uint4 load_vector(int left, At at) {
     u32 words[4] = {0u, 0u, 0u, 0u};
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-        if (i < left) words[i / PACKED] |= bits_of(from + i * stride) << (i % PACKED * 16);
+        if (i < left) words[i / PACKED] |= bits_of(at(i)) << (i % PACKED * 16);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Brings COUNT chunks of B's columns from `first_column` on into shared memory.
+// Brings COUNT chunks of B's columns from `first_column` on into shared memory; a head of W has `head_numbers` numbers.
 template <int COUNT>
-__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, bool is_shared, int first_chunk,
+__device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, i64 head_numbers, int first_chunk,
                                            int first_column) {
 #pragma unroll 4
     for (int v = (int)threadIdx.x; v < COUNT * RIGHT_VECTORS; v += THREADS) {
-        const int chunk = first_chunk + v / RIGHT_VECTORS, place = chunk % HEAD_CHUNKS * CHUNK + v % 4 * VECTOR;
+        const int place = (first_chunk + v / RIGHT_VECTORS) * CHUNK + v % 4 * VECTOR;
         const int column = first_column + column_of(v % RIGHT_VECTORS / 4);
-        const storage_t* const matrix = weight + (is_shared ? 0 : chunk / HEAD_CHUNKS) * ((i64)PLACES * COLUMNS);
-        const int left = column < COLUMNS && chunk < CHUNKS ? PLACES - place : 0;
-#if TRANSPOSED
-        const storage_t* const from = matrix + ((i64)column * PLACES + place);
-        if constexpr (ALIGNED) {
-            to[v] = left > 0 ? *reinterpret_cast<const uint4*>(from) : make_uint4(0u, 0u, 0u, 0u);
+        const int left = column < COLUMNS ? PLACES - place : 0;
+        const int column_head = COLUMNS == HEAD_COLUMNS ? 0 : column / HEAD_COLUMNS;
+        const storage_t* const matrix = weight + column_head * head_numbers;
+        const auto at = [&](int i) {
+            const int head = PLACES == HEAD_PLACES ? 0 : (place + i) / HEAD_PLACES;
+            const int x = place + i - head * HEAD_PLACES, y = column - column_head * HEAD_COLUMNS;
+            return matrix + (head * head_numbers + (TRANSPOSED ? (i64)y * HEAD_PLACES + x : (i64)x * HEAD_COLUMNS + y));
+        };
+        if constexpr (TRANSPOSED && HEAD_PLACES % VECTOR == 0) {
+            to[v] = left > 0 ? *reinterpret_cast<const uint4*>(at(0)) : make_uint4(0u, 0u, 0u, 0u);
         } else {
-            to[v] = load_vector(from, 1, left);
+            to[v] = load_vector(left, at);
         }
-#else
-        to[v] = load_vector(matrix + ((i64)place * COLUMNS + column), COLUMNS, left);
-#endif
     }
 }
 
@@ -88,14 +91,15 @@ __device__ __forceinline__ void add_chunk(Sums& sums, const uint4* left, const u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-segment_gemm(i64 heads, i64 x_heads, i64 w_heads, const int* items, const int* gather, const int* scatter,
-             const storage_t* x, const storage_t* w, const storage_t* bias, storage_t* y) {
+segment_gemm(i64 heads, i64 w_heads, const int* items, const int* gather, const int* scatter, const storage_t* x,
+             const storage_t* w, const storage_t* bias, storage_t* y) {
     __shared__ int from_rows[ITEM_ROWS], to_rows[ITEM_ROWS];
     const int groups = (int)heads * TILES, group = (int)blockIdx.x % groups;
     const Item item = item_of(items, groups);
     const int head = group / TILES, first_column = group % TILES * TILE_N;
     const int num_rows = item.end - item.begin, strips = (num_rows + TILE_M - 1) / TILE_M;
-    const storage_t* const weight = w + (item.type * w_heads + (w_heads == 1 ? 0 : head)) * ((i64)PLACES * COLUMNS);
+    const i64 head_numbers = w_heads == 1 ? 0 : (i64)HEAD_PLACES * HEAD_COLUMNS;
+    const storage_t* const weight = w + (item.type * w_heads * ((i64)HEAD_PLACES * HEAD_COLUMNS) + head * head_numbers);
     const int lane = (int)threadIdx.x % 32;
     uint4* const ring = shared_vectors() + (HELD ? CHUNKS * RIGHT_VECTORS : 0);
     for (int i = (int)threadIdx.x; i < num_rows; i += THREADS) {
@@ -110,28 +114,26 @@ segment_gemm(i64 heads, i64 x_heads, i64 w_heads, const int* items, const int* g
     const auto start = [&]() {
         if (next_row < num_rows) {
 #pragma unroll
-            for (int c = 0; c < STAGE_CHUNKS; ++c) {
-                const int chunk = next_chunk + c;
-                if (CHUNKS % STAGE_CHUNKS != 0 && chunk >= CHUNKS) continue;
-                const int x_head = x_heads == 1 ? 0 : SUMMED == 1 ? head : chunk / HEAD_CHUNKS;
-                const int place = chunk % HEAD_CHUNKS * CHUNK + (int)threadIdx.x % 4 * VECTOR;
-                uint4* const to = free_stage + c * LEFT_VECTORS + threadIdx.x;
+            for (int i = 0; i < LEFT_VECTORS / THREADS; ++i) {
+                const int row = next_row + ((int)threadIdx.x + i * THREADS) / 4;
+                const storage_t* from = x;
+                if (row < num_rows) from += (from_rows[row] * heads + head) * PLACES;
 #pragma unroll
-                for (int i = 0; i < LEFT_VECTORS / THREADS; ++i) {
-                    const int row = next_row + ((int)threadIdx.x + i * THREADS) / 4;
+                for (int c = 0; c < STAGE_CHUNKS; ++c) {
+                    const int chunk = next_chunk + c, place = chunk * CHUNK + (int)threadIdx.x % 4 * VECTOR;
+                    if (CHUNKS % STAGE_CHUNKS != 0 && chunk >= CHUNKS) continue;
                     const bool exists = row < num_rows && place < PLACES;
-                    const storage_t* from = x;
-                    if (exists) from += (from_rows[row] * x_heads + x_head) * PLACES + place;
+                    uint4* const to = free_stage + c * LEFT_VECTORS + threadIdx.x + i * THREADS;
                     if constexpr (ALIGNED) {
-                        copy16(to + i * THREADS, from, exists);
+                        copy16(to, exists ? from + place : x, exists);
                     } else {
-                        to[i * THREADS] = load_vector(from, 1, exists ? PLACES - place : 0);
+                        *to = load_vector(exists ? PLACES - place : 0, [&](int k) { return from + place + k; });
                     }
                 }
             }
             if constexpr (!HELD) {
                 uint4* const to = free_stage + STAGE_CHUNKS * LEFT_VECTORS;
-                load_right<STAGE_CHUNKS>(to, weight, w_heads == 1, next_chunk, first_column);
+                load_right<STAGE_CHUNKS>(to, weight, head_numbers, next_chunk, first_column);
             }
         }
         close_copies();
@@ -144,7 +146,7 @@ segment_gemm(i64 heads, i64 x_heads, i64 w_heads, const int* items, const int* g
     };
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) start();
-    if constexpr (HELD) load_right<CHUNKS>(shared_vectors(), weight, w_heads == 1, 0, first_column);
+    if constexpr (HELD) load_right<CHUNKS>(shared_vectors(), weight, head_numbers, 0, first_column);
 
     constexpr int WIDTH = N_FRAGMENTS == 1 ? 2 : 4, PIECES = 2 * N_FRAGMENTS / WIDTH;
     const int column = first_column + warp_column() + WIDTH * lane_pos();

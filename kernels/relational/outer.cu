@@ -1,5 +1,6 @@
-// Gradients of the weights of types: dW[t, h] = sum over the rows i of type t of X[g(i), h]^T G[k(i), h]. X is [., x_heads,
-// FEATURES] and G [., g_heads, CHANNELS], where one head may stand for all; dW is [T, heads, FEATURES, CHANNELS].
+// Gradients of the weights of types: dW[t, h] = sum over the rows i of type t of X[g(i), h]^T G[k(i), h]. X is [., heads,
+// FEATURES], G [., heads, CHANNELS], and dW [T, heads, FEATURES, CHANNELS]. Heads that share X lie side by side as channels,
+// for heads = 1: each has HEAD_CHANNELS of them, and FEATURES * HEAD_CHANNELS numbers of the result.
 //
 // A thread block sums the rows of an item for TILE_M features and TILE_N channels of one head, STAGE_LINES lines of rows at
 // a time: a line is one row, or two rows of 16-bit numbers whose words hold one number of each. The rows of the next stage
@@ -84,16 +85,15 @@ struct Lines {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-segment_outer(i64 heads, i64 x_heads, i64 g_heads, const int* items, const int* gather_x, const int* gather_g,
-              const storage_t* x, const storage_t* g, storage_t* dw, float* partial) {
+segment_outer(i64 heads, const int* items, const int* gather_x, const int* gather_g, const storage_t* x,
+              const storage_t* g, storage_t* dw, float* partial) {
     __shared__ int x_rows[LIST_ROWS], g_rows[LIST_ROWS];
     u32* const words = reinterpret_cast<u32*>(shared_vectors());
     const int groups = (int)heads * M_TILES * N_TILES, group = (int)blockIdx.x % groups;
     const Item item = item_of(items, groups);
     const int tile = group % (M_TILES * N_TILES), head = group / (M_TILES * N_TILES);
     const int first_feature = tile / N_TILES * TILE_M, first_channel = tile % N_TILES * TILE_N;
-    const storage_t* const left_at = x + (x_heads == 1 ? 0 : head) * FEATURES;
-    const storage_t* const right_at = g + (g_heads == 1 ? 0 : head) * CHANNELS;
+    const storage_t *const left_at = x + head * FEATURES, *const right_at = g + head * CHANNELS;
     const int part = (int)threadIdx.x / (THREADS / WARPS_K);
     Lines<TILE_M, FEATURES> left;
     Lines<TILE_N, CHANNELS> right;
@@ -109,8 +109,8 @@ segment_outer(i64 heads, i64 x_heads, i64 g_heads, const int* items, const int* 
         }
         __syncthreads();
         const auto load = [&](int first_row) {
-            left.load(left_at, x_heads * FEATURES, first_feature, x_rows, first_row, num_rows);
-            right.load(right_at, g_heads * CHANNELS, first_channel, g_rows, first_row, num_rows);
+            left.load(left_at, heads * FEATURES, first_feature, x_rows, first_row, num_rows);
+            right.load(right_at, heads * CHANNELS, first_channel, g_rows, first_row, num_rows);
         };
         load(0);
 #pragma unroll 1
@@ -164,24 +164,29 @@ segment_outer(i64 heads, i64 x_heads, i64 g_heads, const int* items, const int* 
     for (int i = 0; i < (WARPS_K - 1) * COUNT; ++i) number(sums, i % COUNT) += parts[i * STRIDE];
 #endif
 
-    const int channel = first_channel + warp_column() + 2 * lane_pos();
+    // Two channels of one head follow each other in memory.
+    constexpr int WIDTH = HEAD_CHANNELS % 2 == 0 ? 2 : 1;
+    const i64 matrix = heads * FEATURES * CHANNELS;
 #pragma unroll
     for (int i = 0; i < 2 * M_FRAGMENTS; ++i) {
         const int feature = first_feature + warp_row() + 8 * i + lane_group();
         if (feature >= FEATURES) continue;
 #pragma unroll
-        for (int n = 0; n < N_FRAGMENTS; ++n) {
-            const float pair[2] = {sums.x[i / 2][n][i % 2 * 2], sums.x[i / 2][n][i % 2 * 2 + 1]};
-            const i64 place = (head * FEATURES + feature) * (i64)CHANNELS + channel + 8 * n;
-            const i64 matrix = heads * FEATURES * CHANNELS;
+        for (int k = 0; k < 2 * N_FRAGMENTS; k += WIDTH) {
+            const int channel = first_channel + warp_column() + 2 * lane_pos() + k / 2 * 8 + k % 2;
+            if (channel >= CHANNELS) continue;
+            const int side = CHANNELS == HEAD_CHANNELS ? 0 : channel / HEAD_CHANNELS;
+            const i64 line = (i64)(head + side) * FEATURES + feature;
+            const i64 place = line * HEAD_CHANNELS + channel - side * HEAD_CHANNELS;
+            float numbers[WIDTH];
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) numbers[e] = sums.x[i / 2][k / 2][i % 2 * 2 + k % 2 + e];
             if (item.place < 0) {
-                store_numbers<CHANNELS % 2 == 0>(dw + (item.type * matrix + place), pair, CHANNELS - channel - 8 * n);
+                store_numbers<WIDTH == 2>(dw + (item.type * matrix + place), numbers, WIDTH);
                 continue;
             }
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                if (channel + 8 * n + e < CHANNELS) partial[item.place * matrix + place + e] = pair[e];
-            }
+            for (int e = 0; e < WIDTH; ++e) partial[item.place * matrix + place + e] = numbers[e];
         }
     }
 }

@@ -16,6 +16,9 @@ from pyg_dfgnn.statements.spec import Spec
 
 PRODUCTS = ("linear", "transposed", "outer")
 """`X W`, `X W^T`, and `X^T G` summed over the rows of a type."""
+FOLDS = ("none", "columns", "places", "rows")
+"""How the H heads of a weight are taken together: not at all; as columns of a result, of rows that all heads share; as
+places of one sum, where the maps of heads are added up; as features of outer products, of gradients that all share."""
 LINEAR_ROWS = 512
 """Most rows of an item of a linear map: their places are in shared memory."""
 _FEWEST_ROWS, _FEWEST_SUMMED_ROWS = 64, 128
@@ -35,6 +38,10 @@ _SPLIT_PRODUCTS = 3
 """Products of TF32 numbers that one product of split numbers takes."""
 
 
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class SegmentGemmProblem:
     """What decides the kernel of a product by type, apart from the rows.
@@ -44,7 +51,7 @@ class SegmentGemmProblem:
         features: Features K of a weight [T, H, K, N].
         channels: Channels N of it.
         heads: Heads H of it.
-        summed: Whether a linear map adds up its heads.
+        fold: One of ``FOLDS``: "none" and "columns" for any product, "places" for a linear map, "rows" for "outer".
         dtype: Dtype of rows and weights.
         device: Where they live.
         tf32: Whether factors may be rounded to TF32.
@@ -54,10 +61,25 @@ class SegmentGemmProblem:
     features: int
     channels: int
     heads: int
-    summed: bool
+    fold: str
     dtype: torch.dtype
     device: torch.device
     tf32: bool = False
+
+    @property
+    def launch_heads(self) -> int:
+        """Heads that thread blocks of their own take."""
+        return self.heads if self.fold == "none" else 1
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that a product by one type is made with, or sums up."""
+        rows, columns = self.features, self.channels
+        if self.product == "transposed":
+            rows, columns = columns, rows
+        if self.fold == "columns":
+            return rows, columns * self.heads
+        return (rows if self.fold == "none" else rows * self.heads), columns
 
     @property
     def is_current(self) -> bool:
@@ -122,12 +144,13 @@ def specs_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan) -> list[Spec]:
 
 def cost_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan, num_rows: int, num_types: int, gpu: Gpu) -> Cost:
     """Return the estimated time: rows and weights travel once, zeros that fill up tiles are multiplied too."""
-    c, heads = plan.constants, problem.heads
-    weights = num_types * heads * problem.features * problem.channels * problem.dtype.itemsize
-    moved = num_rows * heads * (problem.features + problem.channels) * problem.dtype.itemsize + weights
-    places = c.get("PLACES", c["TILE_M"])
-    products = 2 * plan.groups * places * c["TILE_N"] * (num_rows + c["TILE_M"] * num_types / 2)
-    rate = gpu.tensor_flops * (2 if problem.dtype.itemsize == 2 else 1 / (_SPLIT_PRODUCTS if problem.split else 1))
+    c, heads, itemsize = plan.constants, problem.launch_heads, problem.dtype.itemsize
+    places, columns = problem.extent
+    weights = num_types * problem.heads * problem.features * problem.channels * itemsize
+    moved = num_rows * heads * (places + columns) * itemsize + weights
+    depth = c["TILE_M"] if problem.product == "outer" else places
+    products = 2 * plan.groups * depth * c["TILE_N"] * (num_rows + c["TILE_M"] * num_types / 2)
+    rate = gpu.tensor_flops * (2 if itemsize == 2 else 1 / (_SPLIT_PRODUCTS if problem.split else 1))
     launches = 1 + (problem.product == "outer")
     return Cost(
         {"memory": moved / gpu.memory_bytes_per_s, "products": products / rate}, {"launches": launches * gpu.launch_s}
@@ -136,23 +159,11 @@ def cost_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan, num_rows: int, n
 
 def _tile(size: int, sizes: tuple[int, ...]) -> int:
     """Return the size of tiles that waste little and are few."""
-    return min(sizes, key=lambda tile: -(-size // tile) * (tile + 16))
+    return min(sizes, key=lambda tile: _ceil_div(size, tile) * (tile + 16))
 
 
 def _column_tile(columns: int) -> int:
     return _tile(columns, (64, 32, 16, 8))
-
-
-def _tiles_outer(problem: SegmentGemmProblem) -> tuple[int, int]:
-    return _tile(problem.features, (64, 32, 16)), _column_tile(problem.channels)
-
-
-def _groups(problem: SegmentGemmProblem) -> int:
-    if problem.product == "outer":
-        rows, columns = _tiles_outer(problem)
-        return problem.heads * -(-problem.features // rows) * -(-problem.channels // columns)
-    width = problem.features if problem.product == "transposed" else problem.channels
-    return (1 if problem.summed else problem.heads) * -(-width // _column_tile(width))
 
 
 def _power_of_two(n: int) -> int:
@@ -161,48 +172,52 @@ def _power_of_two(n: int) -> int:
 
 
 def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> SegmentGemmPlan:
-    places, columns = problem.features, problem.channels
-    if problem.product == "transposed":
-        places, columns = columns, places
+    places, columns = problem.extent
+    is_transposed = problem.product == "transposed"
+    head_places, head_columns = problem.features, problem.channels
+    if is_transposed:
+        head_places, head_columns = head_columns, head_places
     tile_n = _column_tile(columns)
     tile_m, warps_m, warps_n = (64, 2, 2) if tile_n == 64 else (128, 4, 1)
-    summed = problem.heads if problem.summed else 1
-    chunks = summed * -(-places * problem.dtype.itemsize // 64)
-    held = chunks * tile_n * 64 <= _HELD_BYTES
-    stage = min(chunks, 2) * 64 * (tile_m + (0 if held else tile_n))
-    groups = _groups(problem)
-    items = max(1, _LINEAR_ITEMS * gpu_of(problem.device).multiprocessors // groups)
+    chunks = _ceil_div(places * problem.dtype.itemsize, 64)
+    is_held = chunks * tile_n * 64 <= _HELD_BYTES
     constants = {
         "STORAGE": STORAGE[problem.dtype],
         "SPLIT": int(problem.split),
         "PLACES": places,
         "COLUMNS": columns,
-        "SUMMED": summed,
-        "TRANSPOSED": int(problem.product == "transposed"),
+        "HEAD_PLACES": head_places,
+        "HEAD_COLUMNS": head_columns,
+        "TRANSPOSED": int(is_transposed),
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "WARPS_M": warps_m,
         "WARPS_N": warps_n,
         "STAGES": _STAGES,
-        "HELD": int(held),
+        "HELD": int(is_held),
         "ITEM_ROWS": LINEAR_ROWS,
         # Three where split numbers and sums, or what is read of a weight, fill the registers.
-        "MIN_BLOCKS": 3 if tile_n >= 32 and (problem.split or not held) else 4,
+        "MIN_BLOCKS": 3 if tile_n >= 32 and (problem.split or not is_held) else 4,
     }
+    groups = problem.launch_heads * _ceil_div(columns, tile_n)
+    items = max(1, _LINEAR_ITEMS * gpu_of(problem.device).multiprocessors // groups)
     length = max(_FEWEST_ROWS, min(LINEAR_ROWS, _power_of_two(num_rows // items)))
-    shared_bytes = (chunks * tile_n * 64 if held else 0) + _STAGES * stage
+    stage = min(chunks, 2) * 64 * (tile_m + (0 if is_held else tile_n))
+    shared_bytes = (chunks * tile_n * 64 if is_held else 0) + _STAGES * stage
     return SegmentGemmPlan(MappingProxyType(constants), length, groups, shared_bytes)
 
 
 def _plan_outer(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> SegmentGemmPlan:
-    tile_m, tile_n = _tiles_outer(problem)
+    features, channels = problem.extent
+    tile_m, tile_n = _tile(features, (64, 32, 16)), _column_tile(channels)
     warps_n = max(1, min(_WARPS if tile_m == 16 else 2, tile_n // 16))
     warps_m = min(_WARPS // warps_n, tile_m // 16)
     constants = {
         "STORAGE": STORAGE[problem.dtype],
         "SPLIT": int(problem.split),
-        "FEATURES": problem.features,
-        "CHANNELS": problem.channels,
+        "FEATURES": features,
+        "CHANNELS": channels,
+        "HEAD_CHANNELS": problem.channels,
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "WARPS_M": warps_m,
@@ -210,12 +225,12 @@ def _plan_outer(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> S
         "WARPS_K": _WARPS // (warps_m * warps_n),
         "MIN_BLOCKS": 3 if tile_m * tile_n == 4096 else 4,
     }
-    groups = _groups(problem)
+    groups = problem.launch_heads * _ceil_div(features, tile_m) * _ceil_div(channels, tile_n)
     # Each type has an item that is not full.
     wanted = max(1, _SUMMED_ITEMS * gpu_of(problem.device).multiprocessors // groups)
     balanced = num_rows // max(wanted // 4, wanted - num_types // 2, 1)
     partial = 4 * problem.heads * problem.features * problem.channels
-    least = max(_FEWEST_SUMMED_ROWS, -(-num_rows * partial // _PARTIAL_BYTES))
+    least = max(_FEWEST_SUMMED_ROWS, _ceil_div(num_rows * partial, _PARTIAL_BYTES))
     length = max(least, min(_MOST_SUMMED_ROWS, _power_of_two(balanced)))
     shared_bytes = 2 * 4 * _STAGE_LINES * (_line(tile_m) + _line(tile_n))
     return SegmentGemmPlan(MappingProxyType(constants), length, groups, shared_bytes)

@@ -10,16 +10,16 @@ from pyg_dfgnn.dispatch.segment_gemm import SegmentGemmProblem
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def problem(product="linear", features=64, channels=64, heads=1, summed=False, dtype=torch.float32, device="cuda"):
-    return SegmentGemmProblem(product, features, channels, heads, summed, dtype, torch.device(device))
+def problem(product="linear", features=64, channels=64, heads=1, fold="none", dtype=torch.float32, device="cuda"):
+    return SegmentGemmProblem(product, features, channels, heads, fold, dtype, torch.device(device))
 
 
 @pytest.mark.parametrize("product", segment_gemm.PRODUCTS)
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 70), (64, 8), (64, 64), (256, 256), (1000, 33), (4096, 4096)], ids=str)
 def test_plans_fit_a_multiprocessor(product, sizes):
     for dtype in DTYPES:
-        for heads, summed in ((1, False), (8, False), (8, product != "outer")):
-            posed = problem(product, *sizes, heads, summed, dtype)
+        for heads, fold in ((1, "none"), (8, "none"), (8, "columns"), (8, "rows" if product == "outer" else "places")):
+            posed = problem(product, *sizes, heads, fold, dtype)
             assert not segment_gemm.unsupported_reasons(posed)
             for num_rows, num_types in ((1, 1), (26_000, 90), (161_881, 474), (3_600_000, 4), (2_000_000_000, 4)):
                 plan = segment_gemm.plan_of(posed, num_rows, num_types)
@@ -37,6 +37,15 @@ def test_narrow_maps_have_narrow_tiles():
     for product in ("linear", "outer"):
         plan = segment_gemm.plan_of(problem(product, 64, 8), 161_881, 474)
         assert plan.constants["TILE_N"] == 8 and plan.groups == 1
+
+
+def test_heads_that_share_rows_are_one_product():
+    """Eight heads of one channel fill a tile, and their rows are read once."""
+    for product in ("linear", "outer"):
+        plan = segment_gemm.plan_of(problem(product, 64, 1, 8, "columns"), 161_881, 474)
+        assert plan.constants["TILE_N"] == 8 and plan.groups == 1
+    plan = segment_gemm.plan_of(problem("transposed", 64, 1, 8, "places"), 161_881, 474)
+    assert plan.constants["PLACES"] == 8 and plan.groups == 1
 
 
 def test_partial_sums_have_bounded_memory():
@@ -60,5 +69,5 @@ def test_reasons():
 @pytest.mark.parametrize("tf32", [False, True], indirect=True)
 def test_precision_follows_torch(tf32):
     for rounded in (False, True):
-        posed = SegmentGemmProblem("linear", 64, 64, 1, False, torch.float32, torch.device("cuda"), rounded)
+        posed = SegmentGemmProblem("linear", 64, 64, 1, "none", torch.float32, torch.device("cuda"), rounded)
         assert posed.is_current == (rounded == tf32) and posed.split == (not rounded)

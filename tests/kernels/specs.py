@@ -253,17 +253,17 @@ def segment_specs() -> list[Spec]:
 
 
 def segment_gemm_specs() -> list[Spec]:
-    """Products by type: wide and narrow tiles, odd rows, a weight that is not held, heads that are added up."""
+    """Products by type: wide and narrow tiles, odd rows, a weight that is not held, heads together."""
     axes = {
         "product": segment_gemm.PRODUCTS,
         "sizes": ((64, 64), (70, 3), (8, 96), (520, 40)),
         "dtype": (*DTYPES, "tf32"),
-        "summed": (False, True),
+        "fold": segment_gemm.FOLDS,
     }
     specs = []
-    for row in covering(axes, lambda row: row["product"] != "outer" or not row["summed"]):
+    for row in covering(axes, lambda row: row["fold"] != ("places" if row["product"] == "outer" else "rows")):
         dtype, tf32 = (torch.float32, True) if row["dtype"] == "tf32" else (row["dtype"], False)
-        sizes = (*row["sizes"], 8, row["summed"], dtype, torch.device("cuda"), tf32)
+        sizes = (*row["sizes"], 8, row["fold"], dtype, torch.device("cuda"), tf32)
         problem = segment_gemm.SegmentGemmProblem(row["product"], *sizes)
         specs += segment_gemm.specs_of(problem, segment_gemm.plan_of(problem, 1 << 17, 100))
     return specs

@@ -59,7 +59,6 @@ def check_linear(
     lengths,
     sizes,
     dtype=torch.float32,
-    x_heads=None,
     w_heads=None,
     with_lists=True,
     with_bias=True,
@@ -70,11 +69,12 @@ def check_linear(
     torch.manual_seed(len(lengths))
     features, channels, heads = sizes
     rows, transposed, summed = typed_rows(lengths), options.get("transposed", False), options.get("summed", False)
+    x_heads = 1 if options.get("shared") else heads
     places, columns = (channels, features) if transposed else (features, channels)
     size = rows.num_rows + 13
     gather = listed(rows.num_rows, size) if with_lists else None
     scatter = torch.randperm(size, dtype=torch.int32)[: rows.num_rows] if with_lists else None
-    x = poisoned(draw(size if with_lists else rows.num_rows, x_heads or heads, places, dtype=dtype), gather)
+    x = poisoned(draw(size if with_lists else rows.num_rows, x_heads, places, dtype=dtype), gather)
     weight = draw(rows.num_types, w_heads or heads, features, channels, dtype=dtype)
     bias = draw(rows.num_types, 1 if summed else heads, columns, dtype=dtype) if with_bias else None
     num_results = size if with_lists else None
@@ -92,16 +92,18 @@ def check_linear(
     return y, want
 
 
-def check_outer(lengths, sizes, dtype=torch.float32, x_heads=None, g_heads=None, with_lists=True, bound=None):
+def check_outer(lengths, sizes, dtype=torch.float32, with_lists=True, bound=None, **options):
     """Compare one sum over rows with float64, and with itself."""
     torch.manual_seed(len(lengths))
     features, channels, heads = sizes
     rows = typed_rows(lengths)
     size = rows.num_rows + 13 if with_lists else rows.num_rows
+    x_heads, g_heads = (1 if options.get(name) else heads for name in ("x_shared", "grad_shared"))
     lists = [listed(rows.num_rows, size) if with_lists else None for _ in range(2)]
-    x = poisoned(draw(size, x_heads or heads, features, dtype=dtype), lists[0])
-    grad = poisoned(draw(size, g_heads or heads, channels, dtype=dtype), lists[1])
-    product = SegmentOuter(rows, features, channels, dtype, heads=heads, gather_x=lists[0], gather_grad=lists[1])
+    x = poisoned(draw(size, x_heads, features, dtype=dtype), lists[0])
+    grad = poisoned(draw(size, g_heads, channels, dtype=dtype), lists[1])
+    options |= {"heads": heads, "gather_x": lists[0], "gather_grad": lists[1]}
+    product = SegmentOuter(rows, features, channels, dtype, **options)
     dw = product(x, grad)
     want = reference.segment_outer(double(x), double(grad), heads, rows.type_ptr, *lists)
     assert dw.dtype is dtype and dw.isfinite().all()
@@ -118,29 +120,28 @@ def few_multiprocessors(monkeypatch):
     monkeypatch.setitem(gpu.known, CPU, replace(gpu.H200, multiprocessors=1))
 
 
-# Tiles filled and not, one wide and one narrow, chunks whole and not, W and its transpose, a weight that is not held.
+# Tiles filled and not, wide and narrow, chunks whole and not, W and its transpose, heads apart, side by side and added
+# up, a weight that is not held.
 LINEAR = {
     "64x64": ((64, 64, 1), {}),
     "64x64 four heads": ((64, 64, 4), {}),
-    "64x64 shared": ((64, 64, 4), {"x_heads": 1}),
     "64x64 plain": ((64, 64, 1), {"with_lists": False, "with_bias": False}),
     "70x3": ((70, 3, 4), {}),
     "70x3 one weight": ((70, 3, 4), {"w_heads": 1}),
     "70x3 plain": ((70, 3, 1), {"with_lists": False, "with_bias": False}),
-    "70x1 transposed": ((70, 1, 4), {"transposed": True}),
+    "70x1 transposed shared": ((70, 1, 4), {"transposed": True, "shared": True}),
     "16x8 transposed summed": ((16, 8, 4), {"transposed": True, "summed": True}),
-    "16x8 transposed summed shared": ((16, 8, 4), {"transposed": True, "summed": True, "x_heads": 1}),
     "16x8 transposed summed one weight": ((16, 8, 4), {"transposed": True, "summed": True, "w_heads": 1}),
     "272x64": ((272, 64, 1), {}),
     "3x70 bfloat16": ((3, 70, 4), {"dtype": torch.bfloat16}),
-    "64x16 float16": ((64, 16, 4), {"dtype": torch.float16}),
+    "64x16 float16 shared": ((64, 16, 4), {"dtype": torch.float16, "shared": True}),
 }
 OUTER = {
     "64x64": ((64, 64, 1), {}),
-    "64x64 four heads": ((64, 64, 4), {"x_heads": 1}),
+    "64x64 four heads": ((64, 64, 4), {}),
     "64x64 plain": ((64, 64, 1), {"with_lists": False}),
-    "70x3": ((70, 3, 4), {"g_heads": 1}),
-    "1x16": ((1, 16, 4), {}),
+    "70x3 x shared": ((70, 3, 4), {"x_shared": True}),
+    "1x16 grad shared": ((1, 16, 4), {"grad_shared": True}),
     "8x8 bfloat16": ((8, 8, 4), {"dtype": torch.bfloat16}),
     "70x3 float16": ((70, 3, 1), {"dtype": torch.float16}),
 }
@@ -164,7 +165,7 @@ def test_outer(key, path):
 def test_types(lengths, fused):
     """Narrow maps, of which many types cost little to emulate."""
     check_linear(LENGTHS[lengths], (70, 3, 1))
-    check_outer(LENGTHS[lengths], (1, 16, 1))
+    check_outer(LENGTHS[lengths], (1, 16, 4), grad_shared=True)
     rows = sum(LENGTHS[lengths])
     assert fused == ["segment_gemm"] * (2 if rows else 0) + fused[2 if rows else 0 :]
     assert fused.count("segment_outer") == (2 if LENGTHS[lengths] else 0)
@@ -177,7 +178,7 @@ def test_many_rows_of_an_item(product, few_multiprocessors, fused):
     if product == "linear":
         check_linear([700, 0, 1500], (70, 3, 1))
     else:
-        check_outer([700, 0, 1500, 3], (70, 3, 1))
+        check_outer([700, 0, 1500, 3], (70, 3, 4), x_shared=True)
         assert fused == ["segment_outer"] * 2
 
 
@@ -203,7 +204,7 @@ def test_any_order_of_threads(order):
     with emulated_device(order, seed=3):
         check_linear(UNEVEN, (70, 3, 4))
         check_linear([70, 0, 65], (272, 64, 1))
-        check_outer(UNEVEN, (70, 3, 4), g_heads=1)
+        check_outer(UNEVEN, (70, 3, 4), x_shared=True)
         check_outer(UNEVEN, (8, 8, 4), torch.bfloat16)
 
 
@@ -227,6 +228,11 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_type(fused):
     touched = torch.zeros(3, 64, 64, dtype=torch.bool)
     touched[0, 5] = touched[1, 1] = True
     assert torch.equal(~dw.isfinite(), touched)
+
+
+def test_one_head_has_nothing_to_share(fused):
+    check_linear([3, 70], (70, 3, 1), shared=True, summed=True)
+    check_outer([3, 70], (64, 64, 1), x_shared=True, grad_shared=True)
 
 
 def test_float64_is_left_to_torch(fused):
@@ -284,7 +290,7 @@ WRONG = {
     "x": (
         lambda rows: linear(rows)(draw(5, 2, 7), draw(2, 2, 8, 4)),
         ValueError,
-        "'x' needs shape [rows=5, heads=2 or 1, 8] (got [5, 2, 7])",
+        "'x' needs shape [rows=5, heads=2, 8] (got [5, 2, 7])",
     ),
     "dtype of x": (
         lambda rows: linear(rows)(draw(5, 2, 8).half(), draw(2, 2, 8, 4)),
@@ -301,6 +307,16 @@ WRONG = {
         ValueError,
         "'bias' needs shape [types=2, heads=1, 4] (got [2, 2, 4])",
     ),
+    "shared": (
+        lambda rows: linear(rows, shared=True, summed=True),
+        ValueError,
+        "'shared' needs False where heads are added up: add the weights up before (got True)",
+    ),
+    "grad_shared": (
+        lambda rows: SegmentOuter(rows, 8, 4, torch.float32, heads=2, x_shared=True, grad_shared=True),
+        ValueError,
+        "'grad_shared' needs False where heads share x: all of them have one result (got True)",
+    ),
     "out": (
         lambda rows: linear(rows)(draw(5, 2, 8), draw(2, 2, 8, 4), out=draw(5, 4, 2).transpose(1, 2)),
         ValueError,
@@ -309,7 +325,7 @@ WRONG = {
     "grad": (
         lambda rows: SegmentOuter(rows, 8, 4, torch.float32, heads=2)(draw(5, 2, 8), draw(6, 2, 4)),
         ValueError,
-        "'grad' needs shape [rows=5, heads=2 or 1, 4] (got [6, 2, 4])",
+        "'grad' needs shape [rows=5, heads=2, 4] (got [6, 2, 4])",
     ),
 }
 

@@ -42,6 +42,7 @@ class _Prepared(NamedTuple):
     plan: SegmentGemmPlan
     kernel: Kernel
     kernel_of_sums: Kernel | None
+    heads: int
 
 
 class _Product:
@@ -51,13 +52,13 @@ class _Product:
     """
 
     def __init__(
-        self, product: str, rows: TypedRows, features: int, channels: int, heads: int, dtype: torch.dtype, summed: bool
+        self, product: str, rows: TypedRows, features: int, channels: int, heads: int, dtype: torch.dtype, fold: str
     ) -> None:
         check_dtype("type_ptr", rows.type_ptr, torch.int32)
         self.features, self.channels, self.heads = features, channels, heads
         self.type_ptr, self.num_rows, self.num_types = rows.type_ptr, rows.num_rows, rows.num_types
         self.device, self.dtype = rows.type_ptr.device, dtype
-        self._sizes = product, features, channels, heads, summed, dtype, self.device
+        self._sizes = product, features, channels, heads, fold if heads > 1 else "none", dtype, self.device
         self._prepared: dict[bool, _Prepared] = {}
         self.reasons = unsupported_reasons(self.problem)
         """Why no kernel runs the product; empty when one does."""
@@ -83,13 +84,14 @@ class _Product:
         plan = plan_of(problem, self.num_rows, self.num_types)
         (spec,) = specs_of(problem, plan)
         if problem.product == "outer":
-            return _Prepared(plan, kernel_of(spec, "segment_outer"), kernel_of(spec, "segment_outer_sum"))
-        return _Prepared(plan, kernel_of(spec, "segment_gemm"), None)
+            kernels = kernel_of(spec, "segment_outer"), kernel_of(spec, "segment_outer_sum")
+            return _Prepared(plan, *kernels, problem.launch_heads)
+        return _Prepared(plan, kernel_of(spec, "segment_gemm"), None, problem.launch_heads)
 
     def _launch(self, prepared: _Prepared, heads: tuple[int, ...], tensors: tuple[Tensor | None, ...]) -> None:
-        plan, kernel, _ = prepared
+        plan, kernel, _, launch_heads = prepared
         grid = (self.items.items.shape[0] * plan.groups, 1, 1)
-        arguments = (*heads, *addresses((self.items.items, *tensors)))
+        arguments = (launch_heads, *heads, *addresses((self.items.items, *tensors)))
         launch(kernel, grid, plan.block, arguments, self.device, plan.shared_bytes)
 
     def _list(self, name: str, rows: Tensor | None) -> Tensor | None:
@@ -102,11 +104,10 @@ class _Product:
         return rows.contiguous()
 
     def _rows(self, name: str, tensor: Tensor, listed: Tensor | None, heads: int, width: int) -> Tensor:
-        """Check rows [M, H, width], or [M, 1, width] of all heads; M is the number of typed rows if none are listed."""
+        """Check rows [M, heads, width]; M is the number of typed rows if none are listed."""
         size: int | str = "M" if listed is not None else self.num_rows
-        shared = tensor.dim() == 3 and tensor.shape[1] == 1
-        spec = f"[{'M' if listed is not None else f'rows={size}'}, heads={heads} or 1, {width}]"
-        check_shape(name, tensor, [size, 1 if shared else heads, width], spec)
+        spec = f"[{'M' if listed is not None else f'rows={size}'}, heads={heads}, {width}]"
+        check_shape(name, tensor, [size, heads, width], spec)
         return self._checked(name, tensor)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
@@ -127,14 +128,15 @@ class SegmentLinear(_Product):
         dtype: Dtype of rows and weights.
         heads: Heads H of a weight.
         transposed: Whether the map is by :math:`W^T`, from N to K numbers.
-        summed: Whether the maps of all heads are added up, as for the gradient of a row that all heads have read.
+        shared: Whether all heads read the same row, of one head.
+        summed: Whether the maps of all heads are added up, as for the gradient of such a row.
         gather: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
         scatter: Row of the result of each row, int32 [I], no number twice; None for rows as they are.
         num_results: Rows of the result where `scatter` names some of them: the others are zeros.
 
     Raises:
         TypeError: `type_ptr` or a list has another dtype than int32.
-        ValueError: A list has another length.
+        ValueError: A list has another length, or heads that share a row are added up.
     """
 
     def __init__(
@@ -146,16 +148,20 @@ class SegmentLinear(_Product):
         *,
         heads: int = 1,
         transposed: bool = False,
+        shared: bool = False,
         summed: bool = False,
         gather: Tensor | None = None,
         scatter: Tensor | None = None,
         num_results: int | None = None,
     ) -> None:
         product = "transposed" if transposed else "linear"
-        super().__init__(product, rows, features, channels, heads, dtype, summed)
+        if shared and summed and heads > 1:
+            raise ValueError("'shared' needs False where heads are added up: add the weights up before (got True)")
+        fold = "columns" if shared else "places" if summed else "none"
+        super().__init__(product, rows, features, channels, heads, dtype, fold)
         self.transposed, self.summed = transposed, summed
         self.places, self.columns = (channels, features) if transposed else (features, channels)
-        self.result_heads = 1 if summed else heads
+        self.row_heads, self.result_heads = 1 if shared else heads, 1 if summed else heads
         self.gather, self.scatter = self._list("gather", gather), self._list("scatter", scatter)
         self.num_results = rows.num_rows if num_results is None or scatter is None else num_results
 
@@ -163,7 +169,7 @@ class SegmentLinear(_Product):
         """Return the results.
 
         Args:
-            x: Shape [M, H, K], or [M, 1, K] for all heads; with `transposed` N numbers instead of K.
+            x: Shape [M, H, K], with `shared` [M, 1, K]; with `transposed` N numbers instead of K.
             weight: Shape [T, H, K, N], or [T, 1, K, N] for all heads.
             bias: Shape [T, H, N]; with `transposed` K, with `summed` one head.
             out: Where the results go, contiguous; rows that `scatter` does not name stay as they are.
@@ -176,7 +182,7 @@ class SegmentLinear(_Product):
             ValueError: A tensor has another shape, or lives on another device.
         """
         types, heads, columns = self.num_types, self.result_heads, self.columns
-        x = self._rows("x", x, self.gather, self.heads, self.places)
+        x = self._rows("x", x, self.gather, self.row_heads, self.places)
         weight_heads = 1 if weight.dim() == 4 and weight.shape[1] == 1 else self.heads
         spec = f"[types={types}, heads={self.heads} or 1, {self.features}, {self.channels}]"
         check_shape("weight", weight, [types, weight_heads, self.features, self.channels], spec)
@@ -207,8 +213,7 @@ class SegmentLinear(_Product):
             else:
                 out.index_copy_(0, self.scatter.long(), y)
             return
-        heads = self.result_heads, x.shape[1], weight.shape[1]
-        self._launch(self.prepared(), heads, (self.gather, self.scatter, x, weight, bias, out))
+        self._launch(self.prepared(), (weight.shape[1],), (self.gather, self.scatter, x, weight, bias, out))
 
 
 class SegmentOuter(_Product):
@@ -220,12 +225,14 @@ class SegmentOuter(_Product):
         channels: Channels N.
         dtype: Dtype of rows and results.
         heads: Heads H of the result.
+        x_shared: Whether all heads read the same row of `x`, of one head.
+        grad_shared: Whether all heads read the same row of `grad`, of one head.
         gather_x: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
         gather_grad: Row of `grad` of each row, int32 [I]; None for rows as they are.
 
     Raises:
         TypeError: `type_ptr` or a list has another dtype than int32.
-        ValueError: A list has another length.
+        ValueError: A list has another length, or the heads share both rows.
     """
 
     def __init__(
@@ -236,18 +243,24 @@ class SegmentOuter(_Product):
         dtype: torch.dtype,
         *,
         heads: int = 1,
+        x_shared: bool = False,
+        grad_shared: bool = False,
         gather_x: Tensor | None = None,
         gather_grad: Tensor | None = None,
     ) -> None:
-        super().__init__("outer", rows, features, channels, heads, dtype, False)
+        if x_shared and grad_shared and heads > 1:
+            raise ValueError("'grad_shared' needs False where heads share x: all of them have one result (got True)")
+        fold = "columns" if x_shared else "rows" if grad_shared else "none"
+        super().__init__("outer", rows, features, channels, heads, dtype, fold)
+        self.x_heads, self.grad_heads = 1 if x_shared else heads, 1 if grad_shared else heads
         self.gather_x, self.gather_grad = self._list("gather_x", gather_x), self._list("gather_grad", gather_grad)
 
     def __call__(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return the sums.
 
         Args:
-            x: Shape [M, H, K], or [M, 1, K] for all heads.
-            grad: Shape [L, H, N], or [L, 1, N] for all heads.
+            x: Shape [M, H, K], with `x_shared` [M, 1, K].
+            grad: Shape [L, H, N], with `grad_shared` [L, 1, N].
 
         Returns:
             Shape [T, H, K, N]; exact zeros for a type without rows.
@@ -256,8 +269,8 @@ class SegmentOuter(_Product):
             TypeError: A tensor has another dtype.
             ValueError: A tensor has another shape, or lives on another device.
         """
-        x = self._rows("x", x, self.gather_x, self.heads, self.features)
-        grad = self._rows("grad", grad, self.gather_grad, self.heads, self.channels)
+        x = self._rows("x", x, self.gather_x, self.x_heads, self.features)
+        grad = self._rows("grad", grad, self.gather_grad, self.grad_heads, self.channels)
         out = x.new_empty((self.num_types, self.heads, self.features, self.channels))
         self.run(x, grad, out)
         return out
@@ -272,8 +285,7 @@ class SegmentOuter(_Product):
         size = self.heads * self.features * self.channels
         if items.num_places:
             partial = x.new_empty((items.num_places, size), dtype=torch.float32)
-        heads = self.heads, x.shape[1], grad.shape[1]
-        self._launch(prepared, heads, (self.gather_x, self.gather_grad, x, grad, out, partial))
+        self._launch(prepared, (), (self.gather_x, self.gather_grad, x, grad, out, partial))
         if partial is not None:
             assert prepared.kernel_of_sums is not None
             blocks = items.split_types.numel() * -(-size // _SUM_LANES)
