@@ -20,8 +20,8 @@
 // What is computed is a functor F, a struct with
 //
 //   F::State, F::Index, F::Loaded   the sums of a row; what is read of the adjacency for an edge (`Index::load(a,
-//                                   position)`: the column, the place in input order, a relation, a compact row, or the
-//                                   position itself); what a lane gathers in one step
+//                                   position)`: the column, the place in input order, or with INDICES rows of so many
+//                                   other domains); what a lane gathers in one step
 //   F::PREFETCHES                   whether the indices of the next step are read while this one is computed
 //   F::HAS_FULL_STEPS               whether steps in which every lane has all its edges get a loop of their own
 //   F::RESETS_EMPTY                 whether rows without edges, which read an edge of another row, start over at last
@@ -58,6 +58,10 @@ struct Adjacency {
     i64 num_rows, num_chunks, max_edges, block, num_blocks;
     // With SMEM: the thread block's nodes, and the first edge of their rows.
     int first_node, last_node, first_edge;
+#ifdef INDICES
+    // Rows of other domains by position.
+    const int* index[INDICES];
+#endif
 
     __device__ __forceinline__ int begin(i64 row) const { return rowptr[SWEPT ? row * num_blocks + block : row]; }
     __device__ __forceinline__ int end(i64 row) const { return rowptr[(SWEPT ? row * num_blocks + block : row) + 1]; }

@@ -33,23 +33,51 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
         TypeError: Inputs have several dtypes.
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
     """
+    check_inputs(program, rows, inputs)
+    like = next(iter(inputs.values()), torch.empty(0)).new_empty(0, device=rows.device)
+    named = {name: inputs[name][None] if program.values[i].domain is One else inputs[name]
+             for name, i in program.inputs.items()}  # fmt: skip
+    results = run_values(program, rows, named, like)
+    return {n: results[n].squeeze(0) if program.values[i].domain is One else results[n] for n, i in program.outputs}
+
+
+def run_values(program: Program, rows: Rows, inputs: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """Run a program on tensors that need no check, with a row also on the domain of one row.
+
+    Args:
+        program: The program.
+        rows: The rows of its domains.
+        inputs: Name -> tensor [rows, *shape].
+        like: What constants are made like.
+
+    Returns:
+        Name -> tensor [rows, *shape] of each output.
+    """
+    results: list[Tensor] = []
+    for value in program.values:
+        if value.op == "input":
+            results.append(inputs[value.attrs[0]])
+        else:
+            results.append(_run(value, [(program.values[arg], results[arg]) for arg in value.args], rows, like))
+    return {name: results[i] for name, i in program.outputs}
+
+
+def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> None:
+    """Check the inputs of a program.
+
+    Raises:
+        TypeError: Inputs have several dtypes.
+        ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
+    """
     known = program.inputs
     if known.keys() != inputs.keys():
         raise ValueError(f"'inputs' needs {', '.join(known) or 'none'} (got {', '.join(inputs) or 'none'})")
-    results: list[Tensor] = []
-    like = next(iter(inputs.values()), torch.empty(0)).new_empty(0, device=rows.device)
-    for value in program.values:
-        if value.op == "input":
-            results.append(_input(value, rows, inputs[value.attrs[0]], like.dtype))
-        else:
-            operands = [(program.values[arg], results[arg]) for arg in value.args]
-            results.append(_run(value, operands, rows, like))
-    return {
-        name: results[i].squeeze(0) if program.values[i].domain is One else results[i] for name, i in program.outputs
-    }
+    dtypes = [tensor.dtype for tensor in inputs.values()]
+    for name, i in known.items():
+        _check_input(program.values[i], rows, inputs[name], dtypes[0])
 
 
-def _input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _check_input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> None:
     name, domain = value.attrs[0], value.domain
     if domain is not One:
         rows.index(domain, One)
@@ -58,7 +86,6 @@ def _input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> Tens
     check_shape(name, tensor, (*size, *value.shape), f"[{spec}]")
     check_dtype(name, tensor, dtype)
     check_device(name, tensor, rows.device)
-    return tensor[None] if domain is One else tensor
 
 
 def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
@@ -127,6 +154,8 @@ def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows) -> T
     """The maps of the rows that share a weight at a time, so that no weight is gathered per row."""
     (xv, x), (wv, w) = operands
     x = _gathered(xv, x, value.domain, rows)
+    if wv.domain is One:
+        return _multiplied(value, x, w)
     parts = _by_weight(value.domain, wv.domain, rows)
     if not parts:
         return x.new_zeros(rows.sizes[value.domain], *value.shape) + 0 * (x.sum() + w.sum())
@@ -145,6 +174,8 @@ def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
 def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
     domain, over = value.attrs
     x = _gathered(*operands[0], over, rows)
+    if domain is One:
+        return x.sum(0, keepdim=True)
     return x.new_zeros(rows.sizes[domain], *value.shape).index_add(0, rows.index(over, domain), x)
 
 
@@ -166,12 +197,14 @@ def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like:
 def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
     """The products of the rows of one sum at a time, so that no outer product per row exists."""
     domain, over = value.attrs
-    x, y = (_gathered(*operand, over, rows) for operand in operands)
+    x, y = (_padded(_gathered(*operand, over, rows), len(value.shape) - 1) for operand in operands)
+    if domain in (One, over):
+        product = torch.einsum(f"n...k,n...m->{'n' if domain is over else ''}...km", x, y)
+        return product.reshape(rows.sizes[domain], *value.shape)
     out = x.new_zeros(rows.sizes[domain], *value.shape)
     parts = _by_weight(over, domain, rows)
     if not parts:
         return out + 0 * (x.sum() + y.sum())
-    x, y = _padded(x, len(value.shape) - 1), _padded(y, len(value.shape) - 1)
     sums = torch.stack([torch.einsum("n...k,n...m->...km", x[part], y[part]) for _, part in parts])
     return out.index_add(0, torch.tensor([row for row, _ in parts], device=rows.device), sums)
 

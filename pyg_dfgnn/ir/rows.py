@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_shape
-from pyg_dfgnn.graph import Graph, compact_rows
-from pyg_dfgnn.graph.adjacency import pull
+from pyg_dfgnn.graph import Adjacency, Graph, compact_rows
+from pyg_dfgnn.graph.adjacency import longest, order_rows, pull
+from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S, Td, Ts, U, V
 
 _PAIRS = {U: "source_relations", V: "target_relations"}
 _NODE = {U: S, V: D}
 _TYPED = {Ts: S, Td: D}
+_ADJACENT = {
+    (D, E): ("targets", "sources"),
+    (S, E): ("sources", "targets"),
+    (U, E): ("source_relations", "targets"),
+    (V, E): ("target_relations", "sources"),
+}
+"""Domains of the rows and of what is joined -> the adjacency of the graph that lists it as its edges."""
 
 
-class Rows:
+class Rows(Derived):
     """The domains of a graph.
 
     Args:
@@ -25,6 +34,7 @@ class Rows:
         source_type: Type of each source, int64 [N_src], where a program has the domain Ts.
         target_type: Type of each target, int64 [N_dst], where a program has the domain Td.
         num_types: Number of node types.
+        kept: Whether the graph keeps the rows, which then do not keep the graph.
 
     Attributes:
         sizes: Number of rows of each domain that the graph has.
@@ -40,9 +50,11 @@ class Rows:
         source_type: Tensor | None = None,
         target_type: Tensor | None = None,
         num_types: int = 0,
+        kept: bool = False,
     ) -> None:
-        self.graph, self.device = graph, graph.device
-        self._index: dict[tuple[Domain, Domain], Tensor] = {}
+        super().__init__(graph.device)
+        self._graph, self._held = weakref.ref(graph), None if kept else graph
+        known: dict[tuple[Domain, Domain], Tensor] = {}
         sizes = {One: 1, S: graph.num_src, D: graph.num_dst, E: graph.num_edges}
         for domain, name, types in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
             if types is not None:
@@ -52,11 +64,26 @@ class Rows:
                 if low < 0 or high >= num_types:
                     raise ValueError(f"'{name}' needs values in [0, num_types={num_types}) (got {low} to {high})")
                 sizes[domain] = num_types
-                self._index[_TYPED[domain], domain] = types.long()
+                known[_TYPED[domain], domain] = types.long()
         if graph.relation is not None:
             sizes[R] = graph.num_relations
             sizes |= {domain: compact_rows(graph, pairs).node.numel() for domain, pairs in _PAIRS.items()}
         self.sizes: Mapping[Domain, int] = sizes
+        self._known = known
+        self._derived["types",] = known
+        self._reset_streams()
+
+    @property
+    def graph(self) -> Graph:
+        """The edges.
+
+        Raises:
+            RuntimeError: The graph that kept the rows is gone.
+        """
+        graph = self._graph()
+        if graph is None:
+            raise RuntimeError("'rows' needs its graph to be alive (got one that is gone): keep the graph")
+        return graph
 
     def index(self, row: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each row of `row` determines, int64 [rows].
@@ -68,9 +95,33 @@ class Rows:
             if domain not in self.sizes:
                 what = "node types" if domain in _TYPED else "relations"
                 raise ValueError(f"'rows' needs a graph with {what} for the domain {domain} (got one without)")
-        if (row, other) not in self._index:
-            self._index[row, other] = self._make(row, other)
-        return self._index[row, other]
+        known = self._known.get((row, other))
+        return self.derived(("index", row, other), lambda: self._make(row, other)) if known is None else known
+
+    def adjacency(self, row: Domain, over: Domain) -> Adjacency:
+        """Return the rows of `over` that belong to each row of `row`: `perm` holds their numbers."""
+        if (row, over) in _ADJACENT:
+            return self.graph.adjacency(*_ADJACENT[row, over])
+
+        def build() -> Adjacency:
+            rowptr, order = order_rows(self.index(over, row), self.sizes[row])
+            perm = order.to(torch.int32)
+            return Adjacency(rowptr, perm, perm, self.sizes[over], pull(longest(rowptr))[0], str(row), str(over))
+
+        return self.derived(("adjacency", row, over), build)
+
+    def at_positions(self, row: Domain, over: Domain, other: Domain) -> Tensor:
+        """Return the row of `other` that each position of :meth:`adjacency` determines, int32 [rows of over]."""
+        perm = self.adjacency(row, over).perm
+        if other is over:
+            return perm
+        return self.derived(
+            ("at_positions", row, over, other), lambda: self.index(over, other).to(torch.int32).index_select(0, perm)
+        )
+
+    def at_rows(self, row: Domain, other: Domain) -> Tensor:
+        """Return the row of `other` that each row of a domain determines, int32 [rows]."""
+        return self.derived(("at_rows", row, other), lambda: self.index(row, other).to(torch.int32))
 
     def _make(self, row: Domain, other: Domain) -> Tensor:
         graph, size = self.graph, self.sizes[row]

@@ -9,6 +9,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.traversal import items_per_block, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
+from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 from pyg_dfgnn.statements.spec import Spec
 
@@ -20,29 +21,33 @@ class TraversalLaunch:
     Args:
         plan: How it runs.
         direction: A direction; the pass over sources takes the rows of the CSC, all others those of the CSR.
-        graph: The edges.
+        graph: The edges, or what else keeps what is derived from `side`.
         spec: The module.
         entry: Its kernel; the one that merges is called the same with "_merge" behind it.
         state_elements: Numbers, in float32, of the state of a row or chunk; 0 for a pass without states.
         count: How many arguments of the statement's pass the kernel takes.
         merged: Places of those that the merge kernel takes between its two states.
         more: Places of arguments that the kernel takes after these; None for one that is not there.
+        side: The rows of other domains that are taken instead of the CSR or the CSC.
     """
 
     def __init__(
         self,
         plan: Any,
         direction: str,
-        graph: Graph,
+        graph: Derived,
         spec: Spec,
         entry: str,
         state_elements: int,
         count: int,
         merged: tuple[int, ...],
         more: tuple[int | None, ...] = (),
+        side: Adjacency | None = None,
     ) -> None:
         self.plan, self.direction = plan, direction
-        side, _ = side_of(direction, graph)
+        if side is None:
+            assert isinstance(graph, Graph)
+            side, _ = side_of(direction, graph)
         self.device, self.num_rows = graph.device, side.num_rows
         constants = plan.constants
         self.kernel, self.merge = kernel_of(spec, entry), kernel_of(spec, f"{entry}_merge")
@@ -60,7 +65,7 @@ class TraversalLaunch:
         self._count, self._merged, self._more = count, merged, more
         self._no_states = (self.nothing,) * 2 if state_elements else ()
 
-    def _lay_out(self, graph: Graph, side: Adjacency) -> None:
+    def _lay_out(self, graph: Derived, side: Adjacency) -> None:
         """Prepare the launches: which thread block works on what."""
         plan, constants = self.plan, self.plan.constants
         ordered, joined = bool(constants["ORDERED"]), bool(constants["JOINED"])

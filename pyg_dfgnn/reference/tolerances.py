@@ -37,6 +37,7 @@ _TWO_PARTS = "; some gradients are the sum of two rounded parts"
 _SPLIT = "; two TF32 numbers hold 22 of the 24 bits of a factor"
 _TWO_TERMS = "; the terms of nodes and of edges, rounded each, are added"
 _WEIGHTS = "; each weight is rounded too before it meets a value, half as much again is left of that in a sum"
+_STEPS = "; rows of nodes and pairs that one step leaves for another are rounded, logits too"
 
 TOLERANCES: dict[tuple[str, str, str], Tolerance] = {
     # (op, dtype, direction); "tf32" is float32 whose products may be rounded to TF32.
@@ -68,6 +69,12 @@ TOLERANCES: dict[tuple[str, str, str], Tolerance] = {
     ("segment", "float16", BACKWARD): Tolerance(2e-3, 8e-4, _FP16),
     ("segment", "float64", FORWARD): Tolerance(1e-10, None, _FP64),
     ("segment", "float64", BACKWARD): Tolerance(1e-10, None, _FP64),
+    ("relational", "float32", FORWARD): Tolerance(5e-6, 2e-6, _FP32 + _SPLIT),
+    ("relational", "float32", BACKWARD): Tolerance(5e-6, 2e-6, _FP32 + _SPLIT),
+    ("relational", "bfloat16", FORWARD): Tolerance(1e-2, 1e-2, _BF16 + _STEPS),
+    ("relational", "bfloat16", BACKWARD): Tolerance(1e-2, 1e-2, _BF16 + _STEPS),
+    ("relational", "float16", FORWARD): Tolerance(2e-3, 1.5e-3, _FP16 + _STEPS),
+    ("relational", "float16", BACKWARD): Tolerance(2e-3, 1.5e-3, _FP16 + _STEPS),
     ("gemm", "float32", FORWARD): Tolerance(5e-6, None, _FP32),
     ("gemm", "float32", BACKWARD): Tolerance(5e-6, None, _FP32),
     ("gemm", "tf32", FORWARD): Tolerance(2e-3, None, _TF32),

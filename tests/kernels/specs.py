@@ -34,6 +34,7 @@ from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import block_mma_specs
 from tests.kernels.covering import Row, covering
 from tests.kernels.paper_specs import paper_specs
+from tests.kernels.relational_specs import relational_specs
 from tests.ops.problems import SCORES as FOUR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -292,7 +293,7 @@ def edge_rows_specs() -> list[Spec]:
 
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
-    rows += edge_rows_specs() + segment_gemm_specs()
+    rows += edge_rows_specs() + segment_gemm_specs() + relational_specs()
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 

@@ -1,1 +1,5 @@
-"""Steps of programs on row domains: prepared on a graph, called with tensors."""
+"""Programs on row domains, run by generated kernels and products of rows with the weights of their types."""
+
+from pyg_dfgnn.ops.relational.program import apply, reasons_against, rows_of
+
+__all__ = ["apply", "reasons_against", "rows_of"]

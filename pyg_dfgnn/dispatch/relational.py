@@ -1,0 +1,114 @@
+"""Which kernels run the steps of a program: the problem of a generated kernel, how it runs, what is compiled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pyg_dfgnn.dispatch.core import device_reasons
+from pyg_dfgnn.dispatch.gpu import Cost, Gpu
+from pyg_dfgnn.dispatch.traversal import ORDERED_EDGES, STORAGE, RowSplitPlan, lane_constants, max_edges_of
+from pyg_dfgnn.graph import Adjacency
+from pyg_dfgnn.statements.spec import Spec
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """What decides the kernel of a step apart from the graph.
+
+    Attributes:
+        kind: "traversal" or "map".
+        text: What is generated for it.
+        heads: H.
+        channels: C.
+        indices: Domains that are looked up by position.
+        fragments: Vectors of the state of a row.
+        gathered: Vectors that a lane gathers for a position.
+        is_exact: Whether results are compared between kernels, so that all round alike.
+        dtype: Dtype of the features.
+        device: Where they live.
+    """
+
+    kind: str
+    text: str
+    heads: int
+    channels: int
+    indices: int
+    fragments: int
+    gathered: int
+    is_exact: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a vector."""
+        return self.heads * self.channels * self.dtype.itemsize
+
+
+def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Return every reason why no kernel can run on features of a dtype and a device; empty when one can."""
+    reasons = device_reasons(device)
+    if dtype not in STORAGE:
+        reasons.append(f"{dtype} has no fused kernel (float32, float16, bfloat16)")
+    return reasons
+
+
+def constants_of(problem: StepProblem, wide: bool) -> dict[str, int]:
+    """Return what the kernel of a step is specialised by.
+
+    Args:
+        problem: The step.
+        wide: Whether lanes to spare go to edges of the same row rather than to further rows.
+    """
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
+    if problem.kind == "map":
+        return {"STORAGE": STORAGE[problem.dtype], **lanes, "UNROLL": 1}
+    elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
+    in_flight = 32 // (elements * max(1, problem.gathered, problem.fragments))
+    return {
+        "STORAGE": STORAGE[problem.dtype],
+        **lanes,
+        "INDICES": max(1, problem.indices),
+        "UNROLL": max(1, min(4, in_flight)),
+        "MIN_BLOCKS": 1,
+        "ORDERED": 0,
+        "JOINED": 0,
+        "SMEM": 0,
+        "IN_SHARED": 0,
+    }
+
+
+def plan_step(problem: StepProblem, side: Adjacency | None) -> RowSplitPlan:
+    """Return how a step runs.
+
+    Args:
+        problem: The step.
+        side: The rows that a traversal takes; None for a map.
+    """
+    if side is None:
+        return RowSplitPlan({**constants_of(problem, wide=False), "JOINED": 0}, 0, 1)
+    constants = constants_of(problem, wide=True)
+    if side.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * side.num_rows:
+        constants = constants_of(problem, wide=False)
+    max_edges = max_edges_of(side.num_edges, side.max_degree)
+    if side.max_degree > max_edges:
+        return RowSplitPlan({**constants, "ORDERED": 1}, min(2 * max_edges, ORDERED_EDGES), 1)
+    return RowSplitPlan(constants, max_edges, 1)
+
+
+def spec_of(problem: StepProblem, constants: Mapping[str, int]) -> Spec:
+    """Return what is compiled for a planned step."""
+    # A maximum is found again by its value, which another kernel computes: no product may be fused with a sum.
+    options = ("-fmad=false",) if problem.is_exact else ()
+    return Spec(f"relational/{problem.kind}.cu", tuple(constants.items()), options, (("step.cuh", problem.text),))
+
+
+def cost(problem: StepProblem, side: Adjacency, gpu: Gpu) -> Cost:
+    """Return the estimated time of a traversal."""
+    written = side.num_rows * problem.row_bytes * max(1, problem.fragments)
+    gathered = side.num_edges * (problem.row_bytes * problem.gathered + 4 * problem.indices)
+    return Cost(
+        {"memory": written / gpu.memory_bytes_per_s, "gathers": gathered / gpu.cache_bytes_per_s},
+        {"launches": gpu.launch_s},
+    )

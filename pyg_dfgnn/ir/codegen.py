@@ -1,0 +1,340 @@
+"""Code generation: the CUDA text of a traversal or a map, which `kernels/relational/` includes as `step.cuh`.
+
+Every value of a step is a `Fragment` or `HeadValues` in registers, in the order of the program. Values that a row
+determines are computed once per row, all others per position, and what follows from the sums when a row is finished.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from pyg_dfgnn.ir.domains import Domain, One, determines
+from pyg_dfgnn.ir.lanes import find_lanes
+from pyg_dfgnn.ir.lowering import Step
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import REDUCTIONS
+
+FORMS = {"": 0, "H": 1, "C": 2, "HC": 3}
+"""Number of a form in CUDA."""
+Key = tuple[int, str]
+"""A value and the form that it takes."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of a step.
+
+    Attributes:
+        kind: "traversal" or "map".
+        text: The text `step.cuh`.
+        heads: H.
+        channels: C.
+        indices: Domains whose rows are looked up by position in the adjacency.
+        row_indices: Domains whose rows are looked up by row of the step's domain.
+        reads: Buffers in the order of the parameters.
+        writes: Buffers in the order of the parameters, after those.
+        fragments: Vectors of the state of a row.
+        head_values: Numbers per head of the state of a row.
+        gathered: Vectors that a lane gathers for a position.
+    """
+
+    kind: str
+    text: str
+    heads: int
+    channels: int
+    indices: tuple[Domain, ...]
+    row_indices: tuple[Domain, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    fragments: int
+    head_values: int
+    gathered: int
+
+
+def generate(step: Step, exact: Collection[str]) -> Kernel:
+    """Return the kernel of a step.
+
+    Args:
+        step: A traversal or a map.
+        exact: Names of the buffers that are float32 whatever the dtype of the features.
+
+    Raises:
+        Refusal: The values do not fit the lanes of one kernel.
+    """
+    return _Generator(step, exact).kernel()
+
+
+def _number(x: float) -> str:
+    if math.isnan(x) or math.isinf(x):
+        return f"__int_as_float({0x7FC00000 if math.isnan(x) else 0x7F800000 if x > 0 else -0x800000})"
+    return f"{float(x)!r}f"
+
+
+def _place(domains: list[Domain], domain: Domain) -> int:
+    """Return where a domain is in a list, to whose end it is added if it is not there."""
+    if domain not in domains:
+        domains.append(domain)
+    return domains.index(domain)
+
+
+class _Scope:
+    """A function that is being written: the values that it has, and its lines."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.lines = name, list[str]()
+        self.known: dict[Key, str] = {}
+
+
+class _Generator:
+    def __init__(self, step: Step, exact: Collection[str]) -> None:
+        self.step, self.values = step, step.program.values
+        self.lanes = find_lanes(step.program)
+        self.exact = exact
+        self.reads, self.writes = step.reads, step.writes
+        self.reduced = self._reduced()
+        self.indices: list[Domain] = []
+        self.row_indices: list[Domain] = []
+        self.own, self.edge, self.end = _Scope("own"), _Scope("edge"), _Scope("end")
+        self.own_members: dict[Key, str] = {}
+        self.gathered: dict[Key, str] = {}
+        self.accumulators: list[tuple[str, Key]] = []
+        """Kind and operand of each."""
+
+    def _reduced(self) -> set[int]:
+        """The values that depend on a reduction of this step."""
+        reduced: set[int] = set()
+        for i, value in enumerate(self.values):
+            if value.op in REDUCTIONS or reduced & set(value.args):
+                reduced.add(i)
+        return reduced
+
+    # Texts of values -----------------------------------------------------------------------------------------------
+
+    def _is_fragment(self, form: str) -> bool:
+        return "C" in form
+
+    def _type(self, form: str) -> str:
+        return "Fragment" if self._is_fragment(form) else "HeadValues"
+
+    def _element(self, text: str, form: str) -> str:
+        return f"{text}.x[h][c]" if self._is_fragment(form) else f"{text}.x[h]"
+
+    def _is_own(self, i: int) -> bool:
+        return i not in self.reduced and determines(self.step.domain, self.values[i].domain)
+
+    def _row_of(self, domain: Domain) -> str:
+        """The row of a lower domain that a row of the step's domain reads."""
+        if domain is self.step.domain:
+            return "row"
+        if domain is One:
+            return "0"
+        return f"__ldg(arg.row{_place(self.row_indices, domain)} + row)"
+
+    def _leaf(self, key: Key) -> tuple[str, str]:
+        """The template arguments and the pointer of an input."""
+        name = self.values[key[0]].attrs[0]
+        return f"{str(name in self.exact).lower()}, {FORMS[key[1]]}", f"arg.in{self.reads.index(name)}"
+
+    def text(self, key: Key, scope: _Scope) -> str:
+        """Write a value, if it is not there yet, and return its name."""
+        if key not in scope.known:
+            scope.known[key] = self._write(key, scope)
+        return scope.known[key]
+
+    def _write(self, key: Key, scope: _Scope) -> str:
+        i, form = key
+        value, name = self.values[i], f"v{key[0]}{key[1]}"
+        if scope is self.edge and self._is_own(i) and value.op != "const":
+            member = self.own_members[key] = f"o{i}{form}"
+            self.own.lines.append(f"{member} = {self.text(key, self.own)};")
+            return f"own.{member}"
+        declared = f"const {self._type(form)} {name}"
+        if value.op in REDUCTIONS:
+            scope.lines.append(f"{declared} = {self._total(key)};")
+            return name
+        if value.op == "input":
+            leaf, pointer = self._leaf(key)
+            if scope is self.edge:
+                _place(self.indices, value.domain)
+                self.gathered[key] = f"Leaf<{leaf}> {name};"
+                scope.lines.append(f"{declared} = g.{name}.get();")
+            else:
+                scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {self._row_of(value.domain)}, l);")
+            return name
+        args = list(zip(value.args, self.lanes.args[key]))
+        if value.op in ("view", "gather", "expand") and args[0][1] == form and args[0][0] != i:
+            return self.text(args[0], scope)
+        if value.op in ("inner", "fold"):
+            terms = [self._operand(arg, scope) for arg in args]
+            scope.lines.append(f"{declared} = channel_sum(l, [&](int h, int c) {{ return {' * '.join(terms)}; }});")
+            return name
+        loop = "EACH_CHANNEL" if self._is_fragment(form) else "EACH_HEAD"
+        expression = self._expression(i, [self._operand(arg, scope) for arg in args])
+        scope.lines += [f"{self._type(form)} {name};", f"{loop} {self._element(name, form)} = {expression};"]
+        return name
+
+    def _operand(self, key: Key, scope: _Scope) -> str:
+        value = self.values[key[0]]
+        if value.op == "const":
+            return _number(value.attrs[0])
+        return self._element(self.text(key, scope), key[1])
+
+    def _expression(self, i: int, operands: list[str]) -> str:
+        value = self.values[i]
+        if value.op in POINTWISE:
+            return f"point_{value.op}({', '.join([*operands, *map(_number, value.attrs)])})"
+        return operands[0] if operands else _number(value.attrs[0])
+
+    # Accumulators --------------------------------------------------------------------------------------------------
+
+    def _statistic(self, i: int) -> int | None:
+        """The x of a sum of exp(x - max x) over the rows of the maximum."""
+        value = self.values[i]
+        exp = self.values[value.args[0]]
+        sub = self.values[exp.args[0]] if value.op == "sum" and exp.op == "exp" else exp
+        most = self.values[sub.args[1]] if sub.op == "sub" else sub
+        is_statistic = most.op == "max" and most.attrs == value.attrs and most.args[0] == sub.args[0]
+        return sub.args[0] if is_statistic else None
+
+    def _accumulator(self, kind: str, key: Key) -> int:
+        if (kind, key) not in self.accumulators:
+            self.accumulators.append((kind, key))
+        return self.accumulators.index((kind, key))
+
+    def _total(self, key: Key) -> str:
+        """Add an accumulator, if it is not there yet, and return the text of its result."""
+        i, form = key
+        value = self.values[i]
+        if value.op == "count":
+            raise AssertionError("counts are static")
+        x = self._statistic(i)
+        if x is not None:
+            return f"s.a{self._accumulator('Softmax', (x, form))}.total()"
+        operand = (value.args[0], form)
+        if value.op == "sum":
+            return f"s.a{self._accumulator('Sum', operand)}.total()"
+        is_softmax = ("Softmax", operand) in self.accumulators or any(
+            self._statistic(j) == operand[0] and other == form for j, other in self.lanes.order if j in self.reduced
+            and self.values[j].op == "sum"
+        )  # fmt: skip
+        return f"s.a{self._accumulator('Softmax' if is_softmax else 'Maximum', operand)}.most(is_empty)"
+
+    # The text ------------------------------------------------------------------------------------------------------
+
+    def _stores(self) -> Iterator[tuple[str, Key, bool]]:
+        """What is written: the buffer, the value, and whether it is a row of the domain that is reduced over."""
+        for name, i in self.step.program.outputs:
+            is_position = self.step.kind == "traversal" and i not in self.reduced
+            yield name, (i, self.lanes.roots[name]), is_position
+
+    def _store(self, name: str, key: Key, row: str, scope: _Scope) -> str:
+        text = self.text(key, scope)
+        exact = str(name in self.exact).lower()
+        number = self.writes.index(name)
+        return f"write_row<{exact}, {FORMS[key[1]]}>(arg.out{number}, {row}, l, {text});"
+
+    def kernel(self) -> Kernel:
+        edge_stores, end_stores = list[str](), list[str]()
+        for name, key, is_position in self._stores():
+            if is_position:
+                row = f"index.i{_place(self.indices, self.step.over)}"
+                edge_stores.append(self._store(name, key, row, self.edge))
+            else:
+                end_stores.append(self._store(name, key, "row", self.end))
+        adds = []
+        for number, (_, key) in enumerate(self.accumulators):
+            adds.append(f"s.a{number}.add({self._materialised(key)});")
+        text = self._assembled(edge_stores, adds, end_stores)
+        fragments, head_values = self._planes()
+        vectors = sum(self._is_fragment(form) for _, form in self.gathered)
+        return Kernel(
+            self.step.kind,
+            text,
+            self.lanes.heads,
+            self.lanes.channels,
+            tuple(self.indices),
+            tuple(self.row_indices),
+            self.reads,
+            self.writes,
+            fragments,
+            head_values,
+            vectors,
+        )
+
+    def _materialised(self, key: Key) -> str:
+        """The text of an operand of an accumulator, which may be a constant."""
+        if self.values[key[0]].op == "const":
+            return f"filled<{self._type(key[1])}>({_number(self.values[key[0]].attrs[0])})"
+        return self.text(key, self.edge)
+
+    def _planes(self) -> tuple[int, int]:
+        """Numbers of vectors and of numbers per head in a state."""
+        fragments = sum((kind == "Softmax") + 1 for kind, (_, form) in self.accumulators if self._is_fragment(form))
+        total = sum((kind == "Softmax") + 1 for kind, _ in self.accumulators)
+        return fragments, total - fragments
+
+    def _parameters(self) -> list[tuple[str, str]]:
+        """Type and name of each parameter."""
+        parameters = [("const int*", f"index{number}") for number in range(len(self.indices))]
+        parameters += [("const int*", f"row{number}") for number in range(len(self.row_indices))]
+        for prefix, const, names in (("in", "const ", self.reads), ("out", "", self.writes)):
+            types = [f"{const}{'float' if name in self.exact else 'storage_t'}*" for name in names]
+            parameters += [(kind, f"{prefix}{number}") for number, kind in enumerate(types)]
+        return parameters
+
+    def _assembled(self, edge_stores: list[str], adds: list[str], end_stores: list[str]) -> str:
+        parameters = self._parameters()
+        lines = [
+            f"#define STEP_PARAMETERS {', '.join(f'{kind} {name}' for kind, name in parameters)}",
+            f"#define STEP_ARGUMENTS {{{', '.join(name for _, name in parameters)}}}",
+            "struct Arguments {",
+            *(f"    {kind} {name};" for kind, name in parameters),
+            "};",
+        ]
+        if self.step.kind == "map":
+            head = "const Arguments& arg, int row, const Lanes& l, bool writes"
+            lines += self._function("void finish_row", head, self.end.lines, end_stores, "writes")
+            return "\n".join(lines) + "\n"
+        sets = [f"a.index[{number}] = arg.index{number};" for number in range(len(self.indices))]
+        loads = [f"__ldg(a.index[{number}] + position)" for number in range(len(self.indices))]
+        lines += self._function("void set_indices", "Adjacency& a, const Arguments& arg", sets)
+        lines += ["struct RowIndex {", *(f"    int i{number};" for number in range(len(self.indices)))]
+        lines += self._function(
+            "static RowIndex load", "const Adjacency& a, int position", [f"return {{{', '.join(loads)}}};"]
+        )
+        lines += ["};", "struct Own {"]
+        lines += [f"    {self._type(form)} {name};" for (_, form), name in self.own_members.items()]
+        lines += self._function("void load", "const Arguments& arg, int row, const Lanes& l", self.own.lines)
+        lines += ["};", "struct Gathered {", *(f"    {text}" for text in self.gathered.values())]
+        gathers = [
+            f"v{i}{form}.load({self._leaf((i, form))[1]}, index.i{self.indices.index(self.values[i].domain)}, l);"
+            for i, form in self.gathered
+        ]
+        lines += self._function("void load", "const Arguments& arg, const RowIndex& index, const Lanes& l", gathers)
+        lines += ["};", "struct Accumulators {"]
+        lines += [f"    {kind}<{self._type(key[1])}> a{n};" for n, (kind, key) in enumerate(self.accumulators)]
+        planes, places = [0, 0], []
+        for number, (kind, key) in enumerate(self.accumulators):
+            is_head = not self._is_fragment(key[1])
+            places.append(f"DO(a{number}, {planes[is_head]})")
+            planes[is_head] += 1 + (kind == "Softmax")
+        lines += ["};", f"#define STATE_FRAGMENTS {planes[0]}", f"#define ACCUMULATORS(DO) {' '.join(places)}"]
+        head = (
+            "Accumulators& s, const Arguments& arg, const Own& own, const Gathered& g, const RowIndex& index, "
+            "const Lanes& l, bool counts"
+        )
+        lines += self._function("void add_terms", head, self.edge.lines, edge_stores + adds, "counts")
+        head = "const Accumulators& s, const Arguments& arg, int row, const Lanes& l, bool writes, bool is_empty"
+        lines += self._function("void finish_row", head, self.end.lines, end_stores, "writes")
+        return "\n".join(lines) + "\n"
+
+    def _function(
+        self, name: str, parameters: str, lines: list[str], last: list[str] | None = None, condition: str = ""
+    ) -> list[str]:
+        static, name = ("static ", name.removeprefix("static ")) if name.startswith("static ") else ("", name)
+        body = [f"    {line}" for line in lines]
+        if last:
+            body += [f"    if ({condition}) {{", *(f"        {line}" for line in last), "    }"]
+        return [f"{static}__device__ __forceinline__ {name}({parameters}) {{", *body, "}"]

@@ -1,0 +1,175 @@
+"""How the values of one kernel lie on its lanes: every row is [H, C], [H], [C] or one number of the same H and C."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import REDUCTIONS, Program, Shape, Value
+
+MAX_CHANNELS = 512
+"""Channels that the lanes of a head hold."""
+
+
+class Refusal(ValueError):
+    """What no kernel computes; the message names the value."""
+
+
+class Lanes(NamedTuple):
+    """The lanes of a kernel.
+
+    Attributes:
+        heads: H.
+        channels: C.
+        order: The values, as pairs of id and form: "HC", "H", "C" or "" for one number; operands come first.
+        args: Pair of id and form -> the forms of the operands.
+        roots: Form of each output.
+    """
+
+    heads: int
+    channels: int
+    order: tuple[tuple[int, str], ...]
+    args: dict[tuple[int, str], tuple[str, ...]]
+    roots: dict[str, str]
+
+
+def find_lanes(program: Program) -> Lanes:
+    """Return lanes on which all outputs of a program fit.
+
+    Raises:
+        Refusal: There are none.
+    """
+    reasons = []
+    for heads, channels in _candidates(program):
+        try:
+            return _Inference(program, heads, channels).lanes()
+        except Refusal as refusal:
+            reasons.append(str(refusal))
+    raise Refusal(reasons[-1] if reasons else f"the program {program.name} has no values")
+
+
+def _candidates(program: Program) -> Iterable[tuple[int, int]]:
+    """The ways to split the widest rows in heads and channels, those of fewest heads first."""
+    shapes = {_sizes(program.values[i].shape) for i in program.live}
+    width = max(map(prod, shapes))
+    splits = {(prod(s[:k]), prod(s[k:])) for s in shapes if prod(s) == width for k in range(len(s) + 1)}
+    inner = {program.values[arg].shape[-1] for i in program.live for arg in program.values[i].args
+             if program.values[i].op in ("inner", "fold") and program.values[arg].shape}  # fmt: skip
+    splits |= {(width // channels, channels) for channels in inner if width % channels == 0}
+    return sorted(splits)
+
+
+def _sizes(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
+class _Inference:
+    """Labels the sizes of each value by what they run over: heads "H", channels "C", both "HC" or nothing ""."""
+
+    def __init__(self, program: Program, heads: int, channels: int) -> None:
+        self.program, self.heads, self.channels = program, heads, channels
+        self.args: dict[tuple[int, str], tuple[str, ...]] = {}
+
+    def lanes(self) -> Lanes:
+        if self.channels > MAX_CHANNELS:
+            raise Refusal(
+                f"rows of {self.channels} channels in the program {self.program.name} (at most {MAX_CHANNELS})"
+            )
+        roots = {name: self._root(i) for name, i in self.program.outputs}
+        return Lanes(self.heads, self.channels, tuple(self.args), self.args, roots)
+
+    def _refuse(self, i: int, why: str) -> Refusal:
+        value = self.program.values[i]
+        return Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} {why} (H={self.heads}, C={self.channels})")
+
+    def _root(self, i: int) -> str:
+        refusals, before = [], dict(self.args)
+        for letters in ("HC", "C", "H", ""):
+            labels = self._spread(self.program.values[i].shape, letters)
+            if labels is not None:
+                try:
+                    return self._demand(i, labels)
+                except Refusal as refusal:
+                    refusals.append(refusal)
+                    self.args = dict(before)
+        raise refusals[0] if refusals else self._refuse(i, "has a row that does not fit the lanes")
+
+    def _size(self, letters: str) -> int:
+        return prod({"H": self.heads, "C": self.channels}[letter] for letter in letters)
+
+    def _spread(self, shape: Shape, letters: str) -> tuple[str, ...] | None:
+        """Label the sizes of a shape so that it runs over some letters; None if it does not."""
+        letters = "".join(letter for letter in letters if self._size(letter) > 1)
+        if prod(shape) != self._size(letters):
+            return None
+        labels, waiting, left = [], list(letters), 1
+        current = ""
+        for size in shape:
+            if size == 1:
+                labels.append("")
+                continue
+            if left == 1:
+                current = ""
+                while waiting and (not current or self._size(current) < size):
+                    current += waiting.pop(0)
+                left = self._size(current)
+            if left % size or (len(current) > 1 and left != size):
+                return None
+            left //= size
+            labels.append(current)
+        return tuple(labels)
+
+    def _form(self, i: int, labels: tuple[str, ...]) -> str:
+        """Return what labels run over, having checked that it is all of it."""
+        shape = self.program.values[i].shape
+        form = ""
+        for label in labels:
+            form += "" if form.endswith(label) else label
+        if form not in ("", "H", "C", "HC"):
+            raise self._refuse(i, "has heads and channels in another order than others")
+        if prod(shape) != self._size(form):
+            raise self._refuse(i, "has a part of the heads or channels")
+        return form
+
+    def _demand(self, i: int, labels: tuple[str, ...]) -> str:
+        form = self._form(i, labels)
+        if (i, form) in self.args:
+            return form
+        forms = tuple(self._demand(arg, part) for arg, part in self._operands(i, labels, form))
+        self.args[i, form] = forms
+        return form
+
+    def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """The operands of a value with their labels."""
+        value, values = self.program.values[i], self.program.values
+        if value.op in ("input", "const", "count"):
+            return
+        for arg in value.args:
+            shape = values[arg].shape
+            if value.op in POINTWISE or value.op in ("expand", "gather", *REDUCTIONS) and value.op != "outer":
+                aligned = ("",) * (len(shape) - len(labels)) + labels[len(labels) - len(shape) :]
+                yield arg, tuple("" if size == 1 else label for size, label in zip(shape, aligned))
+            elif value.op == "view":
+                part = self._spread(shape, form)
+                if part is None:
+                    raise self._refuse(arg, "has a row that does not fit the lanes")
+                yield arg, part
+            elif value.op == "inner" or (value.op == "fold" and folds_last(values, i)):
+                if "C" in form or shape[-1] not in (1, self.channels):
+                    raise self._refuse(i, "sums over what are not the channels of a head")
+                kept = labels if value.op == "inner" else labels[: len(shape) - 1]
+                aligned = kept[max(len(kept) - len(shape) + 1, 0) :]
+                aligned = ("",) * (len(shape) - 1 - len(aligned)) + aligned
+                heads = tuple("" if size == 1 else label for size, label in zip(shape, aligned))
+                yield arg, (*heads, "" if shape[-1] == 1 else "C")
+            else:
+                raise self._refuse(i, "is none of the operators that a kernel computes on lanes")
+
+
+def folds_last(values: Sequence[Value], i: int) -> bool:
+    """Whether a fold sums the last size and no other."""
+    value = values[i]
+    shape = values[value.args[0]].shape
+    return value.shape in (shape[:-1] + (1,), shape[:-1]) and (len(value.shape) == len(shape) or not value.shape)

@@ -1,0 +1,588 @@
+"""Lowering: a program becomes a list of steps, each of which one kernel, one product or torch runs.
+
+============ ==========================================================================================================
+kind         what the step computes
+============ ==========================================================================================================
+traversal    reductions over the rows of one domain that belong to each row of another, what follows from them on that
+             row, and numbers per head that later steps read on the rows reduced over
+map          values on the rows of one domain
+linear       a linear map of rows, each by the weight of its relation or type
+outer        sums of outer products, the gradient of such weights
+dense        values with few rows, such as products of weights, and maps of rows by one weight: torch runs them
+============ ==========================================================================================================
+
+What lies between is computed in registers where it is read: a value on edges is stored only if it is a linear map, an
+output, or at most a number per head that several steps read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+
+from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts
+from pyg_dfgnn.ir.interpreter import EPSILON
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_last
+from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program, Shape, Value, rewrite
+
+FEW = (One, R, Ts, Td)
+"""Domains with few rows."""
+_MOVES = ("permute", "concat", "slice", "pad", "matmul")
+"""Operators that move numbers between lanes: torch runs them on nodes and pairs."""
+_INLINED_READS = 1.5
+"""Numbers that a value is recomputed from, for each of its own, above which it is stored."""
+_STORED_READS = 5
+"""Operands from which a number per head is rather stored for each edge than computed by several steps."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What steps hand to each other: rows of a domain.
+
+    Attributes:
+        name: An input's own name, or "%" and a number.
+        domain: What the rows are.
+        shape: Sizes of a row.
+        is_exact: Whether it is float32 whatever the dtype of the features.
+    """
+
+    name: str
+    domain: Domain
+    shape: Shape
+    is_exact: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.domain}{list(self.shape)}{' float32' if self.is_exact else ''}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        kind: See the head of this file.
+        domain: Domain of what is written.
+        over: Domain of the rows that are read one by one.
+        reads: Names of buffers.
+        writes: Names of buffers.
+        program: What it computes: inputs are what it reads, outputs what it writes.
+    """
+
+    kind: str
+    domain: Domain
+    over: Domain
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    program: Program
+
+    def __str__(self) -> str:
+        where = f"{self.over}->{self.domain}" if self.over is not self.domain else f"{self.domain}"
+        return f"{self.kind} {where}\n" + "\n".join(str(self.program).splitlines()[1:])
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program as steps.
+
+    Attributes:
+        name: Name of the program.
+        static: Steps that depend on the graph alone: they run once.
+        forward: Steps that give the outputs.
+        backward: Steps that give the gradients.
+        buffers: By name.
+        outputs: Name of an output or gradient -> its buffer and the sizes of its rows.
+    """
+
+    name: str
+    static: tuple[Step, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    buffers: Mapping[str, Buffer] = field(hash=False)
+    outputs: Mapping[str, tuple[str, Shape]] = field(hash=False)
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Buffers that the forward pass leaves for the backward pass, inputs among them."""
+        fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
+        reads = dict.fromkeys(name for step in self.backward for name in step.reads)
+        return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
+
+    def __str__(self) -> str:
+        lines = [f"program {self.name}"]
+        for what, steps in (("static", self.static), ("forward", self.forward), ("backward", self.backward)):
+            lines += [f"{what}:", *("  " + line for step in steps for line in str(step).splitlines())] if steps else []
+        lines += ["saved: " + ", ".join(str(self.buffers[name]) for name in self.saved)] if self.backward else []
+        return "\n".join(lines)
+
+
+def lower(program: Program, outputs: Collection[str]) -> Lowered:
+    """Return the steps of a program.
+
+    Args:
+        program: As the passes have left it; with gradients if it was differentiated.
+        outputs: Names of the outputs that the forward pass gives; all others are gradients.
+
+    Raises:
+        Refusal: Some value has no kernel.
+    """
+    return _Lowering(_decomposed(program), frozenset(outputs)).lowered()
+
+
+def _decomposed(program: Program) -> Program:
+    """Return the program with softmax as its parts, sums before folds, and numbers computed."""
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        args = [ids[arg] for arg in value.args]
+        if value.op == "softmax":
+            (x,), attrs = args, value.attrs
+            exp = builder.emit("exp", builder.emit("sub", x, builder.emit("max", x, attrs=attrs)), domain=attrs[1])
+            epsilon = builder.emit("const", attrs=(EPSILON,))
+            return _divided(builder, exp, builder.emit("add", builder.emit("sum", exp, attrs=attrs), epsilon))
+        if (collapsed := _collapsed(program, i)) is not None:
+            x, scale, op, over = collapsed
+            if scale is not None:
+                x = _divided(builder, ids[x], ids[scale]) if op == "div" else builder.emit(op, ids[x], ids[scale])
+            return builder.emit("sum", ids[x] if scale is None else x, attrs=(value.domain, over))
+        if value.op == "sum" and builder.values[args[0]].op == "fold" and not folds_last(builder.values, args[0]):
+            total = builder.emit("sum", builder.values[args[0]].args[0], attrs=value.attrs)
+            return builder.emit("fold", total, attrs=(value.shape,))
+        operands = [builder.values[arg] for arg in args]
+        if value.op in POINTWISE and all(operand.op == "const" for operand in operands):
+            numbers = [torch.tensor(operand.attrs[0], dtype=torch.float64) for operand in operands]
+            return builder.emit("const", attrs=(POINTWISE[value.op].compute(*numbers, *value.attrs).item(),))
+        if value.op == "div" and operands[0].op != "const":
+            x, y = operands
+            if y.op == "const" or (y.domain, prod(y.shape)) != (x.domain, prod(x.shape)):
+                return _divided(builder, *args)
+        return None
+
+    return remove_dead(common_subexpressions(rewrite(program, rule)))
+
+
+def _divided(builder: Builder, x: int, y: int) -> int:
+    """Multiply by 1 / y, which is computed once for many x."""
+    divisor = builder.values[y]
+    if divisor.op == "const" and divisor.attrs[0]:
+        return builder.emit("mul", x, builder.emit("const", attrs=(1.0 / divisor.attrs[0],)))
+    return builder.emit("mul", x, builder.emit("div", builder.emit("const", attrs=(1.0,)), y))
+
+
+def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] | None:
+    """What a sum of scaled sums is as one sum over the rows of those: what is summed, its scale, how that is applied,
+    and the rows; None if a value is no such sum. So the sum of means by relation takes one pass over the edges.
+    """
+    value, values = program.values[i], program.values
+    if value.op != "sum":
+        return None
+    middle, scale, op = value.args[0], None, "mul"
+    operand = values[middle]
+    if operand.op in ("mul", "div") and program.uses[middle] == 1:
+        op = operand.op
+        for middle, scale in (operand.args, operand.args[::-1])[: 2 if op == "mul" else 1]:
+            if values[middle].op == "sum" and prod(values[scale].shape) == 1:
+                break
+    inner = values[middle]
+    is_sum = inner.op == "sum" and program.uses[middle] == 1 and inner.domain is value.attrs[1]
+    is_number = scale is None or prod(values[scale].shape) == 1
+    return (inner.args[0], scale, op, inner.attrs[1]) if is_sum and is_number else None
+
+
+class _Draft:
+    """A step while it is collected: what it computes, in any order."""
+
+    def __init__(self, kind: str, domain: Domain, over: Domain, targets: Iterable[int]) -> None:
+        self.kind, self.domain, self.over, self.targets = kind, domain, over, set(targets)
+
+
+class _Lowering:
+    def __init__(self, program: Program, outputs: frozenset[str]) -> None:
+        self.program, self.values, self.outputs = program, program.values, outputs
+        self.ids = sorted(program.live)
+        self.forward = Program("", self.values, tuple((n, i) for n, i in program.outputs if n in outputs)).live
+        self.readers: dict[int, set[int]] = {i: set() for i in self.ids}
+        for i in self.ids:
+            for arg in self.values[i].args:
+                self.readers[arg].add(i)
+        self.kinds: dict[int, str] = {}
+        for i in self.ids:
+            self.kinds[i] = self._kind(i)
+        # Values that a step leaves for others, unless they turn out to be read by none.
+        self.kept: set[int] = {i for i in self.ids if self.kinds[i] not in ("inline", "const")}
+        self._keep()
+        # Those on edges that a traversal stores as it computes them; others may compute them as well before.
+        self.stored = {i for i in self.kept - self.operands if self.kinds[i] == "inline" and self.values[i].domain is E}
+
+    # What is stored ------------------------------------------------------------------------------------------------
+
+    def _kind(self, i: int) -> str:
+        value, operands = self.values[i], [self.values[arg] for arg in self.values[i].args]
+        if value.op in ("input", "const"):
+            return value.op
+        if value.op in REDUCTIONS and value.attrs[1] not in FEW:
+            if value.op == "count":
+                return "static"
+            return "outer" if value.op == "outer" else "traversal"
+        if self._is_transposed(i):
+            return "inline"
+        if value.domain in FEW:
+            return "dense"
+        if self._is_biased(i):
+            (product,) = (arg for arg in value.args if self.kinds[arg] == "linear")
+            self.kinds[product] = "inline"
+            return "linear"
+        if value.op == "linear":
+            is_dense = operands[1].domain is One and operands[0].domain is value.domain
+            return "dense" if is_dense else "linear"
+        if value.op in _MOVES or (value.op == "fold" and not folds_last(self.values, i)):
+            is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
+            if value.domain is E or is_matrix:
+                why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
+                raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} {why}")
+            return "dense"
+        if prod(value.shape) == 1 and {self.kinds[arg] for arg in value.args} <= {"const", "static"}:
+            return "static"
+        return "inline"
+
+    def _is_transposed(self, i: int) -> bool:
+        """Whether a value is weights transposed, as which products read them where they lie."""
+        value, rank = self.values[i], len(self.values[i].shape)
+        swapped = (*range(rank - 2), rank - 1, rank - 2)
+        readers = [self.values[reader] for reader in self.readers[i]]
+        return (
+            value.op == "permute"
+            and value.domain in FEW
+            and value.attrs[0] == swapped
+            and all(v.op == "matmul" or (v.op == "linear" and v.args[1] == i != v.args[0]) for v in readers)
+        )
+
+    def _is_biased(self, i: int) -> bool:
+        """Whether a value is a linear map, read by nothing else, and a bias by the type of the map's weight."""
+        value = self.values[i]
+        if value.op != "add" or {self.kinds[arg] for arg in value.args} not in (
+            {"linear", "input"},
+            {"linear", "dense"},
+        ):
+            return False
+        product, bias = sorted(value.args, key=lambda arg: self.kinds[arg] != "linear")
+        weight = self.values[self.values[product].args[1]]
+        fits = self.values[bias].domain is weight.domain and self.values[bias].shape == self.values[product].shape
+        return fits and self.values[product].op == "linear" and self.readers[product] == {i}
+
+    def _product_operands(self, i: int) -> Iterator[int]:
+        """What is stored of the operands of a product."""
+        for arg in self.values[i].args:
+            if self.kinds[i] == "linear" and self.kinds[arg] == "inline" and self.values[arg].op == "linear":
+                yield from self._product_operands(arg)
+            else:
+                yield self._operand(arg)
+
+    def base(self, i: int) -> int:
+        """The value whose numbers a value has in another shape."""
+        while self.values[i].op == "view":
+            i = self.values[i].args[0]
+        return i
+
+    def _readers_of(self, i: int) -> Iterator[int]:
+        """The readers of a value, through views of it."""
+        for reader in self.readers[i]:
+            if self.kinds[reader] == "inline" and self.values[reader].op == "view":
+                yield from self._readers_of(reader)
+            else:
+                yield reader
+
+    def _keep(self) -> None:
+        """Find which values are stored although registers could hold them."""
+        consts = {i for i in self.ids if self.kinds[i] == "const"}
+        products = [i for i in self.ids if self.kinds[i] in ("dense", "linear", "outer", "static")]
+        self.operands = {operand for i in products for operand in self._product_operands(i)} - consts
+        self.kept |= self.operands | {self.base(i) for _, i in self.program.outputs} - consts
+        for i in self.ids:
+            if self.kinds[i] == "inline" and self._is_read_often(i):
+                self.kept.add(i)
+        for i in self.ids:
+            if self.kinds[i] == "traversal":
+                self._keep_instead(i)
+
+    def _operand(self, i: int) -> int:
+        """What is stored of the operand of a step that gathers by itself."""
+        while self.values[i].op in ("view", "gather", "permute") and self.kinds[i] == "inline":
+            i = self.values[i].args[0]
+        return i
+
+    def _is_read_often(self, i: int) -> bool:
+        """Whether a value on nodes or pairs, read on more rows, is made of more numbers than it has."""
+        value = self.values[i]
+        if value.domain is E or value.op in ("view", "gather", "expand"):
+            return False
+        ranges = {self._range(reader) for reader in self._readers_of(i)}
+        numbers = sum(prod(self.values[leaf].shape) for leaf in self.leaves(i, self.kept - {i}))
+        return ranges != {value.domain} and numbers > _INLINED_READS * prod(value.shape)
+
+    def _range(self, i: int) -> Domain:
+        value = self.values[i]
+        return value.attrs[1] if value.op in RANGED else value.domain
+
+    def _keep_instead(self, i: int) -> None:
+        """Store what alone is made of a reduction rather than the reduction."""
+        value, last = self.values[i], i
+        results = {self.base(j) for _, j in self.program.outputs}
+        while last not in results:
+            readers = set(self._readers_of(last))
+            reader = min(readers)
+            other = self.values[reader]
+            is_inner = self.kinds[reader] == "inline" and other.domain is value.domain
+            if len(readers) > 1 or not is_inner or prod(other.shape) > prod(value.shape):
+                break
+            last = reader
+        self.kept |= {last}
+
+    def leaves(self, i: int, known: Collection[int]) -> set[int]:
+        """The values that a value is computed from: the nearest ones among `known`."""
+        reached: set[int] = set()
+        waiting, seen = list(self.values[i].args), set[int]()
+        while waiting:
+            j = waiting.pop()
+            if j in seen or self.kinds[j] == "const":
+                continue
+            seen.add(j)
+            if j in known:
+                reached.add(j)
+            else:
+                waiting += self.values[j].args
+        return reached
+
+    # In which order ------------------------------------------------------------------------------------------------
+
+    def lowered(self) -> Lowered:
+        self._schedule()
+        self._store_per_edge()
+        self._schedule()
+        return self._finish()
+
+    def _schedule(self) -> None:
+        """Put all values that are stored into steps."""
+        self.drafts: dict[str, list[_Draft]] = {"static": [], "forward": [], "backward": []}
+        fixed = {i for i in self.ids if self.kinds[i] == "static"}
+        self.home: dict[int, _Draft | None] = {i: None for i in self.ids if self.kinds[i] == "input"}
+        if fixed:
+            self._add("static", _Draft("dense", One, One, fixed))
+        for part, ids in (("forward", self.forward), ("backward", set(self.ids) - self.forward)):
+            todo = {i for i in ids & self.kept if i not in self.home}
+            self._schedule_part(part, todo)
+
+    def _add(self, part: str, draft: _Draft) -> None:
+        self.drafts[part].append(draft)
+        for i in draft.targets:
+            self.home[i] = draft
+
+    def _is_ready(self, i: int, also: Collection[int] = ()) -> bool:
+        """Whether all that a value is computed from is there; what is stored per edge may be computed instead."""
+        known = self.kept - (self.stored - self.home.keys())
+        return all(leaf in self.home or leaf in also for leaf in self.leaves(i, known))
+
+    def _statistic(self, i: int) -> int | None:
+        """The maximum m of x if a value is a sum of exp(x - m), which one pass over the rows gives with m."""
+        value = self.values[i]
+        if value.op != "sum":
+            return None
+        exp = self.values[value.args[0]]
+        sub = self.values[exp.args[0]] if exp.op == "exp" else exp
+        most = self.values[sub.args[1]] if sub.op == "sub" else sub
+        is_statistic = most.op == "max" and most.attrs == value.attrs and most.args[0] == sub.args[0]
+        return sub.args[1] if is_statistic and value.args[0] not in self.kept else None
+
+    def _schedule_part(self, part: str, todo: set[int]) -> None:
+        while todo:
+            while self._schedule_products(part, todo):
+                todo -= self.home.keys()
+            todo -= self.home.keys()
+            reductions = {i for i in todo if self.kinds[i] == "traversal"}
+            ready = {i for i in reductions if self._is_ready(i)}
+            ready |= {i for i in reductions if (m := self._statistic(i)) in ready and self._is_ready(i, {m})}
+            if ready:
+                self._schedule_reductions(part, ready, todo)
+            elif todo:
+                rest = {i for i in todo if self._is_ready(i)}
+                assert rest, f"nothing of {sorted(todo)} can be computed"
+                self._schedule_maps(part, rest)
+            todo -= self.home.keys()
+
+    def _schedule_products(self, part: str, todo: set[int]) -> bool:
+        """Add what is ready and no reduction; False if nothing is."""
+        todo = todo - self.home.keys()
+        ready = {i for i in todo if self.kinds[i] != "traversal" and self._is_ready(i)}
+        dense = {i for i in ready if self.kinds[i] == "dense"}
+        products = [i for i in sorted(ready) if self.kinds[i] in ("linear", "outer")]
+        # Of the edges, what only the user reads may come with a later traversal.
+        maps = {i for i in ready - self.stored if self.kinds[i] == "inline"}
+        if dense:
+            self._add(part, _Draft("dense", One, One, dense))
+        self._schedule_maps(part, maps)
+        for i in products:
+            self._add(part, _Draft(self.kinds[i], self.values[i].domain, self._range(i), {i}))
+        return bool(dense or products or maps)
+
+    def _schedule_maps(self, part: str, ids: set[int]) -> None:
+        for domain in Domain:
+            for group in self._fitting({i for i in ids if self.values[i].domain is domain}, domain, domain):
+                self._add(part, _Draft("map", domain, domain, group))
+
+    def _fitting(self, ids: Collection[int], domain: Domain, over: Domain) -> list[set[int]]:
+        """Split values into groups whose rows have the same lanes."""
+        groups: list[set[int]] = []
+        for i in sorted(ids, key=lambda i: (-prod(self.values[i].shape), i)):
+            for group in groups:
+                if self._fits(group | {i}):
+                    group.add(i)
+                    break
+            else:
+                self._find_lanes({i})
+                groups.append({i})
+        return groups
+
+    def _find_lanes(self, targets: set[int]) -> None:
+        find_lanes(self._piece(targets)[0])
+
+    def _fits(self, targets: set[int]) -> bool:
+        try:
+            self._find_lanes(targets)
+        except Refusal:
+            return False
+        return True
+
+    def _schedule_reductions(self, part: str, ready: set[int], todo: set[int]) -> None:
+        groups: dict[tuple[Domain, Domain], set[int]] = {}
+        for i in sorted(ready):
+            groups.setdefault(self.values[i].attrs, set()).add(i)
+        late = {attrs for attrs, group in groups.items() if self._waits(attrs, group, todo - ready)}
+        for number, (attrs, group) in enumerate(groups.items()):
+            if attrs in late and (len(late) < len(groups) or number > 0):
+                continue
+            for targets in self._fitting(group, *attrs):
+                self._complete(targets, attrs, todo)
+                self._add(part, _Draft("traversal", *attrs, targets))
+
+    def _waits(self, attrs: tuple[Domain, Domain], group: set[int], later: set[int]) -> bool:
+        """Whether other sums over the same rows come later and none of these is needed for them."""
+        others = {i for i in later if self.kinds[i] == "traversal" and self.values[i].attrs == attrs}
+        return any(not group & Program("", self.values, (("", i),)).live for i in others)
+
+    def _complete(self, targets: set[int], attrs: tuple[Domain, Domain], todo: set[int]) -> None:
+        """Add to reductions what follows from them on their rows, and what is stored of the rows that they read."""
+        domain, over = attrs
+        reached = Program("", self.values, tuple(("", i) for i in targets)).live
+        for i in sorted(todo - targets - self.home.keys()):
+            value = self.values[i]
+            if self.kinds[i] != "inline" or i in targets:
+                continue
+            follows = value.domain is domain and self.leaves(i, self.kept | targets) & targets
+            is_read = value.domain is over and i in reached
+            if (follows or is_read) and self._is_ready(i, targets) and self._fits(targets | {i}):
+                targets.add(i)
+
+    # What is stored per edge ---------------------------------------------------------------------------------------
+
+    def _store_per_edge(self) -> None:
+        """Choose numbers per head that are stored for each edge: what gathers vectors or many numbers, and is read by
+        several traversals.
+        """
+        candidates = [i for i in self.ids if self._is_narrow_edge_value(i)]
+        for is_first in (True, False):
+            for i in candidates if is_first else reversed(candidates):
+                gathers = self.values[i].op in ("inner", "fold")
+                is_costly = gathers if is_first else len(self.leaves(i, self.kept)) >= _STORED_READS
+                if is_costly and i not in self.kept and len(self._traversals_reading(i)) > 1:
+                    self.kept.add(i)
+                    self.stored.add(i)
+
+    def _is_narrow_edge_value(self, i: int) -> bool:
+        value = self.values[i]
+        is_kind = self.kinds[i] == "inline" and value.domain is E and value.op not in ("view", "gather", "expand")
+        width = max(map(prod, (self.values[leaf].shape for leaf in self.leaves(i, self.kept))), default=0)
+        return is_kind and (value.op in ("inner", "fold") or prod(value.shape) <= self.narrow < max(width, 2) + 1)
+
+    @cached_property
+    def narrow(self) -> int:
+        """Numbers of a row that are float32 and stored for edges: a number per head of what softmaxes range over."""
+        return max([1, *(prod(self.values[i].shape) for i in self.ids if self._statistic(i) is not None)])
+
+    def _traversals_reading(self, i: int) -> set[_Draft]:
+        drafts = set()
+        for part in ("forward", "backward"):
+            for draft in self.drafts[part]:
+                if draft.kind == "traversal" and draft.over is E and i in self._inlined(draft.targets):
+                    drafts.add(draft)
+        return drafts
+
+    def _inlined(self, targets: set[int]) -> set[int]:
+        inlined: set[int] = set()
+        waiting = list(targets)
+        while waiting:
+            j = waiting.pop()
+            for arg in self.values[j].args:
+                if arg not in self.kept and arg not in inlined:
+                    waiting.append(arg)
+                inlined.add(arg)
+        return inlined
+
+    # Steps ---------------------------------------------------------------------------------------------------------
+
+    def _name(self, i: int) -> str:
+        value = self.values[i]
+        return value.attrs[0] if value.op == "input" else f"%{i}"
+
+    def _piece(self, targets: Collection[int], writes: Collection[int] | None = None) -> tuple[Program, set[int]]:
+        """Return the program of some targets and the stored values that it reads."""
+        known = self.home.keys() - targets
+        needed: set[int] = set()
+        waiting = list(targets if writes is None else writes)
+        while waiting:
+            j = waiting.pop()
+            if j not in needed:
+                needed.add(j)
+                if j not in known:
+                    waiting += self.values[j].args
+        builder, ids = Builder(), dict[int, int]()
+        for j in sorted(needed):
+            value = self.values[j]
+            if j in known:
+                ids[j] = builder.input(self._name(j), value.domain, value.shape)
+            else:
+                ids[j] = builder.copy(value, [ids[arg] for arg in value.args])
+        outputs = {self._name(j): ids[j] for j in sorted(targets if writes is None else writes)}
+        return builder.build(self.program.name, outputs), needed & known
+
+    def _finish(self) -> Lowered:
+        known, self.home = self.home, {i: d for i, d in self.home.items() if d is None}
+        order = [draft for part in ("static", "forward", "backward") for draft in self.drafts[part]]
+        position = {id(draft): n for n, draft in enumerate(order)}
+        result = {self.base(i) for _, i in self.program.outputs}
+        read: set[int] = set()
+        steps: dict[int, Step] = {}
+        # From the end, so that what a step writes is what later ones read.
+        for draft in reversed(order):
+            self.home = {i: d for i, d in known.items() if d is None or position[id(d)] < position[id(draft)]}
+            writes = draft.targets & (read | result)
+            if not writes:
+                continue
+            program, reads = self._piece(draft.targets, writes)
+            read |= reads
+            names = tuple(self._name(i) for i in sorted(reads)), tuple(self._name(i) for i in sorted(writes))
+            steps[id(draft)] = Step(draft.kind, draft.domain, draft.over, *names, program)
+        parts = {part: tuple(steps[id(d)] for d in self.drafts[part] if id(d) in steps) for part in self.drafts}
+        stored = {i for i in known if i in read | result}
+        buffers = {self._name(i): self._buffer(i) for i in sorted(stored)}
+        outputs = {name: (self._name(self.base(i)), self.values[i].shape) for name, i in self.program.outputs}
+        return Lowered(self.program.name, **parts, buffers=buffers, outputs=outputs)
+
+    def _buffer(self, i: int) -> Buffer:
+        value, kind = self.values[i], self.kinds[i]
+        is_row = kind in ("traversal", "inline") and value.domain not in FEW
+        is_exact = kind == "static" or (is_row and (prod(value.shape) <= self.narrow or value.op == "max"))
+        return Buffer(self._name(i), value.domain, value.shape, is_exact)

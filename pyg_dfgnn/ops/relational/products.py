@@ -1,0 +1,112 @@
+"""The linear maps and outer products of a program, prepared for a graph: products of rows sorted by type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, sorted_by_type
+from pyg_dfgnn.ir import Domain, One, Program, R, Rows, U, V
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import Step
+from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+
+_PAIRS = {U: "source_relations", V: "target_relations"}
+
+
+def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
+    """Return the launch of a linear map or of a sum of outer products.
+
+    Args:
+        step: The step.
+        rows: The rows of the domains.
+        dtype: Dtype of the features.
+
+    Raises:
+        Refusal: The heads of the operands fit no product.
+    """
+    (output,) = step.writes
+    values = step.program.values
+    root = values[step.program.outputs[0][1]]
+    bias: Callable[[dict[str, Tensor]], Tensor] | None = None
+    if root.op == "add":
+        product, other = sorted(root.args, key=lambda arg: values[arg].op != "linear")
+        bias, root = _operand(step.program, other, dtype), values[product]
+    left, right = root.args
+    is_outer = root.op == "outer"
+    heads = prod(root.shape[: -2 if is_outer else -1])
+    over, domain = (step.over, step.domain) if is_outer else (root.domain, values[right].domain)
+    typed, order = _typed(rows, over, domain)
+    x, y = _operand(step.program, left, dtype), _operand(step.program, right, dtype)
+    gather = [_gather(rows, over, values[arg].domain, order) for arg in root.args]
+    # Rows that have no size for heads are the same for all.
+    x_heads, y_heads = (_heads(step.program, arg, heads, 1 if is_outer or arg == left else 2) for arg in root.args)
+    if is_outer:
+        features, channels = root.shape[-2:]
+        outer = SegmentOuter(typed, features, channels, dtype, heads=heads, gather_x=gather[0], gather_grad=gather[1])
+        shape = rows.sizes[domain], *root.shape
+
+        def run_outer(buffers: dict[str, Tensor]) -> None:
+            first, second = x(buffers).view(-1, x_heads, features), y(buffers).view(-1, y_heads, channels)
+            buffers[output] = outer(first, second).view(shape)
+
+        return run_outer
+    transposed = values[right].op == "permute"
+    places, columns = values[left].shape[-1], root.shape[-1]
+    features, channels = (columns, places) if transposed else (places, columns)
+    linear = SegmentLinear(
+        typed,
+        features,
+        channels,
+        dtype,
+        heads=heads,
+        transposed=transposed,
+        gather=gather[0],
+        scatter=order,
+        num_results=rows.sizes[over],
+    )
+    shape = rows.sizes[over], *root.shape
+
+    def run_linear(buffers: dict[str, Tensor]) -> None:
+        weight = y(buffers).view(-1, y_heads, features, channels)
+        added = None if bias is None else bias(buffers).view(-1, heads, columns)
+        buffers[output] = linear(x(buffers).view(-1, x_heads, places), weight, added).view(shape)
+
+    return run_linear
+
+
+def _operand(program: Program, i: int, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Return what gives the buffer that a value has the numbers of."""
+    while program.values[i].op in ("view", "gather", "permute"):
+        i = program.values[i].args[0]
+    name = program.values[i].attrs[0]
+    return lambda buffers: buffers[name].to(dtype)
+
+
+def _heads(program: Program, i: int, heads: int, sizes: int) -> int:
+    """Return the heads of an operand whose last `sizes` sizes are its row or matrix."""
+    own = prod(program.values[i].shape[:-sizes])
+    if own not in (1, heads):
+        value = program.values[i]
+        raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} has some of {heads} heads")
+    return own
+
+
+def _typed(rows: Rows, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor | None]:
+    """Return the rows of a domain by type, and the row at each place unless they lie in this order."""
+    if domain is One:
+        return one_type(rows, rows.sizes[over]), None
+    if over in _PAIRS and domain is R:
+        return pairs_by_relation(rows.graph, _PAIRS[over]), None
+    return sorted_by_type(rows, (over, domain), rows.index(over, domain), rows.sizes[domain])
+
+
+def _gather(rows: Rows, over: Domain, other: Domain, order: Tensor | None) -> Tensor | None:
+    """Return the row of another domain at each place; None where the places are its rows."""
+    if other is over:
+        return order
+    index = rows.at_rows(over, other)
+    return index if order is None else index.index_select(0, order)

@@ -1,0 +1,272 @@
+"""Programs run by their steps, with gradients; what is prepared is kept with the rows of a graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import One, Program, Rows, interpret
+from pyg_dfgnn.ir.interpreter import check_inputs, run_values
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import Lowered, Step, lower
+from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
+from pyg_dfgnn.ops.relational import products, traversal
+from pyg_dfgnn.ops.relational.traversal import Run
+from pyg_dfgnn.settings import current
+
+_logger = logging.getLogger("pyg_dfgnn")
+_logged: set[str] = set()
+_Todo = tuple[Run | Step, list[str]]
+"""The launch of a step, or the step for torch, and the buffers that none reads after it."""
+
+
+class Prepared:
+    """A program on a graph, ready to run on tensors of a dtype.
+
+    The rows keep it, so it does not keep them.
+
+    Args:
+        program: The program.
+        rows: The rows of its domains.
+        dtype: Dtype of the inputs.
+        wrt: Inputs whose gradients will be asked for.
+
+    Attributes:
+        lowered: The steps.
+        outputs: Names of the outputs.
+
+    Raises:
+        Refusal: Some value has no kernel.
+    """
+
+    def __init__(self, program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...]) -> None:
+        self.program, self.dtype, self.wrt = program, dtype, wrt
+        self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
+        self.lowered: Lowered = lower(optimise(program, rows.sizes, wrt=wrt)[-1].program, self.outputs)
+        self._like = torch.empty(0, dtype=dtype, device=rows.device)
+        self._static: dict[str, Tensor] = {}
+        for step in self.lowered.static:
+            self._static |= run_values(step.program, rows, {}, self._like.float())
+        results = {name: self.lowered.outputs[name][0] for name in (*self.outputs, *self.gradients)}
+        kept = {*self.lowered.saved, *(results[name] for name in self.outputs)}
+        self._forward = self._prepared(self.lowered.forward, rows, kept)
+        self._backward = self._prepared(self.lowered.backward, rows, {results[name] for name in self.gradients})
+
+    def _prepared(self, steps: Sequence[Step], rows: Rows, kept: set[str]) -> list[_Todo]:
+        """Return the launches of steps, having kept some buffers."""
+        runs, later = list[_Todo](), kept | self._static.keys()
+        exact = {buffer.name for buffer in self.lowered.buffers.values() if buffer.is_exact}
+        for step in reversed(steps):
+            done = {*step.reads, *step.writes} - later
+            later |= done
+            run: Run | Step = step
+            if step.kind in ("traversal", "map"):
+                written = [self.lowered.buffers[name] for name in step.writes]
+                shapes = {b.name: (rows.sizes[b.domain], *b.shape) for b in written}
+                empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
+                run = partial(_launch, traversal.prepare(step, exact, rows, self.dtype), empty)
+            elif step.kind in ("linear", "outer"):
+                run = products.prepare(step, rows, self.dtype)
+            runs.append((run, sorted(done)))
+        return runs[::-1]
+
+    def _go(
+        self,
+        steps: Sequence[tuple[Run | Step, list[str]]],
+        rows: Rows,
+        buffers: dict[str, Tensor],
+        names: Sequence[str],
+    ) -> list[Tensor]:
+        for run, done in steps:
+            if isinstance(run, Step):
+                operands = {name: buffers[name].to(self.dtype) for name in run.reads}
+                buffers |= {n: aligned(t) for n, t in run_values(run.program, rows, operands, self._like).items()}
+            else:
+                run(buffers)
+            for name in done:
+                del buffers[name]
+        results = []
+        for name in names:
+            buffer, shape = self.lowered.outputs[name]
+            tensor = buffers[buffer].to(self.dtype)
+            lead = () if self.lowered.buffers[buffer].domain is One else tensor.shape[:1]
+            results.append(tensor.reshape(*lead, *shape))
+        return results
+
+    def _read(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of inputs, as kernels read them: rows on every domain, aligned."""
+        read = {name: tensor for name, tensor in inputs.items() if name in self.lowered.buffers}
+        shared = {name for name in read if self.lowered.buffers[name].domain is One}
+        return {n: aligned(t[None] if n in shared else t) for n, t in read.items()} | self._static
+
+    def forward(self, rows: Rows, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs, and what the backward pass reads."""
+        buffers = self._read(inputs)
+        outputs = self._go(self._forward, rows, buffers, self.outputs)
+        return outputs, [buffers[name] for name in self.lowered.saved]
+
+    def backward(self, rows: Rows, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the inputs `wrt`."""
+        buffers = self._read({"d_" + name: g for name, g in zip(self.outputs, gradients, strict=True)})
+        buffers |= dict(zip(self.lowered.saved, saved, strict=True))
+        return self._go(self._backward, rows, buffers, self.gradients)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], is_exact: bool) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32 if is_exact else like.dtype)
+
+
+def _launch(run: Run, empty: Mapping[str, Callable[[], Tensor]], buffers: dict[str, Tensor]) -> None:
+    """Run a step that writes to new buffers."""
+    buffers |= {name: make() for name, make in empty.items()}
+    run(buffers)
+
+
+class _Run(Function):
+    """A prepared program: (prepared, rows, names of inputs, inputs) to the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, prepared: Prepared, rows: Rows, names: tuple[str, ...], *tensors: Tensor) -> Any:
+        outputs, saved = prepared.forward(rows, dict(zip(names, tensors)))
+        ctx.save_for_backward(*saved)
+        # With the graph, which has what the kernels read.
+        ctx.call = prepared, rows, rows.graph, names
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        prepared, rows, _, names = ctx.call
+        gradients = prepared.backward(rows, ctx.saved_tensors, grads)
+        by_name = dict(zip(prepared.wrt, gradients, strict=True))
+        return None, None, None, *(by_name.get(name) for name in names)
+
+
+_run = apply_of(_Run)
+
+
+def rows_of(
+    graph: Graph, *, source_type: Tensor | None = None, target_type: Tensor | None = None, num_types: int = 0
+) -> Rows:
+    """Return the rows of a graph, which keeps them for as long as the types stay as they are.
+
+    Args:
+        graph: As for :class:`~pyg_dfgnn.ir.Rows`.
+        source_type: Type of each source, int64 [N_src], for programs with the domain Ts.
+        target_type: Type of each target, int64 [N_dst], for programs with the domain Td.
+        num_types: Number of node types.
+    """
+    types = {"source_type": source_type, "target_type": target_type}
+    anchors = {name: tensor for name, tensor in types.items() if tensor is not None}
+    key = "rows", tuple(anchors), num_types
+    return graph.derived(key, lambda: Rows(graph, **types, num_types=num_types, kept=True), tuple(anchors.values()))
+
+
+def _selected(
+    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None
+) -> Program:
+    """Return the program of these shapes that gives some of its outputs; the same object for the same question."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    if isinstance(program, Relational):
+        shapes = tuple((n, tuple(inputs[n].shape[d is not One :])) for n, d in program.domains.items() if n in inputs)
+    key = "traced", id(program), shapes, None if outputs is None else tuple(outputs)
+
+    def build() -> tuple[Any, Program]:
+        whole = program.program(**{n: shape for n, shape in shapes}) if isinstance(program, Relational) else program
+        names = dict(whole.outputs)
+        if outputs is not None:
+            whole = Program(whole.name, whole.values, tuple((name, names[name]) for name in outputs))
+        # With what the key is the number of, which so stays alive.
+        return program, whole
+
+    return rows.derived(key, build)[1]
+
+
+def _prepared(program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...]) -> Prepared | tuple[str, ...]:
+    """Return what runs a program, or every reason why no kernels do; kept with the rows."""
+
+    def build() -> Any:
+        reasons = unsupported_reasons(dtype, rows.device)
+        reasons += ["the edges of a static graph change"] if rows.graph.is_static else []
+        if reasons:
+            return tuple(reasons)
+        try:
+            return Prepared(program, rows, dtype, wrt)
+        except Refusal as refusal:
+            return (str(refusal),)
+
+    return rows.derived(("prepared", id(program), dtype, wrt), build)
+
+
+def reasons_against(
+    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Return every reason why no kernels run a program on these inputs; empty when they do."""
+    prepared = _found(program, rows, inputs, outputs)[1]
+    return () if isinstance(prepared, Prepared) else prepared
+
+
+def _found(
+    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None
+) -> tuple[Program, Prepared | tuple[str, ...]]:
+    selected = _selected(program, rows, inputs, outputs)
+    wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
+    dtype = next((tensor.dtype for tensor in inputs.values()), torch.float32)
+    return selected, _prepared(selected, rows, dtype, wrt) if is_eager() else ("operators are traced or transformed",)
+
+
+def apply(
+    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Run a program with gradients: by generated kernels, or where these cannot by the interpreter.
+
+    Args:
+        program: The program, or the function that is traced for the shapes of the inputs. What was prepared for it is
+            found by the object: keep it.
+        rows: The rows of the graph, from :func:`rows_of`.
+        inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row.
+        outputs: Names of the outputs that are wanted; all by default.
+
+    Returns:
+        Name -> tensor of each output, shaped as inputs are.
+
+    Raises:
+        TypeError: Inputs have several dtypes.
+        ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
+        UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
+    """
+    selected, prepared = _found(program, rows, inputs, outputs)
+    if not isinstance(prepared, Prepared):
+        _report(selected.name, prepared, rows.device)
+        return interpret(selected, rows, inputs)
+    check_inputs(selected, rows, inputs)
+    rows.graph.on_this_stream()
+    if prepared.wrt:
+        results = _run(prepared, rows, tuple(inputs), *inputs.values())
+    else:
+        results = prepared.forward(rows, {name: tensor.detach() for name, tensor in inputs.items()})[0]
+    return dict(zip(prepared.outputs, results, strict=True))
+
+
+def _report(name: str, reasons: tuple[str, ...], device: torch.device) -> None:
+    """Tell the user, as `settings(fallback=...)` asks, that the interpreter runs a program."""
+    fallback = current().fallback
+    if device.type == "cpu" and not torch.cuda.is_available():
+        return
+    if fallback == "error":
+        raise UnsupportedError(reasons, f"the program {name!r}")
+    message = f"the program {name!r} runs without fused kernels: {'; '.join(reasons)}"
+    if fallback == "log" and message not in _logged:
+        _logged.add(message)
+        _logger.warning("%s", message)

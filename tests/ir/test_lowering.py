@@ -1,0 +1,113 @@
+"""The steps of a lowered program, interpreted one after the other, give what the program gives."""
+
+import pytest
+import torch
+
+from pyg_dfgnn.ir import D, E, One, R, Rows, S, interpret, relational, sum_to
+from pyg_dfgnn.ir.interpreter import run_values
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes
+from pyg_dfgnn.ir.layers import rgat
+from pyg_dfgnn.ir.lowering import Lowered, lower
+from pyg_dfgnn.ir.passes import PASSES, optimise
+from pyg_dfgnn.ir.program import Program
+from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
+from tests.ir.test_passes import compare_all
+
+REFUSED = {
+    "pairs": "concat .* : E.* moves numbers between the lanes of an edge",
+    "rgat-multiplicative-across": "a part of the heads or channels",
+    "rgat-multiplicative-within": "a part of the heads or channels",
+}
+"""Programs that no kernels run, and why."""
+LOWERED = {name: program for name, program in PROGRAMS.items() if name not in REFUSED}
+for _mechanism in ("across", "within"):
+    _traced = rgat(2, "multiplicative-self-attention", f"{_mechanism}-relation")
+    LOWERED[f"rgat-multiplicative-{_mechanism}-1"] = _traced.program(x=(6,), xd=(6,), weight=(6, 8), q=(8, 2), k=(8, 2))
+
+
+def joint(case: Case, off: tuple[str, ...] = ()) -> Program:
+    return optimise(case.program, case.rows.sizes, wrt=tuple(case.inputs), off=off)[-1].program
+
+
+def run_steps(lowered: Lowered, rows: Rows, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Interpret each step on what the steps before it have left."""
+    tensors = dict(tensors)
+    for step in lowered.static:
+        tensors |= run_values(step.program, rows, {}, torch.empty(0, dtype=torch.float64))
+    for step in (*lowered.forward, *lowered.backward):
+        results = interpret(step.program, rows, {name: tensors[name] for name in step.reads})
+        assert results.keys() == set(step.writes)
+        tensors |= results
+    results = {}
+    for name, (buffer, shape) in lowered.outputs.items():
+        lead = () if lowered.buffers[buffer].domain is One else tensors[buffer].shape[:1]
+        results[name] = tensors[buffer].reshape(*lead, *shape)
+    return results
+
+
+@pytest.mark.parametrize("graph", ALL_GRAPHS)
+@pytest.mark.parametrize("name", LOWERED)
+def test_steps_give_values_and_gradients(name, graph):
+    drawn = case(LOWERED[name], graph)
+    inputs = {**drawn.inputs, **drawn.upstream_named("d_")}
+    for off in ((), ("compact",), tuple(PASSES)):
+        program = joint(drawn, off)
+        lowered = lower(program, dict(drawn.program.outputs))
+        compare_all(f"all but {off}", run_steps(lowered, drawn.rows, inputs), interpret(program, drawn.rows, inputs))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_lanes_hold_is_refused_by_name(name):
+    drawn = case(PROGRAMS[name], "dense")
+    with pytest.raises(Refusal, match=REFUSED[name]):
+        lower(joint(drawn), dict(drawn.program.outputs))
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_kernels_store_no_vector_per_edge(name):
+    """Of a graph with few pairs per edge, edges hold at most a number per head, but for what is given or asked for."""
+    drawn = case(LOWERED[name], "dense")
+    lowered = lower(joint(drawn), dict(drawn.program.outputs))
+    named = {buffer for buffer, _ in lowered.outputs.values()} | drawn.inputs.keys() | {"d_alpha"}
+    wide = [b for b in lowered.buffers.values() if b.domain is E and b.name not in named and sum(b.shape) > 4]
+    # The map of edge features by a weight is a value per edge; it is not in registers yet.
+    assert len(wide) == (2 if name == "gatv2" else 0), wide
+    kinds = {step.kind for step in (*lowered.forward, *lowered.backward)}
+    assert kinds <= {"traversal", "map", "linear", "outer", "dense"}
+    for step in (*lowered.forward, *lowered.backward):
+        if step.kind in ("traversal", "map"):
+            find_lanes(step.program)
+
+
+def test_sums_over_the_same_rows_are_one_step():
+    drawn = case(LOWERED["hgt-4"], "dense")
+    lowered = lower(joint(drawn), ("out",))
+    first = next(step for step in lowered.forward if step.kind == "traversal")
+    assert [value.op for value in first.program.values if value.op in ("max", "sum")] == ["max", "sum"]
+    assert (first.over, first.domain) == (E, D)
+    # Logits gather vectors and are read again.
+    assert any(lowered.buffers[name].domain is E and lowered.buffers[name].is_exact for name in first.writes)
+    assert "saved: " in str(lowered)
+
+
+def test_without_gradients_nothing_is_saved():
+    program = optimise(LOWERED["hgt-4"], case(LOWERED["hgt-4"], "dense").rows.sizes)[-1].program
+    lowered = lower(program, ("out",))
+    assert lowered.backward == () and lowered.saved == ()
+
+
+def test_requested_edge_values_are_written_by_a_traversal():
+    drawn = case(LOWERED["rgat-additive-across"], "dense")
+    lowered = lower(joint(drawn), ("out", "alpha"))
+    assert [step.kind for step in lowered.forward].count("map") == 0
+
+
+@relational
+def matrices(x: S, w: R):
+    """A product of matrices for each pair."""
+    return sum_to(D, x.emit("matmul", w))
+
+
+def test_matrix_per_pair_is_refused():
+    with pytest.raises(Refusal, match="matmul .* : U.* needs a matrix per row"):
+        lower(matrices.program(x=(2, 3), w=(3, 3)), ("out",))

@@ -1,0 +1,66 @@
+"""The specialised modules that stand for the generated kernels, and a program that has every pointwise function."""
+
+import torch
+
+from pyg_dfgnn.dispatch.relational import constants_of, spec_of
+from pyg_dfgnn.ir import D, E, S, relational, sum_to
+from pyg_dfgnn.ir.codegen import generate
+from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ops.relational.traversal import problem_of
+from pyg_dfgnn.statements.spec import Spec
+from tests.ir.cases import rows_named
+
+
+@relational
+def functions(x: S, e: E):
+    """A sum of every pointwise function, and of what only gradients have."""
+    y = x.apply("softplus") + e * e
+    out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
+    for name in "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg sign step".split():
+        out = out + (x - e).apply(name)
+    for name in ("eq", "greater"):
+        out = out + x.apply(name, e)
+    positive = x.apply("greater", e)
+    out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
+    return sum_to(D, out + x.apply("between", attrs=(-0.1, 1.0)) + (x / e).apply("leaky_relu", attrs=(0.2,)))
+
+
+def rgat_of(heads: int, channels: int, features: int) -> Program:
+    """RGAT with additive attention across relations."""
+    width, traced = heads * channels, rgat(heads, "additive-self-attention", "across-relation")
+    return traced.program(x=(features,), xd=(features,), weight=(features, width), q=(width, heads), k=(width, heads))
+
+
+def hgt_of(heads: int, channels: int, features: int) -> Program:
+    """HGT."""
+    width, weight = heads * channels, (features, heads * channels)
+    typed = {f"{kind}{name}": shape for name in "kqv" for kind, shape in (("w", weight), ("b", (width,)))}
+    by_head = {"key": (heads, channels, channels), "value": (heads, channels, channels), "scale": (heads,)}
+    return hgt(heads).program(x=(features,), xd=(features,), **typed, **by_head)
+
+
+PROGRAMS = (
+    (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
+    (rgat_of(4, 16, 64), torch.float32),
+    (rgat_of(3, 7, 5), torch.bfloat16),
+    (hgt_of(8, 16, 64), torch.bfloat16),
+    (hgt_of(1, 128, 64), torch.float32),
+    (functions.program(x=(4,), e=(4,)), torch.float32),
+)
+
+
+def relational_specs() -> list[Spec]:
+    """The kernels of the layers with their gradients, edges and rows in turn side by side in a warp."""
+    specs = []
+    for program, dtype in PROGRAMS:
+        joint = optimise(program, rows_named("dense").sizes, wrt=tuple(program.inputs))[-1].program
+        lowered = lower(joint, dict(program.outputs))
+        exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}
+        steps = [step for step in (*lowered.forward, *lowered.backward) if step.kind in ("traversal", "map")]
+        for number, step in enumerate(steps):
+            problem = problem_of(step, generate(step, exact), dtype, torch.device("cuda"))
+            specs.append(spec_of(problem, constants_of(problem, wide=number % 2 == 0)))
+    return specs

@@ -1,0 +1,119 @@
+"""Relational programs on the emulator: outputs and every gradient against the interpreter in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch import relational as dispatch
+from pyg_dfgnn.dispatch.traversal import RowSplitPlan
+from pyg_dfgnn.ir import Rows, interpret
+from pyg_dfgnn.ir.layers import rgcn_mean, rgcn_sum
+from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ops.relational import apply, program, reasons_against, traversal
+from tests.emu import ORDERS
+from tests.emu.loader import compiler
+from tests.ir.cases import ALL_GRAPHS, case, rows_named
+from tests.kernels.emulated import emulated_device
+from tests.kernels.problems import assert_largest_close
+from tests.kernels.relational_specs import functions, hgt_of, rgat_of
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+
+PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight")
+
+
+LAYERS: dict[str, Program] = {
+    "rgcn": rgcn_mean.program(x=(8,), weight=(8, 8)),
+    "rgcn_sum": rgcn_sum.program(x=(8,), weight=(8, 8)),
+    "rgat": rgat_of(2, 4, 8),
+    "hgt": hgt_of(1, 8, 8),
+}
+RUNS = [
+    *((layer, torch.float32, graph) for layer in ("rgcn", "rgat", "hgt") for graph in ALL_GRAPHS),
+    *(("rgcn_sum", torch.bfloat16, graph) for graph in ALL_GRAPHS),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_kernels(monkeypatch):
+    """Let all graphs share the kernels of one, with chunks of 4 edges, and edges or rows side by side in a warp."""
+    sizes = rows_named("dense").sizes
+
+    def plan(problem, side):
+        if side is None:
+            return dispatch.plan_step(problem, side)
+        constants = dispatch.constants_of(problem, wide=len(problem.text) % 2 == 0)
+        return RowSplitPlan({**constants, "ORDERED": 1}, 4, 1)
+
+    monkeypatch.setattr(program, "optimise", lambda traced, _, wrt=(): optimise(traced, sizes, wrt=wrt))
+    monkeypatch.setattr(traversal, "plan_step", plan)
+
+
+def results(traced: Program, rows: Rows, inputs: dict[str, Tensor], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The outputs and the gradient of each input."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    is_reference = leaves["x"].dtype == torch.float64
+    outputs = interpret(traced, rows, leaves) if is_reference else apply(traced, rows, leaves)
+    upstream = {name: gradient.to(outputs[name].dtype) for name, gradient in upstream.items()}
+    gradients = torch.autograd.grad(
+        list(outputs.values()),
+        list(leaves.values()),
+        [upstream[name] for name in outputs],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    named = {f"grad {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {name: output.detach() for name, output in outputs.items()} | named
+
+
+def drawn(traced: Program, graph: str, dtype: torch.dtype) -> tuple[Rows, dict[str, Tensor], dict[str, Tensor]]:
+    posed = case(traced, graph)
+    scaled = {n: t.detach() * (8**-0.5 if n in PARAMETERS else 1.0) for n, t in posed.inputs.items()}
+    inputs = {name: tensor.to(dtype) for name, tensor in scaled.items()}
+    return posed.rows, inputs, {name: tensor.to(dtype) for name, tensor in posed.upstream.items()}
+
+
+@pytest.mark.parametrize(("layer", "dtype", "graph"), RUNS, ids=lambda value: str(value).removeprefix("torch."))
+def test_outputs_and_gradients(layer, dtype, graph):
+    rows, inputs, upstream = drawn(LAYERS[layer], graph, dtype)
+    order = ORDERS[list(ALL_GRAPHS).index(graph) % len(ORDERS)]
+    with emulated_device(order, seed=1) as launched:
+        actual = results(LAYERS[layer], rows, inputs, upstream)
+        again = results(LAYERS[layer], rows, inputs, upstream)
+        assert reasons_against(LAYERS[layer], rows, inputs) == ()
+    if rows.graph.num_edges:
+        assert {"relational_traversal", "segment_gemm", "segment_outer"} <= set(launched)
+    if graph == "hub":
+        assert "relational_traversal_merge" in launched
+    assert all(torch.equal(actual[name], again[name]) for name in actual), "two runs differ"
+    wide = [{name: tensor.double() for name, tensor in some.items()} for some in (inputs, upstream)]
+    assert_largest_close(dtype, actual, results(LAYERS[layer], rows, *wide), "relational")
+
+
+def test_every_function():
+    traced = functions.program(x=(4,), e=(4,))
+    used = {value.op for value in traced.values if value.op in POINTWISE}
+    assert used | {"pow", "leaky_relu"} == set(POINTWISE)
+    posed = case(traced, "dense")
+    inputs = {name: tensor.detach().float() for name, tensor in posed.inputs.items()}
+    with emulated_device() as launched:
+        out = apply(traced, posed.rows, inputs)["out"]
+    assert launched[0] == "relational_traversal"
+    expected = interpret(traced, posed.rows, {name: tensor.double() for name, tensor in inputs.items()})["out"]
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_no_number_stays_in_its_rows(number):
+    """As in the interpreter, such an input makes those outputs that depend on it no numbers, and no others."""
+    traced = LAYERS["rgat"]
+    rows, inputs, _ = drawn(traced, "isolated-R4", torch.float32)
+    inputs["x"][3] = number
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    with emulated_device():
+        actual = apply(traced, rows, leaves)["out"]
+    expected = interpret(traced, rows, {name: tensor.double() for name, tensor in inputs.items()})["out"]
+    assert torch.equal(actual.isfinite(), expected.isfinite())
+    assert not actual.isfinite().all() and actual[3].isfinite().all() and actual[3].any()
