@@ -404,11 +404,15 @@ class Graph(Derived):
         return Graph(built, self._live_anchors()[:1], sizes, self_loops=True, base=self)
 
     def looped_twin(self) -> Graph:
-        """The graph of the same edges with self-loops replaced, kept with the edges or, if they are gone, with this."""
-        anchors = self._live_anchors()
-        if anchors and len(self._sizes) == 4:
+        """The graph of the same edges with self-loops replaced, found through the edges once and kept with this one."""
+
+        def find() -> Graph:
+            anchors = self._live_anchors()
+            if self.is_static or not anchors or len(self._sizes) != 4:
+                return self.with_loops()
             return Graph.resolve(anchors[0], self.num_src, self.num_dst, True, self._sizes[3])
-        return self.derived("looped", self.with_loops).on_this_stream()
+
+        return self.derived("looped", find).on_this_stream()
 
     @property
     def edge_index(self) -> Tensor:

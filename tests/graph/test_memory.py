@@ -159,6 +159,8 @@ def test_loops_of_a_graph_whose_edges_are_gone():
     assert graph.derived_bytes()["looped"] >= 4 * (2 * looped.num_edges + 21)
     # With the edges at hand both are the one that their key names.
     assert plain.looped_twin() is want
+    Graph.clear_cache()
+    assert plain.looped_twin() is want, "the looped graph is made anew for each call"
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
