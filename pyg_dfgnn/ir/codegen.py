@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
 from pyg_dfgnn.ir.lanes import find_lanes
-from pyg_dfgnn.ir.lowering import Step
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
+from pyg_dfgnn.ir.steps import Step
 
 FORMS = {"": 0, "H": 1, "C": 2, "HC": 3}
 """Number of a form in CUDA."""

@@ -17,108 +17,26 @@ output, or at most a number per head that several steps read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from math import prod
 
-import torch
-
+from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts
-from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_last
-from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
-from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program, Shape, Value, rewrite
+from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
+from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 
 FEW = (One, R, Ts, Td)
 """Domains with few rows."""
+ADD = "add"
+"""The operator that adds a bias to a linear map."""
 _MOVES = ("permute", "concat", "slice", "pad", "matmul")
 """Operators that move numbers between lanes: torch runs them on nodes and pairs."""
 _INLINED_READS = 1.5
 """Numbers that a value is recomputed from, for each of its own, above which it is stored."""
 _STORED_READS = 5
 """Operands from which a number per head is rather stored for each edge than computed by several steps."""
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """What steps hand to each other: rows of a domain.
-
-    Attributes:
-        name: An input's own name, or "%" and a number.
-        domain: What the rows are.
-        shape: Sizes of a row.
-        is_exact: Whether it is float32 whatever the dtype of the features.
-    """
-
-    name: str
-    domain: Domain
-    shape: Shape
-    is_exact: bool
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.domain}{list(self.shape)}{' float32' if self.is_exact else ''}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step.
-
-    Attributes:
-        kind: See the head of this file.
-        domain: Domain of what is written.
-        over: Domain of the rows that are read one by one.
-        reads: Names of buffers.
-        writes: Names of buffers.
-        program: What it computes: inputs are what it reads, outputs what it writes.
-    """
-
-    kind: str
-    domain: Domain
-    over: Domain
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    program: Program
-
-    def __str__(self) -> str:
-        where = f"{self.over}->{self.domain}" if self.over is not self.domain else f"{self.domain}"
-        return f"{self.kind} {where}\n" + "\n".join(str(self.program).splitlines()[1:])
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A program as steps.
-
-    Attributes:
-        name: Name of the program.
-        static: Steps that depend on the graph alone: they run once.
-        forward: Steps that give the outputs.
-        backward: Steps that give the gradients.
-        buffers: By name.
-        outputs: Name of an output or gradient -> its buffer and the sizes of its rows.
-    """
-
-    name: str
-    static: tuple[Step, ...]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    buffers: Mapping[str, Buffer] = field(hash=False)
-    outputs: Mapping[str, tuple[str, Shape]] = field(hash=False)
-
-    @cached_property
-    def saved(self) -> tuple[str, ...]:
-        """Buffers that the forward pass leaves for the backward pass, inputs among them."""
-        fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
-        reads = dict.fromkeys(name for step in self.backward for name in step.reads)
-        return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
-
-    def __str__(self) -> str:
-        lines = [f"program {self.name}"]
-        for what, steps in (("static", self.static), ("forward", self.forward), ("backward", self.backward)):
-            lines += [f"{what}:", *("  " + line for step in steps for line in str(step).splitlines())] if steps else []
-        lines += ["saved: " + ", ".join(str(self.buffers[name]) for name in self.saved)] if self.backward else []
-        return "\n".join(lines)
 
 
 def lower(program: Program, outputs: Collection[str]) -> Lowered:
@@ -131,66 +49,7 @@ def lower(program: Program, outputs: Collection[str]) -> Lowered:
     Raises:
         Refusal: Some value has no kernel.
     """
-    return _Lowering(_decomposed(program), frozenset(outputs)).lowered()
-
-
-def _decomposed(program: Program) -> Program:
-    """Return the program with softmax as its parts, sums before folds, and numbers computed."""
-
-    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        args = [ids[arg] for arg in value.args]
-        if value.op == "softmax":
-            (x,), attrs = args, value.attrs
-            exp = builder.emit("exp", builder.emit("sub", x, builder.emit("max", x, attrs=attrs)), domain=attrs[1])
-            epsilon = builder.emit("const", attrs=(EPSILON,))
-            return _divided(builder, exp, builder.emit("add", builder.emit("sum", exp, attrs=attrs), epsilon))
-        if (collapsed := _collapsed(program, i)) is not None:
-            x, scale, op, over = collapsed
-            if scale is not None:
-                x = _divided(builder, ids[x], ids[scale]) if op == "div" else builder.emit(op, ids[x], ids[scale])
-            return builder.emit("sum", ids[x] if scale is None else x, attrs=(value.domain, over))
-        if value.op == "sum" and builder.values[args[0]].op == "fold" and not folds_last(builder.values, args[0]):
-            total = builder.emit("sum", builder.values[args[0]].args[0], attrs=value.attrs)
-            return builder.emit("fold", total, attrs=(value.shape,))
-        operands = [builder.values[arg] for arg in args]
-        if value.op in POINTWISE and all(operand.op == "const" for operand in operands):
-            numbers = [torch.tensor(operand.attrs[0], dtype=torch.float64) for operand in operands]
-            return builder.emit("const", attrs=(POINTWISE[value.op].compute(*numbers, *value.attrs).item(),))
-        if value.op == "div" and operands[0].op != "const":
-            x, y = operands
-            if y.op == "const" or (y.domain, prod(y.shape)) != (x.domain, prod(x.shape)):
-                return _divided(builder, *args)
-        return None
-
-    return remove_dead(common_subexpressions(rewrite(program, rule)))
-
-
-def _divided(builder: Builder, x: int, y: int) -> int:
-    """Multiply by 1 / y, which is computed once for many x."""
-    divisor = builder.values[y]
-    if divisor.op == "const" and divisor.attrs[0]:
-        return builder.emit("mul", x, builder.emit("const", attrs=(1.0 / divisor.attrs[0],)))
-    return builder.emit("mul", x, builder.emit("div", builder.emit("const", attrs=(1.0,)), y))
-
-
-def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] | None:
-    """What a sum of scaled sums is as one sum over the rows of those: what is summed, its scale, how that is applied,
-    and the rows; None if a value is no such sum. So the sum of means by relation takes one pass over the edges.
-    """
-    value, values = program.values[i], program.values
-    if value.op != "sum":
-        return None
-    middle, scale, op = value.args[0], None, "mul"
-    operand = values[middle]
-    if operand.op in ("mul", "div") and program.uses[middle] == 1:
-        op = operand.op
-        for middle, scale in (operand.args, operand.args[::-1])[: 2 if op == "mul" else 1]:
-            if values[middle].op == "sum" and prod(values[scale].shape) == 1:
-                break
-    inner = values[middle]
-    is_sum = inner.op == "sum" and program.uses[middle] == 1 and inner.domain is value.attrs[1]
-    is_number = scale is None or prod(values[scale].shape) == 1
-    return (inner.args[0], scale, op, inner.attrs[1]) if is_sum and is_number else None
+    return _Lowering(decompose(program), frozenset(outputs)).lowered()
 
 
 class _Draft:
@@ -264,7 +123,7 @@ class _Lowering:
     def _is_biased(self, i: int) -> bool:
         """Whether a value is a linear map, read by nothing else, and a bias by the type of the map's weight."""
         value = self.values[i]
-        if value.op != "add" or {self.kinds[arg] for arg in value.args} not in (
+        if value.op != ADD or {self.kinds[arg] for arg in value.args} not in (
             {"linear", "input"},
             {"linear", "dense"},
         ):

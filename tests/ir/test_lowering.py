@@ -7,9 +7,10 @@ from pyg_dfgnn.ir import D, E, One, R, Rows, S, interpret, relational, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.layers import rgat
-from pyg_dfgnn.ir.lowering import Lowered, lower
+from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import PASSES, optimise
 from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.steps import Lowered
 from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
 from tests.ir.test_passes import compare_all
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, sorted_by_type
 from pyg_dfgnn.ir import Domain, One, Program, R, Rows, U, V
 from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import Step
+from pyg_dfgnn.ir.lowering import ADD
+from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 
 _PAIRS = {U: "source_relations", V: "target_relations"}
@@ -32,7 +33,7 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
     values = step.program.values
     root = values[step.program.outputs[0][1]]
     bias: Callable[[dict[str, Tensor]], Tensor] | None = None
-    if root.op == "add":
+    if root.op == ADD:
         product, other = sorted(root.args, key=lambda arg: values[arg].op != "linear")
         bias, root = _operand(step.program, other, dtype), values[product]
     left, right = root.args

@@ -17,8 +17,9 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
 from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import Lowered, Step, lower
+from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
 from pyg_dfgnn.ops.relational import products, traversal
@@ -186,6 +187,8 @@ def _selected(
         whole = program.program(**{n: shape for n, shape in shapes}) if isinstance(program, Relational) else program
         names = dict(whole.outputs)
         if outputs is not None:
+            if unknown := [name for name in outputs if name not in names]:
+                raise ValueError(f"'outputs' needs {', '.join(names)} (got {', '.join(unknown)})")
             whole = Program(whole.name, whole.values, tuple((name, names[name]) for name in outputs))
         # With what the key is the number of, which so stays alive.
         return program, whole

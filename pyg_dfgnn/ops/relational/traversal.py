@@ -8,7 +8,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.relational import StepProblem, plan_step, spec_of
 from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.ir.codegen import Kernel, generate
-from pyg_dfgnn.ir.lowering import Step
+from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
 

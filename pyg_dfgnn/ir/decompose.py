@@ -1,0 +1,73 @@
+"""What operators without a kernel of their own are made of, and fewer passes over edges where sums allow it."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from pyg_dfgnn.ir.domains import Domain
+from pyg_dfgnn.ir.interpreter import EPSILON
+from pyg_dfgnn.ir.lanes import folds_last
+from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
+from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite
+
+
+def decompose(program: Program) -> Program:
+    """Return the program with softmax as its parts, sums before folds, and numbers computed."""
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        args = [ids[arg] for arg in value.args]
+        if value.op == "softmax":
+            (x,), attrs = args, value.attrs
+            exp = builder.emit("exp", builder.emit("sub", x, builder.emit("max", x, attrs=attrs)), domain=attrs[1])
+            epsilon = builder.emit("const", attrs=(EPSILON,))
+            return _divided(builder, exp, builder.emit("add", builder.emit("sum", exp, attrs=attrs), epsilon))
+        if (collapsed := _collapsed(program, i)) is not None:
+            x, scale, op, over = collapsed
+            if scale is not None:
+                x = _divided(builder, ids[x], ids[scale]) if op == "div" else builder.emit(op, ids[x], ids[scale])
+            return builder.emit("sum", ids[x] if scale is None else x, attrs=(value.domain, over))
+        if value.op == "sum" and builder.values[args[0]].op == "fold" and not folds_last(builder.values, args[0]):
+            total = builder.emit("sum", builder.values[args[0]].args[0], attrs=value.attrs)
+            return builder.emit("fold", total, attrs=(value.shape,))
+        operands = [builder.values[arg] for arg in args]
+        if value.op in POINTWISE and all(operand.op == "const" for operand in operands):
+            numbers = [torch.tensor(operand.attrs[0], dtype=torch.float64) for operand in operands]
+            return builder.emit("const", attrs=(POINTWISE[value.op].compute(*numbers, *value.attrs).item(),))
+        if value.op == "div" and operands[0].op != "const":
+            rows, divisor = operands
+            if divisor.op == "const" or (divisor.domain, prod(divisor.shape)) != (rows.domain, prod(rows.shape)):
+                return _divided(builder, *args)
+        return None
+
+    return remove_dead(common_subexpressions(rewrite(program, rule)))
+
+
+def _divided(builder: Builder, x: int, y: int) -> int:
+    """Multiply by 1 / y, which is computed once for many x."""
+    divisor = builder.values[y]
+    if divisor.op == "const" and divisor.attrs[0]:
+        return builder.emit("mul", x, builder.emit("const", attrs=(1.0 / divisor.attrs[0],)))
+    return builder.emit("mul", x, builder.emit("div", builder.emit("const", attrs=(1.0,)), y))
+
+
+def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] | None:
+    """What a sum of scaled sums is as one sum over the rows of those: what is summed, its scale, how that is applied,
+    and the rows; None if a value is no such sum. So the sum of means by relation takes one pass over the edges.
+    """
+    value, values = program.values[i], program.values
+    if value.op != "sum":
+        return None
+    middle, scale, op = value.args[0], None, "mul"
+    operand = values[middle]
+    if operand.op in ("mul", "div") and program.uses[middle] == 1:
+        op = operand.op
+        for middle, scale in (operand.args, operand.args[::-1])[: 2 if op == "mul" else 1]:
+            if values[middle].op == "sum" and prod(values[scale].shape) == 1:
+                break
+    inner = values[middle]
+    is_sum = inner.op == "sum" and program.uses[middle] == 1 and inner.domain is value.attrs[1]
+    is_number = scale is None or prod(values[scale].shape) == 1
+    return (inner.args[0], scale, op, inner.attrs[1]) if is_sum and is_number else None

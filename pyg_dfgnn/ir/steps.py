@@ -1,0 +1,90 @@
+"""What a program is lowered to: steps, the buffers between them, and their dump."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pyg_dfgnn.ir.domains import Domain
+from pyg_dfgnn.ir.program import Program, Shape
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What steps hand to each other: rows of a domain.
+
+    Attributes:
+        name: An input's own name, or "%" and a number.
+        domain: What the rows are.
+        shape: Sizes of a row.
+        is_exact: Whether it is float32 whatever the dtype of the features.
+    """
+
+    name: str
+    domain: Domain
+    shape: Shape
+    is_exact: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.domain}{list(self.shape)}{' float32' if self.is_exact else ''}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        kind: See the head of this file.
+        domain: Domain of what is written.
+        over: Domain of the rows that are read one by one.
+        reads: Names of buffers.
+        writes: Names of buffers.
+        program: What it computes: inputs are what it reads, outputs what it writes.
+    """
+
+    kind: str
+    domain: Domain
+    over: Domain
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    program: Program
+
+    def __str__(self) -> str:
+        where = f"{self.over}->{self.domain}" if self.over is not self.domain else f"{self.domain}"
+        return f"{self.kind} {where}\n" + "\n".join(str(self.program).splitlines()[1:])
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program as steps.
+
+    Attributes:
+        name: Name of the program.
+        static: Steps that depend on the graph alone: they run once.
+        forward: Steps that give the outputs.
+        backward: Steps that give the gradients.
+        buffers: By name.
+        outputs: Name of an output or gradient -> its buffer and the sizes of its rows.
+    """
+
+    name: str
+    static: tuple[Step, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    buffers: Mapping[str, Buffer] = field(hash=False)
+    outputs: Mapping[str, tuple[str, Shape]] = field(hash=False)
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Buffers that the forward pass leaves for the backward pass, inputs among them."""
+        fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
+        reads = dict.fromkeys(name for step in self.backward for name in step.reads)
+        return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
+
+    def __str__(self) -> str:
+        lines = [f"program {self.name}"]
+        for what, steps in (("static", self.static), ("forward", self.forward), ("backward", self.backward)):
+            lines += [f"{what}:", *("  " + line for step in steps for line in str(step).splitlines())] if steps else []
+        lines += ["saved: " + ", ".join(str(self.buffers[name]) for name in self.saved)] if self.backward else []
+        return "\n".join(lines)
