@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import sqrt
 
 from pyg_dfgnn.errors import check_choice
@@ -30,6 +31,7 @@ def rgcn_bases(x: S, basis: One, comp: R):
     return sum_to(D, mean_to(V, dot((x @ basis).permute(1, 0), comp)), over=V)
 
 
+@cache
 def rgat(heads: int, mode: str, mechanism: str) -> Relational:
     """Return the program of RGAT.
 
@@ -52,6 +54,7 @@ def rgat(heads: int, mode: str, mechanism: str) -> Relational:
     return rgat
 
 
+@cache
 def hgt(heads: int) -> Relational:
     """Return the program of HGT up to its output map.
 

@@ -1,0 +1,156 @@
+"""Programs as users call them: what is remembered, what falls back, what is refused."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import D, E, R, Rows, S, concat, interpret, relational, sum_to, to
+from pyg_dfgnn.ir.layers import rgat
+from pyg_dfgnn.ops.relational import apply, program, reasons_against, rows_of
+from pyg_dfgnn.settings import settings
+from tests.kernels.emulated import emulated_device
+
+
+@relational
+def mapped(x: S, weight: R):
+    """A map per relation, and plain sums."""
+    return {"out": sum_to(D, x @ weight), "plain": sum_to(D, x)}
+
+
+@relational
+def joined(x: S, xd: D):
+    return sum_to(D, concat(to(E, x), to(E, xd)))
+
+
+@pytest.fixture
+def graph() -> Graph:
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(6, (2, 40), generator=generator)
+    edge_type = torch.randint(3, (40,), generator=generator)
+    return Graph.of(edge_index, 6, edge_type=edge_type, num_relations=3)
+
+
+def inputs_of(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    shapes = {"x": (6, 8), "weight": (3, 8, 8)}
+    return {name: torch.randn(shape, dtype=dtype, requires_grad=True) for name, shape in shapes.items()}
+
+
+def test_interpreter_runs_what_kernels_cannot(graph):
+    inputs, rows = inputs_of(torch.float64), rows_of(graph)
+    out = apply(mapped, rows, inputs)
+    expected = interpret(mapped.program(x=(8,), weight=(8, 8)), rows, inputs)
+    assert out.keys() == {"out", "plain"}
+    assert torch.equal(out["out"], expected["out"])
+    grads = torch.autograd.grad(out["out"].sum(), list(inputs.values()), create_graph=True)
+    assert all(grad.requires_grad for grad in grads[:1])
+    assert any("float64" in reason for reason in reasons_against(mapped, rows, inputs))
+
+
+def test_second_calls_neither_trace_nor_lower(graph, monkeypatch):
+    rows, calls = rows_of(graph), []
+    with emulated_device():
+        first = apply(mapped, rows, inputs := inputs_of())
+        for name in ("optimise", "lower"):
+            monkeypatch.setattr(program, name, lambda *_, name=name, **__: calls.append(name))
+        monkeypatch.setattr(type(mapped), "program", lambda *_, **__: calls.append("trace"))
+        second = apply(mapped, rows_of(graph), inputs)
+        assert torch.equal(first["out"], second["out"]) and not calls
+
+
+def test_outputs_that_are_not_wanted_are_not_computed(graph):
+    rows = rows_of(graph)
+    with emulated_device() as launched:
+        assert apply(mapped, rows, inputs_of(), outputs=("plain",)).keys() == {"plain"}
+    assert launched == ["relational_traversal"]
+
+
+def test_gradients_of_some_inputs_and_outputs(graph):
+    inputs, rows = inputs_of(), rows_of(graph)
+    inputs["weight"].requires_grad_(False)
+    with emulated_device():
+        out = apply(mapped, rows, inputs)
+        (actual,) = torch.autograd.grad(out["out"].sum(), [inputs["x"]])
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
+    (expected,) = torch.autograd.grad(apply(mapped, rows, wide)["out"].sum(), [wide["x"]])
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_are_refused(graph):
+    with emulated_device():
+        inputs = inputs_of()
+        out = apply(mapped, rows_of(graph), inputs)["out"]
+        (grad,) = torch.autograd.grad(out.sum(), [inputs["x"]], create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            grad.sum().backward()
+
+
+def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
+    rows, inputs = rows_of(graph), {"x": torch.randn(6, 8), "xd": torch.randn(6, 8)}
+    with emulated_device():
+        (reason,) = reasons_against(joined, rows, inputs)
+        assert "concat" in reason
+        assert apply(joined, rows, inputs)["out"].shape == (6, 16)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with settings(fallback="error"), pytest.raises(UnsupportedError, match="concat"):
+            apply(joined, rows, inputs)
+
+
+def test_wrong_inputs_are_named(graph):
+    rows, inputs = rows_of(graph), inputs_of()
+    with emulated_device():
+        with pytest.raises(ValueError, match=r"'x' needs shape \[S=6, 8\] \(got \[5, 8\]\)"):
+            apply(mapped, rows, {**inputs, "x": torch.randn(5, 8)})
+        with pytest.raises(TypeError, match="'weight' needs dtype torch.float32 .got torch.float16."):
+            apply(mapped, rows, {**inputs, "weight": inputs["weight"].half()})
+        with pytest.raises(TypeError, match="'shapes' needs x, weight .got x."):
+            apply(mapped, rows, {"x": inputs["x"]})
+        with pytest.raises(ValueError, match="'outputs' needs out, plain .got other."):
+            apply(mapped, rows, inputs, outputs=("other",))
+
+
+def test_rows_are_kept_with_the_graph_and_its_types(graph):
+    types = torch.tensor([0, 1, 0, 1, 0, 1])
+    rows = rows_of(graph, source_type=types, num_types=2)
+    assert rows_of(graph, source_type=types, num_types=2) is rows
+    assert rows_of(graph) is rows_of(graph) is not rows
+    types[0] = 1
+    assert rows_of(graph, source_type=types, num_types=2) is not rows
+
+
+def test_graph_is_freed_with_its_edges():
+    edge_index, edge_type = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1])
+    graph = Graph.of(edge_index, 6, edge_type=edge_type, num_relations=3)
+    gc.collect()
+    gc.disable()
+    try:
+        with emulated_device():
+            out = apply(mapped, rows_of(graph), inputs_of())["out"]
+            rows, alive = weakref.ref(rows_of(graph)), weakref.ref(graph)
+            del edge_index, edge_type, graph
+            # Its arrays are read by the backward pass.
+            assert alive() is not None
+            out.sum().backward()
+            del out
+        assert alive() is None and rows() is None
+    finally:
+        gc.enable()
+
+
+def test_rows_without_their_graph_say_so():
+    rows = rows_of(Graph.of(torch.tensor([[0], [0]]), 1))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="'rows' needs its graph to be alive"):
+        _ = rows.graph
+    kept = Rows(Graph.of(torch.tensor([[0], [0]]), 1))
+    assert kept.graph.num_edges == 1
+
+
+def test_layers_keep_their_programs():
+    assert rgat(2, "additive-self-attention", "across-relation") is rgat(
+        2, "additive-self-attention", "across-relation"
+    )
