@@ -47,7 +47,17 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
     x_heads, y_heads = (_heads(step.program, arg, heads, 1 if is_outer or arg == left else 2) for arg in root.args)
     if is_outer:
         features, channels = root.shape[-2:]
-        outer = SegmentOuter(typed, features, channels, dtype, heads=heads, gather_x=gather[0], gather_grad=gather[1])
+        outer = SegmentOuter(
+            typed,
+            features,
+            channels,
+            dtype,
+            heads=heads,
+            x_shared=x_heads == 1,
+            grad_shared=y_heads == 1,
+            gather_x=gather[0],
+            gather_grad=gather[1],
+        )
         shape = rows.sizes[domain], *root.shape
 
         def run_outer(buffers: dict[str, Tensor]) -> None:
@@ -65,6 +75,7 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
         dtype,
         heads=heads,
         transposed=transposed,
+        shared=x_heads == 1,
         gather=gather[0],
         scatter=order,
         num_results=rows.sizes[over],
