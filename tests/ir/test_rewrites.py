@@ -15,6 +15,7 @@ from pyg_dfgnn.ir.passes import (
     optimise,
     remove_dead,
     reorder,
+    scale_first,
 )
 from pyg_dfgnn.ir.program import Program
 from tests.ir.cases import PROGRAMS, case
@@ -67,6 +68,19 @@ def test_sums_come_before_the_map_where_targets_have_fewer_pairs(layer):
     program = layer.program(x=(16,), weight=(16, 16))
     assert of(aggregate_first(program, SIZES), "linear") == [(V, (16,))]
     assert of(aggregate_first(program, {**SIZES, V: 7000}), "linear") == [(U, (16,))]
+
+
+def test_a_mean_is_made_before_the_map():
+    """Backward then reads the gradients of targets, without a row of them per pair."""
+    shapes = {"x": (16,), "weight": (16, 16)}
+    sums = aggregate_first(rgcn_mean.program(**shapes), SIZES)
+    scaled = scale_first(sums)
+    linear = next(value for value in scaled.values if value.op == "linear")
+    assert [scaled.values[i].op for i in linear.args] == ["div", "input"]
+    outer = [v for v in optimise(sums, SIZES, wrt=["weight"])[-1].program.values if v.op == "outer"]
+    assert len(outer) == 1 and outer[0].shape == (16, 16)
+    plain = rgcn_sum.program(**shapes)
+    assert scale_first(plain) == plain
 
 
 def test_attention_is_applied_before_the_map():

@@ -2,7 +2,7 @@
 
 from pyg_dfgnn.ir.passes.compact import compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
-from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder
+from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.pipeline import PASSES, Stage, optimise
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
 
@@ -17,4 +17,5 @@ __all__ = [
     "optimise",
     "remove_dead",
     "reorder",
+    "scale_first",
 ]

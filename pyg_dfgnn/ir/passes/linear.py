@@ -27,6 +27,31 @@ def reorder(program: Program, sizes: Sizes) -> Program:
     return program
 
 
+def scale_first(program: Program) -> Program:
+    """Return the program with c (x W) as (c x) W where x is a sum that nothing else reads and c one number per row.
+
+    The sum is stored with its factor, such as a mean's; the gradient of W then reads rows without one.
+    """
+    values, uses = program.values, program.uses
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        if value.op not in ("mul", "div"):
+            return None
+        inner, scale = value.args
+        if value.op == "mul" and values[inner].op != "linear":
+            inner, scale = scale, inner
+        if values[inner].op != "linear" or uses[inner] > 1 or prod(values[scale].shape) > 1:
+            return None
+        x, w = values[inner].args
+        is_sum = values[x].op == "sum" and uses[x] == 1 and values[x].domain is value.domain
+        if not is_sum or values[inner].domain is not value.domain or value.shape != values[inner].shape:
+            return None
+        factor = builder.emit("view", ids[scale], attrs=((1,) * len(values[x].shape),))
+        return builder.emit("linear", builder.emit(value.op, ids[x], factor), ids[w])
+
+    return rewrite(program, rule)
+
+
 def aggregate_first(program: Program, sizes: Sizes) -> Program:
     """Return the program with sum(c (x W)) as sum(sum(c x) W), the inner sum by (target, relation), where cheaper.
 

@@ -9,7 +9,7 @@ from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import Domain
 from pyg_dfgnn.ir.passes.compact import compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
-from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder
+from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
 from pyg_dfgnn.ir.program import Program
 
@@ -18,6 +18,7 @@ PASSES: dict[str, Pass] = {
     "common": lambda program, sizes: common_subexpressions(program),
     "reorder": reorder,
     "aggregate_first": aggregate_first,
+    "scale_first": lambda program, sizes: scale_first(program),
     "compact": compact,
     "dead": lambda program, sizes: remove_dead(program),
 }
