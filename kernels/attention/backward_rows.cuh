@@ -1,13 +1,13 @@
 // What the functors of both backward passes share: the sums of a row over its edges. Those of the features that are
 // averaged (SUMS_VALUE), those of the score's vector (SUMS_SCORE), those of what the target has for the rows of its edges
-// (SUMS_EDGE), and one number per head (SUMS_HEADS) where nodes have scalars, or of targets for a parameter [1].
+// (SUMS_EDGE), and numbers per head: one where nodes have scalars, three of targets for a parameter [1].
 #include "attention/backward.cuh"
 
-#define SUMS_HEADS (SUMS_SCALAR || SUMS_PARAMETER)
+#define SUMS_HEADS (SUMS_PARAMETER ? 3 : SUMS_SCALAR)
 
 struct Sums {
     Fragment value, score;
-    HeadValues scalar;
+    HeadValues scalars[SUMS_HEADS > 0 ? SUMS_HEADS : 1];
     FragmentOf<EdgeTargets> edge;
 };
 
@@ -19,17 +19,19 @@ struct Backward {
     const ScoreInputs& in;
     const Lanes& l;
 
-    __device__ __forceinline__ Sums empty() const { return {zero_fragment(), zero_fragment(), zero_heads(),
-                                                             zero_fragment<EdgeTargets>()}; }
+    __device__ __forceinline__ Sums empty() const {
+        return {zero_fragment(), zero_fragment(), {}, zero_fragment<EdgeTargets>()};
+    }
 
     __device__ __forceinline__ void merge_slots(Sums& sums) const {
         if (SUMS_VALUE) slot_sum<false>(sums.value);
         if (SUMS_SCORE) slot_sum<false>(sums.score);
-        if (SUMS_HEADS) slot_sum(sums.scalar);
+#pragma unroll
+        for (int k = 0; k < SUMS_HEADS; ++k) slot_sum(sums.scalars[k]);
         if (SUMS_EDGE) slot_sum<false>(sums.edge);
     }
 
-    // Value [count, HEADS, CHANNELS], score likewise, scalar [count, HEADS], edge [count, HEADS, EDGE_CHANNELS].
+    // Value [count, HEADS, CHANNELS], score likewise, scalars [SUMS_HEADS, count, HEADS], edge [count, HEADS, EDGE_CHANNELS].
     static __device__ __forceinline__ i64 edge_sums(i64 count) {
         return count * ((SUMS_VALUE + SUMS_SCORE) * ROW_STRIDE + SUMS_HEADS * HEADS);
     }
@@ -38,7 +40,9 @@ struct Backward {
         float* rest = buffer + SUMS_VALUE * count * ROW_STRIDE;
         if (SUMS_VALUE) store_fragment_fp32(buffer, i, l, sums.value);
         if (SUMS_SCORE) store_fragment_fp32(rest, i, l, sums.score);
-        if (SUMS_HEADS) store_heads(rest + SUMS_SCORE * count * ROW_STRIDE, i, l, sums.scalar);
+        float* heads = rest + SUMS_SCORE * count * ROW_STRIDE;
+#pragma unroll
+        for (int k = 0; k < SUMS_HEADS; ++k) store_heads(heads, k * count + i, l, sums.scalars[k]);
         if (SUMS_EDGE) store_fragment_fp32<false>(buffer + edge_sums(count), i, l, sums.edge);
     }
 
@@ -47,7 +51,9 @@ struct Backward {
         const float* rest = buffer + SUMS_VALUE * count * ROW_STRIDE;
         if (SUMS_VALUE) sums.value = load_fragment_fp32(buffer, i, l);
         if (SUMS_SCORE) sums.score = load_fragment_fp32(rest, i, l);
-        if (SUMS_HEADS) sums.scalar = load_state_heads(rest + SUMS_SCORE * count * ROW_STRIDE, i, l);
+        const float* heads = rest + SUMS_SCORE * count * ROW_STRIDE;
+#pragma unroll
+        for (int k = 0; k < SUMS_HEADS; ++k) sums.scalars[k] = load_state_heads(heads, k * count + i, l);
         if (SUMS_EDGE) sums.edge = load_fragment_fp32<EdgeTargets, false>(buffer + edge_sums(count), i, l);
         return sums;
     }
@@ -59,12 +65,16 @@ struct Backward {
             const Sums other = restore(buffer, count, i);
             if (SUMS_VALUE) accumulate<COMPENSATED>(sums.value, lost.value, other.value);
             accumulate<COMPENSATED>(sums.score, lost.score, other.score);
-            accumulate<COMPENSATED>(sums.scalar, lost.scalar, other.scalar);
+#pragma unroll
+            for (int k = 0; k < SUMS_HEADS; ++k) {
+                accumulate<COMPENSATED>(sums.scalars[k], lost.scalars[k], other.scalars[k]);
+            }
             if (SUMS_EDGE) accumulate<COMPENSATED>(sums.edge, lost.edge, other.edge);
         }
         if (SUMS_VALUE) add_lost(sums.value, lost.value);
         add_lost(sums.score, lost.score);
-        add_lost(sums.scalar, lost.scalar);
+#pragma unroll
+        for (int k = 0; k < SUMS_HEADS; ++k) add_lost(sums.scalars[k], lost.scalars[k]);
         if (SUMS_EDGE) add_lost(sums.edge, lost.edge);
         merge_slots(sums);
     }

@@ -134,7 +134,7 @@ struct BackwardSources : Backward {
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * targets.delta[u].x[h];
 #if SUMS_SCALAR
-                sums.scalar.x[h] = Score::source_scalar_grad(sums.scalar.x[h], ds, terms, in);
+                sums.scalars[0].x[h] = Score::source_scalar_grad(sums.scalars[0].x[h], ds, terms, in);
 #endif
 #if HAS_TARGET_VECTOR
                 const float dp = Score::product_grad(ds, terms, in);
@@ -175,7 +175,7 @@ struct BackwardSources : Backward {
         if (TARGET_IS_VALUE && (HAS_KEY || !SUMS_SCORE)) add_to(sums.value, before);
         store_fragment<NODE_STRIDE>(grads.value, row, l, sums.value);
         if (HAS_KEY) store_fragment<NODE_STRIDE>(grads.key, row, l, sums.score);
-        if (SUMS_SCALAR) store_heads(grads.scalars, row, l, sums.scalar);
+        if (SUMS_SCALAR) store_heads(grads.scalars, row, l, sums.scalars[0]);
     }
 };
 

@@ -37,8 +37,8 @@ struct BackwardTargets : Backward {
     const storage_t* grad_edge_out;
     // Over all rows, and of one row: the gradient of a parameter [HEADS, CHANNELS].
     Fragment parameter_sum, own_parameter_sum;
-    // With a parameter: the sum of dS over the edges of the item; what a parameter [1] gets from the row's output.
-    HeadValues ds_sum, out_part;
+    // With such a parameter: the sum of dS over the edges of the item.
+    HeadValues ds_sum;
     Fragment own, grad;
     FragmentOf<EdgeTargets> edge_target, edge_grad;
     HeadValues own_scalars, own_delta, factor;
@@ -59,15 +59,7 @@ struct BackwardTargets : Backward {
         for (int h = 0; h < LANE_HEADS; ++h) edge_parts.x[h] = lane_dot(edge_grad, edge_average, h);
         const Fragment average = load_out(out, item.row, l);
         own_delta = head_dot(grad, average, edge_parts);
-#if PARAMETER
-        ds_sum = zero_heads();
-#if SUMS_PARAMETER
-        const HeadValues norm = inverse_norms(average);
-        out_part = head_dot(load_fragment<NODE_STRIDE>(in.target, item.row, l), average);
-#pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) out_part.x[h] *= norm.x[h];
-#endif
-#endif
+        if (PARAMETER == 2) ds_sum = zero_heads();
         if (a.starts() && item.first && l.edge_slot == 0) {
             store_bwd_row_stats(bwd_row_stats, item.row, l, own_stats, own_delta);
         }
@@ -128,18 +120,23 @@ struct BackwardTargets : Backward {
                 const float p = is_valid(item, l, number, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * own_delta.x[h];
-#if PARAMETER
+#if PARAMETER == 2
                 ds_sum.x[h] += ds;
 #endif
 #if SUMS_SCALAR
-                sums.scalar.x[h] = Score::target_scalar_grad(sums.scalar.x[h], ds, terms, in);
+                sums.scalars[0].x[h] = Score::target_scalar_grad(sums.scalars[0].x[h], ds, terms, in);
 #endif
 #if HAS_EDGE_SCALARS
                 grad_e.x[h] = Score::edge_scalar_grad(ds, terms, in);
 #endif
 #if HAS_TARGET_VECTOR
                 const float dp = Score::product_grad(ds, terms, in);
-                if (SUMS_PARAMETER) sums.scalar.x[h] = fmaf(dp, terms.product, sums.scalar.x[h]);
+#if SUMS_PARAMETER
+                const float part = Score::product_grad(1.0f, terms, in) * terms.product;
+                sums.scalars[0].x[h] = fmaf(ds, part, sums.scalars[0].x[h]);
+                sums.scalars[1].x[h] += ds;
+                sums.scalars[2].x[h] = fmaf(p, part, sums.scalars[2].x[h]);
+#endif
 #pragma unroll
                 for (int c = 0; c < LANE_ELEMS; ++c) {
                     const Channel channel = channel_of(own, other, parameters, h, c);
@@ -189,15 +186,10 @@ struct BackwardTargets : Backward {
     }
 
     // All dS of a row add up to 0, so what they do add up to is rounding, of delta above all. In the gradient of a parameter
-    // it meets the average of what the score takes of the row's sources; that is taken off, at the output in place of this
-    // average, as the gradient's terms may cancel and the rounding would stay.
-    __device__ __forceinline__ void end(Sums& sums, const Item& item) {
-#if PARAMETER == 1
-#pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) {
-            sums.scalar.x[h] = fmaf(-ds_sum.x[h], out_part.x[h], sums.scalar.x[h]);
-        }
-#elif PARAMETER == 2
+    // it meets the average of what the score takes of the row's sources; that is taken off, as the gradient's terms may
+    // cancel and the rounding would stay. A parameter per channel takes this at the output in place of the average.
+    __device__ __forceinline__ void end(Sums&, const Item& item) {
+#if PARAMETER == 2
         const Fragment average = load_out(out, item.row, l);
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {
@@ -240,15 +232,19 @@ struct BackwardTargets : Backward {
         if (writes) store_fragment<EDGE_STRIDE>(grads.edge_target, row, l, sums.edge);
 #endif
 #if PARAMETER == 1
-        // The logit is the parameter times <x^_i, x^_j>.
+        // The logit is the parameter times <x^_i, x^_j>; sums of dS <x_i, x^_j>, of dS, and of P <x_i, x^_j>.
+        HeadValues& grad_of_row = sums.scalars[0];
 #pragma unroll
-        for (int h = 0; h < LANE_HEADS; ++h) sums.scalar.x[h] *= norm.x[h];
-        if (writes) store_heads(grads.parameter, row, l, sums.scalar);
+        for (int h = 0; h < LANE_HEADS; ++h) {
+            const float excess = sums.scalars[1].x[h] * sums.scalars[2].x[h];
+            grad_of_row.x[h] = norm.x[h] * (grad_of_row.x[h] - excess);
+        }
+        if (writes) store_heads(grads.parameter, row, l, grad_of_row);
 #elif SUMS_SCALAR
-        if (writes) store_heads(grads.parameter, row, l, sums.scalar);
+        if (writes) store_heads(grads.parameter, row, l, sums.scalars[0]);
 #endif
 #elif SUMS_SCALAR
-        if (writes) store_heads(static_cast<float*>(grads.target), row, l, sums.scalar);
+        if (writes) store_heads(static_cast<float*>(grads.target), row, l, sums.scalars[0]);
 #endif
     }
 };

@@ -92,26 +92,31 @@ struct Forward {
         return n;
     }
 
+    __device__ __forceinline__ Fragment messages(const Neighbours& n, int u) const {
+        const Fragment value = widen(n.values[u]), edge = n.edges.at(u);
+        const Fragment key = HAS_KEY ? widen(n.keys[HAS_KEY ? u : 0]) : zero_fragment();
+        Fragment m;
+        for_each_channel(l, [&](int h, int c, int) {
+            m.x[h][c] = message_of({value.x[h][c], edge.x[h][c], key.x[h][c], own.x[h][c]}, n.scale[u]);
+        });
+        return m;
+    }
+
     template <bool FULL>
     __device__ __forceinline__ void step(Stats& state, Neighbours& n, const Adjacency&, const Item& item,
                                          const Step<Index>&, int number) const {
-        if (MOMENTS && moves_center(number)) recenter(state.moments[0], l, false);
+#if MOMENTS
+        if (number == 0) start(state.moments[0], messages(n, 0), l);
+        if (moves_center(number)) recenter(state.moments[0], l, false);
+#endif
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Fragment value = widen(n.values[u]), edge = n.edges.at(u);
-            const Fragment key = HAS_KEY ? widen(n.keys[HAS_KEY ? u : 0]) : zero_fragment();
-            const bool counts = FULL || is_valid(item, l, number, u);
+            const Fragment messages_of_edge = messages(n, u);
+            if (!FULL && !is_valid(item, l, number, u)) continue;
             for_each_channel(l, [&](int h, int c, int) {
-                const float m = message_of({value.x[h][c], edge.x[h][c], key.x[h][c], own.x[h][c]}, n.scale[u]);
-#if MOMENTS
-                Moments& s = state.moments[0];
-                if (u == 0 && number == 0) start(s.center.x[h][c], s.first.x[h][c], s.number, m);
-#endif
-                if (!counts) return;
+                const float m = messages_of_edge.x[h][c];
                 if (PLAIN_SUM) state.sum[0].x[h][c] += m;
-#if MOMENTS
-                take_deviation(s.first.x[h][c], s.second.x[h][c], m - s.center.x[h][c]);
-#endif
+                if (MOMENTS) take_deviation(state.moments[0], h, c, m);
                 if (MUL) {
                     state.product[0].x[h][c] *= m == 0.0f ? 1.0f : m;
                     state.zeros[0].x[h][c] += m == 0.0f ? 1.0f : 0.0f;
@@ -121,7 +126,7 @@ struct Forward {
                     take(state.best[k].x[h][c], state.count[k].x[h][c], signed_message(k, m), 1.0f);
                 }
             });
-            if (MOMENTS && counts) state.moments[0].number += 1.0f;
+            if (MOMENTS) state.moments[0].number += 1.0f;
         }
     }
 

@@ -19,16 +19,21 @@ __device__ __forceinline__ Moments no_moments() { return {zero_fragment(), zero_
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
 
 // Before the first message m of a sweep: an infinite center would turn all deviations into NaNs.
-__device__ __forceinline__ void start(float& center, float& first, float number, float m) {
-    if (number == 0.0f) center = m;
-    if (is_finite(center)) return;
-    first = number == 0.0f ? 0.0f : center;
-    center = 0.0f;
+__device__ __forceinline__ void start(Moments& s, const Fragment& m, const Lanes& l) {
+    const bool is_new = s.number == 0.0f;
+    for_each_channel(l, [&](int h, int c, int) {
+        float& center = s.center.x[h][c];
+        if (is_new) center = m.x[h][c];
+        if (is_finite(center)) return;
+        s.first.x[h][c] = is_new ? 0.0f : center;
+        center = 0.0f;
+    });
 }
 
-__device__ __forceinline__ void take_deviation(float& first, float& second, float deviation) {
-    first += deviation;
-    second = fmaf(deviation, deviation, second);
+__device__ __forceinline__ void take_deviation(Moments& s, int h, int c, float m) {
+    const float deviation = m - s.center.x[h][c];
+    s.first.x[h][c] += deviation;
+    s.second.x[h][c] = fmaf(deviation, deviation, s.second.x[h][c]);
 }
 
 // Moves the center to the mean; one that is not finite it reaches only in the `last` step.

@@ -191,7 +191,7 @@ class Score:
             return channels + 2 + edge_channels
         scalars = int(self.node_scalars == "input")
         if direction == "targets":
-            return channels * int(self.target) + scalars + int(self.parameter == ()) + edge_channels
+            return channels * int(self.target) + scalars + 3 * int(self.parameter == ()) + edge_channels
         return channels * (2 if self.key or self.node_scalars == "inverse_norm" else 1) + scalars
 
 
