@@ -24,7 +24,7 @@ ALLOWED = {
     "reference": {"graph"},
     "ir": {"runtime", "graph"},
     "ops": {"dispatch", "ir", "reference", "runtime", "graph"},
-    "nn": {"ops", "dispatch", "reference", "graph"},
+    "nn": {"ops", "dispatch", "ir", "reference", "graph"},
     "capture": {"distributed", "nn", "ops", "graph"},
     "utils": {"nn"},
     "models": {"nn", "ops", "graph"},

@@ -64,7 +64,7 @@ class Rows(Derived):
                 if low < 0 or high >= num_types:
                     raise ValueError(f"'{name}' needs values in [0, num_types={num_types}) (got {low} to {high})")
                 sizes[domain] = num_types
-                known[_TYPED[domain], domain] = types.long()
+                known[_TYPED[domain], domain] = types.to(torch.int64, copy=True)
         if graph.relation is not None:
             sizes[R] = graph.num_relations
             sizes |= {domain: compact_rows(graph, pairs).node.numel() for domain, pairs in _PAIRS.items()}

@@ -144,7 +144,8 @@ class Relational:
     """A function on rows of domains, traced anew for each set of row shapes.
 
     Args:
-        function: Its arguments are annotated with domains; it returns a value or a dict of values.
+        function: Its arguments are annotated with domains, those with the default None may be left out; it returns a
+            value or a dict of values.
 
     Raises:
         TypeError: An argument has no domain as annotation.
@@ -153,10 +154,13 @@ class Relational:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
         self.domains: dict[str, Domain] = {}
+        self._needed: set[str] = set()
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
             if not isinstance(parameter.annotation, Domain):
                 raise TypeError(f"'{name}' needs a domain as annotation (got {parameter.annotation!r})")
             self.domains[name] = parameter.annotation
+            if parameter.default is not None:
+                self._needed.add(name)
 
     def program(self, **shapes: Shape) -> Program:
         """Return the program for inputs with these row shapes.
@@ -168,10 +172,14 @@ class Relational:
             TypeError: The names are not those of the arguments, or the function returned no value.
             ValueError: Domains or shapes do not fit an operator.
         """
-        if shapes.keys() != self.domains.keys():
+        if not self._needed <= shapes.keys() <= self.domains.keys():
             raise TypeError(f"'shapes' needs {', '.join(self.domains)} (got {', '.join(shapes) or 'none'})")
         builder = Builder()
-        args = {name: Var(builder, builder.input(name, d, shapes[name])) for name, d in self.domains.items()}
+        args = {
+            name: Var(builder, builder.input(name, domain, shapes[name]))
+            for name, domain in self.domains.items()
+            if name in shapes
+        }
         returned = self.function(**args)
         outputs = returned if isinstance(returned, Mapping) else {"out": returned}
         for name, value in outputs.items():

@@ -30,6 +30,7 @@ class Call(NamedTuple):
         num_dst: Number of nodes that receive.
         self_loops: Whether self-loops are replaced by one per node.
         weights: Whether the caller wants the attention weights.
+        edge_type: Relation of each edge, `[num_input_edges]`; None where there are none, and where a `Graph` has them.
     """
 
     reasons: list[str]
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     num_dst: int = 0
     self_loops: bool = False
     weights: bool = False
+    edge_type: Tensor | None = None
 
 
 def form_of(edge_index: Any) -> str:
@@ -141,7 +143,7 @@ def resolve(
     Raises:
         ValueError: The edge features have another shape.
     """
-    _, _, edge_index, form, edge_attr, num_src, num_dst, self_loops, weights = call
+    _, _, edge_index, form, edge_attr, num_src, num_dst, self_loops, weights, _ = call
     num_loops = min(num_src, num_dst)
     if edge_attr is not None:
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import aggr
 from torch_geometric.nn.aggr import MultiAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback, scripted_twin
+from pyg_dfgnn.ops.gemm import keeps_weight
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -35,7 +38,9 @@ _STATISTICS = {
     aggr.VarAggregation: "var",
     aggr.StdAggregation: "std",
 }
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
+_module_hooks = itemgetter(*_MODULE_HOOKS)
 _hooks = itemgetter(*HOOKS)
 _overrides: dict[type, tuple[str, ...]] = {}
 _answers: dict[tuple[Any, ...], tuple[str, ...]] = {}
@@ -55,6 +60,15 @@ def promoted_dtype(dtype: torch.dtype, other: torch.dtype, is_cuda: bool) -> tor
     return dtype
 
 
+def storage_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of what a linear layer makes of x."""
+    # Meta tensors have no autocast to ask about.
+    dtype, kind = x.dtype, x.device.type
+    if dtype is not torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return dtype
+
+
 def settle(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tensor:
     """Return what an op left, `[N, ...]`, in at least `dtype`; with `mean_of_heads` averaged over dimension 1."""
     if out.dtype is not dtype:
@@ -64,13 +78,18 @@ def settle(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tensor:
 
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph.
 @torch.compiler.assume_constant_result
-def kernel_reasons(conv_type: "type[FusedConv]", *fields: Any) -> tuple[str, ...]:
-    """Return what the family of a conv has against the problem of these fields, which is asked once per problem."""
+def kernel_reasons(conv_type: Any, *fields: Any) -> tuple[str, ...]:
+    """Return what the family of a layer has against the problem of these fields, which is asked once per problem."""
     key = conv_type._reasons_against, fields
     reasons = _answers.get(key)
     if reasons is None:
         reasons = _answers[key] = tuple(conv_type._reasons_against(conv_type._problem_type(*fields)))
     return reasons
+
+
+def reasons_on_device(layer_type: Any, device: torch.device, *fields: Any) -> Sequence[str]:
+    """Return why no kernel takes the problem of these fields: a device without kernels, or what the family has."""
+    return kernel_reasons(layer_type, *fields) if device.type in fused_device_types else (NO_DEVICE,)
 
 
 @torch.compiler.assume_constant_result
@@ -125,6 +144,27 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     if modules[0] is aggr_module and not (hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")):
         _singles[type(aggr_module)] = (names[0],)
     return tuple(names)
+
+
+def is_plain_layer(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
+    """Return whether the layer is of these classes, and calling it is a product with its weight and nothing else."""
+    return is_product(layer, kinds) and not _has_any_global_hook()
+
+
+def is_product(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
+    """Return whether calling the layer is its product, apart from hooks that all modules share."""
+    if type(layer) not in kinds:
+        return False
+    attributes = layer.__dict__
+    return keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not has_hooks(layer)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks are registered that run when the module is called."""
+    attributes = module.__dict__
+    # torch.compile cannot trace `itemgetter`.
+    is_compiling = torch.compiler.is_compiling()
+    return any(map(attributes.__getitem__, _MODULE_HOOKS) if is_compiling else _module_hooks(attributes))
 
 
 def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
@@ -247,11 +287,22 @@ class FusedConv(MessagePassing):
         reasons = tuple(dict.fromkeys([*own, *self._reasons_against(problem)]))
         if reasons:
             return Description(str(self), reasons, problem)
+        try:
+            graph, plan = self._planned(problem, call, *args, **kwargs)
+        except UnsupportedError as error:
+            return Description(str(self), tuple(error.reasons), problem)
+        sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
+        return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
+
+    def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+        """Return the graph of a call without reasons, and what :meth:`_plan` says of it.
+
+        Raises:
+            UnsupportedError: On this graph something has no kernel.
+        """
         graph, _, _ = self._edges(call, getattr(self, "fill_value", None), getattr(self, "edge_dim", None))
         assert isinstance(graph, Graph)
-        sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
-        plan = self._plan(problem, graph)
-        return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
+        return graph, self._plan(problem, graph)
 
     def _call(self, *args: Any, **kwargs: Any) -> edges.Call:
         """Return the gate's view of a forward call with these arguments."""
@@ -364,10 +415,8 @@ class FusedConv(MessagePassing):
             edge_attr is not None,
             dropout > 0.0 and self.training,
         )
-        if device.type in fused_device_types:
-            against += kernel_reasons(type(self), *problem)
-        else:
-            against.append(NO_DEVICE)
+        # Not through `reasons_on_device`: each function that a call enters costs the host.
+        against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
         return edges.Call(
             against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights
         )
@@ -388,13 +437,8 @@ class FusedConv(MessagePassing):
             reasons.append("self-loops with edge features or attention weights while compiling")
         return reasons
 
-    def _storage_dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype of the node features behind the linear layers."""
-        # Meta tensors have no autocast to ask about.
-        dtype, kind = x.dtype, x.device.type
-        if dtype is not torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return dtype
+    _storage_dtype: Callable[[Tensor], torch.dtype] = staticmethod(storage_dtype)
+    """Returns the dtype of the node features behind the linear layers."""
 
     def _fall_back(self, call: edges.Call, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
         """Report the reasons of a call and return what PyG's forward makes of it.

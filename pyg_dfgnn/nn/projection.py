@@ -1,7 +1,6 @@
 """The linear layers in front of an attention: projections of one input, and the attention among them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,14 +10,12 @@ from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.gate import promoted_dtype, settle
+from pyg_dfgnn.nn.gate import is_plain_layer, is_product, promoted_dtype, settle
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.attention.projected import USED, projected_attention
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 
 _LINEAR = (dense.Linear, Linear)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks = itemgetter(*_HOOKS)
 _Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
 
 
@@ -140,17 +137,7 @@ def _project(
 
 def is_plain_linear(layer: torch.nn.Module) -> bool:
     """Return whether calling the layer is a product with its weight and nothing else."""
-    return _is_product(layer) and not _has_any_global_hook()
-
-
-def _is_product(layer: torch.nn.Module) -> bool:
-    """Return whether calling the layer is its product, apart from hooks that all modules share."""
-    if type(layer) not in _LINEAR:
-        return False
-    attributes = layer.__dict__
-    # torch.compile cannot trace `itemgetter`.
-    hooks = map(attributes.__getitem__, _HOOKS) if torch.compiler.is_compiling() else _hooks(attributes)
-    return gemm.keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not any(hooks)
+    return is_plain_layer(layer, _LINEAR)
 
 
 def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:
@@ -170,7 +157,7 @@ def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters 
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for layer in layers:
-        if not _is_product(layer):
+        if not is_product(layer, _LINEAR):
             return None
         parameters: Any = layer._parameters
         weight, bias = parameters["weight"], parameters["bias"]

@@ -6,6 +6,8 @@ import torch
 from pyg_dfgnn.nn import fallback, gate
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.dense.hetero_linear import TypedLayer
 from tests.nn.convs import FEATURES, NUM_NODES
 
 
@@ -13,7 +15,7 @@ from tests.nn.convs import FEATURES, NUM_NODES
 def fused_on_cpu(monkeypatch):
     """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
     monkeypatch.setattr(gate, "fused_device_types", {"cpu", "cuda"})
-    for family in (AggregationConv, AttentionConv):
+    for family in (AggregationConv, AttentionConv, RelationalConv, TypedLayer):
         monkeypatch.setattr(family, "_reasons_against", staticmethod(lambda problem: ()))
 
 

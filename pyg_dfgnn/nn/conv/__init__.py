@@ -5,15 +5,21 @@ from torch_geometric.nn import conv as upstream
 from pyg_dfgnn.nn.conv.agnn_conv import AGNNConv
 from pyg_dfgnn.nn.conv.appnp import APPNP
 from pyg_dfgnn.nn.conv.cheb_conv import ChebConv
+from pyg_dfgnn.nn.conv.film_conv import FiLMConv
 from pyg_dfgnn.nn.conv.gat_conv import GATConv
 from pyg_dfgnn.nn.conv.gatv2_conv import GATv2Conv
 from pyg_dfgnn.nn.conv.gcn2_conv import GCN2Conv
 from pyg_dfgnn.nn.conv.gcn_conv import GCNConv
 from pyg_dfgnn.nn.conv.gin_conv import GINConv, GINEConv
 from pyg_dfgnn.nn.conv.graph_conv import GraphConv
+from pyg_dfgnn.nn.conv.han_conv import HANConv
+from pyg_dfgnn.nn.conv.heat_conv import HEATConv
+from pyg_dfgnn.nn.conv.hgt_conv import HGTConv
 from pyg_dfgnn.nn.conv.lg_conv import LGConv
 from pyg_dfgnn.nn.conv.pna_conv import PNAConv
 from pyg_dfgnn.nn.conv.res_gated_graph_conv import ResGatedGraphConv
+from pyg_dfgnn.nn.conv.rgat_conv import RGATConv
+from pyg_dfgnn.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.conv.sg_conv import SGConv
 from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
@@ -25,6 +31,8 @@ __all__ = [
     "AGNNConv",
     "APPNP",
     "ChebConv",
+    "FastRGCNConv",
+    "FiLMConv",
     "GATConv",
     "GATv2Conv",
     "GCN2Conv",
@@ -32,8 +40,13 @@ __all__ = [
     "GINConv",
     "GINEConv",
     "GraphConv",
+    "HANConv",
+    "HEATConv",
+    "HGTConv",
     "LGConv",
     "PNAConv",
+    "RGATConv",
+    "RGCNConv",
     "ResGatedGraphConv",
     "SAGEConv",
     "SGConv",

@@ -2,8 +2,9 @@
 
 from torch_geometric.nn import dense as upstream
 
+from pyg_dfgnn.nn.dense.hetero_linear import HeteroDictLinear, HeteroLinear
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import DROP_INS
 
-DROP_INS[upstream.Linear] = Linear
-__all__ = ["Linear"]
+__all__ = ["HeteroDictLinear", "HeteroLinear", "Linear"]
+DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__})

@@ -1,0 +1,100 @@
+"""Drop-in for PyG's HEATConv on a relational program."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Embedding
+from torch_geometric.nn import conv
+from torch_geometric.typing import Adj, OptTensor
+
+from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir.layers import heat_edges, heat_nodes, hetero_linear
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
+from pyg_dfgnn.nn.edges import Call, num_edges
+from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
+from pyg_dfgnn.nn.programs import kept_by_dropout, run
+from pyg_dfgnn.nn.projection import is_plain_linear
+
+
+class HEATConv(RelationalConv, conv.HEATConv):
+    """PyG's `HEATConv` without a vector per edge but the edge's own: same arguments, parameters, results and gradients.
+
+    `x'_i = h_i + sum_j softmax_j(leaky_relu(a [h_i, h_j, e_r, f_ij])) W [h_j, f_ij]` with `h_j = W_{t(j)} x_j`
+
+    Source: Mo et al., "Heterogeneous Edge-Enhanced Graph Attention Network", 2021.
+    """
+
+    propagate_type = {"x": Tensor, "edge_type_emb": Tensor, "edge_attr": OptTensor}
+    _upstream_methods = methods_of(conv.HEATConv)
+    _forms = (*RelationalConv._forms, "torch.sparse")
+    _are_values_types = False
+
+    def _call(
+        self, x: Tensor, edge_index: Adj | Graph, node_type: Tensor, edge_type: Tensor, edge_attr: OptTensor = None
+    ) -> Call:
+        reasons = [] if edge_attr is not None else ["edge_attr is missing"]
+        if not all(map(is_plain_linear, (self.att, self.lin))):
+            reasons.append("att or lin is another layer than PyG's")
+        if not is_plain_layer(self.hetero_lin, HETERO_LINEAR):
+            reasons.append("hetero_lin is another layer than PyG's, or has no weight before the first call")
+        if type(self.edge_type_emb) is not Embedding or self.edge_type_emb.max_norm is not None:
+            reasons.append("edge_type_emb is another layer than PyG's")
+        if node_type.dim() != 1 or node_type.dtype not in (torch.int64, torch.int32):
+            reasons.append(f"node_type is no int64 or int32 vector ({node_type.dtype}, {list(node_type.shape)})")
+        call = self._ask((x, x), edge_index, edge_type, self.att.weight, reasons, dropout=self.dropout, one_way=True)
+        return call._replace(edge_attr=edge_attr)
+
+    def _count_relations(self) -> int:
+        return self.edge_type_emb.num_embeddings
+
+    def _nodes(self, x: Tensor, node_type: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the nodes mapped by the weights of their types."""
+        return run(hetero_linear, *typed_rows(self.hetero_lin, x, node_type, "node_type"), dtype)["out"]
+
+    def _program(
+        self, call: Call, graph: Graph, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
+    ) -> tuple[Relational, dict[str, Tensor]]:
+        return self._attention(call, graph, self._nodes(x, node_type, call.problem[0]), self._edge(call))
+
+    def _edge(self, call: Call) -> Tensor:
+        """Return the embedded features of the edges, [E, F]."""
+        assert call.edge_attr is not None
+        check_shape("edge_attr", call.edge_attr, (num_edges(call.edge_index), "D"), "[E, edge_dim]")
+        return F.leaky_relu(self.edge_attr_emb(call.edge_attr), self.negative_slope)
+
+    def _attention(self, call: Call, graph: Graph, nodes: Tensor, edge: Tensor) -> tuple[Relational, dict[str, Tensor]]:
+        sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(1)]
+        target, source, relation, attr = self.att.weight.split(sizes, dim=1)
+        types = F.linear(F.leaky_relu(self.edge_type_emb.weight, self.negative_slope), relation)
+        inputs = {"x": nodes, "xd": nodes, "on_edge": F.linear(edge, attr), "source": source.t(), "target": target.t()}
+        inputs["types"] = types
+        if self.training and self.dropout > 0:
+            inputs["keep"] = kept_by_dropout(self.dropout, (graph.num_edges, self.heads), nodes)
+        return heat_nodes(float(self.negative_slope)), inputs
+
+    def forward(
+        self, x: Tensor, edge_index: Adj | Graph, node_type: Tensor, edge_type: Tensor, edge_attr: OptTensor = None
+    ) -> Tensor:
+        """PyG's forward, also on a `Graph`; see `torch_geometric.nn.HEATConv.forward`."""
+        call = self._call(x, edge_index, node_type, edge_type, edge_attr)
+        if call.reasons:
+            result: Tensor = self._fall_back(call, x, node_type, self._types_for_pyg(call, edge_type), edge_attr)
+            return result
+        graph, nodes, edge = self._graph(call), self._nodes(x, node_type, call.problem[0]), self._edge(call)
+        attended = self._run(call, graph, *self._attention(call, graph, nodes, edge))
+        # Messages are mapped after they are summed, their bias with the sum of the weights.
+        edge = torch.cat([edge, edge.new_ones(edge.size(0), 1)], dim=1).unsqueeze(1).expand(-1, self.heads, -1)
+        summed = self._run(call, graph, heat_edges, {"alpha": attended["alpha"], "edge": edge})["out"]
+        summed, total = summed[..., :-1], summed[..., -1:]
+        out = F.linear(torch.cat([attended["out"], summed], dim=-1), self.lin.weight)
+        out = out if self.lin.bias is None else out + total * self.lin.bias
+        if not self.concat:
+            out = out.mean(dim=1)
+            return out + nodes if self.root_weight else out
+        out = out + nodes.unsqueeze(1) if self.root_weight else out
+        return out.reshape(-1, self.heads * self.out_channels)

@@ -1,0 +1,131 @@
+"""What the relational convs share: the question to the gate, the graph with its relations, the run of a program."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import Adj, OptTensor
+
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
+from pyg_dfgnn.nn.gate import FusedConv, is_multiple
+from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
+from pyg_dfgnn.ops.relational import rows_of
+
+
+class RelationalConv(FusedConv):
+    """A drop-in conv on a program of :mod:`pyg_dfgnn.ir.layers`.
+
+    Its `_program(call, graph, *arguments of forward)` returns the program's front end and its inputs.
+    """
+
+    _problem_type = staticmethod(lambda dtype, device, *_: RelationalProblem(dtype, device))
+    _reasons_against = staticmethod(reasons_of_problem)
+    _forms: tuple[str, ...] = ("tensor", "EdgeIndex", "SparseTensor", "Graph")
+    """Forms of edges that PyG's conv takes, and a `Graph`."""
+    _are_values_types = True
+    """Whether the values of a sparse adjacency are relations."""
+
+    def _question(self, x: Tensor | None = None) -> tuple[Any, ...]:
+        return ()
+
+    def _program(
+        self, call: edges.Call, graph: Graph, *args: Any, **kwargs: Any
+    ) -> tuple[Relational, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+        graph = self._graph(call)
+        layer, inputs = self._program(call, graph, *args, **kwargs)
+        return graph, explain(layer, rows_of(graph), inputs, self._outputs(call))
+
+    def _outputs(self, call: edges.Call) -> Sequence[str] | None:
+        """Return which outputs of the program a call reads; None for all."""
+        return None
+
+    def _ask(
+        self,
+        nodes: tuple[Tensor | None, Tensor | None],
+        edge_index: Adj | Graph,
+        edge_type: OptTensor,
+        weight: Tensor,
+        reasons: Sequence[str] = (),
+        *,
+        typed: bool = True,
+        **options: Any,
+    ) -> edges.Call:
+        """Ask the gate about a call.
+
+        Args:
+            nodes: Features of the nodes that row 0 and row 1 of `edge_index` point to.
+            edge_index: Any form that PyG's conv takes, or a `Graph`.
+            edge_type: Relation of each edge; None where the edges have it.
+            weight: A parameter, whose dtype the features need.
+            reasons: What the conv has against the fused forward.
+            typed: Whether the conv reads the relations.
+            options: Further arguments of the gate.
+
+        Returns:
+            The call, with its reasons.
+        """
+        against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
+        form = edges.form_of(edge_index)
+        if form in edges.FORMS and form not in self._forms:
+            against.append(f"edge_index is a {form} tensor" if form == "torch.sparse" else f"edge_index is a {form}")
+        elif not typed:
+            edge_type = None
+        elif self._are_values_types and is_matrix(form) and edge_type is None:
+            edge_type = values_of(edge_index)
+        if edge_type is not None:
+            if edge_type.dtype not in (torch.int64, torch.int32) or edge_type.dim() != 1:
+                against.append(f"edge_type is no int64 or int32 vector ({edge_type.dtype}, {list(edge_type.shape)})")
+        elif typed and (form != "Graph" or edge_index.relation is None):
+            against.append("edge_type is missing")
+        if form == "Graph" and edge_index.is_static:
+            against.append("a StaticGraph has no relations")
+        call = self._gate((), nodes, edge_index, reasons=against, **options)
+        return call._replace(edge_type=edge_type)
+
+    def _parameter_reasons(self, x: Tensor | None, weight: Tensor) -> list[str]:
+        """Return what the aggregation and the dtypes of features and parameters have against the fused forward."""
+        reasons = ["several aggregations"] if is_multiple(self.aggr_module) else []
+        return reasons if x is None else [*reasons, *dtype_reasons(x, weight)]
+
+    def _compile_reasons(self, *_: Any) -> list[str]:
+        return ["torch.compile traces the call"]
+
+    def _count_relations(self) -> int:
+        count: int = self.num_relations
+        return count
+
+    def _graph(self, call: edges.Call) -> Graph:
+        """Return the graph of a call without reasons, with its relations.
+
+        Raises:
+            ValueError: Relations are out of range, or a `Graph` has another number of them.
+        """
+        edge_index, edge_type, num_relations = call.edge_index, call.edge_type, self._count_relations()
+        sizes = call.num_src, call.num_dst
+        if call.form in ("tensor", "EdgeIndex"):
+            return Graph.of(edge_index, *sizes, flow=self.flow, edge_type=edge_type, num_relations=num_relations)
+        graph: Graph = edge_index if call.form == "Graph" else Graph.of(edge_index, *sizes)
+        if edge_type is not None:
+            return Graph.of(graph.edge_index, *sizes, edge_type=edge_type, num_relations=num_relations)
+        if graph.num_relations != num_relations:
+            raise ValueError(
+                f"'edge_index' needs a Graph with num_relations={num_relations} (got {graph.num_relations})"
+            )
+        return graph.on_this_stream()
+
+    def _run(self, call: edges.Call, graph: Graph, layer: Relational, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of a program, in PyG's dtype."""
+        return run(layer, rows_of(graph), inputs, call.problem[0], self._outputs(call))
+
+    def _types_for_pyg(self, call: edges.Call, edge_type: OptTensor) -> OptTensor:
+        """Return the relations as PyG's forward takes them, which a `Graph` may hold."""
+        if call.form == "Graph" and edge_type is None and call.edge_index.relation is not None:
+            return call.edge_index.relation.long()
+        return edge_type

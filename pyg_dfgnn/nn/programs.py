@@ -1,0 +1,80 @@
+"""Programs in layers: what is asked before one is known, how they run in PyG's dtypes, and what describes them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.ir import One, Rows
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.nn.gate import promoted_dtype, settle
+from pyg_dfgnn.ops.relational import apply
+
+
+@dataclass(frozen=True)
+class RelationalProblem:
+    """What the gate asks before a program is known.
+
+    Attributes:
+        dtype: Dtype of the features.
+        device: Their device.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+def reasons_of_problem(problem: RelationalProblem) -> list[str]:
+    """Return every reason why no kernels run programs on such features."""
+    return unsupported_reasons(problem.dtype, problem.device)
+
+
+def run(
+    layer: Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    outputs: Sequence[str] | None = None,
+) -> dict[str, Tensor]:
+    """Return outputs of a layer's program, all by default, in PyG's dtype; inputs are cast to `dtype`."""
+    inputs = {name: x if x.dtype is dtype else x.to(dtype) for name, x in inputs.items()}
+    results = apply(layer, rows, inputs, outputs)
+    dtype = promoted_dtype(dtype, dtype, rows.device.type == "cuda")
+    return {name: settle(x, dtype, False) for name, x in results.items()}
+
+
+def explain(layer: Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
+    """Return the program that runs on rows for these inputs, after all passes, and its steps, for reading.
+
+    Raises:
+        UnsupportedError: Some value has no kernel.
+    """
+    shapes = {name: tuple(x.shape[layer.domains[name] is not One :]) for name, x in inputs.items()}
+    program = layer.program(**shapes)
+    outputs = tuple(name for name, _ in program.outputs) if outputs is None else outputs
+    wrt = tuple(name for name, x in inputs.items() if x.requires_grad)
+    try:
+        steps = lower(optimise(program, rows.sizes, wrt=wrt)[-1].program, outputs)
+    except Refusal as refusal:
+        raise UnsupportedError([str(refusal)]) from refusal
+    return f"{optimise(program, rows.sizes)[-1].program}\nsteps of {steps}"
+
+
+def kept_by_dropout(p: float, size: Sequence[int], like: Tensor) -> Tensor:
+    """Return what dropout multiplies numbers by: 0, or 1 / (1 - p), drawn as PyG's dropout of `size` numbers draws."""
+    return torch.nn.functional.dropout(like.new_ones(size), p)
+
+
+def dtype_reasons(x: Tensor, weight: Tensor) -> list[str]:
+    """Return what the dtypes of features and of a parameter have against a program, whose inputs have one dtype."""
+    if x.dtype is weight.dtype or not x.is_floating_point():
+        return []
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+        return []
+    return [f"x is in {x.dtype} and the parameters in {weight.dtype}"]

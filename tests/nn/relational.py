@@ -1,0 +1,137 @@
+"""Relational convs of ours and of PyG with equal parameters, hetero graphs, and the comparison of all results."""
+
+import gzip
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor
+
+import pyg_dfgnn.nn as ours
+from tests.datasets.real import SEARCH
+
+
+def both(name, *args, dtype=torch.float64, **kwargs):
+    """The conv of ours and of PyG with equal random parameters."""
+    convs = [getattr(library, name)(*args, **kwargs).to(dtype) for library in (ours, pyg)]
+    for parameter in convs[0].parameters():
+        parameter.data.normal_(std=0.5)
+    convs[1].load_state_dict(convs[0].state_dict())
+    return convs
+
+
+def named(value, name="out"):
+    """The tensors of nested tuples, lists and dicts by their place."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else ()
+    return {key: tensor for place, part in items for key, tensor in named(part, f"{name}.{place}").items()}
+
+
+def copied(value):
+    """Features that collect gradients of their own; all else as it is."""
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    is_feature = isinstance(value, Tensor) and value.layout is torch.strided and value.is_floating_point()
+    return value.detach().clone().requires_grad_() if is_feature else value
+
+
+def results_of(conv, *args, **kwargs):
+    """Outputs and, for random gradients of them, the gradients of all features and parameters."""
+    args, kwargs = copied(args), copied(kwargs)
+    outputs = named(conv(*args, **kwargs))
+    differentiable = {name: out for name, out in outputs.items() if out.requires_grad}
+    inputs = {name: t for name, t in named((args, kwargs), "input").items() if t.requires_grad}
+    inputs |= dict(conv.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    upstream = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in differentiable.values()
+    ]
+    grads = torch.autograd.grad(list(differentiable.values()), list(inputs.values()), upstream, allow_unused=True)
+    zeros = {f"d_{name}": torch.zeros_like(tensor) for name, tensor in inputs.items()}
+    computed = {f"d_{name}": grad for name, grad in zip(inputs, grads, strict=True) if grad is not None}
+    return {**{name: out.detach() for name, out in outputs.items()}, **zeros, **computed}
+
+
+def assert_same(convs, *args, **kwargs):
+    """The fused branch of our conv equals PyG's in float64, in outputs and all gradients."""
+    call = convs[0]._call(*args, **kwargs)
+    assert list(call.reasons) == []
+    actual, expected = (results_of(conv, *args, **kwargs) for conv in convs)
+    assert list(actual) == list(expected)
+    for name, want in expected.items():
+        torch.testing.assert_close(
+            actual[name], want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+NODES = {"a": (10, 6), "b": (7, 5), "c": (4, 8), "d": (3, 2)}
+"""Node type -> number of nodes, and of features."""
+EDGE_TYPES = [("a", "r", "b"), ("b", "s", "a"), ("b", "t", "b"), ("c", "u", "a"), ("a", "v", "b"), ("d", "w", "c")]
+"""No edge leads to `d`; those of the last two types are none, and those of a hub."""
+METADATA = (list(NODES), EDGE_TYPES)
+
+
+def hetero(generator=None):
+    """Features and edges of a small graph with duplicates and nodes without edges."""
+    generator = generator or torch.Generator().manual_seed(2)
+    x_dict = {name: torch.randn(size, dtype=torch.float64, generator=generator) for name, size in NODES.items()}
+    edges = {}
+    for i, (source, relation, target) in enumerate(EDGE_TYPES):
+        count = 0 if i == 4 else 20
+        ends = [torch.randint(max(NODES[node][0] - 1, 1), (count,), generator=generator) for node in (source, target)]
+        edges[source, relation, target] = torch.stack(ends)
+    edges["d", "w", "c"][1] = 2
+    return x_dict, edges
+
+
+def _file(path):
+    for folder in SEARCH:
+        if (file := Path(folder) / path).exists():
+            return file
+    pytest.skip(f"{path} is in none of the folders {', '.join(SEARCH)}")
+
+
+def _graph_of(triples):
+    """Edges with their inverses, and relations, of triples of names."""
+    ends = sorted({end for s, _, o in triples for end in (s, o)})
+    node, relation = ({name: i for i, name in enumerate(n)} for n in (ends, sorted({r for _, r, _ in triples})))
+    edges = torch.tensor([[node[s], node[o]] for s, _, o in triples]).t()
+    relations = 2 * torch.tensor([relation[r] for _, r, _ in triples])
+    edge_index = torch.cat([edges, edges.flip(0)], dim=1)
+    return len(node), 2 * len(relation), edge_index, torch.cat([relations, relations + 1])
+
+
+def entities(name):
+    """Number of nodes and relations, edges and relations of an RDF graph."""
+    with gzip.open(_file(f"entities/{name}/raw/{name}_stripped.nt.gz"), "rt", encoding="utf-8") as lines:
+        parts = [re.match(r"(\S+)\s+(\S+)\s+(.+?)\s*\.\s*$", line) for line in lines if line.strip()]
+    return _graph_of([part.groups() for part in parts])
+
+
+def fb15k237():
+    """Number of nodes and relations, edges and relations of the training triples."""
+    with tarfile.open(_file("fb15k237/FB15k-237.tar.gz")) as archive:
+        lines = archive.extractfile("train.txt").read().decode().splitlines()
+    return _graph_of([line.split("\t") for line in lines])
+
+
+def imdb():
+    """Features, cut to a few columns, and edges in both directions."""
+    arrays = np.load(_file("hetero-small/imdb.npz"))
+    x_dict, edges = {}, {}
+    for name in ("movie", "actor", "director"):
+        rows, columns = torch.from_numpy(arrays[f"{name}_x_indices"].astype("int64"))
+        x_dict[name] = torch.zeros(int(arrays[f"{name}_x_shape"][0]), 8, dtype=torch.float64)
+        x_dict[name].index_put_((rows, columns % 8), torch.ones(rows.numel(), dtype=torch.float64), accumulate=True)
+    for source, relation in (("actor", "acted_in"), ("director", "directed_in")):
+        edge_index = torch.from_numpy(arrays[f"{source}__{relation}__movie"].astype("int64"))
+        edges[source, relation, "movie"] = edge_index
+        edges["movie", f"of_{relation}", source] = edge_index.flip(0)
+    return x_dict, edges

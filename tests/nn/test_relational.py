@@ -1,0 +1,245 @@
+"""RGCN, FastRGCN, RGAT and HGT on programs equal PyG's in float64, in outputs and all gradients."""
+
+import pytest
+import torch
+from torch_geometric import EdgeIndex
+
+import pyg_dfgnn
+from pyg_dfgnn import Graph
+from tests.ir.cases import ALL_GRAPHS, GRAPHS
+from tests.nn.parity import sparse_tensor
+from tests.nn.relational import METADATA, NODES, assert_same, both, entities, fb15k237, hetero
+
+pytestmark = pytest.mark.usefixtures("fused_on_cpu")
+
+GRAPH = ALL_GRAPHS["relations-12"]
+NUM_NODES, NUM_RELATIONS = GRAPH.num_src, GRAPH.num_relations
+SQUARE = {name: graph for name, graph in ALL_GRAPHS.items() if graph.num_src == graph.num_dst}
+SMALL = {name: graph for name, graph in SQUARE.items() if graph.num_relations < 1000}
+RGCN = [
+    {},
+    {"num_bases": 3},
+    {"num_blocks": 2, "root_weight": False, "bias": False},
+    {"aggr": "add"},
+    {"aggr": "add", "num_bases": 3},
+    {"aggr": "max"},
+    {"aggr": "max", "num_blocks": 2},
+]
+MULTIPLICATIVE, WITHIN = {"attention_mode": "multiplicative-self-attention"}, {"attention_mechanism": "within-relation"}
+RGAT = [
+    {},
+    {"heads": 3, **WITHIN},
+    {"heads": 2, "concat": False, "edge_dim": 3},
+    {"heads": 2, **MULTIPLICATIVE},
+    {"edge_dim": 3, **MULTIPLICATIVE, **WITHIN},
+    {"heads": 2, "num_bases": 2, "bias": False},
+    {"num_blocks": 2, "negative_slope": 0.1, "concat": False, **MULTIPLICATIVE},
+]
+
+
+def assert_has_kernels(conv, *args, **kwargs):
+    """All that the forward and backward of a call need lowers to kernels and products."""
+    description = pyg_dfgnn.describe_plan(conv.float(), *args, **kwargs)
+    assert description.reasons == () and "backward:" in str(description.plan)
+
+
+def draw(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def cases(options, names=("RGCNConv", "FastRGCNConv")):
+    return [(name, o) for name in names for o in options if name != "FastRGCNConv" or o.get("aggr") != "max"]
+
+
+@pytest.mark.parametrize("graph", SMALL)
+@pytest.mark.parametrize("name,options", cases(RGCN), ids=str)
+def test_rgcn(name, options, graph):
+    edges = SMALL[graph]
+    convs = both(name, 6, 4, edges.num_relations, **options)
+    assert_same(convs, draw(edges.num_src, 6), edges.edge_index, edges.edge_type)
+
+
+@pytest.mark.parametrize("name,options", [*cases(RGCN), *(("RGATConv", options) for options in RGAT)], ids=str)
+def test_programs_have_kernels(name, options):
+    args = GRAPH.edge_index, GRAPH.edge_type, *((draw(GRAPH.num_edges, 3).float(),) if "edge_dim" in options else ())
+    conv = both(name, 6, 4, NUM_RELATIONS, **options, **({"dropout": 0.5} if name == "RGATConv" else {}))[0]
+    assert_has_kernels(conv, draw(NUM_NODES, 6).float(), *args)
+    if "num_blocks" not in options and name != "RGATConv":
+        assert_has_kernels(both(name, NUM_NODES, 4, NUM_RELATIONS, **options)[0], None, *args)
+
+
+@pytest.mark.parametrize("name,args", [("RGCNConv", {}), ("FastRGCNConv", {}), ("RGATConv", WITHIN)])
+def test_many_relations(name, args):
+    edges = SQUARE["relations-1000"]
+    assert_same(both(name, 6, 4, 1000, **args), draw(edges.num_src, 6), edges.edge_index, edges.edge_type)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+def test_bases_are_applied_first_where_that_is_less(aggr):
+    """Few nodes among many relations."""
+    edges = GRAPHS["relations-12"]
+    num_relations = 60
+    convs = both("RGCNConv", 6, 4, num_relations, num_bases=2, aggr=aggr)
+    x, call = draw(edges.num_src, 6), (edges.edge_index, edges.edge_type)
+    gated = convs[0]._call(x, *call)
+    layer, _ = convs[0]._program(gated, convs[0]._graph(gated), x)
+    assert layer.__name__ == ("rgcn_bases" if aggr == "mean" else "rgcn_sum")
+    assert_same(convs, x, *call)
+
+
+@pytest.mark.parametrize("kind", ["none", "indices"])
+@pytest.mark.parametrize("name,options", cases([{}, {"num_bases": 3}, {"aggr": "add"}, {"aggr": "max"}]), ids=str)
+@pytest.mark.parametrize("graph", ["hub", "duplicates", "no-edges-R3"])
+def test_rgcn_embeddings(name, options, kind, graph):
+    edges = SQUARE[graph]
+    convs = both(name, edges.num_src, 4, edges.num_relations, **options)
+    x = None if kind == "none" else torch.arange(edges.num_src).roll(1)
+    assert_same(convs, x, edges.edge_index, edges.edge_type)
+
+
+@pytest.mark.parametrize("graph", ["bipartite", "no-targets"])
+@pytest.mark.parametrize("name,options", cases(RGCN[:4]), ids=str)
+def test_rgcn_between_two_node_sets(name, options, graph):
+    edges = ALL_GRAPHS[graph]
+    convs = both(name, (6, 5), 4, edges.num_relations, **options)
+    assert_same(convs, (draw(edges.num_src, 6), draw(edges.num_dst, 5)), edges.edge_index, edges.edge_type)
+
+
+def test_rgcn_embeddings_between_two_node_sets():
+    edges = ALL_GRAPHS["bipartite"]
+    convs = both("RGCNConv", (edges.num_src, edges.num_dst), 4, edges.num_relations)
+    for x_src in (None, torch.randperm(edges.num_src)):
+        assert_same(convs, (x_src, torch.randperm(edges.num_dst)), edges.edge_index, edges.edge_type)
+
+
+@pytest.mark.parametrize("graph", SMALL)
+@pytest.mark.parametrize("options", RGAT, ids=str)
+def test_rgat(options, graph):
+    edges = SMALL[graph]
+    convs = both("RGATConv", 6, 4, edges.num_relations, **options)
+    edge_attr = draw(edges.num_edges, 3) if "edge_dim" in options else None
+    x = draw(edges.num_src, 6)
+    weights = {"return_attention_weights": False}
+    assert_same(convs, x, edges.edge_index, edges.edge_type, edge_attr, **weights)
+
+
+def test_rgat_dropout():
+    """The mask is the one that PyG draws; weights are returned as they were before."""
+    edges = GRAPHS["relations-12"]
+    convs = both("RGATConv", 6, 4, edges.num_relations, heads=2, dropout=0.4)
+    x = draw(edges.num_src, 6)
+    results = []
+    for conv in convs:
+        torch.manual_seed(5)
+        results.append(conv(x, edges.edge_index, edges.edge_type, return_attention_weights=True))
+    (out, (_, alpha)), (expected, (_, expected_alpha)) = results
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alpha, expected_alpha, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_hgt(heads):
+    x_dict, edges = hetero()
+    in_channels = {name: width for name, (_, width) in NODES.items()}
+    convs = both("HGTConv", in_channels, 8, METADATA, heads=heads)
+    assert_same(convs, x_dict, edges)
+    # Without some node types and their edges, and without any edge.
+    some = {n: x_dict[n] for n in "ba"}, {t: edges[t] for t in METADATA[1][:3]}
+    assert_same(convs, *some)
+    assert_same(convs, x_dict, {t: e[:, :0] for t, e in edges.items()})
+    # PyG takes the weights of other relations where edge types come in another order.
+    turned = convs[0](some[0], dict(reversed(some[1].items())))
+    torch.testing.assert_close(turned, convs[1](*some), rtol=1e-10, atol=1e-10)
+
+
+FORMS = {
+    "int32": lambda edges, types: (edges.int(), types.int()),
+    "EdgeIndex": lambda edges, types: (EdgeIndex(edges, sparse_size=(NUM_NODES, NUM_NODES)), types),
+    "Graph": lambda edges, types: (Graph.of(edges, NUM_NODES), types),
+    "Graph of pieces": lambda edges, types: (Graph.of_pieces([edges], edges.size(1), NUM_NODES), types),
+    "Graph with relations": lambda edges, types: (
+        Graph.of(edges, NUM_NODES, edge_type=types, num_relations=NUM_RELATIONS),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv", "RGATConv"])
+def test_forms_of_edges(name, form, flow):
+    convs = both(name, 6, 4, NUM_RELATIONS, flow=flow)
+    x, edge_index, edge_type = draw(NUM_NODES, 6), GRAPH.edge_index.clone(), GRAPH.edge_type.clone()
+    is_graph = form.startswith("Graph")
+    edges, types = FORMS[form](edge_index.flip(0) if is_graph and flow == "target_to_source" else edge_index, edge_type)
+    assert convs[0]._call(x, edges, types).reasons == []
+    options = {"return_attention_weights": True} if name == "RGATConv" else {}
+    actual, expected = convs[0](x, edges, types, **options), convs[1](x, edge_index, edge_type, **options)
+    if options:
+        (actual, (edges, alpha)), (expected, (_, expected_alpha)) = actual, expected
+        torch.testing.assert_close(alpha, expected_alpha, rtol=1e-10, atol=1e-10)
+        assert torch.equal(torch.as_tensor(edges).long(), edge_index)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
+def test_relations_in_a_sparse_tensor(name):
+    order = GRAPH.edge_index[1].argsort(stable=True)
+    adj = sparse_tensor(GRAPH.edge_index[:, order], NUM_NODES, NUM_NODES, GRAPH.edge_type[order])
+    assert_same(both(name, 6, 4, NUM_RELATIONS), draw(NUM_NODES, 6), adj)
+
+
+def matrix(layout, values=None):
+    """The distinct edges as a transposed adjacency, and relations of its entries."""
+    key = torch.unique(GRAPH.edge_index[1] * NUM_NODES + GRAPH.edge_index[0])
+    rows, types = torch.stack([key // NUM_NODES, key % NUM_NODES]), torch.arange(key.numel()) % NUM_RELATIONS
+    if layout == "SparseTensor":
+        return sparse_tensor(rows.flip(0), NUM_NODES, NUM_NODES), types
+    values = types if values is None else values(key.numel())
+    adj = torch.sparse_coo_tensor(rows, values, (NUM_NODES, NUM_NODES, *values.shape[1:])).coalesce()
+    return adj if layout == "coo" else adj.to_sparse_csr(), types
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_relations_in_a_sparse_layout(layout):
+    assert_same(both("FastRGCNConv", 6, 4, NUM_RELATIONS), draw(NUM_NODES, 6), matrix(layout)[0])
+
+
+@pytest.mark.parametrize("layout,options", [("SparseTensor", {}), ("csr", {}), ("coo", {"edge_dim": 3})], ids=str)
+def test_relations_beside_a_matrix(layout, options):
+    """Values of the matrix are features of edges."""
+    adj, types = matrix(layout, (lambda count: draw(count, 3)) if options else None)
+    assert_same(both("RGATConv", 6, 4, NUM_RELATIONS, **options), draw(NUM_NODES, 6), adj, types)
+
+
+@pytest.mark.parametrize("form", ["int32", "EdgeIndex", "Graph", "csr"])
+def test_forms_of_edges_in_dicts(form):
+    x_dict, edges = hetero()
+    convs = both("HGTConv", {name: width for name, (_, width) in NODES.items()}, 8, METADATA, heads=2)
+    sizes = {t: (NODES[t[0]][0], NODES[t[2]][0]) for t in edges}
+    edges = {t: torch.unique(e, dim=1).contiguous() for t, e in edges.items()}
+    passed = {
+        "int32": lambda e, n: e.int(),
+        "EdgeIndex": lambda e, n: EdgeIndex(e, sparse_size=n),
+        "Graph": lambda e, n: Graph.of(e, *n),
+        "csr": lambda e, n: torch.sparse_coo_tensor(e, torch.ones(e.size(1)), n).t().coalesce().to_sparse_csr(),
+    }[form]
+    adjacencies = {t: passed(e, sizes[t]) for t, e in edges.items()}
+    assert convs[0]._call(x_dict, adjacencies).reasons == []
+    actual, expected = convs[0](x_dict, adjacencies), convs[1](x_dict, edges)
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["aifb", "mutag"])
+@pytest.mark.parametrize("conv", ["RGCNConv", "FastRGCNConv", "RGATConv"])
+def test_entities(conv, name):
+    num_nodes, num_relations, edge_index, edge_type = entities(name)
+    convs = both(conv, 4, 3, num_relations)
+    assert_same(convs, draw(num_nodes, 4), edge_index, edge_type)
+
+
+@pytest.mark.parametrize("conv", ["RGCNConv", "RGATConv"])
+def test_knowledge_graph(conv):
+    num_nodes, num_relations, edge_index, edge_type = fb15k237()
+    assert_same(both(conv, 2, 2, num_relations), draw(num_nodes, 2), edge_index, edge_type)
