@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import find_lanes
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
 from pyg_dfgnn.ir.steps import Step
 
+MAX_PARAMETERS = 46
+"""Arrays of a kernel beside those of the adjacency and its states."""
 FORMS = {"": 0, "H": 1, "C": 2, "HC": 3}
 """Number of a form in CUDA."""
 Key = tuple[int, str]
@@ -286,6 +288,8 @@ class _Generator:
 
     def _assembled(self, edge_stores: list[str], adds: list[str], end_stores: list[str]) -> str:
         parameters = self._parameters()
+        if len(parameters) > MAX_PARAMETERS:
+            raise Refusal(f"a step reads and writes {len(parameters)} arrays (at most {MAX_PARAMETERS})")
         lines = [
             f"#define STEP_PARAMETERS {', '.join(f'{kind} {name}' for kind, name in parameters)}",
             f"#define STEP_ARGUMENTS {{{', '.join(name for _, name in parameters)}}}",

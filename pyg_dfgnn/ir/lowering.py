@@ -33,6 +33,8 @@ ADD = "add"
 """The operator that adds a bias to a linear map."""
 _MOVES = ("permute", "concat", "slice", "pad", "matmul")
 """Operators that move numbers between lanes: torch runs them on nodes and pairs."""
+_STORED = ("input", "dense", "linear", "traversal")
+"""Kinds of values that are stored whatever reads them."""
 _INLINED_READS = 1.5
 """Numbers that a value is recomputed from, for each of its own, above which it is stored."""
 _STORED_READS = 5
@@ -86,6 +88,9 @@ class _Lowering:
         if value.op in REDUCTIONS and value.attrs[1] not in FEW:
             if value.op == "count":
                 return "static"
+            if value.op == "sum" and value.domain is One and self.kinds[self.base(value.args[0])] in _STORED:
+                # One row of very many terms, which torch shares out better.
+                return "dense"
             return "outer" if value.op == "outer" else "traversal"
         if self._is_transposed(i):
             return "inline"

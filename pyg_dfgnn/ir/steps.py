@@ -82,6 +82,11 @@ class Lowered:
         reads = dict.fromkeys(name for step in self.backward for name in step.reads)
         return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
 
+    @cached_property
+    def compares(self) -> bool:
+        """Whether numbers are compared that several steps may compute, as of a maximum: all have to round alike."""
+        return any(v.op == "eq" for step in (*self.forward, *self.backward) for v in step.program.values)
+
     def __str__(self) -> str:
         lines = [f"program {self.name}"]
         for what, steps in (("static", self.static), ("forward", self.forward), ("backward", self.backward)):

@@ -10,7 +10,7 @@ def test_page_prints_what_it_shows(capsys):
     scope: dict[str, object] = {}
     shown = re.findall(r"\n```\n(program .*?\n)```", PAGE, flags=re.DOTALL)
     examples = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(shown) == len(examples) == 2
+    assert len(shown) == len(examples) == 3
     for example, text in zip(examples, shown):
         exec(example, scope)
         assert capsys.readouterr().out == text

@@ -61,6 +61,6 @@ def relational_specs() -> list[Spec]:
         exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}
         steps = [step for step in (*lowered.forward, *lowered.backward) if step.kind in ("traversal", "map")]
         for number, step in enumerate(steps):
-            problem = problem_of(step, generate(step, exact), dtype, torch.device("cuda"))
+            problem = problem_of(generate(step, exact), lowered.compares, dtype, torch.device("cuda"))
             specs.append(spec_of(problem, constants_of(problem, wide=number % 2 == 0)))
     return specs

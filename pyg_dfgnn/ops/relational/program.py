@@ -68,6 +68,7 @@ class Prepared:
         """Return the launches of steps, having kept some buffers."""
         runs, later = list[_Todo](), kept | self._static.keys()
         exact = {buffer.name for buffer in self.lowered.buffers.values() if buffer.is_exact}
+        compares = self.lowered.compares
         for step in reversed(steps):
             done = {*step.reads, *step.writes} - later
             later |= done
@@ -76,7 +77,7 @@ class Prepared:
                 written = [self.lowered.buffers[name] for name in step.writes]
                 shapes = {b.name: (rows.sizes[b.domain], *b.shape) for b in written}
                 empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
-                run = partial(_launch, traversal.prepare(step, exact, rows, self.dtype), empty)
+                run = partial(_launch, traversal.prepare(step, exact, compares, rows, self.dtype), empty)
             elif step.kind in ("linear", "outer"):
                 run = products.prepare(step, rows, self.dtype)
             runs.append((run, sorted(done)))

@@ -16,19 +16,19 @@ Run = Callable[[dict[str, Tensor]], None]
 """Runs a step on buffers by name, of which it writes some."""
 
 
-def problem_of(step: Step, kernel: Kernel, dtype: torch.dtype, device: torch.device) -> StepProblem:
-    """Return the problem of a generated kernel."""
-    compares = any(value.op in ("max", "eq") for value in step.program.values)
+def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
+    """Return the problem of a generated kernel; `compares` as for :func:`prepare`."""
     sizes = kernel.heads, kernel.channels, len(kernel.indices), kernel.fragments, kernel.gathered
-    return StepProblem(step.kind, kernel.text, *sizes, compares, dtype, device)
+    return StepProblem(kernel.kind, kernel.text, *sizes, compares, dtype, device)
 
 
-def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) -> Run:
+def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Run:
     """Return the launch of a traversal or a map.
 
     Args:
         step: The step.
         exact: Names of the buffers that are float32.
+        compares: Whether the program compares numbers that several kernels compute.
         rows: The rows of the domains.
         dtype: Dtype of the features.
 
@@ -36,7 +36,7 @@ def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) 
         Refusal: The values do not fit the lanes of one kernel.
     """
     kernel = generate(step, exact)
-    problem = problem_of(step, kernel, dtype, rows.device)
+    problem = problem_of(kernel, compares, dtype, rows.device)
     names = (*kernel.reads, *kernel.writes)
     of_rows = [rows.at_rows(step.domain, domain) for domain in kernel.row_indices]
     if step.kind == "map":
