@@ -26,11 +26,14 @@ from pyg_dfgnn.bench.cases.relational.implementations import (
     PyG,
 )
 from pyg_dfgnn.bench.experiment import Experiment
-from pyg_dfgnn.bench.graphs import RECIPES, benchmark_graph, compare_with_recipe, recipe_of
+from pyg_dfgnn.bench.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
 from pyg_dfgnn.bench.prepare import rounded_problem
+from pyg_dfgnn.ir import E, Program, Rows, U, V
+from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import ZOO, EdgeList
 from tests.datasets.real import SEARCH
+from tests.kernels.emulated import emulated_device
 
 QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
 KINDS = [Ours(), PyG(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]
@@ -58,7 +61,7 @@ def results(implementation, case, graph, dtype="float32"):
 
 # Compiling takes long, and compiles PyG's code.
 POINTS = [(kind, op, name) for kind in KINDS for op in LAYERS for name in GRAPHS]
-POINTS += [(CompiledPyG("eager"), op, "mag_like") for op in LAYERS]
+POINTS += [(CompiledPyG("eager"), "rgat", "mag_like")]
 
 
 @pytest.mark.parametrize(("implementation", "op", "name"), POINTS, ids=lambda value: getattr(value, "name", value))
@@ -88,6 +91,32 @@ def test_the_reference_is_pyg_in_float64(op, monkeypatch):
             torch.testing.assert_close(
                 actual[name], want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def test_schedules_of_hector_are_those_that_they_are_called():
+    """Compact sources are rows of pairs; rows of targets, and sums of features before their maps, are not Hector's."""
+    rows = Rows(compressed(graph_of("mag_like")))
+    program = rgat(1, "additive-self-attention", "across-relation").program(
+        x=(8,), xd=(8,), weight=(8, 8), q=(8, 1), k=(8, 1)
+    )
+    program = Program(program.name, program.values, program.outputs[:1])
+    linear = {}
+    for kind in (Hector, HectorCompact, HectorReordered):
+        made = kind.passes.run(program, rows.sizes)
+        live = [made.values[i] for i in sorted(made.live)]
+        assert not any(value.domain is V for value in live)
+        linear[kind] = [(value.domain, value.shape) for value in live if value.op == "linear"]
+    assert linear[Hector][:2] == [(E, (8,)), (E, (8,))] and linear[HectorCompact][:2] == [(U, (8,)), (E, (8,))]
+    # Queries and keys are then maps of features by products of weights.
+    assert sorted(shape for _, shape in linear[HectorReordered]) == [(1,), (1,), (8,)]
+
+
+def test_kernels_of_a_schedule_of_hector_agree_with_float64():
+    graph, case = graph_of("duplicates"), case_of("rgat", "1x8")
+    with emulated_device() as launched:
+        worst, error = results(HectorReordered(), case, graph)[2].worst
+    assert "relational_traversal" in launched
+    assert error < case.bound("float32"), f"{worst}: {error:.2e}"
 
 
 def test_types_that_nothing_leads_to_have_no_output():

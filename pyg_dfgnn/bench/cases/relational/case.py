@@ -191,14 +191,9 @@ def plain_hgt(edge_index: Tensor, num_dst: int, inputs: Inputs, heads: int) -> T
     logits = (query * key).sum(-1) * inputs["p_rel"][kind] / sqrt(size // heads)
     messages = (_softmax(logits, target, num_dst)[:, :, None] * value).flatten(1)
     total = x.new_zeros(num_dst, size).index_add(0, target, messages)
-    return finish_hgt(total, x_dst, target_type, inputs)
-
-
-def finish_hgt(total: Tensor, x: Tensor, types: Tensor, inputs: Inputs) -> Tensor:
-    """The output map and the residual of HGT on the sums of the targets."""
-    out = _by_type(F.gelu(total), inputs["out_weight"].mT, types) + inputs["out_bias"][types]
-    skip = inputs["skip"][types].sigmoid()
-    return (skip * out + (1 - skip) * x) * inputs["reached"][types, None]
+    out = _by_type(F.gelu(total), inputs["out_weight"].mT, target_type) + inputs["out_bias"][target_type]
+    skip = inputs["skip"][target_type].sigmoid()
+    return (skip * out + (1 - skip) * x_dst) * inputs["reached"][target_type, None]
 
 
 def _rgcn_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:

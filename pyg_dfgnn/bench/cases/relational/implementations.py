@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_dfgnn import nn as ours
 from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Forward, Implementation
-from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase, finish_hgt
+from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase
 from pyg_dfgnn.bench.graphs import compressed
-from pyg_dfgnn.ir import D, Domain, E, Program, R, Rows, S, Td, Ts, U, V, interpret
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.ir import U
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
-from pyg_dfgnn.ir.passes import optimise
-from pyg_dfgnn.ir.passes.compact import MOST_PAIRS
+from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ops.relational import apply, reasons_against, rows_of
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -105,57 +107,39 @@ class CompiledPyG(PyG):
         return lambda: compiled(inputs)
 
 
-class _Scheduled(torch.autograd.Function):
-    """A program and the program of its gradients: (forward, backward, rows, names of inputs, inputs) to the output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, forward: Program, backward: Program, rows: Rows, names: Sequence[str], *tensors: Tensor
-    ) -> Tensor:
-        ctx.program, ctx.rows, ctx.names = backward, rows, names
-        ctx.save_for_backward(*tensors)
-        return interpret(forward, rows, dict(zip(names, tensors)))["out"]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        inputs = {**dict(zip(ctx.names, ctx.saved_tensors)), "d_out": grad}
-        results = interpret(ctx.program, ctx.rows, inputs)
-        return None, None, None, None, *(results[f"d_{name}"] for name in ctx.names)
-
-
 class Hector(RelationalImplementation):
-    """Our programs by the passes that Hector has, run by the interpreter: its schedules, not its kernels.
+    """Our programs by the passes that Hector has, on generated kernels; on a CPU the interpreter runs them as traced.
 
-    The backward pass computes the forward values that it needs again. Without compaction each value of a relation has a
-    row per edge.
+    Aggregation before transformation and compact rows of targets are ours alone. Without compaction each value of a
+    relation has a row per edge.
 
     Attributes:
-        off: Passes that are left out.
+        passes: The passes that run.
 
     Source: Wu et al., Hector: An Efficient Programming and Compilation Framework for Implementing Relational Graph
         Neural Networks in GPU Architectures, ASPLOS 2024.
     """
 
     name = "hector"
-    title = "ours as Hector, plain (interpreted)"
-    off: ClassVar[Collection[str]] = ("aggregate_first", "reorder", "compact")
+    title = "ours as Hector, plain"
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder", "compact"}), frozenset())
 
     def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
         return edges.edge_type.numel() * case.width * (6 if training else 3)
 
     def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         edges = Edges.of_list(graph)
-        node_type, reached = edges.node_type, edges.reached
+        node_type = edges.node_type
         types: dict[str, Any] = {"source_type": node_type, "target_type": node_type, "num_types": len(edges.sizes)}
         related = compressed(replace(graph, edge_type=edges.edge_type))
-        rows = Rows(related, **(types if case.op == "hgt" else {}))
-        programs: dict[Any, tuple[Program, Program]] = {}
+        rows = rows_of(related, **(types if case.op == "hgt" else {}))
 
-        def run(layer: Any, tensors: Inputs) -> Tensor:
-            if layer not in programs:
-                programs[layer] = self.programs(layer, rows, tensors)
-            return _Scheduled.apply(*programs[layer], rows, tuple(tensors), *tensors.values())  # type: ignore[no-any-return]
+        def run(layer: Relational, tensors: Inputs) -> Tensor:
+            arguments = layer, rows, tensors, ("out",), self.passes
+            # The rows do not keep their graph; this call does.
+            if related.device.type == "cuda" and (reasons := reasons_against(*arguments)):
+                raise UnsupportedError(reasons, what=self.title)
+            return apply(*arguments)["out"]
 
         heads = case.heads
         if case.op == "rgcn":
@@ -183,39 +167,29 @@ class Hector(RelationalImplementation):
                 weight = inputs[f"{name}_rel"].unflatten(0, (heads, -1)).transpose(0, 1)
                 tensors["key" if name == "k" else "value"] = weight
             total = run(transformer, {**tensors, "scale": inputs["p_rel"]})
-            return finish_hgt(total, x, node_type, {**inputs, "reached": reached.to(x.dtype)})
+            reached, outputs = {target for _, target in edges.ends}, []
+            for i, (part, x_part) in enumerate(zip(total.split(edges.sizes), x.split(edges.sizes))):
+                out = torch.addmm(inputs["out_bias"][i], F.gelu(part), inputs["out_weight"][i].t())
+                outputs.append(torch.lerp(x_part, out, inputs["skip"][i].sigmoid()) if i in reached else 0 * x_part)
+            return torch.cat(outputs)
 
         return transform
-
-    def programs(self, layer: Any, rows: Rows, tensors: Inputs) -> tuple[Program, Program]:
-        """The program of the output, and that of the gradients of all inputs."""
-        domains: Mapping[str, Domain] = layer.domains
-        one_row = {name for name, domain in domains.items() if domain not in (R, S, D, Ts, Td)}
-        shapes = {name: tuple(t.shape if name in one_row else t.shape[1:]) for name, t in tensors.items()}
-        traced = layer.program(**shapes)
-        traced = Program(traced.name, traced.values, tuple(pair for pair in traced.outputs if pair[0] == "out"))
-        # Hector has compact rows of sources alone, however many there are: targets have as many rows as edges.
-        edges = rows.sizes[E]
-        sizes = {**rows.sizes, U: min(rows.sizes[U], int(MOST_PAIRS * edges)), V: edges}
-        forward, both = (optimise(traced, sizes, wrt=wrt, off=self.off)[-1].program for wrt in ((), tuple(tensors)))
-        gradients = tuple(pair for pair in both.outputs if pair[0] != "out")
-        return forward, Program(both.name, both.values, gradients)
 
 
 class HectorCompact(Hector):
     """With a row per distinct pair of source and relation."""
 
     name = "hector_c"
-    title = "ours as Hector, compact (interpreted)"
-    off: ClassVar[Collection[str]] = ("aggregate_first", "reorder")
+    title = "ours as Hector, compact"
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder"}), frozenset({U}))
 
 
 class HectorReordered(Hector):
     """With compact rows and reordered linear maps."""
 
     name = "hector_cf"
-    title = "ours as Hector, compact and reordered (interpreted)"
-    off: ClassVar[Collection[str]] = ("aggregate_first",)
+    title = "ours as Hector, compact and reordered"
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first"}), frozenset({U}))
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
