@@ -32,7 +32,19 @@ ALLOWED = {
     "distributed": {"ops", "graph"},
     "transforms": {"graph"},
     "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
-    "bench": {"training", "capture", "models", "datasets", "nn", "ops", "dispatch", "reference", "runtime", "graph"},
+    "bench": {
+        "training",
+        "capture",
+        "models",
+        "datasets",
+        "nn",
+        "ops",
+        "dispatch",
+        "ir",
+        "reference",
+        "runtime",
+        "graph",
+    },
 }
 
 # Files that serve any family, so their imports name no attention.

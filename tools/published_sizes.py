@@ -65,11 +65,15 @@ class Entry:
 
 
 def size_of(task: Task) -> Size:
-    """Return the size of a loaded data set; a graph that all splits share counts once."""
-    graphs = list({id(graph): graph for split in task.splits.values() for graph in split}.values())
+    """Return the size of a loaded data set; a graph that all splits share counts once, and has no features if no x."""
+    is_link = task.level == "link"
+    splits = task.splits["train"] if is_link else [graph for split in task.splits.values() for graph in split]
+    graphs = list({id(graph): graph for graph in splits}.values())
     nodes, edges = (sum(getattr(graph, f"num_{what}") for graph in graphs) for what in ("nodes", "edges"))
-    max_degree = max(int(graph.edge_index[1].bincount().max()) if graph.num_edges else 0 for graph in graphs)
-    return Size(len(graphs), nodes / len(graphs), edges / len(graphs), max_degree, task.num_features, task.num_classes)
+    targets = [None if task.metadata else graph.edge_index[1] for graph in graphs]
+    degrees = [int(target.bincount().max()) if target.numel() else 0 for target in targets if target is not None]
+    features, classes = task.num_features if "x" in graphs[0] else 0, None if is_link else task.num_classes
+    return Size(len(graphs), nodes / len(graphs), edges / len(graphs), max(degrees, default=None), features, classes)
 
 
 def deviations(size: Size, entry: Entry) -> dict[str, tuple[float, float]]:
@@ -89,6 +93,8 @@ _CIFAR10 = Entry("CIFAR10 superpixels", Size(60_000, 117.6, 941.0, None, 5, 10),
 _VOC = Entry("PascalVOC-SP", Size(11_355, 479.40, 2_710.48, None, 14, 21), _ROUNDED)
 _COCO = Entry("COCO-SP", Size(123_286, 476.88, 2_693.67, None, 14, 81), _ROUNDED)
 _PUBMED = Entry("PubMed", Size(1, 19_717, 88_648, 171, 500, 3))
+# A share of the edges is kept for validation and test; the others have inverses.
+_LINKS = (0.0, 0.003, 0.0)
 _REDDIT = Entry("Reddit", Size(1, 232_965, 114_615_892, 21_657, 602, 41), large=True)
 # Of SLIC as it is now, which finds fewer superpixels; of other photographs; of what is generated.
 _RECIPE, _PHOTOGRAPHS, _LIKE, _HUBS = (0.1, 0.1, 0.0), (0.03, 0.05, 0.0), (0.01, 0.01, 0.0), (0.0, 0.01, 0.05)
@@ -124,6 +130,15 @@ DATA: dict[str, Entry] = {
     "squirrel": Entry("squirrel", Size(1, 5_201, 396_706, 1_903, 2_089, 5)),
     "products_like": Entry("ogbn-products", Size(1, 2_449_029, 123_718_280, 17_481, 100, 47), _HUBS, large=True),
     "photo": Entry("Amazon Photo", Size(1, 7_650, 238_162, 1_434, 745, 8)),
+    "aifb": Entry("AIFB", Size(1, 8_285, 58_086, 1_247, 0, 4)),
+    "mutag": Entry("MUTAG", Size(1, 23_644, 148_454, 6_783, 0, 2)),
+    "fb15k237": Entry("FB15k-237", Size(1, 14_541, 544_230, None, 0, None)),
+    "imdb": Entry("IMDB", Size(1, 12_772, 37_288, None, 1_256, 3)),
+    "am_like": Entry("AM", Size(1, 881_680, 5_668_682, None, 0, 11), large=True),
+    "bgs_like": Entry("BGS", Size(1, 94_806, 672_884, None, 0, 2)),
+    "mag_like": Entry("ogbn-mag", Size(1, 1_939_743, 21_111_007, None, 128, 349), large=True),
+    "wikikg2_like": Entry("ogbl-wikikg2", Size(1, 2_500_604, 32_218_364, None, 0, None), _LINKS, large=True),
+    "biokg_like": Entry("ogbl-biokg", Size(1, 93_773, 9_525_356, None, 0, None), _LINKS, large=True),
 }
 """Everything with a published size, by `data=` config."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from pyg_dfgnn.datasets import (
     Task,
     cluster,
     co_purchase,
+    entities,
     facebook,
+    fb15k237,
     heterophilous,
     pattern,
     planetoid,
@@ -37,22 +39,32 @@ from pyg_dfgnn.datasets import (
 from pyg_dfgnn.datasets.generators import (
     Device,
     Edges,
+    TypedEdges,
     log_normal_chung_lu,
     region_adjacency_batch,
     sorted_edges,
     superpixel_batch,
     symmetric,
 )
+from pyg_dfgnn.datasets.relational_like import relational_graph
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.relations import ratio
 from pyg_dfgnn.graph.reorder import METHODS, inverse_of, node_order
 from pyg_dfgnn.reference.zoo import EdgeList
+
+NODE_TYPE = "node_type"
+"""Key under which a `Graph` of :func:`compressed` keeps the types of its nodes."""
 
 
 def compressed(bench: EdgeList) -> Graph:
     """The package's Graph of a benchmark graph, from its cache; a batch is announced with its node offsets."""
     if bench.ptr is None:
-        return Graph.of(bench.edge_index, bench.num_src, bench.num_dst)
+        relations: dict[str, Any] = {"num_relations": 0 if bench.edge_type is None else bench.num_relations}
+        graph = Graph.of(bench.edge_index, bench.num_src, bench.num_dst, edge_type=bench.edge_type, **relations)
+        if bench.node_type is not None:
+            graph.derived(NODE_TYPE, lambda: bench.node_type)
+        return graph
     return Graph.of_batch(Data(edge_index=bench.edge_index, num_nodes=bench.num_src, ptr=bench.ptr))
 
 
@@ -78,13 +90,13 @@ class Recipe:
     """
 
     stands_for: str
-    build: Callable[..., Edges]
+    build: Callable[..., Edges | TypedEdges]
     arguments: dict[str, Any]
     num_nodes: int
     num_edges: int
     max_degree: int | None
     small: dict[str, Any] = field(default_factory=dict)
-    small_build: Callable[..., Edges] | None = None
+    small_build: Callable[..., Edges | TypedEdges] | None = None
     tolerance: tuple[float, float, float] = (0.0, 5e-3, 0.2)
     order: str = ""
 
@@ -168,10 +180,25 @@ def _published(recipe: Recipe, nodes: int, edges: int, max_degree: int) -> Recip
 
 def network(load: Callable[..., Task], device: Device, **arguments: Any) -> Edges:
     """The edges of a real data set, made symmetric, from raw files below $PYG_DFGNN_DATA, data or ../shared/data."""
-    root = os.environ.get("PYG_DFGNN_DATA")
-    data = load(**arguments, search=[root] if root else ["data", "../shared/data"]).splits["train"][0]
+    data = _task(load, **arguments).splits["train"][0]
     source, target = data.edge_index.to(device)
     return Edges(symmetric(source, target, data.num_nodes), data.num_nodes)
+
+
+def relational_network(load: Callable[..., Task], device: Device, **arguments: Any) -> TypedEdges:
+    """The edges of a real data set with relations; of a task of links the triples of all splits and their inverses."""
+    task = _task(load, **arguments)
+    graph, type_ptr = task.splits["test"][0].to(device), torch.tensor([0, task.num_features], device=device)
+    if task.level != "link":
+        return TypedEdges(graph.edge_index, graph.edge_type, type_ptr, task.num_relations)
+    key, other = graph.known
+    edge_index = torch.stack([key // task.num_relations, other])
+    return TypedEdges(edge_index, key % task.num_relations, type_ptr, task.num_relations)
+
+
+def _task(load: Callable[..., Task], **arguments: Any) -> Task:
+    root = os.environ.get("PYG_DFGNN_DATA")
+    return load(**arguments, search=[root] if root else ["data", "../shared/data"])
 
 
 def _real(load: Callable[..., Task], name: str, num_nodes: int, num_edges: int, max_degree: int) -> Recipe:
@@ -228,7 +255,28 @@ _REAL: dict[str, Recipe] = {
     "photo": _real(co_purchase, "Photo", 7_650, 238_162, 1_434),
 }
 
-RECIPES: dict[str, Recipe] = {**_TARGET_GRAPHS, **_BATCHES, **_FULL_GRAPHS, **_REAL}
+
+def _typed(name: str, num_nodes: int, num_edges: int, max_degree: int | None, scale: float, **load: Any) -> Recipe:
+    """A graph with relations: real if it is loaded, else generated; its miniature is a share of a generated one."""
+    generated = dict(name=name, scale=1.0, seed=0)
+    small = {**generated, "name": "BGS" if load else name, "scale": scale}
+    build, arguments = (relational_network, dict(load, download=False)) if load else (relational_graph, generated)
+    size = (num_nodes, num_edges, max_degree)
+    return Recipe(name, build, arguments, *size, small, relational_graph, tolerance=(0.0, 0.0, 0.0))
+
+
+_RELATIONAL: dict[str, Recipe] = {
+    "aifb": _typed("AIFB", 8_285, 58_086, 1_247, 1e-3, load=partial(entities, "AIFB")),
+    "mutag": _typed("MUTAG", 23_644, 148_454, 6_783, 1e-3, load=partial(entities, "MUTAG")),
+    "fb15k237": _typed("FB15k-237", 14_541, 620_232, None, 2e-3, load=fb15k237),
+    "am_like": _typed("AM", 881_680, 5_668_682, None, 1e-4),
+    "bgs_like": _typed("BGS", 94_806, 672_884, None, 1e-3),
+    "mag_like": _typed("ogbn-mag", 1_939_743, 21_111_007, None, 5e-5),
+    "wikikg2_like": _typed("ogbl-wikikg2", 2_500_604, 16_109_182, None, 4e-5),
+    "biokg_like": _typed("ogbl-biokg", 93_773, 4_762_678, None, 2e-4),
+}
+
+RECIPES: dict[str, Recipe] = {**_TARGET_GRAPHS, **_BATCHES, **_FULL_GRAPHS, **_REAL, **_RELATIONAL}
 
 TABLE_1 = (*_BATCHES, "cora", "citeseer", "pubmed", "ppa_like", "reddit_like", "proteins_like")
 """The twelve data sets of DF-GNN's Table 1: six batches, six full graphs."""
@@ -246,6 +294,8 @@ def recipe_of(name: str) -> Recipe:
     recipe = RECIPES[stem]
     if order:
         check_choice("graphs", order, tuple(METHODS))
+        if stem in _RELATIONAL:
+            raise ValueError(f"'graphs' needs a graph without relations before '+' (got {name!r})")
         if "num_graphs" in recipe.arguments:
             raise ValueError(f"'graphs' needs one whole graph before '+' (got {name!r})")
         return replace(recipe, order=order)
@@ -286,7 +336,13 @@ def benchmark_graph(name: str, device: torch.device | str, *, small: bool = Fals
         return replace(graph, name=name, edge_index=sorted_edges(source, target, graph.num_src))
     built = recipe.miniature() if small else recipe
     edges = built.build(**built.arguments, device=device)
-    graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)
+    if isinstance(edges, TypedEdges):
+        sizes = edges.type_ptr.diff()
+        node_type = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        typed: dict[str, Any] = {"edge_type": edges.edge_type, "num_relations": edges.num_relations}
+        graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, node_type=node_type, **typed)
+    else:
+        graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)
     if not small:
         compare_with_recipe(graph, recipe)
     return graph
@@ -296,11 +352,15 @@ def compare_with_recipe(graph: EdgeList, recipe: Recipe) -> str:
     """One line with achieved and recorded sizes, ending in 'identical' or 'equivalent'; raises when neither holds."""
     achieved = (graph.num_src, graph.num_edges, graph.max_degree)
     recorded = (recipe.num_nodes, recipe.num_edges, recipe.max_degree)
+    pairs = ""
+    if graph.edge_type is not None:
+        rho = [ratio(compressed(graph), rows) for rows in ("source_relations", "target_relations")]
+        pairs = ", {} relations, rho_s {:.3f}, rho_d {:.3f}".format(graph.num_relations, *rho)
     line = "graph {}: N {:,} / {:,}, E {:,} / {:,}, max degree {:,} / {}".format(
         graph.name, *(value for pair in zip(achieved[:2], recorded[:2], strict=True) for value in pair),
         graph.max_degree, "-" if recipe.max_degree is None else f"{recipe.max_degree:,}",
-    )  # fmt: skip
-    if achieved == recorded:
+    ) + pairs  # fmt: skip
+    if achieved[:2] == recorded[:2] and recorded[2] in (None, achieved[2]):
         return f"{line}: identical"
     for value, wished, tolerance in zip(achieved, recorded, recipe.tolerance, strict=True):
         if wished is not None and abs(value - wished) > tolerance * wished:

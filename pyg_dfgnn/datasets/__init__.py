@@ -1,4 +1,4 @@
-"""Tasks of node and graph classification: published data sets from files, and generated data sets at their size."""
+"""Tasks on nodes, graphs and links: published data sets from files, and generated data sets at their size."""
 
 from pyg_dfgnn.datasets.encoding import LaplacianEncoding
 from pyg_dfgnn.datasets.like import (
@@ -9,6 +9,8 @@ from pyg_dfgnn.datasets.like import (
 )
 from pyg_dfgnn.datasets.networks import co_purchase, facebook, heterophilous, reddit
 from pyg_dfgnn.datasets.planetoid import planetoid, pubmed_made_features
+from pyg_dfgnn.datasets.relational import entities, fb15k237, imdb
+from pyg_dfgnn.datasets.relational_like import entities_like, links_like
 from pyg_dfgnn.datasets.sbm import cluster, pattern
 from pyg_dfgnn.datasets.superpixels import image_superpixels, photograph_superpixels
 from pyg_dfgnn.datasets.task import Task
@@ -18,10 +20,15 @@ __all__ = [
     "Task",
     "cluster",
     "co_purchase",
+    "entities",
+    "entities_like",
     "facebook",
+    "fb15k237",
     "heterophilous",
     "image_superpixels",
     "image_superpixels_like",
+    "imdb",
+    "links_like",
     "log_normal_graph",
     "log_normal_pieces_graph",
     "pattern",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,32 @@ class Edges(NamedTuple):
     num_nodes: int
     ptr: Tensor | None = None
     pos: Tensor | None = None
+
+
+class TypedEdges(NamedTuple):
+    """Edges [2, E] with their relations [E] between nodes of types that follow each other; `type_ptr` holds the first
+    node of each type and the number of nodes.
+    """
+
+    edge_index: Tensor
+    edge_type: Tensor
+    type_ptr: Tensor
+    num_relations: int
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.type_ptr[-1])
+
+    def compaction(self) -> tuple[float, float]:
+        """Distinct (source, relation) pairs and distinct (target, relation) pairs, per edge."""
+        pairs = (end * self.num_relations + self.edge_type for end in self.edge_index)
+        return tuple(pair.unique().numel() / max(pair.numel(), 1) for pair in pairs)  # type: ignore[return-value]
+
+    def both_ways(self) -> TypedEdges:
+        """Return the edges followed by their inverses, of which relation r has the number `num_relations + r`."""
+        edge_index = torch.cat([self.edge_index, self.edge_index.flip(0)], dim=1)
+        edge_type = torch.cat([self.edge_type, self.edge_type + self.num_relations])
+        return TypedEdges(edge_index, edge_type, self.type_ptr, 2 * self.num_relations)
 
 
 def generator_of(seed: int, device: Device) -> torch.Generator:
@@ -121,14 +147,73 @@ def log_normal_pieces(
 
 def weighted_pairs(weight: Tensor, num_pairs: int, generator: torch.Generator) -> list[Tensor]:
     """Return both ends of pairs, drawn by weight."""
-    num_nodes = weight.numel()
+    return [weighted_ends(weight, num_pairs, generator) for _ in range(2)]
+
+
+def weighted_ends(weight: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return positions of weights `[count]`, drawn with replacement by weight."""
     cumulative = torch.cumsum(weight, 0)
     cumulative = cumulative / cumulative[-1]
-    ends = []
-    for _ in range(2):
-        drawn = torch.rand(num_pairs, dtype=torch.float64, generator=generator, device=weight.device)
-        ends.append(torch.searchsorted(cumulative, drawn).clamp_(max=num_nodes - 1))
-    return ends
+    drawn = torch.rand(count, dtype=torch.float64, generator=generator, device=weight.device)
+    return torch.searchsorted(cumulative, drawn).clamp_(max=weight.numel() - 1)
+
+
+def zipf_sizes(total: int, count: int, exponent: float = 1.0) -> list[int]:
+    """Return sizes of groups that fall off as `rank^-exponent` and sum to a total, of which each group has 1 at least.
+
+    Source: Zipf, Human Behavior and the Principle of Least Effort, 1949.
+    """
+    share = torch.arange(1, count + 1, dtype=torch.float64) ** -exponent
+    # Groups end where the cumulated shares are rounded to.
+    ends = (share.cumsum(0) / share.sum() * (total - count)).round().long() + torch.arange(1, count + 1)
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()  # type: ignore[no-any-return]
+
+
+def typed_graph(
+    type_sizes: Sequence[int],
+    relations: Sequence[tuple[int, int, int]],
+    skew: tuple[float, float],
+    seed: int,
+    device: Device,
+    *,
+    label: Tensor | None = None,
+    homophily: float = 0.0,
+) -> TypedEdges:
+    """Return a graph whose relations are bipartite Chung-Lu graphs between types of nodes; loops and duplicates stay.
+
+    The nodes of a type are drawn as ends of an edge with a chance of `rank^-skew` in one random order of the type, so
+    that hubs of one relation are hubs of others. A share `homophily` of the edges of each relation is matched anew
+    inside the labels, which keeps the number of edges of each node and relation.
+
+    Args:
+        type_sizes: Number of nodes of each type.
+        relations: Source type, target type and number of edges of each relation.
+        skew: Exponents of sources and of targets.
+        seed: Seed of the graph.
+        device: Where it is drawn.
+        label: Label of each node [N].
+        homophily: Share of the edges that labels match anew.
+
+    Source: Chung and Lu, "Connected components in random graphs with given expected degree sequences", 2002.
+    """
+    generator = generator_of(seed, device)
+    type_ptr = offsets(torch.tensor(type_sizes)).to(device)
+    order = [torch.randperm(size, generator=generator, device=device) for size in type_sizes]
+    rank = [torch.arange(1, size + 1, dtype=torch.float64, device=device) for size in type_sizes]
+    parts = []
+    for *types, count in relations:
+        ends = [
+            type_ptr[kind] + order[kind][weighted_ends(rank[kind] ** -exponent, count, generator)]
+            for kind, exponent in zip(types, skew)
+        ]
+        if label is not None:
+            free = torch.rand(count, generator=generator, device=device) < homophily
+            for end in ends:
+                end[free] = end[free][label[end[free]].argsort(stable=True)]
+        parts.append(torch.stack(ends))
+    counts = torch.tensor([count for *_, count in relations], device=device)
+    edge_type = torch.arange(len(relations), device=device).repeat_interleave(counts)
+    return TypedEdges(torch.cat(parts, dim=1), edge_type, type_ptr, len(relations))
 
 
 def nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:

@@ -8,37 +8,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from tqdm import tqdm
 
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
 
 SPLITS = ("train", "val", "test")
-LEVELS = ("node", "graph")
-METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1")
+LEVELS = ("node", "graph", "link")
+METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1", "mrr")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Classification of nodes or graphs, with many graphs per split or with one graph and a mask per split.
+    """Classification of nodes or graphs, or prediction of links.
+
+    There are many graphs per split, or one graph and a mask per split. The splits of a task of links share one graph,
+    with inverse edges, and ask for the missing end of triples: `queries [Q, 2]` of a node and a relation, `y [Q]` the
+    other end; in validation and test `known [2, K]` holds all true triples, `node * num_relations + relation` in
+    ascending order and the other end.
 
     Args:
         name: Name shown in results.
         splits: "train", "val", "test" -> graphs with `x [N, F]`, `edge_index [2, E]`, perhaps `edge_attr [E, D]`, and
             `y [N]` or, at graph level, `y [1]`. One graph for all splits carries `train_mask`, `val_mask`,
             `test_mask [N]`; if it carries `nodes [M]` too, labels and masks are of these nodes alone, `[M]`. Its
-            `edge_index` may be a `Graph`.
-        num_features: F.
-        num_classes: Number of classes.
-        level: Whether labels belong to a "node" or a "graph".
-        metric: "accuracy", "balanced_accuracy" (mean of the accuracies per class), "roc_auc" (two classes) or
-            "macro_f1" (mean of the F1 scores per class).
+            `edge_index` may be a `Graph`. A graph with relations has `edge_type [E]`, or is a `HeteroData` with labels
+            and masks of its first node type as attributes of the whole graph.
+        num_features: F, of a `HeteroData` that of each node type; N if the nodes of a graph with relations have no `x`.
+        num_classes: Number of classes; of links, N.
+        level: Whether labels belong to a "node", a "graph" or a "link".
+        metric: "accuracy", "balanced_accuracy" (mean of the accuracies per class), "roc_auc" (two classes), "macro_f1"
+            (mean of the F1 scores per class) or "mrr" (of links: mean reciprocal rank).
         loss_weights: Weigh the classes by rarity in the loss.
         synthetic: Part of the data that was made up, as shown in results; None: no part.
+        num_relations: Number of relations of `edge_type`; 0: edges have no relations, or those of a `HeteroData`.
 
     Raises:
-        ValueError: A split, level or metric is unknown, or "roc_auc" does not have two classes.
+        ValueError: A split, level or metric is unknown, "roc_auc" does not have two classes, or "mrr" is asked of
+            anything but links, or links of another metric.
     """
 
     name: str
@@ -49,6 +57,7 @@ class Task:
     metric: str = "accuracy"
     loss_weights: bool = False
     synthetic: str | None = None
+    num_relations: int = 0
 
     def __post_init__(self) -> None:
         for split in self.splits:
@@ -57,6 +66,14 @@ class Task:
         check_choice("metric", self.metric, METRICS)
         if self.metric == "roc_auc" and self.num_classes != 2:
             raise ValueError(f"'metric' needs another choice than 'roc_auc' for {self.num_classes} classes (needs 2)")
+        if (self.metric == "mrr") != (self.level == "link"):
+            raise ValueError(f"'metric' needs 'mrr' for links and for nothing else (got {self.metric!r}, {self.level})")
+
+    @property
+    def metadata(self) -> tuple[list[str], list[tuple[str, str, str]]] | None:
+        """Node and edge types of a task on a `HeteroData`; None for other tasks."""
+        graph = self.splits["train"][0]
+        return graph.metadata() if isinstance(graph, HeteroData) else None
 
     @property
     def full_graph(self) -> bool:
@@ -88,9 +105,10 @@ class Task:
         return replace(self, splits=splits)
 
 
-def one_graph(name: str, data: Data, num_classes: int, **options: Any) -> Task:
+def one_graph(name: str, data: Any, num_classes: int, **options: Any) -> Task:
     """Return the task of one graph with a mask per split; further options are those of :class:`Task`."""
-    return Task(name, dict.fromkeys(SPLITS, [data]), data.num_features, num_classes, **options)
+    features = options.pop("num_features", data.num_features)
+    return Task(name, dict.fromkeys(SPLITS, [data]), features, num_classes, **options)
 
 
 def add_masks(data: Data, split_ids: Iterable[Tensor]) -> None:

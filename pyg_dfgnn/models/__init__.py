@@ -1,4 +1,4 @@
-"""Models that classify nodes or, by the mean over their nodes, graphs.
+"""Models that classify nodes or, by the mean over their nodes, graphs, or that score links.
 
 A model takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; both give equal
 parameters with equal names and initialisation.
@@ -8,6 +8,22 @@ from pyg_dfgnn.models.agnn import AGNN
 from pyg_dfgnn.models.conv_stack import GCN, GIN, PNA, SAGE, ResGatedGCN
 from pyg_dfgnn.models.gat import GAT, GATv2
 from pyg_dfgnn.models.graph_transformer import GraphTransformer
+from pyg_dfgnn.models.relational import HGT, RGAT, RGCN, DistMult
 from pyg_dfgnn.models.transformer_stack import TransformerStack
 
-__all__ = ["AGNN", "GAT", "GATv2", "GCN", "GIN", "PNA", "SAGE", "GraphTransformer", "ResGatedGCN", "TransformerStack"]
+__all__ = [
+    "AGNN",
+    "GAT",
+    "GCN",
+    "GIN",
+    "HGT",
+    "PNA",
+    "RGAT",
+    "RGCN",
+    "SAGE",
+    "DistMult",
+    "GATv2",
+    "GraphTransformer",
+    "ResGatedGCN",
+    "TransformerStack",
+]

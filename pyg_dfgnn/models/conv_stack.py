@@ -70,14 +70,16 @@ class ConvStack(nn.Module):
         batch: Tensor | None = None,
         num_graphs: int | None = None,
         nodes: Tensor | None = None,
+        edge_type: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` or a `Graph`.
 
         With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
-        with `nodes [M]`, those of these nodes, `[M, out_channels]`.
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`. Convolutions of relations need `edge_type [E]`.
         """
+        relations = () if edge_type is None else (edge_type,)
         for index, conv in enumerate(self.convs):
-            x = conv(x, edge_index)
+            x = conv(x, edge_index, *relations)
             if index < len(self.convs) - 1 or self.lin_out is not None:
                 x = (self.norms[index](x) if self.norms else x).relu()
                 x = F.dropout(x, self.dropout, self.training)

@@ -47,6 +47,7 @@ def float64_reference(
     keep: Tensor | None = None,
     *,
     target_rows_of: Mapping[str, str] | None = None,
+    constants: Mapping[str, tuple[str, Tensor]] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, Tensor]:
     """Return the output and every gradient in float64, one block of target rows after another to bound the memory.
@@ -60,6 +61,7 @@ def float64_reference(
         keep: Dropout factors [E, H] in the order of ``edge_index``, or None.
         target_rows_of: Inputs of ``plain`` that are the targets' rows of another input, such as
             ``{"x_dst": "x_src"}`` for a graph whose sources are its targets.
+        constants: Inputs of ``plain`` without gradients, such as types: role and tensor, which is passed on as it is.
         chunk_bytes: Size of one float64 tensor of messages of a block.
 
     Returns:
@@ -78,6 +80,9 @@ def float64_reference(
         block = {n: inputs[n].detach()[rows[n]].double().requires_grad_() for n in owned}
         local = {n: block[n] if n in block else shared[n] for n in roles}
         local |= {name: shared[of][row:last_row] for name, of in (target_rows_of or {}).items()}
+        parts: dict[str, slice | Tensor] = {"edge": ids, "dst": slice(row, last_row)}
+        for name, (role, tensor) in (constants or {}).items():
+            local[name] = tensor[parts[role]] if role in parts else tensor
         local_keep = None if keep is None else keep[ids].double()
         result = plain(torch.stack([source, target - row]), last_row - row, local, local_keep)
         if result.requires_grad and result.numel():

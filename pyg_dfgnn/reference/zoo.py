@@ -27,6 +27,7 @@ class EdgeList:
         ptr: First node of each graph of a batch and the number of nodes, int64 [B + 1]; None: no batch.
         edge_type: Relation of each edge, int64 [E]; None: all edges are of one relation.
         num_relations: Number of relations, some of which may have no edges.
+        node_type: Type of each node, ascending, int64 [N]; None: all nodes are of one type.
     """
 
     name: str
@@ -36,6 +37,7 @@ class EdgeList:
     ptr: Tensor | None = None
     edge_type: Tensor | None = None
     num_relations: int = 1
+    node_type: Tensor | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -50,8 +52,10 @@ class EdgeList:
 
     def to(self, device: torch.device | str) -> EdgeList:
         """Return the graph on another device."""
-        ptr, edge_type = (None if tensor is None else tensor.to(device) for tensor in (self.ptr, self.edge_type))
-        return replace(self, edge_index=self.edge_index.to(device), ptr=ptr, edge_type=edge_type)
+        optional = (self.ptr, self.edge_type, self.node_type)
+        ptr, edge_type, node_type = (None if tensor is None else tensor.to(device) for tensor in optional)
+        edge_index = self.edge_index.to(device)
+        return replace(self, edge_index=edge_index, ptr=ptr, edge_type=edge_type, node_type=node_type)
 
     @cached_property
     def in_degree(self) -> Tensor:

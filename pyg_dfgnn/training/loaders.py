@@ -1,4 +1,4 @@
-"""Batches for training: one whole graph, graphs collated on the host or on the device, or sampled neighbours."""
+"""Batches for training: one whole graph, graphs collated on host or device, sampled neighbours, or queries of links."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch_geometric.typing
+from torch import Tensor
 from torch.utils.data import RandomSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NeighborLoader
@@ -120,8 +121,69 @@ def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
 def labelled(graph: Data, split: str) -> Data:
     """Return the graph with only the labels of one split; other tensors are shared."""
     graph = copy.copy(graph)
-    graph.y = graph.y.masked_fill(~graph[f"{split}_mask"], IGNORED)
+    graph.y = graph.y.masked_fill(~getattr(graph, f"{split}_mask"), IGNORED)
     return graph
+
+
+class QueryLoader:
+    """Batches of queries for links, each with the whole graph on the device.
+
+    Args:
+        graph: Graph of one split of a task of links, on the device.
+        batch_size: Queries of a batch; the last batch may have fewer.
+        num_relations: Number of relations.
+        order: Generator of the permutation of each epoch; None keeps the order.
+    """
+
+    def __init__(self, graph: Data, batch_size: int, num_relations: int, order: torch.Generator | None = None) -> None:
+        self.graph, self.batch_size, self.num_relations, self.order = graph, batch_size, num_relations, order
+
+    def __len__(self) -> int:
+        return -(-self.graph.y.numel() // self.batch_size)
+
+    def __iter__(self) -> Iterator[Data]:
+        count, device = self.graph.y.numel(), self.graph.y.device
+        ids = torch.arange(count) if self.order is None else torch.randperm(count, generator=self.order)
+        for part in ids.split(self.batch_size):
+            batch, rows = copy.copy(self.graph), part.to(device)
+            batch.queries, batch.y = self.graph.queries[rows], self.graph.y[rows]
+            if "known" in batch:
+                batch.known = self._known(batch)
+            yield batch
+
+    def _known(self, batch: Data) -> Tensor:
+        """The true answers of each query but the one that is asked for: positions in the scores `[Q, N]`, [2, K]."""
+        keys, answers = batch.known
+        node, relation = batch.queries.unbind(dim=1)
+        wanted = node * self.num_relations + relation
+        first, last = (torch.searchsorted(keys, wanted, right=right) for right in (False, True))
+        counts = last - first
+        row = torch.arange(len(wanted), device=wanted.device).repeat_interleave(counts)
+        place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+        answer = answers[first[row] + place]
+        return torch.stack([row, answer])[:, answer != batch.y[row]]
+
+
+def query_batches(
+    task: Task, device: torch.device, options: Mapping[str, Any], order: torch.Generator
+) -> dict[str, Batches]:
+    """Return batches of the queries of each split.
+
+    Args:
+        task: Task of links.
+        device: Device that uses the batches.
+        options: `batch_size`, the number of queries of a batch.
+        order: Generator of the order of the training queries.
+    """
+    moved = task.map(lambda graph: copy.copy(graph).to(device))
+    # The splits have the edges of one tensor, so that what is derived from them is made once.
+    edges = {name: moved.splits["train"][0][name] for name in ("edge_index", "edge_type")}
+    batches = {}
+    for split, (graph,) in moved.splits.items():
+        graph.update(edges)
+        loader = QueryLoader(graph, options["batch_size"], task.num_relations, order if split == "train" else None)
+        batches[split] = Batches(loader, _unchanged, device)
+    return batches
 
 
 def graph_batches(

@@ -1,4 +1,4 @@
-"""Loss and metrics of classification, which leave out labels of -100 (:data:`IGNORED`)."""
+"""Loss and metrics of classification, which leave out labels of -100 (:data:`IGNORED`), and ranks of links."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Score:
     """
 
     def __init__(self, num_classes: int, metric: str, device: torch.device) -> None:
-        check_choice("metric", metric, METRICS)
+        check_choice("metric", metric, [name for name in METRICS if name != "mrr"])
         self.kind = metric
         self.loss_sum = torch.zeros((), device=device)
         # Rows are classes, columns are predictions; the last row holds ignored labels.
@@ -125,6 +125,47 @@ class Score:
         # As in scikit-learn, a class that neither occurs nor is predicted is left out.
         seen = total + counted.sum(dim=0)
         return float((2 * right / seen.clamp(min=1)).sum() / (seen > 0).sum().clamp(min=1))
+
+
+class RankScore:
+    """Loss and mean reciprocal rank over batches, kept on the device until they are read.
+
+    The rank of an answer is 1 plus the number of nodes with a higher score plus half of the others with an equal score.
+
+    Args:
+        device: Device of the scores.
+
+    Source: Bordes et al., Translating Embeddings for Modeling Multi-relational Data, NeurIPS 2013, section 4.2.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # The sums of losses, of reciprocal ranks, and the number of answers.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, scores: Tensor, y: Tensor) -> None:
+        """Add one batch: its mean loss, scores `[Q, N]` and answers `[Q]`."""
+        wanted = scores.detach().gather(1, y[:, None])
+        above, equal = (scores > wanted).sum(1), (scores == wanted).sum(1)
+        # A score that is no number equals nothing, and its answer is not the best.
+        rank = torch.where(equal > 0, above + (equal + 1) / 2, scores.size(1))
+        self.sums += torch.stack(
+            [loss.detach().double() * len(y), rank.double().reciprocal().sum(), rank.new_tensor(len(y))]
+        )
+
+    def gather(self, group: Group) -> RankScore:
+        """Add the batches of the other processes and return this score."""
+        self.sums = group.sum(self.sums)
+        return self
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per answer."""
+        return float(self.sums[0] / self.sums[2])
+
+    @property
+    def metric(self) -> float:
+        """Between 0 and 1."""
+        return float(self.sums[1] / self.sums[2])
 
 
 def roc_auc(score: Tensor, y: Tensor) -> float:

@@ -45,6 +45,7 @@ KINDS = {
     "balanced_accuracy": "mean accuracy per class",
     "roc_auc": "area under the ROC curve",
     "macro_f1": "mean F1 score of the classes",
+    "mrr": "filtered mean reciprocal rank",
 }
 
 
@@ -99,6 +100,10 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         if reorder is not None:
+            if task.num_relations or task.metadata:
+                raise ValueError(
+                    f"'data.reorder' needs null: labels name nodes of a graph with relations (got {method!r})"
+                )
             task = task.map(reorder)
             log.info("%s%s", "" if task.full_graph else "last graph: ", reorder.report)
         optimizer = make_optimizer(cfg.optimizer, model, device)
@@ -171,11 +176,24 @@ def make_model(make: partial[Any], task: Task) -> Any:
     """Make a model for a task.
 
     Args:
-        make: Class of the model with all but its widths; one that takes `degrees` gets :meth:`Task.degrees`.
+        make: Class of the model with all but its widths; one that takes `degrees` gets :meth:`Task.degrees`, one that
+            takes `num_relations` or `metadata` gets that of the task.
         task: What it is to learn.
+
+    Raises:
+        ValueError: The model knows no relations and the task has them, or the other way round.
     """
-    asks = "degrees" in inspect.signature(make.func).parameters
-    return make(task.num_features, task.num_classes, **({"degrees": task.degrees()} if asks else {}))
+    asked = inspect.signature(make.func).parameters
+    relations = {"num_relations": task.num_relations, "metadata": task.metadata}
+    arguments: dict[str, Any] = {name: value for name, value in relations.items() if name in asked and value}
+    if "degrees" in asked:
+        arguments["degrees"] = task.degrees()
+    model = make(task.num_features, task.num_classes, **arguments)
+    for name, value in relations.items():
+        if (name in asked) != bool(value):
+            need = f"one that takes {name}" if value else f"one that takes no {name}"
+            raise ValueError(f"'model' needs {need} for {task.name} (got {type(model).__name__})")
+    return model
 
 
 def make_optimizer(config: DictConfig, model: nn.Module, device: torch.device) -> Optimizer:

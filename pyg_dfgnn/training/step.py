@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_dfgnn.capture import Recorder, Step, capture_step
 from pyg_dfgnn.distributed import Group
@@ -16,6 +16,8 @@ from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.training.metrics import cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ARGUMENTS = ("pe", "nodes", "edge_type", "queries")
+"""What a model takes by name where a batch has it."""
 
 
 class Objective:
@@ -51,9 +53,12 @@ class Objective:
     def forward(self, model: nn.Module, batch: Data) -> Tensor:
         """Return the logits `[N, K]` (or `[G, K]`) of a batch with `x [N, F]`, `edge_index [2, E]` and perhaps `pe`.
 
-        With `nodes [M]`, logits and labels are of these nodes alone.
+        With `nodes [M]`, logits and labels are of these nodes alone; with `queries [Q, 2]`, of these queries, among
+        whose logits those at `known [2, K]` do not count. The model of a `HeteroData` takes dicts.
         """
-        arguments = {name: batch[name] for name in ("pe", "nodes") if name in batch}
+        is_hetero = isinstance(batch, HeteroData)
+        inputs = (batch.x_dict, batch.edge_index_dict) if is_hetero else (batch.x, batch.edge_index)
+        arguments = {name: batch[name] for name in _ARGUMENTS if name in batch and not is_hetero}
         if self.graph_level:
             arguments |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
         # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
@@ -61,7 +66,9 @@ class Objective:
         if shared and self._num_classes is not None:
             self._counts = self._start_counts(batch.y)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            logits = model(batch.x, batch.edge_index, **arguments)
+            logits = model(*inputs, **arguments)
+        if "known" in batch:
+            logits = logits.index_put(tuple(batch.known), logits.new_tensor(-torch.inf))
         self._num_classes = logits.size(1)
         if shared and self._counts is None:
             self._counts = self._start_counts(batch.y)
@@ -92,8 +99,8 @@ def make_step(
     """Return the step of a run, of :func:`~pyg_dfgnn.capture_step` if it is captured.
 
     Args:
-        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe` and `nodes` if the
-            batch carries them.
+        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe`, `nodes`, `edge_type` and
+            `queries` if the batch carries them.
         optimizer: Optimizer of the model's parameters.
         data: For a captured step, the whole graph or the capacity of the batches.
         captured: Capture the step as a CUDA graph and replay it.

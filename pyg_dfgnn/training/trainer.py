@@ -28,14 +28,14 @@ from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, sampled, whole_graph
-from pyg_dfgnn.training.metrics import Score
+from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, query_batches, sampled, whole_graph
+from pyg_dfgnn.training.metrics import RankScore, Score
 from pyg_dfgnn.training.report import write_history
 from pyg_dfgnn.training.step import PRECISIONS, make_step
 
 log = logging.getLogger(__name__)
 
-MONITORS = ("val_accuracy", "val_loss")
+MONITORS = ("val_accuracy", "val_loss", "epoch")
 # These options decide how an optimizer launches its kernels, not what it computes.
 _LAUNCHES = ("capturable", "foreach", "fused")
 
@@ -46,12 +46,14 @@ class Options:
 
     Args:
         epochs: Number of epochs unless training stops early.
-        monitor: Metric that decides the best epoch and early stopping: "val_accuracy" or "val_loss".
+        monitor: Metric that decides the best epoch and early stopping: "val_accuracy", "val_loss", or "epoch" to keep
+            the last one.
         patience: Number of epochs without a better one after which training stops; None: never.
         max_time_s: Time limit of :meth:`Trainer.fit`; an epoch starts if one of the mean duration would end in time.
             None: no limit.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
-        loader: Arguments of PyG's DataLoader; None where the task is one graph.
+        loader: Arguments of PyG's DataLoader; None where the task is one graph. Of a task of links its `batch_size` is
+            the number of queries of a step.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
         cuda_graph: Capture the steps as CUDA graphs and replay them (see :func:`~pyg_dfgnn.capture_step`); with several
             processes the task must be one graph.
@@ -150,7 +152,15 @@ class Trainer:
         if sampler is not None and not task.full_graph:
             raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         self.group = group = group or Group()
-        if task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
+        is_link = task.level == "link"
+        if task.num_relations or task.metadata:
+            if sampler is not None:
+                raise ValueError(f"'sampler' needs null: the edges of the task have relations (got {sampler})")
+            if group.size > 1:
+                raise ValueError(f"'task' needs edges without relations to part them among {group.size} processes")
+            if is_link and cuda_graph:
+                raise ValueError("'cuda_graph' needs false: each batch of a task of links has other queries (got True)")
+        elif task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
             if sampler is not None:
                 raise ValueError(f"'sampler' needs null: the edges of the task are a Graph (got {sampler})")
             if group.size > 1:
@@ -185,6 +195,9 @@ class Trainer:
                 source = sampled(graph, device, sampler, self.order, group)
                 seeds = Seeds(device, int(graph.train_mask.sum()))
                 self._batches["train"] = Batches(source, seeds, device, prefetch=options.prefetch)
+        elif is_link:
+            data = None
+            self._batches = query_batches(task, device, loader, self.order)
         else:
             graphs = task.splits["train"]
             data = Capacity.of(graphs, min(loader["batch_size"], len(graphs))) if cuda_graph else None
@@ -373,7 +386,9 @@ class Trainer:
         torch._foreach_copy_(list(best.values()), list(live.values()))
         return best
 
-    def _score(self) -> Score:
+    def _score(self) -> Score | RankScore:
+        if self.task.metric == "mrr":
+            return RankScore(self.device)
         return Score(self.task.num_classes, self.task.metric, self.device)
 
     def _is_better(self, value: float, best: float) -> bool:

@@ -6,18 +6,20 @@ import torch
 from pyg_dfgnn.bench import generators as bench_generators
 from pyg_dfgnn.bench.graphs import RECIPES, TABLE_1, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.datasets import generators
+from pyg_dfgnn.datasets.relational_like import relational_graph
 from pyg_dfgnn.graph.reorder import inverse_of, node_order
 from pyg_dfgnn.reference.zoo import EdgeList
 
 BATCHES = [name for name, recipe in RECIPES.items() if "num_graphs" in recipe.arguments]
 REAL = [name for name, recipe in RECIPES.items() if "load" in recipe.arguments]
+TYPED = [name for name, recipe in RECIPES.items() if recipe.small_build is relational_graph]
 
 
 def edge_set(graph):
     return set(map(tuple, graph.edge_index.t().tolist()))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [n for n in RECIPES if n not in TYPED])
 def test_small_recipe_is_seeded_sorted_and_free_of_loops_and_duplicates(name):
     graph, again = (benchmark_graph.__wrapped__(name, "cpu", small=True) for _ in range(2))
     assert graph is not again and torch.equal(graph.edge_index, again.edge_index)
@@ -28,10 +30,18 @@ def test_small_recipe_is_seeded_sorted_and_free_of_loops_and_duplicates(name):
     assert int(graph.edge_index.max()) < graph.num_dst == graph.num_src
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("e", "mnist_like", "cifar10_like")])
+@pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("e", "mnist_like", "cifar10_like", *TYPED)])
 def test_both_directions_are_present(name):
     edges = edge_set(benchmark_graph(name, "cpu", small=True))
     assert edges == {(v, u) for u, v in edges}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_small_graphs_with_relations_are_seeded(name):
+    graph, again = (benchmark_graph.__wrapped__(name, "cpu", small=True) for _ in range(2))
+    assert torch.equal(graph.edge_index, again.edge_index) and torch.equal(graph.edge_type, again.edge_type)
+    assert 0 < graph.num_dst < 200 and int(graph.edge_index.max()) < graph.num_dst == len(graph.node_type)
+    assert int(graph.edge_type.max()) < graph.num_relations and (graph.node_type.diff() >= 0).all()
 
 
 def test_random_graph_batch_keeps_pairs_at_its_rate_inside_its_graphs():

@@ -18,11 +18,13 @@ GRAPH = Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]]), y=torch.te
     ("wrong", "message"),
     [
         ({"splits": {"dev": [GRAPH]}}, r"'splits' needs one of 'train', 'val', 'test' \(got 'dev'\)"),
-        ({"level": "edge"}, r"'level' needs one of 'node', 'graph' \(got 'edge'\)"),
+        ({"level": "edge"}, r"'level' needs one of 'node', 'graph', 'link' \(got 'edge'\)"),
+        ({"level": "link"}, r"'metric' needs 'mrr' for links and for nothing else \(got 'accuracy', link\)"),
+        ({"metric": "mrr"}, r"'metric' needs 'mrr' for links and for nothing else \(got 'mrr', node\)"),
         ({"metric": "f1"}, r"'metric' needs one of 'accuracy', .* \(got 'f1'\)"),
         ({"metric": "roc_auc", "num_classes": 3}, r"'metric' needs another choice than 'roc_auc' for 3 classes"),
     ],
-    ids=["splits", "level", "metric", "roc_auc"],
+    ids=["splits", "level", "links", "ranks", "metric", "roc_auc"],
 )
 def test_wrong_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):

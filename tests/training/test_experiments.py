@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
+import pyg_dfgnn.nn
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
 from tests.datasets.real import SEARCH
@@ -21,7 +22,9 @@ TASKS = {
     "facebook": {"name": "reed98"},
     "log_normal_graph": {"scale": 2e-3, "mean_degree": 10},
     "log_normal_pieces_graph": {"scale": 2e-5, "max_degree": 1e6, "piece": 10_000},
+    "fb15k237": {"num_train": 100, "num_val": 20, "num_test": 20},
 }
+RELATIONAL = ("RGCN", "RGAT", "HGT", "DistMult")
 MODEL = {"hidden_channels": 4, "heads": 2, "layers": 2}
 
 
@@ -37,7 +40,9 @@ def tiny(experiment, folder):
         task.download = False
     cfg.model.update({name: value for name, value in MODEL.items() if name in cfg.model})
     if cfg.trainer.loader is not None:
-        cfg.trainer.loader.batch_size = 2
+        cfg.trainer.loader.batch_size = 100 if cfg.model._target_.endswith("DistMult") else 2
+    if cfg.model._target_.split(".")[-1] in RELATIONAL and not hasattr(pyg_dfgnn.nn, "RGCNConv"):
+        cfg.backend.convs = "torch_geometric.nn"
     cfg.trainer.progress = False
     return cfg
 

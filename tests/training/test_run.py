@@ -271,7 +271,7 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
     ("overrides", "error", "message"),
     [
         (["trainer.precision=fp8"], ValueError, r"'precision' needs one of 'fp32', 'bf16', 'fp16' \(got 'fp8'\)"),
-        (["trainer.monitor=loss"], ValueError, r"'monitor' needs one of 'val_accuracy', 'val_loss' \(got 'loss'\)"),
+        (["trainer.monitor=loss"], ValueError, r"'monitor' needs one of 'val_accuracy', 'val_loss', 'epoch' \(got"),
         (["trainer.max_time_s=-1"], ValueError, r"'max_time_s' needs a value >= 0.0 \(got -1\)"),
         (["trainer.epochs=0"], ValueError, r"'epochs' needs a value >= 1 \(got 0\)"),
         (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),

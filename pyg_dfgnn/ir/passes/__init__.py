@@ -3,11 +3,12 @@
 from pyg_dfgnn.ir.passes.compact import compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
-from pyg_dfgnn.ir.passes.pipeline import PASSES, Stage, optimise
+from pyg_dfgnn.ir.passes.pipeline import PASSES, Passes, Stage, optimise
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
 
 __all__ = [
     "PASSES",
+    "Passes",
     "Stage",
     "aggregate_first",
     "common_subexpressions",

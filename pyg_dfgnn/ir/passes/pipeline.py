@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.ir.domains import Domain
-from pyg_dfgnn.ir.passes.compact import compact, decompact
+from pyg_dfgnn.ir.domains import Domain, E, U, V
+from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
@@ -23,6 +23,27 @@ PASSES: dict[str, Pass] = {
     "dead": lambda program, sizes: remove_dead(program),
 }
 """Name -> pass, in the order in which they run."""
+
+
+class Passes(NamedTuple):
+    """Which passes run, for ablations.
+
+    Attributes:
+        off: Passes of :data:`PASSES` that are left out.
+        pairs: Domains of pairs on which values are compact, however many pairs there are, while the other one has a row
+            per edge; None: both, where there are few enough pairs.
+    """
+
+    off: frozenset[str] = frozenset()
+    pairs: frozenset[Domain] | None = None
+
+    def run(self, program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str] = ()) -> Program:
+        """Return what :func:`optimise` makes of a program by these passes."""
+        if self.pairs is not None:
+            most = int(MOST_PAIRS * sizes[E])
+            pairs = {domain: min(sizes[domain], most) if domain in self.pairs else sizes[E] for domain in (U, V)}
+            sizes = {**sizes, **pairs}
+        return optimise(program, sizes, wrt=wrt, off=self.off)[-1].program
 
 
 class Stage(NamedTuple):

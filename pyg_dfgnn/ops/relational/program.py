@@ -18,7 +18,7 @@ from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
-from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
@@ -28,6 +28,7 @@ from pyg_dfgnn.settings import current
 
 _logger = logging.getLogger("pyg_dfgnn")
 _logged: set[str] = set()
+ALL_PASSES = Passes()
 _Todo = tuple[Run | Step, list[str]]
 """The launch of a step, or the step for torch, and the buffers that none reads after it."""
 
@@ -42,6 +43,7 @@ class Prepared:
         rows: The rows of its domains.
         dtype: Dtype of the inputs.
         wrt: Inputs whose gradients will be asked for.
+        passes: The passes that make the steps.
 
     Attributes:
         lowered: The steps.
@@ -51,10 +53,12 @@ class Prepared:
         Refusal: Some value has no kernel.
     """
 
-    def __init__(self, program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...]) -> None:
+    def __init__(
+        self, program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes = ALL_PASSES
+    ) -> None:
         self.program, self.dtype, self.wrt = program, dtype, wrt
         self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
-        self.lowered: Lowered = lower(optimise(program, rows.sizes, wrt=wrt)[-1].program, self.outputs)
+        self.lowered: Lowered = lower(passes.run(program, rows.sizes, wrt), self.outputs)
         self._like = torch.empty(0, dtype=dtype, device=rows.device)
         self._static: dict[str, Tensor] = {}
         for step in self.lowered.static:
@@ -197,7 +201,9 @@ def _selected(
     return rows.derived(key, build)[1]
 
 
-def _prepared(program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...]) -> Prepared | tuple[str, ...]:
+def _prepared(
+    program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes
+) -> Prepared | tuple[str, ...]:
     """Return what runs a program, or every reason why no kernels do; kept with the rows."""
 
     def build() -> Any:
@@ -206,32 +212,46 @@ def _prepared(program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, 
         if reasons:
             return tuple(reasons)
         try:
-            return Prepared(program, rows, dtype, wrt)
+            return Prepared(program, rows, dtype, wrt, passes)
         except Refusal as refusal:
             return (str(refusal),)
 
-    return rows.derived(("prepared", id(program), dtype, wrt), build)
+    return rows.derived(("prepared", id(program), dtype, wrt, passes), build)
 
 
 def reasons_against(
-    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+    program: Program | Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] | None = None,
+    passes: Passes = ALL_PASSES,
 ) -> tuple[str, ...]:
     """Return every reason why no kernels run a program on these inputs; empty when they do."""
-    prepared = _found(program, rows, inputs, outputs)[1]
+    prepared = _found(program, rows, inputs, outputs, passes)[1]
     return () if isinstance(prepared, Prepared) else prepared
 
 
 def _found(
-    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None
+    program: Program | Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] | None,
+    passes: Passes,
 ) -> tuple[Program, Prepared | tuple[str, ...]]:
     selected = _selected(program, rows, inputs, outputs)
     wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
     dtype = next((tensor.dtype for tensor in inputs.values()), torch.float32)
-    return selected, _prepared(selected, rows, dtype, wrt) if is_eager() else ("operators are traced or transformed",)
+    if not is_eager():
+        return selected, ("operators are traced or transformed",)
+    return selected, _prepared(selected, rows, dtype, wrt, passes)
 
 
 def apply(
-    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+    program: Program | Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] | None = None,
+    passes: Passes = ALL_PASSES,
 ) -> dict[str, Tensor]:
     """Run a program with gradients: by generated kernels, or where these cannot by the interpreter.
 
@@ -241,6 +261,7 @@ def apply(
         rows: The rows of the graph, from :func:`rows_of`.
         inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row.
         outputs: Names of the outputs that are wanted; all by default.
+        passes: The passes that make the kernels' steps; all by default.
 
     Returns:
         Name -> tensor of each output, shaped as inputs are.
@@ -250,7 +271,7 @@ def apply(
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
-    selected, prepared = _found(program, rows, inputs, outputs)
+    selected, prepared = _found(program, rows, inputs, outputs, passes)
     if not isinstance(prepared, Prepared):
         _report(selected.name, prepared, rows.device)
         return interpret(selected, rows, inputs)

@@ -1,0 +1,214 @@
+"""Timings of relational layers: each implementation is right, a wrong one is refused, the experiment runs on a CPU."""
+
+import csv
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch_geometric.nn
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import pyg_dfgnn.nn
+from pyg_dfgnn.bench import run
+from pyg_dfgnn.bench.case import forward_backward
+from pyg_dfgnn.bench.cases import case_of
+from pyg_dfgnn.bench.cases.relational.case import LAYERS, Edges
+from pyg_dfgnn.bench.cases.relational.implementations import (
+    IMPLEMENTATIONS,
+    CompiledPyG,
+    FastPyG,
+    Hector,
+    HectorCompact,
+    HectorReordered,
+    Ours,
+    PyG,
+)
+from pyg_dfgnn.bench.experiment import Experiment
+from pyg_dfgnn.bench.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
+from pyg_dfgnn.bench.prepare import rounded_problem
+from pyg_dfgnn.ir import E, Program, Rows, U, V
+from pyg_dfgnn.ir.layers import rgat
+from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.reference.zoo import ZOO, EdgeList
+from tests.datasets.real import SEARCH
+from tests.kernels.emulated import emulated_device
+
+QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
+KINDS = [Ours(), PyG(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]
+GRAPHS = ["mag_like", "aifb", "many-relations", "duplicates", "no-edges"]
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(configs_dir() / "bench"), version_base="1.3"):
+        return OmegaConf.to_container(compose("bench", list(overrides)), resolve=True, throw_on_missing=True)
+
+
+def graph_of(name):
+    return ZOO[name]().shuffled() if name in ZOO else benchmark_graph(name, "cpu", small=True)
+
+
+def results(implementation, case, graph, dtype="float32"):
+    """Output and gradients of an implementation, and those of the reference."""
+    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    expected = case.reference(graph, inputs, grad_out)
+    leaves = {name: tensor.to(getattr(torch, dtype)).requires_grad_() for name, tensor in inputs.items()}
+    out = implementation.prepare(case, graph, leaves)()
+    actual = forward_backward(out, leaves, grad_out.to(out.dtype))
+    return actual, expected, case.errors(graph, actual, expected, grad_out)
+
+
+# Compiling takes long, and compiles PyG's code.
+POINTS = [(kind, op, name) for kind in KINDS for op in LAYERS for name in GRAPHS]
+POINTS += [(CompiledPyG("eager"), "rgat", "mag_like")]
+
+
+@pytest.mark.parametrize(("implementation", "op", "name"), POINTS, ids=lambda value: getattr(value, "name", value))
+def test_implementations_agree_with_float64(implementation, op, name):
+    graph, case = graph_of(name), case_of(op, "1x8" if op == "rgcn" or name == "duplicates" else "2x4")
+    reasons = implementation.reasons(case, graph, True, float("inf"))
+    if isinstance(implementation, Ours):
+        reasons += case.unsupported_reasons("float32", graph.device)
+    if reasons:
+        assert reasons[0].startswith(("has no ", "pyg_dfgnn.nn has no "))
+        return
+    if name == "no-edges" and op == "hgt" and isinstance(implementation, PyG):
+        # PyG has no product of no rows with weights of types.
+        graph = graph_of("duplicates")
+    worst, error = results(implementation, case, graph)[2].worst
+    assert error < case.bound("float32"), f"{worst}: {error:.2e}"
+
+
+@pytest.mark.parametrize("op", LAYERS)
+def test_the_reference_is_pyg_in_float64(op, monkeypatch):
+    """Blocks of targets and all; the interpreter by our own passes agrees as well."""
+    defaults = {"target_rows_of": None, "constants": None, "chunk_bytes": 8 * 8 * 40}
+    monkeypatch.setattr("pyg_dfgnn.reference.oracle.float64_reference.__kwdefaults__", defaults)
+    for kind in (PyG(), HectorReordered()):
+        actual, expected, _ = results(kind, case_of(op, "2x4"), graph_of("mag_like"), "float64")
+        for name, want in expected.items():
+            torch.testing.assert_close(
+                actual[name], want, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_schedules_of_hector_are_those_that_they_are_called():
+    """Compact sources are rows of pairs; rows of targets, and sums of features before their maps, are not Hector's."""
+    rows = Rows(compressed(graph_of("mag_like")))
+    program = rgat(1, "additive-self-attention", "across-relation").program(
+        x=(8,), xd=(8,), weight=(8, 8), q=(8, 1), k=(8, 1)
+    )
+    program = Program(program.name, program.values, program.outputs[:1])
+    linear = {}
+    for kind in (Hector, HectorCompact, HectorReordered):
+        made = kind.passes.run(program, rows.sizes)
+        live = [made.values[i] for i in sorted(made.live)]
+        assert not any(value.domain is V for value in live)
+        linear[kind] = [(value.domain, value.shape) for value in live if value.op == "linear"]
+    assert linear[Hector][:2] == [(E, (8,)), (E, (8,))] and linear[HectorCompact][:2] == [(U, (8,)), (E, (8,))]
+    # Queries and keys are then maps of features by products of weights.
+    assert sorted(shape for _, shape in linear[HectorReordered]) == [(1,), (1,), (8,)]
+
+
+def test_kernels_of_a_schedule_of_hector_agree_with_float64():
+    graph, case = graph_of("duplicates"), case_of("rgat", "1x8")
+    with emulated_device() as launched:
+        worst, error = results(HectorReordered(), case, graph)[2].worst
+    assert "relational_traversal" in launched
+    assert error < case.bound("float32"), f"{worst}: {error:.2e}"
+
+
+def test_types_that_nothing_leads_to_have_no_output():
+    graph = graph_of("mag_like")
+    edges = Edges.of_list(graph)
+    assert edges.ends == ((1, 2), (1, 0), (0, 0), (0, 3)) and len(edges.sizes) == 4
+    expected = results(PyG(), case_of("hgt", "1x8"), graph)[1]
+    author = graph.node_type == 1
+    assert not expected["out"][author].any() and expected["out"][~author].any(dim=1).all()
+    first = torch.tensor([0, *edges.sizes]).cumsum(0)
+    for number, part in enumerate(edges.edge_index_dict().values()):
+        ends = torch.stack([side + first[kind] for side, kind in zip(part, edges.ends[number])])
+        assert torch.equal(ends, graph.edge_index[:, graph.edge_type == number])
+
+
+def test_another_mean_is_refused(tmp_path, monkeypatch):
+    """A layer that takes the mean over all edges of a target, as PyG's does with pyg-lib's segment_matmul."""
+
+    class OneMean(torch_geometric.nn.RGCNConv):
+        def forward(self, x, edge_index, edge_type):
+            messages = torch.bmm(x[edge_index[0], None], self.weight[edge_type]).squeeze(1)
+            mean = torch_geometric.utils.scatter(messages, edge_index[1], dim_size=len(x), reduce="mean")
+            return mean + x @ self.root + self.bias
+
+    monkeypatch.setattr(pyg_dfgnn.nn, "RGCNConv", OneMean, raising=False)
+    few = ["graphs=[mag_like]", "ops=[rgcn]", "sizes=[1x8]", "implementations=[fused]", f"folder={tmp_path}"]
+    assert run.run(composed("experiment=relational", *QUICK, *few)) == 1
+    assert {row["status"] for row in rows_in(tmp_path)} == {"WRONG"}
+
+
+def rows_in(tmp_path):
+    (path,) = tmp_path.glob("*/*.csv")
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["op"] != "graph"]
+
+
+def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
+    names = "fused,pyg,pyg_fast,hector,hector_c,hector_cf"
+    few = ["graphs=[mag_like]", "sizes=[1x8]", f"implementations=[{names}]", f"folder={tmp_path}"]
+    assert run.run(composed("experiment=relational", *QUICK, *few)) == 0
+    rows = rows_in(tmp_path)
+    assert len(rows) == 3 * 6 * 2
+    for row in rows:
+        kind = IMPLEMENTATIONS[row["implementation"]]
+        has_it = row["op"] in kind.convs and (kind is not Ours or hasattr(pyg_dfgnn.nn, kind.convs[row["op"]]))
+        assert row["status"] == "ok" if has_it else row["status"].startswith("not run: "), row
+
+
+def test_the_experiment_has_the_graphs_of_the_targets():
+    experiment = Experiment.of(composed("experiment=relational"))
+    assert experiment.graphs == ("aifb", "mutag", "fb15k237", "mag_like", "wikikg2_like")
+    assert experiment.sizes == ("1x64",) and set(experiment.ops) == set(LAYERS)
+
+
+class _Large(EdgeList):
+    num_edges = 21_111_007
+
+
+def test_memory_guard_lists_what_cannot_fit():
+    edge_type = torch.arange(4).repeat_interleave(1)
+    graph = EdgeList("x", torch.zeros(2, 4, dtype=torch.long), 100, 100, edge_type=edge_type, num_relations=4)
+    for kind in IMPLEMENTATIONS.values():
+        for op in LAYERS:
+            needed = [kind().elements(case_of(op, "1x8"), Edges.of_list(graph), training) for training in (False, True)]
+            assert needed == sorted(needed)
+    # A weight of 64 x 64 numbers per edge.
+    assert FastPyG().reasons(case_of("rgcn", "1x64"), graph, False, 4 * 4 * 64 * 64) == ["needs 0 GB"]
+    assert not FastPyG().reasons(case_of("rgcn", "1x64"), graph, False, 1e6)
+
+
+@pytest.mark.parametrize("size", ["0x8", "8", "1x8x2", "many"])
+def test_sizes_of_another_form_are_refused(size):
+    with pytest.raises(ValueError, match=rf"'sizes' needs a list of heads x channels.*\(got '{size}'\)"):
+        case_of("rgcn", size)
+
+
+@pytest.mark.parametrize("name", ["aifb", "fb15k237"])
+def test_real_graphs_are_those_of_the_targets(name, monkeypatch):
+    monkeypatch.setenv("PYG_DFGNN_DATA", next(filter(os.path.isdir, SEARCH), "nowhere"))
+    try:
+        graph = benchmark_graph(name, "cpu")
+    except FileNotFoundError as error:
+        pytest.skip(str(error).splitlines()[0])
+    line = compare_with_recipe(graph, RECIPES[name])
+    rho = {"aifb": "90 relations, rho_s 0.455, rho_d 0.455", "fb15k237": "474 relations, rho_s 0.261, rho_d 0.261"}
+    assert rho[name] in line and line.endswith("identical")
+    benchmark_graph.cache_clear()
+
+
+def test_generated_graphs_print_their_compaction():
+    recipe = replace(recipe_of("bgs_like"))
+    graph = benchmark_graph("bgs_like", "cpu")
+    assert "122 relations, rho_s 0.348, rho_d 0.348: identical" in compare_with_recipe(graph, recipe)
+    with pytest.raises(ValueError, match=r"'graphs' needs a graph without relations before '\+'"):
+        recipe_of("mag_like+rcm")
