@@ -19,23 +19,28 @@ __device__ __forceinline__ T filled(float number) {
     return x;
 }
 
-// Where the states of a kernel lie: [fragments, count, HEADS, CHANNELS], then [head values, count, HEADS].
-struct States {
+// A state in a buffer of `count` of them, [fragments, count, HEADS, CHANNELS], then [head values, count, HEADS]; read
+// or written one after the other.
+struct StateAt {
     float* buffer;
     i64 count, row;
-    int fragments;
+    int fragment, head_value;
 
-    __device__ __forceinline__ Fragment load(int plane, const Fragment&, const Lanes& l) const {
-        return load_fragment_fp32(buffer, plane * count + row, l);
+    __device__ __forceinline__ StateAt(const float* buffer, i64 count, i64 row)
+        : buffer(const_cast<float*>(buffer)), count(count), row(row), fragment(0), head_value(0) {}
+
+    __device__ __forceinline__ float* heads() const { return buffer + STATE_FRAGMENTS * count * ROW_STRIDE; }
+    __device__ __forceinline__ void load(Fragment& x, const Lanes& l) {
+        x = load_fragment_fp32(buffer, fragment++ * count + row, l);
     }
-    __device__ __forceinline__ HeadValues load(int plane, const HeadValues&, const Lanes& l) const {
-        return load_state_heads(buffer + fragments * count * ROW_STRIDE, plane * count + row, l);
+    __device__ __forceinline__ void load(HeadValues& x, const Lanes& l) {
+        x = load_state_heads(heads(), head_value++ * count + row, l);
     }
-    __device__ __forceinline__ void store(int plane, const Fragment& x, const Lanes& l) const {
-        store_fragment_fp32(buffer, plane * count + row, l, x);
+    __device__ __forceinline__ void store(const Fragment& x, const Lanes& l) {
+        store_fragment_fp32(buffer, fragment++ * count + row, l, x);
     }
-    __device__ __forceinline__ void store(int plane, const HeadValues& x, const Lanes& l) const {
-        store_heads(buffer + fragments * count * ROW_STRIDE, plane * count + row, l, x);
+    __device__ __forceinline__ void store(const HeadValues& x, const Lanes& l) {
+        store_heads(heads(), head_value++ * count + row, l, x);
     }
 };
 
@@ -48,6 +53,10 @@ struct Sum {
     __device__ __forceinline__ void add(const T& term) {
         for_each_number(value, [&](float& x, int h, int c) { x += number_at(term, h, c); });
     }
+    template <class Scale>
+    __device__ __forceinline__ void multiply(const Scale& scale) {
+        for_each_number(value, [&](float& x, int h, int c) { x *= number_at(scale, h, c); });
+    }
     template <bool COMPENSATED>
     __device__ __forceinline__ void take(Sum& lost, const Sum& other) {
         accumulate<COMPENSATED>(value, lost.value, other.value);
@@ -56,10 +65,8 @@ struct Sum {
     __device__ __forceinline__ void exchange(int mask) {
         for_each_number(value, [&](float& x, int, int) { x += __shfl_xor_sync(FULL_MASK, x, mask); });
     }
-    __device__ __forceinline__ void save(const States& s, int plane, const Lanes& l) const { s.store(plane, value, l); }
-    __device__ __forceinline__ void restore(const States& s, int plane, const Lanes& l) {
-        value = s.load(plane, value, l);
-    }
+    __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const { at.store(value, l); }
+    __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) { at.load(value, l); }
     __device__ __forceinline__ T total() const { return value; }
 };
 
@@ -83,10 +90,8 @@ struct Maximum {
     __device__ __forceinline__ void exchange(int mask) {
         for_each_number(value, [&](float& x, int, int) { x = max_or_nan(x, __shfl_xor_sync(FULL_MASK, x, mask)); });
     }
-    __device__ __forceinline__ void save(const States& s, int plane, const Lanes& l) const { s.store(plane, value, l); }
-    __device__ __forceinline__ void restore(const States& s, int plane, const Lanes& l) {
-        value = s.load(plane, value, l);
-    }
+    __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const { at.store(value, l); }
+    __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) { at.load(value, l); }
     __device__ __forceinline__ T most(bool is_empty) const {
         T x = value;
         for_each_number(x, [&](float& y, int, int) { y = maximum_of(y, is_empty); });
@@ -94,68 +99,142 @@ struct Maximum {
     }
 };
 
+__device__ __forceinline__ float& number_in(Fragment& x, int h, int c) { return x.x[h][c]; }
+__device__ __forceinline__ float& number_in(HeadValues& x, int h, int) { return x.x[h]; }
+
 // The maximum m of x and the sum of exp(x - m).
 template <class T>
 struct Softmax {
     Maximum<T> maximum;
     Sum<T> sum;
 
+    // What the sums so far are multiplied with, and what the new term has.
+    struct Weights {
+        T scale, term;
+    };
+
     __device__ __forceinline__ void clear() {
         maximum.clear();
         sum.clear();
     }
     __device__ __forceinline__ void lose() { sum.lose(); }
-    __device__ __forceinline__ void add(const T& term) {
+    __device__ __forceinline__ Weights add(const T& term) {
+        Weights w;
         for_each_number(maximum.value, [&](float& m, int h, int c) {
             const float x = number_at(term, h, c);
-            float& s = sum_at(h, c);
-            // exp(-inf) is 0 whatever the maximum, x - x makes a NaN of infinity as exp(x - m) of the maximum does.
-            const float e = x == negative_infinity() ? 0.0f : expf(-fabsf(x - m));
-            s = x > m ? s * e + (1.0f + (x - x)) : s + e;
+            float &s = number_in(sum.value, h, c), &scale = number_in(w.scale, h, c), &e = number_in(w.term, h, c);
+            // exp(-inf) is 0 whatever the maximum; x - x makes a NaN of infinity as exp(x - m) of the maximum does.
+            const float apart = x == negative_infinity() ? 0.0f : expf(-fabsf(x - m));
+            scale = x > m ? apart : 1.0f;
+            e = x > m ? 1.0f + (x - x) : apart;
+            s = s * scale + e;
             m = max_or_nan(m, x);
         });
+        return w;
     }
-    // Scales the sum to a maximum at least as large.
-    __device__ __forceinline__ void scale_to(const T& most, Sum<T>& lost) {
+    // Takes another maximum, at least as large; returns what sums are multiplied with.
+    __device__ __forceinline__ T scale_to(const T& most) {
+        T scale;
         for_each_number(maximum.value, [&](float& m, int h, int c) {
             const float to = number_at(most, h, c);
-            const float scale = m == to || m == negative_infinity() ? (m == to ? 1.0f : 0.0f) : expf(m - to);
-            sum_at(h, c) *= scale;
-            number_of(lost.value, h, c) *= scale;
+            number_in(scale, h, c) = m == to ? 1.0f : m == negative_infinity() ? 0.0f : expf(m - to);
             m = to;
         });
+        sum.multiply(scale);
+        return scale;
+    }
+    // As `take`; returns what the sums of this and of the other are multiplied with.
+    template <bool COMPENSATED>
+    __device__ __forceinline__ Weights join(Softmax& lost, const Softmax& other) {
+        Softmax term = other;
+        Maximum<T> most = maximum;
+        most.add(other.maximum.value);
+        const Weights w = {scale_to(most.value), term.scale_to(most.value)};
+        lost.sum.multiply(w.scale);
+        sum.template take<COMPENSATED>(lost.sum, term.sum);
+        return w;
     }
     template <bool COMPENSATED>
     __device__ __forceinline__ void take(Softmax& lost, const Softmax& other) {
-        Softmax term = other;
-        Sum<T> none;
-        none.clear();
-        Maximum<T> most = maximum;
-        most.add(other.maximum.value);
-        scale_to(most.value, lost.sum);
-        term.scale_to(most.value, none);
-        sum.template take<COMPENSATED>(lost.sum, term.sum);
+        join<COMPENSATED>(lost, other);
     }
     __device__ __forceinline__ void finish(const Softmax& lost) { sum.finish(lost.sum); }
-    __device__ __forceinline__ void exchange(int mask) {
-        Softmax other = *this, lost;
-        lost.lose();
+    __device__ __forceinline__ Softmax of_lane(int mask) const {
+        Softmax other = *this;
         for_each_number(other.maximum.value, [&](float& x, int, int) { x = __shfl_xor_sync(FULL_MASK, x, mask); });
         for_each_number(other.sum.value, [&](float& x, int, int) { x = __shfl_xor_sync(FULL_MASK, x, mask); });
-        take<false>(lost, other);
+        return other;
     }
-    __device__ __forceinline__ void save(const States& s, int plane, const Lanes& l) const {
-        maximum.save(s, plane, l);
-        sum.save(s, plane + 1, l);
+    __device__ __forceinline__ void exchange(int mask) {
+        Softmax lost;
+        lost.lose();
+        take<false>(lost, of_lane(mask));
     }
-    __device__ __forceinline__ void restore(const States& s, int plane, const Lanes& l) {
-        maximum.restore(s, plane, l);
-        sum.restore(s, plane + 1, l);
+    __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const {
+        maximum.save(at, l);
+        sum.save(at, l);
+    }
+    __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) {
+        maximum.restore(at, l);
+        sum.restore(at, l);
     }
     __device__ __forceinline__ T total() const { return sum.value; }
     __device__ __forceinline__ T most(bool is_empty) const { return maximum.most(is_empty); }
+};
 
-    static __device__ __forceinline__ float& number_of(Fragment& x, int h, int c) { return x.x[h][c]; }
-    static __device__ __forceinline__ float& number_of(HeadValues& x, int h, int) { return x.x[h]; }
-    __device__ __forceinline__ float& sum_at(int h, int c) { return number_of(sum.value, h, c); }
+// With the sum of exp(x - m) v.
+template <class T, class V>
+struct Weighted : Softmax<T> {
+    Sum<V> vector;
+
+    __device__ __forceinline__ void clear() {
+        Softmax<T>::clear();
+        vector.clear();
+    }
+    __device__ __forceinline__ void lose() {
+        Softmax<T>::lose();
+        vector.lose();
+    }
+    template <class Term>
+    __device__ __forceinline__ void add(const T& x, const Term& v) {
+        const typename Softmax<T>::Weights w = Softmax<T>::add(x);
+        for_each_number(vector.value, [&](float& sum, int h, int c) {
+            sum = fmaf(number_at(w.term, h, c), number_at(v, h, c), sum * number_at(w.scale, h, c));
+        });
+    }
+    template <bool COMPENSATED>
+    __device__ __forceinline__ void take(Weighted& lost, const Weighted& other) {
+        const typename Softmax<T>::Weights w = Softmax<T>::template join<COMPENSATED>(lost, other);
+        Sum<V> term = other.vector;
+        vector.multiply(w.scale);
+        lost.vector.multiply(w.scale);
+        term.multiply(w.term);
+        vector.template take<COMPENSATED>(lost.vector, term);
+    }
+    __device__ __forceinline__ void finish(const Weighted& lost) {
+        Softmax<T>::finish(lost);
+        vector.finish(lost.vector);
+    }
+    __device__ __forceinline__ void exchange(int mask) {
+        Weighted other, lost;
+        static_cast<Softmax<T>&>(other) = this->of_lane(mask);
+        other.vector = vector;
+        for_each_number(other.vector.value, [&](float& x, int, int) { x = __shfl_xor_sync(FULL_MASK, x, mask); });
+        lost.lose();
+        take<false>(lost, other);
+    }
+    __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const {
+        Softmax<T>::save(at, l);
+        vector.save(at, l);
+    }
+    __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) {
+        Softmax<T>::restore(at, l);
+        vector.restore(at, l);
+    }
+    template <class Scale>
+    __device__ __forceinline__ V average(const Scale& inverse) const {
+        Sum<V> scaled = vector;
+        scaled.multiply(inverse);
+        return scaled.value;
+    }
 };

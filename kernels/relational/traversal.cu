@@ -1,11 +1,11 @@
-// Reductions of a generated step over the rows of an adjacency. The text of the step is injected as step.cuh:
+// Reductions of a generated step over the rows of an adjacency, with STATE_FRAGMENTS vectors in a state. The text of the step is injected as step.cuh:
 //
 //   STEP_PARAMETERS, STEP_ARGUMENTS, struct Arguments   index arrays, then the buffers that are read and written
 //   set_indices(a, arg)         the index arrays by position in the adjacency, INDICES of them
 //   struct RowIndex             which rows of other domains a position reads
 //   struct Own                  what belongs to the row: load(arg, row, l)
 //   struct Gathered             what is gathered for a position: load(arg, index, l)
-//   struct Accumulators         the state of a row; ACCUMULATORS(DO) calls DO(accumulator, plane) for each, STATE_FRAGMENTS
+//   struct Accumulators         the state of a row; ACCUMULATORS(DO) calls DO(accumulator) for each
 //   add_terms(state, arg, own, loaded, index, l, counts)   the terms of a position, and what is stored of it
 //   finish_row(state, arg, row, l, writes, is_empty)       what follows from the sums, written
 #include "include/traversal.cuh"
@@ -34,7 +34,7 @@ struct Reduction {
 
     __device__ __forceinline__ State empty() const {
         State s;
-#define CLEAR(accumulator, plane) s.accumulator.clear();
+#define CLEAR(accumulator) s.accumulator.clear();
         ACCUMULATORS(CLEAR)
         return s;
     }
@@ -60,21 +60,21 @@ struct Reduction {
     __device__ __forceinline__ void merge_slots(State& s) const {
 #pragma unroll
         for (int mask = GROUP_LANES; mask < GROUP_LANES * EDGE_SLOTS; mask *= 2) {
-#define EXCHANGE(accumulator, plane) s.accumulator.exchange(mask);
+#define EXCHANGE(accumulator) s.accumulator.exchange(mask);
             ACCUMULATORS(EXCHANGE)
         }
     }
 
     __device__ __forceinline__ void save(const State& s, float* buffer, i64 count, i64 i) const {
-        const States states = {buffer, count, i, STATE_FRAGMENTS};
-#define SAVE(accumulator, plane) s.accumulator.save(states, plane, l);
+        StateAt at(buffer, count, i);
+#define SAVE(accumulator) s.accumulator.save(at, l);
         ACCUMULATORS(SAVE)
     }
 
     __device__ __forceinline__ State restore(const float* buffer, i64 count, i64 i) const {
-        const States states = {const_cast<float*>(buffer), count, i, STATE_FRAGMENTS};
+        StateAt at(buffer, count, i);
         State s;
-#define RESTORE(accumulator, plane) s.accumulator.restore(states, plane, l);
+#define RESTORE(accumulator) s.accumulator.restore(at, l);
         ACCUMULATORS(RESTORE)
         return s;
     }
@@ -82,15 +82,15 @@ struct Reduction {
     template <bool COMPENSATED>
     __device__ __forceinline__ void merge(State& state, const float* buffer, i64 count, int begin, int end) const {
         State lost;
-#define LOSE(accumulator, plane) lost.accumulator.lose();
+#define LOSE(accumulator) lost.accumulator.lose();
         ACCUMULATORS(LOSE)
 #pragma unroll 2
         for (int i = begin + l.edge_slot; i < end; i += EDGE_SLOTS) {
             const State other = restore(buffer, count, i);
-#define TAKE(accumulator, plane) state.accumulator.template take<COMPENSATED>(lost.accumulator, other.accumulator);
+#define TAKE(accumulator) state.accumulator.template take<COMPENSATED>(lost.accumulator, other.accumulator);
             ACCUMULATORS(TAKE)
         }
-#define FINISH(accumulator, plane) state.accumulator.finish(lost.accumulator);
+#define FINISH(accumulator) state.accumulator.finish(lost.accumulator);
         ACCUMULATORS(FINISH)
         merge_slots(state);
     }

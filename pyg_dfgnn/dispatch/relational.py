@@ -70,6 +70,7 @@ def constants_of(problem: StepProblem, wide: bool) -> dict[str, int]:
         "STORAGE": STORAGE[problem.dtype],
         **lanes,
         "INDICES": max(1, problem.indices),
+        "STATE_FRAGMENTS": problem.fragments,
         "UNROLL": max(1, min(4, in_flight)),
         "MIN_BLOCKS": 1,
         "ORDERED": 0,

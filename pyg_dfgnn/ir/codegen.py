@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
+from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
 from pyg_dfgnn.ir.steps import Step
@@ -101,8 +102,9 @@ class _Generator:
         self.own, self.edge, self.end = _Scope("own"), _Scope("edge"), _Scope("end")
         self.own_members: dict[Key, str] = {}
         self.gathered: dict[Key, str] = {}
-        self.accumulators: list[tuple[str, Key]] = []
-        """Kind and operand of each."""
+        self.accumulators: list[tuple[str, tuple[Key, ...]]] = []
+        """Kind and operands of each."""
+        self.averages = dict(self._averages())
 
     def _reduced(self) -> set[int]:
         """The values that depend on a reduction of this step."""
@@ -111,6 +113,17 @@ class _Generator:
             if value.op in REDUCTIONS or reduced & set(value.args):
                 reduced.add(i)
         return reduced
+
+    def _averages(self) -> Iterator[tuple[Key, tuple[Key, Key, Key]]]:
+        """The sums that a softmax of this step weights: x of the softmax, the vector, and what the sum is scaled by."""
+        for i, form in self.lanes.order:
+            parts = weighted(self.values, i)
+            if parts is not None:
+                forms = self.lanes.args[self.values[i].args[0], form]
+                weight = forms[1 - parts.place]
+                inverse = self.lanes.args[parts.alpha, weight][1]
+                x = self.values[parts.most].args[0]
+                yield (i, form), ((x, weight), (parts.vector, forms[parts.place]), (parts.inverse, inverse))
 
     # Texts of values -----------------------------------------------------------------------------------------------
 
@@ -154,7 +167,7 @@ class _Generator:
             return f"own.{member}"
         declared = f"const {self._type(form)} {name}"
         if value.op in REDUCTIONS:
-            scope.lines.append(f"{declared} = {self._total(key)};")
+            scope.lines.append(f"{declared} = {self._total(key, scope)};")
             return name
         if value.op == "input":
             leaf, pointer = self._leaf(key)
@@ -191,37 +204,32 @@ class _Generator:
 
     # Accumulators --------------------------------------------------------------------------------------------------
 
-    def _statistic(self, i: int) -> int | None:
-        """The x of a sum of exp(x - max x) over the rows of the maximum."""
-        value = self.values[i]
-        exp = self.values[value.args[0]]
-        sub = self.values[exp.args[0]] if value.op == "sum" and exp.op == "exp" else exp
-        most = self.values[sub.args[1]] if sub.op == "sub" else sub
-        is_statistic = most.op == "max" and most.attrs == value.attrs and most.args[0] == sub.args[0]
-        return sub.args[0] if is_statistic else None
+    def _accumulator(self, kind: str, *keys: Key) -> str:
+        """Add an accumulator of some operands, if it is not there yet, and return its text."""
+        if (kind, keys) not in self.accumulators:
+            self.accumulators.append((kind, keys))
+        return f"s.a{self.accumulators.index((kind, keys))}"
 
-    def _accumulator(self, kind: str, key: Key) -> int:
-        if (kind, key) not in self.accumulators:
-            self.accumulators.append((kind, key))
-        return self.accumulators.index((kind, key))
+    def _softmax_of(self, key: Key) -> str:
+        """The accumulator of the maximum and the sum of a softmax, and of what that weights."""
+        vector = next((vector for softmax, vector, _ in self.averages.values() if softmax == key), None)
+        return self._accumulator("Softmax", key) if vector is None else self._accumulator("Weighted", key, vector)
 
-    def _total(self, key: Key) -> str:
-        """Add an accumulator, if it is not there yet, and return the text of its result."""
+    def _total(self, key: Key, scope: _Scope) -> str:
+        """Add the accumulator of a reduction and return the text of its result."""
         i, form = key
-        value = self.values[i]
-        if value.op == "count":
-            raise AssertionError("counts are static")
-        x = self._statistic(i)
-        if x is not None:
-            return f"s.a{self._accumulator('Softmax', (x, form))}.total()"
-        operand = (value.args[0], form)
-        if value.op == "sum":
-            return f"s.a{self._accumulator('Sum', operand)}.total()"
-        is_softmax = ("Softmax", operand) in self.accumulators or any(
-            self._statistic(j) == operand[0] and other == form for j, other in self.lanes.order if j in self.reduced
-            and self.values[j].op == "sum"
-        )  # fmt: skip
-        return f"s.a{self._accumulator('Softmax' if is_softmax else 'Maximum', operand)}.most(is_empty)"
+        if key in self.averages:
+            softmax, _, inverse = self.averages[key]
+            return f"{self._softmax_of(softmax)}.average({self.text(inverse, scope)})"
+        summed = statistic(self.values, i)
+        if summed is not None:
+            return f"{self._softmax_of((summed.x, form))}.total()"
+        operand = self.values[i].args[0], form
+        if self.values[i].op == "sum":
+            return f"{self._accumulator('Sum', operand)}.total()"
+        sums = [other for j, other in self.lanes.order if (of := statistic(self.values, j)) and of.most == i]
+        accumulator = self._softmax_of(operand) if form in sums else self._accumulator("Maximum", operand)
+        return f"{accumulator}.most(is_empty)"
 
     # The text ------------------------------------------------------------------------------------------------------
 
@@ -246,8 +254,8 @@ class _Generator:
             else:
                 end_stores.append(self._store(name, key, "row", self.end))
         adds = []
-        for number, (_, key) in enumerate(self.accumulators):
-            adds.append(f"s.a{number}.add({self._materialised(key)});")
+        for number, (_, keys) in enumerate(self.accumulators):
+            adds.append(f"s.a{number}.add({', '.join(map(self._materialised, keys))});")
         text = self._assembled(edge_stores, adds, end_stores)
         fragments, head_values = self._planes()
         vectors = sum(self._is_fragment(form) for _, form in self.gathered)
@@ -273,9 +281,15 @@ class _Generator:
 
     def _planes(self) -> tuple[int, int]:
         """Numbers of vectors and of numbers per head in a state."""
-        fragments = sum((kind == "Softmax") + 1 for kind, (_, form) in self.accumulators if self._is_fragment(form))
-        total = sum((kind == "Softmax") + 1 for kind, _ in self.accumulators)
-        return fragments, total - fragments
+        forms = [form for kind, keys in self.accumulators for form in self._state_forms(kind, keys)]
+        fragments = sum(map(self._is_fragment, forms))
+        return fragments, len(forms) - fragments
+
+    @staticmethod
+    def _state_forms(kind: str, keys: tuple[Key, ...]) -> list[str]:
+        """What an accumulator holds."""
+        forms = [form for _, form in keys]
+        return forms[:1] + forms if kind in ("Softmax", "Weighted") else forms
 
     def _parameters(self) -> list[tuple[str, str]]:
         """Type and name of each parameter."""
@@ -318,13 +332,10 @@ class _Generator:
         ]
         lines += self._function("void load", "const Arguments& arg, const RowIndex& index, const Lanes& l", gathers)
         lines += ["};", "struct Accumulators {"]
-        lines += [f"    {kind}<{self._type(key[1])}> a{n};" for n, (kind, key) in enumerate(self.accumulators)]
-        planes, places = [0, 0], []
-        for number, (kind, key) in enumerate(self.accumulators):
-            is_head = not self._is_fragment(key[1])
-            places.append(f"DO(a{number}, {planes[is_head]})")
-            planes[is_head] += 1 + (kind == "Softmax")
-        lines += ["};", f"#define STATE_FRAGMENTS {planes[0]}", f"#define ACCUMULATORS(DO) {' '.join(places)}"]
+        for number, (kind, keys) in enumerate(self.accumulators):
+            lines.append(f"    {kind}<{', '.join(self._type(form) for _, form in keys)}> a{number};")
+        places = " ".join(f"DO(a{number})" for number in range(len(self.accumulators)))
+        lines += ["};", f"#define ACCUMULATORS(DO) {places}"]
         head = (
             "Accumulators& s, const Arguments& arg, const Own& own, const Gathered& g, const RowIndex& index, "
             "const Lanes& l, bool counts"

@@ -24,6 +24,7 @@ from math import prod
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_last
+from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 
@@ -231,6 +232,8 @@ class _Lowering:
 
     def _schedule(self) -> None:
         """Put all values that are stored into steps."""
+        # Sums that a softmax weights and that its pass takes along, one for each softmax: to the sum of exp.
+        self._weighted: dict[int, int] = {}
         self.drafts: dict[str, list[_Draft]] = {"static": [], "forward": [], "backward": []}
         fixed = {i for i in self.ids if self.kinds[i] == "static"}
         self.home: dict[int, _Draft | None] = {i: None for i in self.ids if self.kinds[i] == "input"}
@@ -251,15 +254,22 @@ class _Lowering:
         return all(leaf in self.home or leaf in also for leaf in self.leaves(i, known))
 
     def _statistic(self, i: int) -> int | None:
-        """The maximum m of x if a value is a sum of exp(x - m), which one pass over the rows gives with m."""
-        value = self.values[i]
-        if value.op != "sum":
-            return None
-        exp = self.values[value.args[0]]
-        sub = self.values[exp.args[0]] if exp.op == "exp" else exp
-        most = self.values[sub.args[1]] if sub.op == "sub" else sub
-        is_statistic = most.op == "max" and most.attrs == value.attrs and most.args[0] == sub.args[0]
-        return sub.args[1] if is_statistic and value.args[0] not in self.kept else None
+        """The maximum that one pass over the rows gives together with a sum; None if a value is no such sum."""
+        parts = statistic(self.values, i)
+        return None if parts is None or parts.exp in self.kept else parts.most
+
+    def _joins(self, i: int, ready: set[int]) -> bool:
+        """Whether a pass over the rows that gives the maximum and the sum of a softmax gives what it weights too."""
+        parts = weighted(self.values, i)
+        if parts is None or not {parts.most, parts.total} <= ready or {parts.alpha, self.values[i].args[0]} & self.kept:
+            return False
+        if parts.total in self._weighted.values():
+            return self._weighted.get(i) == parts.total
+        vector = parts.vector
+        is_there = vector in self.home if vector in self.kept else self._is_ready(vector)
+        if is_there:
+            self._weighted[i] = parts.total
+        return is_there
 
     def _schedule_part(self, part: str, todo: set[int]) -> None:
         while todo:
@@ -269,6 +279,7 @@ class _Lowering:
             reductions = {i for i in todo if self.kinds[i] == "traversal"}
             ready = {i for i in reductions if self._is_ready(i)}
             ready |= {i for i in reductions if (m := self._statistic(i)) in ready and self._is_ready(i, {m})}
+            ready |= {i for i in sorted(reductions) if self._joins(i, ready)}
             if ready:
                 self._schedule_reductions(part, ready, todo)
             elif todo:

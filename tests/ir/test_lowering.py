@@ -1,5 +1,7 @@
 """The steps of a lowered program, interpreted one after the other, give what the program gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,8 @@ LOWERED = {name: program for name, program in PROGRAMS.items() if name not in RE
 for _mechanism in ("across", "within"):
     _traced = rgat(2, "multiplicative-self-attention", f"{_mechanism}-relation")
     LOWERED[f"rgat-multiplicative-{_mechanism}-1"] = _traced.program(x=(6,), xd=(6,), weight=(6, 8), q=(8, 2), k=(8, 2))
+_program = LOWERED["rgat-additive-across"]
+LOWERED["rgat-out"] = replace(_program, outputs=_program.outputs[:1])
 
 
 def joint(case: Case, off: tuple[str, ...] = ()) -> Program:
@@ -95,6 +99,20 @@ def test_without_gradients_nothing_is_saved():
     program = optimise(LOWERED["hgt-4"], case(LOWERED["hgt-4"], "dense").rows.sizes)[-1].program
     lowered = lower(program, ("out",))
     assert lowered.backward == () and lowered.saved == ()
+
+
+def test_softmax_weights_in_its_own_pass():
+    """Unless the weights are asked for, and if what it weights is summed over the rows that it ranges over."""
+    passes = {}
+    for name in ("rgat-additive-across", "rgat-additive-within"):
+        for outputs in (("out",), ("out", "alpha")):
+            drawn = case(LOWERED[name], "dense")
+            named = tuple((n, i) for n, i in drawn.program.outputs if n in outputs)
+            drawn = replace(drawn, program=replace(drawn.program, outputs=named))
+            steps = lower(joint(drawn), outputs).forward
+            passes[name, outputs] = sum(step.kind == "traversal" for step in steps)
+    assert passes["rgat-additive-across", ("out",)] == 1
+    assert {count for key, count in passes.items() if key != ("rgat-additive-across", ("out",))} == {2}
 
 
 def test_requested_edge_values_are_written_by_a_traversal():

@@ -17,7 +17,7 @@ from tests.emu.loader import compiler
 from tests.ir.cases import ALL_GRAPHS, case, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
-from tests.kernels.relational_specs import functions, hgt_of, rgat_of
+from tests.kernels.relational_specs import functions, hgt_of, rgat_of, without_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
@@ -27,7 +27,7 @@ PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight")
 LAYERS: dict[str, Program] = {
     "rgcn": rgcn_mean.program(x=(8,), weight=(8, 8)),
     "rgcn_sum": rgcn_sum.program(x=(8,), weight=(8, 8)),
-    "rgat": rgat_of(2, 4, 8),
+    "rgat": without_attention(rgat_of(2, 4, 8)),
     "hgt": hgt_of(1, 8, 8),
 }
 RUNS = [
@@ -103,6 +103,18 @@ def test_every_function():
     assert launched[0] == "relational_traversal"
     expected = interpret(traced, posed.rows, {name: tensor.double() for name, tensor in inputs.items()})["out"]
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
+
+
+def test_attention_that_is_asked_for():
+    traced = rgat_of(2, 4, 8)
+    rows, inputs, _ = drawn(traced, "dense", torch.float32)
+    with emulated_device() as launched:
+        actual = apply(traced, rows, inputs)
+    # The pass that weights the sources writes the attention.
+    assert "relational_map" not in launched
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    expected = interpret(traced, rows, wide)
+    assert_largest_close(torch.float32, actual, expected, "relational")
 
 
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
