@@ -28,7 +28,7 @@ from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.statements.op import DIRECTIONS
-from pyg_dfgnn.statements.segment import STATS
+from pyg_dfgnn.statements.segment import SUMS
 
 INDEX_BYTES = 4
 CHECKED_CHANNELS = (1, 7, 16, 64, 128, 200, 600)
@@ -41,26 +41,24 @@ class Aggregation:
     Attributes:
         layer: Its name in tables and figures.
         stats: Statistics that are asked for.
-        parts: What the kernels compute of them.
         weighted: Whether each edge has a weight, whose gradient is computed too.
     """
 
     layer: str
     stats: tuple[str, ...]
-    parts: tuple[str, ...] = ("sum",)
     weighted: bool = False
 
     @property
     def is_linear(self) -> bool:
         """Whether it is one product with a matrix."""
-        return self.parts == ("sum",)
+        return set(self.stats) <= set(SUMS)
 
 
 AGGREGATIONS = {
     "sum": Aggregation("sum", ("sum",)),
     "mean": Aggregation("mean", ("mean",)),
-    "max": Aggregation("max", ("max",), ("max",)),
-    "statistics": Aggregation("mean+max+min+std", ("mean", "max", "min", "std"), STATS),
+    "max": Aggregation("max", ("max",)),
+    "statistics": Aggregation("mean+max+min+std", ("mean", "max", "min", "std")),
     "weight": Aggregation("weighted sum", ("sum",), weighted=True),
 }
 
@@ -149,9 +147,7 @@ class SegmentCase(Case):
     def problem(self, dtype: str, device: torch.device) -> SegmentProblem:
         """What dispatch is asked in the dtype of that name."""
         message = "weight" if self.aggregation.weighted else "copy"
-        divides = "mean" in self.aggregation.stats
-        parts = self.aggregation.parts
-        return SegmentProblem(message, parts, self.channels, DTYPES[dtype], device, target_scaled=divides)
+        return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
 
     def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
         problem = self.problem(dtype, graph.device)
