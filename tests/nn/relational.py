@@ -42,6 +42,15 @@ def copied(value):
     return value.detach().clone().requires_grad_() if is_feature else value
 
 
+def cast(value, dtype):
+    """The value with its features in a dtype."""
+    if isinstance(value, dict):
+        return {key: cast(part, dtype) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(cast(part, dtype) for part in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def results_of(conv, *args, **kwargs):
     """Outputs and, for random gradients of them, the gradients of all features and parameters."""
     args, kwargs = copied(args), copied(kwargs)

@@ -241,5 +241,7 @@ def test_entities(conv, name):
 
 @pytest.mark.parametrize("conv", ["RGCNConv", "RGATConv"])
 def test_knowledge_graph(conv):
+    """A quarter of the edges, among all relations."""
     num_nodes, num_relations, edge_index, edge_type = fb15k237()
-    assert_same(both(conv, 2, 2, num_relations), draw(num_nodes, 2), edge_index, edge_type)
+    edges = edge_index[:, ::4].contiguous(), edge_type[::4].contiguous()
+    assert_same(both(conv, 2, 2, num_relations), draw(num_nodes, 2), *edges)

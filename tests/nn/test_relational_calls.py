@@ -303,10 +303,9 @@ def test_joint_graph():
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
-@typed
+@pytest.mark.parametrize("name", ["FastRGCNConv", "RGATConv"])
 def test_compiled_as_pygs(name):
-    if name == "RGCNConv":
-        pytest.skip("PyG's loop over relations does not compile whole")
+    """PyG's loops over relations do not compile whole."""
     conv, args = make(name), arguments(name)
     compiled = torch.compile(conv, backend="eager", fullgraph=True)
     assert_equal(compiled(*args), conv(*args))

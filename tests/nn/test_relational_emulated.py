@@ -1,0 +1,52 @@
+"""Relational layers on emulated kernels, against PyG's in float64, under an error for whatever has no kernel."""
+
+import pytest
+import torch
+
+import pyg_dfgnn
+from pyg_dfgnn.reference.tolerances import tolerance
+from tests.emu.loader import compiler
+from tests.ir.cases import GRAPHS
+from tests.kernels.emulated import emulated_device
+from tests.nn.relational import METADATA, NODES, both, cast, hetero, results_of
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+
+EDGES = GRAPHS["relations-12"]
+WIDTHS = {name: width for name, (_, width) in NODES.items()}
+LAYERS = {
+    "rgcn": ("RGCNConv", (8, 8, EDGES.num_relations), {}),
+    "embeddings": ("RGCNConv", (EDGES.num_src, 8, EDGES.num_relations), {}),
+    "film": ("FiLMConv", (8, 8, EDGES.num_relations), {}),
+    "hgt": ("HGTConv", (WIDTHS, 8, METADATA), {"heads": 2}),
+    "typed": ("HeteroLinear", (8, 8, 5), {}),
+}
+
+
+def arguments(key):
+    if key == "hgt":
+        return hetero()
+    x = torch.randn(EDGES.num_src, 8, dtype=torch.float64)
+    if key == "typed":
+        return x, torch.arange(EDGES.num_src) % 4
+    return None if key == "embeddings" else x, EDGES.edge_index, EDGES.edge_type
+
+
+@pytest.mark.parametrize("key", LAYERS)
+def test_outputs_and_gradients(key):
+    name, args, kwargs = LAYERS[key]
+    layer, oracle = both(name, *args, dtype=torch.float32, **kwargs)
+    call = arguments(key)
+    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+        actual = results_of(layer, *cast(call, torch.float32))
+    assert "relational_traversal" in launched and (key == "embeddings" or "segment_gemm" in launched)
+    expected = results_of(oracle.double(), *cast(cast(call, torch.float32), torch.float64))
+    assert list(actual) == list(expected)
+    for direction, names in (
+        ("forward", [n for n in expected if not n.startswith("d_")]),
+        ("backward", [n for n in expected if n.startswith("d_")]),
+    ):
+        size = max(expected[n].norm().item() for n in names)
+        for n in names:
+            difference = (actual[n].double() - expected[n]).norm().item()
+            assert difference <= tolerance(torch.float32, direction, "relational").relative * size, n
