@@ -6,6 +6,14 @@ from pyg_dfgnn.ops.attention.functional import (
     dot_attention,
     edge_attention,
     gatv2_attention,
+    supergat_attention,
 )
 
-__all__ = ["add_attention", "cosine_attention", "dot_attention", "edge_attention", "gatv2_attention"]
+__all__ = [
+    "add_attention",
+    "cosine_attention",
+    "dot_attention",
+    "edge_attention",
+    "gatv2_attention",
+    "supergat_attention",
+]

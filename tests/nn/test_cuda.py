@@ -22,6 +22,8 @@ CONVS = {
     "transformer": ("TransformerConv", (FEATURES, 16), {"heads": 3, "edge_dim": EDGE_DIM, "beta": True}),
     "transformer_mean": ("TransformerConv", (FEATURES, 5), {"heads": 4, "concat": False}),
     "agnn": ("AGNNConv", (), {}),
+    "supergat": ("SuperGATConv", (FEATURES, 16), {"heads": 3}),
+    "supergat_sd": ("SuperGATConv", (FEATURES, 9), {"heads": 2, "attention_type": "SD", "concat": False}),
     "gcn": ("GCNConv", (FEATURES, 16), {}),
     "gcn_weighted": ("GCNConv", (FEATURES, 33), {"improved": True}),
     "gcn_mean": ("GCNConv", (FEATURES, 16), {"aggr": "mean", "flow": "target_to_source"}),

@@ -6,6 +6,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.ops import supergat_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -61,6 +62,17 @@ def test_kernels(kind, default_settings):
     assert_all_close({name: (value, results[1][name]) for name, value in results[0].items()})
 
 
+@pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+@pytest.mark.parametrize("kind", ["MX", "SD"])
+def test_compiles_without_a_break(kind):
+    conv, x = make(kind).eval(), torch.randn(NUM_NODES, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    with emulated_device() as launched:
+        torch.testing.assert_close(compiled(x, EDGES), conv(x, EDGES))
+    assert launched.count("attention_forward") == 2
+
+
 class OwnAttention(ours.SuperGATConv):
     def get_attention(self, *args, **kwargs):
         return super().get_attention(*args, **kwargs)
@@ -77,3 +89,9 @@ def test_accelerate_swaps_it():
     model = make("MX", pyg)
     pyg_dfgnn.accelerate(model)
     assert type(model) is ours.SuperGATConv
+
+
+def test_terms_come_together():
+    graph, x = pyg_dfgnn.Graph.of(EDGES, NUM_NODES), torch.randn(NUM_NODES, 2, 4)
+    with pytest.raises(ValueError, match=r"'alpha_dst' needs a tensor next to 'alpha_src' \(got None\)"):
+        supergat_attention(graph, x, x, torch.ones(NUM_NODES, 2))

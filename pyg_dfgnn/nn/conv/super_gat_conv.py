@@ -12,9 +12,8 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call, form_of, rows_of
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
-from pyg_dfgnn.ops.attention.functional import edge_attention
+from pyg_dfgnn.ops.attention.functional import supergat_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
-from pyg_dfgnn.statements.scores import SUPERGAT_MX, SUPERGAT_SD
 
 
 class SuperGATConv(AttentionConv, conv.SuperGATConv):
@@ -31,12 +30,8 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
     propagate_type = {"x": Tensor}
     _upstream_methods = methods_of(conv.SuperGATConv)
 
-    @property
-    def _score(self) -> Any:
-        return SUPERGAT_MX if self.att_l is not None else SUPERGAT_SD
-
     def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
-        return self._score.name, self.heads, self.out_channels
+        return "supergat_sd" if self.att_l is None else "supergat_mx", self.heads, self.out_channels
 
     def _call(
         self, x: Tensor, edge_index: Adj | Graph, neg_edge_index: OptTensor = None, batch: OptTensor = None
@@ -65,20 +60,18 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
             return out
         graph, _, _ = self._edges(call)
         h = self.lin(x).view(-1, self.heads, self.out_channels)
-        terms: dict[str, Any] = {}
-        dtype = h.dtype
+        source, target, dtype = None, None, h.dtype
         if self.att_l is not None:
             source, target = attention_terms(h, self.att_l, self.att_r)
-            terms = {"source_scalars": source, "target_scalars": target}
             dtype = promoted_dtype(h.dtype, self.att_l.dtype, h.is_cuda)
-        out = edge_attention(
+        out = supergat_attention(
             graph,
-            self._score,
-            value=h,
-            target=h,
-            **terms,
+            h,
+            h,
+            source,
+            target,
             scale=self.out_channels**-0.5,
-            slope=float(self.negative_slope),
+            negative_slope=float(self.negative_slope),
             dropout_p=float(self.dropout) if self.training else 0.0,
             concat=self.concat,
         )

@@ -106,8 +106,15 @@ _add = op_of(
 _gatv2 = op_of(GATV2, {"target": "x_dst", "value": "x_src", "parameter": "att", "slope": "negative_slope"})
 
 
-_ops = {DOT: _dot, COSINE: _cosine, ADD: _add, GATV2: _gatv2}
-_ops |= {score: op_of(score, {}) for score in (SUPERGAT_MX, SUPERGAT_SD)}
+_SUPERGAT = {"target": "x_dst", "value": "x_src", "slope": "negative_slope"}
+_supergat_mx = op_of(SUPERGAT_MX, {**_SUPERGAT, "target_scalars": "alpha_dst", "source_scalars": "alpha_src"})
+_supergat_sd = op_of(SUPERGAT_SD, _SUPERGAT)
+
+
+_ops = {
+    **{DOT: _dot, COSINE: _cosine, ADD: _add, GATV2: _gatv2},
+    **{SUPERGAT_MX: _supergat_mx, SUPERGAT_SD: _supergat_sd},
+}
 
 
 def op_by_role(score: Score) -> Op:
@@ -436,3 +443,53 @@ def gatv2_attention(
     tensors = (x_dst, None, x_src, None, None, att, edge, None)
     numbers = (1.0, negative_slope, dropout_p)
     return _gatv2(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
+
+
+def supergat_attention(
+    graph: Edges,
+    x_src: Tensor,
+    x_dst: Tensor,
+    alpha_src: Tensor | None = None,
+    alpha_dst: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    negative_slope: float = 0.2,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+    concat: bool = False,
+    heads: int | None = None,
+) -> Any:
+    r"""SuperGAT attention that sums the source rows, in one of two modes.
+
+    With the terms l and r of nodes :math:`S_{ij} = \mathrm{LeakyReLU}((l_i + r_j) \, \sigma(\langle x_i, x_j \rangle))`
+    ("MX"), without them :math:`S_{ij} = \mathrm{LeakyReLU}(s \, \langle x_i, x_j \rangle)` ("SD").
+
+    Args:
+        graph: The edges.
+        x_src: Shape [N_src, H, C].
+        x_dst: Shape [N_dst, H, C].
+        alpha_src: The terms r, shape [N_src, H]; None for "SD".
+        alpha_dst: The terms l, shape [N_dst, H]; None for "SD".
+        scale: The factor s of "SD".
+        negative_slope: Slope of the LeakyReLU below 0.
+        dropout_p: Probability that an attention weight becomes 0.
+        return_weights: Also return the weights.
+        concat: As in :func:`dot_attention`.
+        heads: As in :func:`dot_attention`.
+
+    Returns:
+        As :func:`dot_attention`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A shape, device or range does not fit, or one of the terms is None and the other is not.
+
+    Source: Kim and Oh, "How to Find Your Friendly Neighborhood" (ICLR 2021).
+    """
+    if (alpha_src is None) != (alpha_dst is None):
+        name, term = ("alpha_src", "alpha_dst") if alpha_src is None else ("alpha_dst", "alpha_src")
+        raise ValueError(f"'{name}' needs a tensor next to '{term}' (got None)")
+    op = _supergat_sd if alpha_src is None else _supergat_mx
+    tensors = (x_dst, None, x_src, alpha_dst, alpha_src, None, None, None)
+    numbers = (scale, negative_slope, dropout_p)
+    return op(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
