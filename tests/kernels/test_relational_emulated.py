@@ -8,10 +8,10 @@ from pyg_dfgnn.dispatch import relational as dispatch
 from pyg_dfgnn.dispatch.traversal import RowSplitPlan
 from pyg_dfgnn.ir import Rows, interpret
 from pyg_dfgnn.ir.layers import rgcn_mean, rgcn_sum
-from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.passes import Passes, optimise
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ops.relational import apply, program, reasons_against, traversal
+from pyg_dfgnn.ops.relational import apply, reasons_against, traversal
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.ir.cases import ALL_GRAPHS, case, rows_named
@@ -47,7 +47,7 @@ def few_kernels(monkeypatch):
         constants = dispatch.constants_of(problem, wide=len(problem.text) % 2 == 0)
         return RowSplitPlan({**constants, "ORDERED": 1}, 4, 1)
 
-    monkeypatch.setattr(program, "optimise", lambda traced, _, wrt=(): optimise(traced, sizes, wrt=wrt))
+    monkeypatch.setattr(Passes, "run", lambda _, traced, sizes_here, wrt: optimise(traced, sizes, wrt=wrt)[-1].program)
     monkeypatch.setattr(traversal, "plan_step", plan)
 
 

@@ -53,8 +53,8 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
             channels,
             dtype,
             heads=heads,
-            x_shared=x_heads == 1,
-            grad_shared=y_heads == 1,
+            x_shared=x_heads < heads,
+            grad_shared=y_heads < heads,
             gather_x=gather[0],
             gather_grad=gather[1],
         )
@@ -62,12 +62,14 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
 
         def run_outer(buffers: dict[str, Tensor]) -> None:
             first, second = x(buffers).view(-1, x_heads, features), y(buffers).view(-1, y_heads, channels)
-            buffers[output] = outer(first, second).view(shape)
+            out = buffers[output] = first.new_empty(shape)
+            outer.run(first, second, out.view(-1, heads, features, channels))
 
         return run_outer
     transposed = values[right].op == "permute"
     places, columns = values[left].shape[-1], root.shape[-1]
     features, channels = (columns, places) if transposed else (places, columns)
+    # All rows have a type: nothing of the result is left out.
     linear = SegmentLinear(
         typed,
         features,
@@ -75,17 +77,17 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
         dtype,
         heads=heads,
         transposed=transposed,
-        shared=x_heads == 1,
+        shared=x_heads < heads,
         gather=gather[0],
         scatter=order,
-        num_results=rows.sizes[over],
     )
     shape = rows.sizes[over], *root.shape
 
     def run_linear(buffers: dict[str, Tensor]) -> None:
         weight = y(buffers).view(-1, y_heads, features, channels)
         added = None if bias is None else bias(buffers).view(-1, heads, columns)
-        buffers[output] = linear(x(buffers).view(-1, x_heads, places), weight, added).view(shape)
+        out = buffers[output] = weight.new_empty(shape)
+        linear.run(x(buffers).view(-1, x_heads, places), weight, added, out.view(-1, heads, columns))
 
     return run_linear
 
