@@ -6,9 +6,10 @@ from torch_geometric import EdgeIndex
 
 import pyg_dfgnn
 from pyg_dfgnn import Graph
+from pyg_dfgnn.datasets import entities, fb15k237
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, both, entities, fb15k237, hetero
+from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
@@ -231,17 +232,16 @@ def test_forms_of_edges_in_dicts(form):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["aifb", "mutag"])
+@pytest.mark.parametrize("name", ["AIFB", "MUTAG"])
 @pytest.mark.parametrize("conv", ["RGCNConv", "FastRGCNConv", "RGATConv"])
-def test_entities(conv, name):
-    num_nodes, num_relations, edge_index, edge_type = entities(name)
-    convs = both(conv, 4, 3, num_relations)
-    assert_same(convs, draw(num_nodes, 4), edge_index, edge_type)
+def test_entities(conv, name, tmp_path):
+    data = real(entities, name, cache=tmp_path, download=False)
+    convs = both(conv, 4, 3, int(data.edge_type.max()) + 1)
+    assert_same(convs, draw(data.num_nodes, 4), data.edge_index, data.edge_type)
 
 
 @pytest.mark.parametrize("conv", ["RGCNConv", "RGATConv"])
-def test_knowledge_graph(conv):
-    """A quarter of the edges, among all relations."""
-    num_nodes, num_relations, edge_index, edge_type = fb15k237()
-    edges = edge_index[:, ::4].contiguous(), edge_type[::4].contiguous()
-    assert_same(both(conv, 2, 2, num_relations), draw(num_nodes, 2), *edges)
+def test_knowledge_graph(conv, tmp_path):
+    """The first triples and their inverses, among all relations."""
+    data = real(fb15k237, num_train=70_000, cache=tmp_path, download=False)
+    assert_same(both(conv, 2, 2, 474), draw(data.num_nodes, 2), data.edge_index, data.edge_type)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import ELU, LeakyReLU, SiLU, Tanh
 
+from pyg_dfgnn.datasets import imdb
 from pyg_dfgnn.reference.zoo import many_relations
 from tests.ir.cases import ALL_GRAPHS
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, imdb
+from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
 from tests.nn.test_relational import (
     FORMS,
     GRAPH,
@@ -159,5 +160,7 @@ def test_han_dropout():
 
 @pytest.mark.parametrize("name,options", [("HANConv", {"heads": 2}), ("HGTConv", {"heads": 2})], ids=str)
 def test_films(name, options):
-    x_dict, edges = imdb()
+    data = real(imdb)
+    edges = data.edge_index_dict
+    x_dict = {node: x[:, :8].double() for node, x in data.x_dict.items()}
     assert_same(both(name, 8, 8, (list(x_dict), list(edges)), **options), x_dict, edges)
