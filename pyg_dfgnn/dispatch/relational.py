@@ -7,7 +7,15 @@ import torch
 
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu
-from pyg_dfgnn.dispatch.traversal import ORDERED_EDGES, STORAGE, RowSplitPlan, lane_constants, max_edges_of
+from pyg_dfgnn.dispatch.traversal import (
+    ORDERED_EDGES,
+    STORAGE,
+    RowSplitPlan,
+    items_per_block,
+    joined_edges,
+    lane_constants,
+    max_edges_of,
+)
 from pyg_dfgnn.graph import Adjacency
 from pyg_dfgnn.statements.spec import Spec
 
@@ -23,6 +31,7 @@ class StepProblem:
         channels: C.
         indices: Domains that are looked up by position.
         fragments: Vectors of the state of a row.
+        head_values: Numbers per head of the state of a row.
         gathered: Vectors that a lane gathers for a position.
         is_exact: Whether results are compared between kernels, so that all round alike.
         dtype: Dtype of the features.
@@ -35,6 +44,7 @@ class StepProblem:
     channels: int
     indices: int
     fragments: int
+    head_values: int
     gathered: int
     is_exact: bool
     dtype: torch.dtype
@@ -44,6 +54,16 @@ class StepProblem:
     def row_bytes(self) -> int:
         """Bytes of a vector."""
         return self.heads * self.channels * self.dtype.itemsize
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers, in float32, of the state of a row."""
+        return self.heads * (self.fragments * self.channels + self.head_values)
+
+
+_JOINED_WARPS = 8
+_JOINED_BYTES = 48 << 10
+"""Shared memory for the states of a block's chunks, which are then joined without another launch."""
 
 
 def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -94,7 +114,13 @@ def plan_step(problem: StepProblem, side: Adjacency | None) -> RowSplitPlan:
         constants = constants_of(problem, wide=False)
     max_edges = max_edges_of(side.num_edges, side.max_degree)
     if side.max_degree > max_edges:
-        return RowSplitPlan({**constants, "ORDERED": 1}, min(2 * max_edges, ORDERED_EDGES), 1)
+        longest = min(2 * max_edges, ORDERED_EDGES)
+        joined = {**constants, "WARPS": _JOINED_WARPS, "JOINED": 1}
+        items = items_per_block(joined)
+        length = joined_edges(side, items)
+        if length <= longest and 4 * items * problem.state_elements <= _JOINED_BYTES:
+            return RowSplitPlan(joined, length, 1)
+        return RowSplitPlan({**constants, "ORDERED": 1}, longest, 1)
     return RowSplitPlan(constants, max_edges, 1)
 
 

@@ -18,8 +18,9 @@ Run = Callable[[dict[str, Tensor]], None]
 
 def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
     """Return the problem of a generated kernel; `compares` as for :func:`prepare`."""
-    sizes = kernel.heads, kernel.channels, len(kernel.indices), kernel.fragments, kernel.gathered
-    return StepProblem(kernel.kind, kernel.text, *sizes, compares, dtype, device)
+    sizes = kernel.heads, kernel.channels, len(kernel.indices)
+    state = kernel.fragments, kernel.head_values, kernel.gathered
+    return StepProblem(kernel.kind, kernel.text, *sizes, *state, compares, dtype, device)
 
 
 def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Run:
@@ -50,7 +51,7 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     side = rows.adjacency(step.domain, step.over)
     plan = plan_step(problem, side)
     indices = [rows.at_positions(step.domain, step.over, domain) for domain in kernel.indices]
-    elements = kernel.fragments * kernel.heads * kernel.channels + kernel.head_values * kernel.heads
+    elements = problem.state_elements
     fixed = addresses([*indices, *of_rows])
     places = tuple(range(len(fixed) + len(names)))
     spec, count = spec_of(problem, plan.constants), len(places)
