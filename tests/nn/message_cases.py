@@ -23,15 +23,16 @@ FEATURES, WIDTH, EDGE = 6, 4, 3
 
 
 class Inputs:
-    """Random float64 inputs of a graph, each a leaf that takes a gradient; the same for the same graph."""
+    """Random inputs of a graph, each a leaf that takes a gradient; the same for the same graph."""
 
-    def __init__(self, graph: EdgeList) -> None:
+    def __init__(self, graph: EdgeList, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
         self.graph, self.edge_index, self.leaves = graph, graph.edge_index, dict[str, Tensor]()
         self._generator = torch.Generator().manual_seed(5)
 
     def draw(self, name: str, *shape: int, positive: bool = False) -> Tensor:
         drawn = torch.randn(*shape, dtype=torch.float64, generator=self._generator)
-        self.leaves[name] = (drawn.abs() + 0.1 if positive else drawn).requires_grad_()
+        self.leaves[name] = (drawn.abs() + 0.1 if positive else drawn).to(self.dtype).requires_grad_()
         return self.leaves[name]
 
     @property
@@ -238,7 +239,7 @@ REFUSED: dict[str, Case] = {
 def watched():
     """Yield the list of (layer, method, trace, reasons) of the calls of compiled layers inside."""
     calls: list[tuple[Any, ...]] = []
-    messages.watchers.append(lambda *call: calls.append(call))
+    messages.watchers.append(lambda layer, method, outcome, why: calls.append((layer, method, outcome.trace, why)))
     try:
         yield calls
     finally:
@@ -258,15 +259,17 @@ def twins(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.n
     return layer, marked
 
 
-def outputs_and_gradients(layer: torch.nn.Module, case: Case, graph: EdgeList) -> dict[str, Tensor]:
+def outputs_and_gradients(
+    layer: torch.nn.Module, case: Case, graph: EdgeList, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """Return the outputs of a call and the gradients of its inputs and of the layer's parameters by name."""
-    inputs = Inputs(graph)
+    inputs = Inputs(graph, dtype)
     torch.manual_seed(4)
     out = case.call(layer, inputs)
     outs = [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o is not None]
     leaves = inputs.leaves | dict(layer.named_parameters())
     generator = torch.Generator().manual_seed(6)
-    loss = sum((o * torch.randn(o.shape, dtype=o.dtype, generator=generator)).sum() for o in outs)
+    loss = sum((o * torch.randn(o.shape, dtype=torch.float64, generator=generator)).sum() for o in outs)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     named = {
         f"d_{name}": torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)

@@ -150,7 +150,7 @@ calls = []
 messages.watchers.append(lambda *call: calls.append(call))
 with messages.interpreted():
     assert torch.equal(layer(x, torch.tensor({EDGES.tolist()})), expected)
-assert calls[0][2].program is not None
+assert calls[0][2].trace.program is not None
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

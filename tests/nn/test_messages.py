@@ -13,6 +13,7 @@ from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
+from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, outputs_and_gradients, twins, watched
 from tests.nn.message_users import USERS
 
@@ -338,3 +339,16 @@ def test_second_derivatives():
             (gradient,) = torch.autograd.grad(module(x, EDGES).square().sum(), x, create_graph=True)
         results.append(torch.autograd.grad(gradient.square().sum(), x)[0])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["Modulated", "Temperature", "SignedAttention"])
+def test_kernels_run_messages(name):
+    """Generated kernels, emulated, give PyG's outputs and gradients within the rounding of float32."""
+    case, graph = _user_case(name), ZOO["self-loops"]()
+    layer, marked = twins(case.make)
+    expected = outputs_and_gradients(layer, case, graph)
+    with emulated_device(), settings(fallback="error"), watched() as calls:
+        results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
+    assert [reasons for *_, reasons in calls] == [[]]
+    for key, value in expected.items():
+        torch.testing.assert_close(results[key].double(), value, rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")

@@ -108,18 +108,25 @@ def _amax(t: Tracer, func: Any, x: Symbol, dim: Any = (), keepdim: bool = False)
 # Products -------------------------------------------------------------------------------------------------------------
 
 
+def _is_of_nodes(t: Tracer, number: int) -> bool:
+    """Whether a value on edges only moves numbers of one end."""
+    value = t.builder.values[number]
+    if value.op in ("view", "permute", "slice", "expand"):
+        return _is_of_nodes(t, value.args[0])
+    return value.op == "gather"
+
+
 def _mapped(t: Tracer, x: int, weight: int) -> int:
     """Return x W; of joined rows the sum of the parts' maps, so that those of gathered rows are maps of nodes."""
     value, shape = t.builder.values[x], t.shape(x)
     joined = t.builder.values[value.args[0]] if value.op == "view" else value
     rank, is_same = len(t.shape(weight)), shape == tuple(n for n in joined.shape if n != 1) or joined is value
-    parts = [t.builder.values[arg] for arg in joined.args]
-    if joined.op != "concat" or not is_same or all(part.op not in ("gather", "view") for part in parts):
+    if joined.op != "concat" or not is_same or not any(_is_of_nodes(t, arg) for arg in joined.args):
         return t.emit("linear", x, weight)
     swap = (*range(rank - 2), rank - 1, rank - 2)
     columns, begin, products = t.emit("permute", weight, attrs=(swap,)), 0, list[int]()
-    for arg, part in zip(joined.args, parts):
-        end = begin + part.shape[-1]
+    for arg in joined.args:
+        end = begin + t.shape(arg)[-1]
         piece = t.emit("permute", t.emit("slice", columns, attrs=(begin, end)), attrs=(swap,))
         rows = t.emit("view", arg, attrs=((*shape[:-1], end - begin),))
         products.append(_mapped(t, rows, piece))

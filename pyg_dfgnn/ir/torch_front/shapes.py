@@ -133,9 +133,23 @@ def _sliced(t: Tracer, x: Symbol, dim: int, begin: int, end: int) -> Symbol:
     if x.rows is not None and dim == 0:
         raise t.stop(_BY_POSITION)
     x.shared = True
-    order, back = _last(dim - (x.rows is not None), len(x.sizes))
-    part = t.emit("slice", t.emit("permute", t.full(x), attrs=(order,)), attrs=(begin, end))
-    return t.result(x.narrow(dim, begin, end - begin), t.emit("permute", part, attrs=(back,)), x.rows, shared=True)
+    number, axis, value = t.full(x), dim - (x.rows is not None), t.value(x)
+    if value.op == "concat" and axis != len(x.sizes) - 1:
+        # The parts keep apart, so that maps of them may be those of nodes.
+        parts = [_ranged(t, arg, axis, begin, end) for arg in value.args]
+        number = t.emit("concat", *parts)
+    else:
+        number = _ranged(t, number, axis, begin, end)
+    return t.result(x.narrow(dim, begin, end - begin), number, x.rows, shared=True)
+
+
+def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
+    value, shape = t.builder.values[number], t.shape(number)
+    if value.op == "expand" and ((1,) * len(shape) + t.shape(value.args[0]))[axis - len(shape)] == 1:
+        return t.emit("expand", value.args[0], attrs=((*shape[:axis], end - begin, *shape[axis + 1 :]),))
+    order, back = _last(axis, len(t.shape(number)))
+    part = t.emit("slice", t.emit("permute", number, attrs=(order,)), attrs=(begin, end))
+    return t.emit("permute", part, attrs=(back,))
 
 
 @names("narrow", "select")

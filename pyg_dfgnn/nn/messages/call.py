@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,8 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.relational import unsupported_reasons
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import interpret
+from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.lanes import Refusal as NoKernel
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description
@@ -22,29 +27,26 @@ from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
+from pyg_dfgnn.ops.relational import apply, reasons_against, rows_of
 from pyg_dfgnn.settings import settings
-
-NO_KERNELS = "no kernels are generated from programs yet"
 
 
 class Backend(NamedTuple):
     """What runs programs.
 
     Attributes:
-        reasons: (program, device, dtype) -> why it cannot run one.
+        reasons: (program, rows, inputs) -> why it cannot run one.
         apply: (program, rows, inputs) -> outputs.
+        devices: Types of devices that it runs on; None for any.
     """
 
-    reasons: Callable[[Program, torch.device, torch.dtype], Sequence[str]]
+    reasons: Callable[[Program, Rows, Mapping[str, Tensor]], Sequence[str]]
     apply: Callable[[Program, Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    devices: Collection[str] | None
 
 
-def _kernel_reasons(program: Program, device: torch.device, dtype: torch.dtype) -> list[str]:
-    return [NO_DEVICE] if device.type != "cuda" else [NO_KERNELS]
-
-
-KERNELS = Backend(_kernel_reasons, interpret)
-INTERPRETER = Backend(lambda program, device, dtype: (), interpret)
+KERNELS = Backend(reasons_against, apply, fused_device_types)
+INTERPRETER = Backend(lambda program, rows, inputs: (), interpret, None)
 _backend = KERNELS
 
 
@@ -59,22 +61,36 @@ def interpreted() -> Iterator[None]:
         _backend = before
 
 
-watchers: list[Callable[[Any, str, Trace | None, Sequence[str]], None]] = []
-"""Called with the layer, the method, the trace and the reasons of each call of a compiled layer."""
+class Outcome(NamedTuple):
+    """What became of a call.
+
+    Attributes:
+        trace: Its trace; None if there was no attempt at one.
+        sizes: Numbers of rows; None without a trace.
+        returned: What the program has returned, in a tuple; None if PyG's function is to run.
+    """
+
+    trace: Trace | None = None
+    sizes: dict[Domain, int] | None = None
+    returned: tuple[Any] | None = None
+
+
+watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
+"""Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
 
 
 def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
-    """Return what a copy of a layer would do with a call: the programs that it runs, or what was refused and where."""
-    calls: list[tuple[Trace | None, Sequence[str]]] = []
-    layer = copy.deepcopy(layer)
+    """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
+    calls: list[tuple[Outcome, Sequence[str]]] = []
+    layer, has_grad = copy.deepcopy(layer), torch.is_grad_enabled()
     for module in layer.modules():
         # A description of a whole model has come here through hooks of its own.
         for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
-    def watch(other: Any, method: str, trace: Trace | None, reasons: Sequence[str]) -> None:
+    def watch(other: Any, method: str, outcome: Outcome, reasons: Sequence[str]) -> None:
         if other is layer:
-            calls.append((trace, tuple(reasons)))
+            calls.append((outcome, tuple(reasons)))
 
     watchers.append(watch)
     try:
@@ -82,25 +98,19 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
             layer(*args, **kwargs)
     finally:
         watchers.remove(watch)
-    reasons = [reason for _, against in calls for reason in against if device is None or reason != NO_DEVICE]
-    programs = [trace for trace, _ in calls if trace is not None and trace.program is not None]
-    if device is not None:
-        reasons += [r for t in programs for r in _backend.reasons(t.program, device, t.dtype)]  # type: ignore[arg-type]
-    if not calls:
-        reasons.append("this forward does not pass messages")
-    plan = "\n".join(dict.fromkeys(map(str, programs))) or None
-    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, plan)
-
-
-def rows_of_graph(graph: Graph) -> Rows:
-    """Return the rows of a graph, made once."""
-    rows = _rows.get(graph)
-    if rows is None:
-        rows = _rows[graph] = Rows(graph)
-    return rows
-
-
-_rows: weakref.WeakKeyDictionary[Graph, Rows] = weakref.WeakKeyDictionary()
+    reasons, plans = [] if calls else ["this forward does not pass messages"], []
+    for outcome, against in calls:
+        reasons += [reason for reason in against if device is None or reason != NO_DEVICE]
+        if outcome.trace is not None and outcome.trace.program is not None and outcome.sizes is not None:
+            program, wrt = outcome.trace.program, tuple(outcome.trace.program.inputs) if has_grad else ()
+            plans.append(str(program))
+            try:
+                if device is not None:
+                    reasons += unsupported_reasons(outcome.trace.dtype, device)
+                    plans[-1] = str(lower(Passes().run(program, outcome.sizes, wrt), list(dict(program.outputs))))
+            except NoKernel as refusal:
+                reasons.append(str(refusal))
+    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
 
 
 def _layer_reasons(layer: Any, call: Call) -> list[str]:
@@ -133,31 +143,35 @@ def _update_reasons(layer: Any, call: Call) -> list[str]:
 def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
     reasons = [*_layer_reasons(layer, call), *_update_reasons(layer, call)]
-    trace, outputs = None, None
+    outcome = Outcome()
     if not reasons and call.edge_index.size(1) > 0:
-        trace, outputs = _attempt(layer, call, reasons)
+        outcome = _attempt(layer, call, reasons)
     for watcher in watchers:
-        watcher(layer, call.method, trace, reasons)
-    if outputs is None:
-        if reasons:
-            report_fallback(type(layer).__name__, reasons)
-        kwargs = call.kwargs if call.size is None else {**call.kwargs, "size": call.size}
-        return call.own(layer, call.edge_index, **kwargs)
-    return outputs[0]
+        watcher(layer, call.method, outcome, reasons)
+    if outcome.returned is not None:
+        return outcome.returned[0]
+    if reasons:
+        report_fallback(type(layer).__name__, reasons)
+    kwargs = call.kwargs if call.size is None else {**call.kwargs, "size": call.size}
+    return call.own(layer, call.edge_index, **kwargs)
 
 
-def _attempt(layer: Any, call: Call, reasons: list[str]) -> tuple[Trace | None, tuple[Any] | None]:
-    """Run a call as a program; with reasons, added to the list, there is no result."""
+def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
+    """Run a call as a program; with reasons, added to the list, it returns nothing."""
     spec = spec_of(layer, call, reasons)
     if spec is None:
-        return None, None
+        return Outcome()
     bound = trace_of(layer, call, spec)
     trace = bound.trace
     if trace.program is None:
         reasons += trace.reasons
-        return trace, None
+        return Outcome(trace)
+    is_forward = layer.flow == "source_to_target"
+    num_src, num_dst = spec.sizes if is_forward else spec.sizes[::-1]
+    outcome = Outcome(trace, {One: 1, S: num_src, D: num_dst, E: call.edge_index.size(1)})
     device = call.edge_index.device
-    reasons += _backend.reasons(trace.program, device, trace.dtype)
+    if _backend.devices is not None and device.type not in _backend.devices:
+        reasons.append(NO_DEVICE)
     inputs: dict[str, Tensor] = {}
     for name, source, table, key in bound.inputs:
         tensor = argument_of(call.kwargs, source) if table is None else table[key]
@@ -165,11 +179,12 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> tuple[Trace | None, 
             reasons.append(f"'{source.name}' is on {tensor.device} and edge_index on {device}")
         inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
     if reasons:
-        return trace, None
-    is_forward = layer.flow == "source_to_target"
-    num_src, num_dst = spec.sizes if is_forward else spec.sizes[::-1]
-    graph = Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward)
-    results = dict(_backend.apply(trace.program, rows_of_graph(graph), inputs))
+        return outcome
+    rows = rows_of(Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward))
+    reasons += _backend.reasons(trace.program, rows, inputs)
+    if reasons:
+        return outcome
+    results = dict(_backend.apply(trace.program, rows, inputs))
     for name, (dtype, axis) in trace.results.items():
         result = results[name] if axis == 0 else results[name].movedim(0, axis)
         results[name] = result.to(dtype).contiguous()
@@ -181,7 +196,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> tuple[Trace | None, 
     returned = tree_unflatten([results[str(k)] for k in range(trace.tree.num_leaves)], trace.tree)
     if call.method == "propagate" and type(layer).update is not MessagePassing.update:
         returned = layer.update(returned, **_update_arguments(layer, call, spec))
-    return trace, (returned,)
+    return outcome._replace(returned=(returned,))
 
 
 def _update_arguments(layer: Any, call: Call, spec: Spec) -> dict[str, Any]:
