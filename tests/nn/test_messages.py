@@ -328,6 +328,18 @@ def test_lower_precisions_and_mixed_ones(dtype):
         torch.testing.assert_close(result, expected, rtol=3e-2, atol=3e-1 if dtype is torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_gives_pygs_dtypes(dtype):
+    layer, marked = (module.to(torch.float32) for module in twins(TRACED["GINEConv"].make))
+    layer.nn = marked.nn = torch.nn.Identity()
+    x, attr = torch.randn(5, 6, dtype=dtype), torch.randn(5, 3, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16), messages.interpreted(), watched() as calls:
+        expected, result = layer(x, EDGES, attr), marked(x, EDGES, attr)
+    assert calls[0][2].program is not None and result.dtype is expected.dtype
+    torch.testing.assert_close(result, expected, rtol=3e-2, atol=3e-2)
+    assert check(marked_layer().float(), X.float(), EDGES) is not calls[0][2]
+
+
 def test_second_derivatives():
     layer, marked = twins(Weighted)
     for module in (layer, marked):

@@ -142,6 +142,13 @@ def line_of_user(own: str | None = None) -> str:
     return f"{'/'.join(name.split('/')[-2:])}:{line} `{linecache.getline(name, line).strip()}`"
 
 
+_PRODUCTS = frozenset("linear matmul mm bmm mv addmm rmatmul".split())
+_EXACT = frozenset(
+    "exp log log1p pow rsqrt reciprocal sum norm softmax log_softmax softplus cosine_similarity layer_norm".split()
+)
+"""What autocast computes in float32 on CUDA devices."""
+
+
 def _is_lost(x: Tensor) -> bool:
     """Whether an operation before this one was refused."""
     return isinstance(x, Symbol) and x.number is None and x.ids is None and x.lift is None
@@ -154,6 +161,7 @@ class Tracer(TorchFunctionMode):
         functions: Name of a torch function -> what it does to values (:data:`FUNCTIONS`).
         tensors: Id of a tensor of the module -> the name of its input.
         sizes: Fake numbers of rows.
+        autocast: Device type and dtype that products have under autocast; None without it.
         own: File of the traced class, whose lines reasons may name.
 
     Attributes:
@@ -169,6 +177,7 @@ class Tracer(TorchFunctionMode):
         functions: Mapping[str, Callable[..., Any]],
         tensors: Mapping[int, tuple[str, Tensor]],
         sizes: Sizes,
+        autocast: tuple[str, torch.dtype] | None = None,
         own: str | None = None,
     ) -> None:
         super().__init__()
@@ -178,6 +187,7 @@ class Tracer(TorchFunctionMode):
         self.lines: dict[int, str] = {}
         self.widest: torch.dtype | None = None
         self._functions, self._tensors, self._own = functions, tensors, own
+        self._autocast = autocast
         self._lifted: dict[int, Symbol] = {}
         self._line = ""
         self._flow = (S, D)
@@ -363,6 +373,8 @@ class Tracer(TorchFunctionMode):
             result = handler(self, func, *args, **kwargs)
         except (TypeError, ValueError, KeyError, AssertionError) as error:
             raise self.stop(f"`{name}` with these arguments ({error})") from error
+        if self._autocast is not None and isinstance(result, Symbol) and result.dtype.is_floating_point:
+            result = self._cast(base, result, *self._autocast)
         if not torch.is_grad_enabled() and isinstance(result, Symbol) and result.number is not None:
             result.number = self.emit("detach", result.number)
         if in_place:
@@ -377,6 +389,17 @@ class Tracer(TorchFunctionMode):
             )
             return target
         return result
+
+    def _cast(self, name: str, result: Symbol, device: str, dtype: torch.dtype) -> Symbol:
+        """Return a result with the dtype that autocast gives it; values have one dtype, so nothing is rounded here."""
+        if name in _PRODUCTS:
+            dtype = torch.float64 if result.dtype is torch.float64 else dtype
+        elif name in _EXACT and device == "cuda":
+            dtype = torch.promote_types(result.dtype, torch.float32)
+        else:
+            return result
+        meta = result.new_empty(result.shape, dtype=dtype)
+        return Symbol.of(meta, result.number, result.rows, lead=result.lead, ids=result.ids, shared=result.shared)
 
     def _unknown(self, func: Any, name: str, args: Any, kwargs: Any, *, is_new: bool) -> Any:
         """Refuse a function and go on, where its size can be told, to find what else stands in the way."""

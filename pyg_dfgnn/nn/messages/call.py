@@ -130,8 +130,6 @@ def _layer_reasons(layer: Any, call: Call) -> list[str]:
         reasons.append(f"edge_index is a {type(edge_index).__name__}")
     elif edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
         reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
-    elif torch.is_autocast_enabled(edge_index.device.type):
-        reasons.append("autocast is enabled")
     return reasons
 
 
@@ -184,7 +182,12 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     reasons += _backend.reasons(trace.program, rows, inputs)
     if reasons:
         return outcome
-    results = dict(_backend.apply(trace.program, rows, inputs))
+    if spec.autocast is None:
+        results = dict(_backend.apply(trace.program, rows, inputs))
+    else:
+        # The program has one dtype; what autocast makes of the results is part of the trace.
+        with torch.autocast(device.type, enabled=False):
+            results = dict(_backend.apply(trace.program, rows, inputs))
     for name, (dtype, axis) in trace.results.items():
         result = results[name] if axis == 0 else results[name].movedim(0, axis)
         results[name] = result.to(dtype).contiguous()

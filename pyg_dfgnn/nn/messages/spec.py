@@ -51,6 +51,7 @@ class Spec(NamedTuple):
         lifted: Argument with features of nodes -> the rows of the edges by which they are gathered.
         sizes: Numbers of nodes that row 0 and row 1 of the edges point to.
         is_square: Whether sources and targets are one set of nodes to the code.
+        autocast: Device type and dtype of autocast; None without it.
     """
 
     key: tuple[Any, ...]
@@ -58,6 +59,7 @@ class Spec(NamedTuple):
     lifted: dict[str, set[int]]
     sizes: tuple[int, int]
     is_square: bool
+    autocast: tuple[str, torch.dtype] | None
 
 
 class Signature(NamedTuple):
@@ -121,14 +123,16 @@ def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
     targets = second if layer.flow == "source_to_target" else first
     counts = call.edge_index.size(1), targets
     roles: dict[str, Any] = {}
-    key: list[Any] = [call.method, layer.flow, layer.node_dim, declared, is_square]
+    device = call.edge_index.device.type
+    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    key: list[Any] = [call.method, layer.flow, layer.node_dim, declared, is_square, autocast]
     for name, value in kwargs.items():
         if name in node_names or name in signature.direct:
             roles[name], part = _role(value, counts, layer.node_dim if name in node_names else None)
             key.append((name, part))
             if roles[name] is _UNKNOWN:
                 reasons.append(f"'{name}' is a {type(value).__name__}")
-    return None if reasons else Spec(tuple(key), roles, node_names, (first, second), is_square)
+    return None if reasons else Spec(tuple(key), roles, node_names, (first, second), is_square, autocast)
 
 
 def _agree(sizes: list[int | None], row: int, size: int) -> None:

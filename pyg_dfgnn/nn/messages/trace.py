@@ -190,7 +190,7 @@ def _once(
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
     own_file = inspect.getsourcefile(type(layer))
-    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, own_file)
+    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, spec.autocast, own_file)
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
@@ -235,7 +235,9 @@ def _once(
         read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n not in sources)
         tensors = [argument_of(call.kwargs, s) if s.is_argument else paths[s.name] for s in named.values()]
         dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
-        if tracer.widest in (None, dtype) or torch.promote_types(tracer.widest, dtype) is dtype:
+        # Kernels compute in float32 whatever the dtype, as autocast wants it.
+        widest = tracer.widest if tracer.widest is not None and spec.autocast is None else dtype
+        if torch.promote_types(widest, dtype) is dtype:
             trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed)
             return trace, values, lines
         reasons.append(f"{tracer.widest} is computed with, of inputs of {dtype}")
