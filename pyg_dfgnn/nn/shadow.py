@@ -6,6 +6,7 @@ that these name. :class:`Reads` makes checks of it that cost a comparison each.
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import sys
@@ -97,8 +98,7 @@ class Reads:
             self.checks[place] = Check(path, table, key, frozen(value) if value is not MISSING else value)
         except TypeError as error:
             self.reasons.append(f"'self.{name}' is {error}")
-        if isinstance(value, types.FunctionType):
-            self.function(value)
+        self._follow(value)
 
     def hold(self, owner: Any, name: str, value: Any) -> None:
         """Note what an object other than the layer has under a name."""
@@ -106,34 +106,26 @@ class Reads:
 
     def of_class(self, kind: type, name: str) -> None:
         """Note a method or another attribute of a class."""
-        value = getattr(kind, name, MISSING)
-        if not isinstance(value, types.MethodType):
-            self.hold(kind, name, value)
         for base in kind.__mro__:
-            entry = base.__dict__.get(name)
-            entry = getattr(entry, "fget", None) or getattr(entry, "__func__", None) or entry
-            if isinstance(entry, types.FunctionType):
-                self.function(entry, kind)
+            if name in base.__dict__:
+                self._entry(kind, name, base.__dict__[name], set(), f"'{kind.__name__}.{name}'", kind)
                 return
-        if not callable(value) and not isinstance(value, property):
-            try:
-                frozen(value)
-            except TypeError as error:
-                self.reasons.append(f"'{kind.__name__}.{name}' is {error}")
 
     def function(self, function: Any, kind: type | None = None) -> None:
         """Note a function's code and, of a user's, the globals, defaults, cells and helpers that it names."""
-        function = getattr(function, "__wrapped__", function)
         if not isinstance(function, types.FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
+        self.function(getattr(function, "__wrapped__", None), kind)
         code = function.__code__
         if is_of_libraries(code.co_filename):
             return
         self.hold(function, "__code__", code)
         self.hold(function, "__defaults__", function.__defaults__)
         self.hold(function, "__kwdefaults__", function.__kwdefaults__)
-        names = set(_names_in(code))
+        names, loaded = set(_names_in(code)), set(_loaded_in(code))
+        for name in sorted(names & _MODES):
+            self.reasons.append(f"{function.__qualname__} asks for {name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             if name == "__class__":
                 continue
@@ -141,30 +133,51 @@ class Reads:
                 self._named(cell, "cell_contents", cell.cell_contents, names, f"'{name}' of {function.__qualname__}")
             except ValueError:
                 self.reasons.append(f"'{name}' of {function.__qualname__} has no value yet")
-        for name in names & function.__globals__.keys():
+        for name in loaded & function.__globals__.keys():
             owner = _Namespace.of(function.__globals__)
             self._named(owner, name, function.__globals__[name], names, f"the global '{name}'")
-        for base in kind.__mro__ if kind is not None and "super" in names else ():
+        for base in kind.__mro__ if kind is not None and "super" in loaded else ():
             for name in names & base.__dict__.keys():
-                if isinstance(base.__dict__[name], types.FunctionType):
-                    self.hold(base, name, base.__dict__[name])
-                    self.function(base.__dict__[name], kind)
+                self._entry(base, name, base.__dict__[name], names, f"'{base.__name__}.{name}'", kind)
+
+    def _entry(self, owner: Any, name: str, entry: Any, names: set[str], what: str, kind: type | None = None) -> None:
+        """Note what a class or a module has under a name."""
+        inner = getattr(entry, "fget", None) or getattr(entry, "__func__", None)
+        if inner is not None:
+            self.function(inner, kind)
+        elif isinstance(entry, types.FunctionType):
+            self.hold(owner, name, entry)
+            self.function(entry, kind)
+        elif callable(entry) or hasattr(entry, "__get__"):
+            self.hold(owner, name, entry)
+        else:
+            self._named(owner, name, entry, names, what)
 
     def _named(self, owner: Any, name: str, value: Any, names: set[str], what: str) -> None:
         if isinstance(value, (Tensor, torch.nn.Module)):
             self.hold(owner, name, value)
             return
         try:
-            copy = frozen(value)
+            self.hold(owner, name, frozen(value))
         except TypeError as error:
             self.reasons.append(f"{what} is {error}")
             return
-        self.hold(owner, name, copy)
-        if isinstance(value, types.FunctionType):
-            self.function(value)
-        elif isinstance(value, types.ModuleType) and not _is_library(value):
+        self._follow(value)
+        if isinstance(value, (types.ModuleType, type)) and not _is_library(value):
             for inner in names & vars(value).keys():
-                self._named(value, inner, vars(value)[inner], names, f"'{value.__name__}.{inner}'")
+                self._entry(value, inner, vars(value)[inner], names, f"'{value.__name__}.{inner}'")
+
+    def _follow(self, value: Any) -> None:
+        """Note the functions that plain data holds."""
+        if isinstance(value, functools.partial):
+            self._follow(value.func)
+        elif isinstance(value, (list, tuple)):
+            for entry in value:
+                self._follow(entry)
+        elif isinstance(value, dict):
+            self._follow(list(value.values()))
+        else:
+            self.function(value)
 
 
 class _Namespace:
@@ -183,11 +196,28 @@ class _Namespace:
         return cls._known.setdefault(id(table), cls(table))
 
 
-def _is_library(module: types.ModuleType) -> bool:
-    return is_of_libraries(getattr(module, "__file__", None) or "<built-in>") or module.__name__ in _STANDARD
+def _is_library(value: Any) -> bool:
+    """Whether a module, or the module of a class, is no user's."""
+    module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
+    name = getattr(module, "__name__", "builtins")
+    return name in _STANDARD or is_of_libraries(getattr(module, "__file__", None) or "<built-in>")
 
 
 _STANDARD = frozenset({"math", "numpy", "functools", "itertools", "operator", "copy", "typing", "warnings"})
+
+
+_MODES = frozenset("is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_compiling is_scripting".split())
+"""What a trace would answer once for all calls."""
+
+
+def _loaded_in(code: types.CodeType) -> Iterator[str]:
+    """The globals that code reads."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _loaded_in(constant)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_refused_messages_are_pygs(name):
 class Weighted(MessagePassing):
     """What the tests of state change."""
 
-    scale = 2.0
+    scale, shifts = 2.0, {0: 0.5}
 
     def __init__(self, channels=4):
         super().__init__(aggr="add")
@@ -88,13 +88,23 @@ class Weighted(MessagePassing):
         return self.propagate(edge_index, x=x, weight=weight)
 
     def message(self, x_j, weight):
-        out = self.act(self.lin(x_j)) ** self.power * self.scale + len(self.names) + OFFSET
+        out = (
+            self.act(self.lin(x_j)) ** self.power * self.scale
+            + len(self.names)
+            + OFFSET
+            + self.shifts[0]
+            + Constants.shift
+        )
         out = helper(out) if self.training else out
         out = out if self.bias is None else out + self.bias
         return out if weight is None else out * weight.view(-1, 1)
 
 
 OFFSET = 0.5
+
+
+class Constants:
+    shift = 1.0
 
 
 def helper(x):
@@ -139,6 +149,8 @@ CHANGES = {
     "training": lambda layer, patch: layer.eval(),
     "instance": lambda layer, patch: setattr(layer, "scale", 3.0),
     "class": lambda layer, patch: patch.setattr(Weighted, "scale", 4.0),
+    "class-list": lambda layer, patch: patch.setitem(Weighted.shifts, 0, 0.125),
+    "namespace": lambda layer, patch: patch.setattr(Constants, "shift", 3.0),
     "method": lambda layer, patch: patch.setattr(Weighted, "message", lambda self, x_j, weight: 2 * x_j),
     "helper": lambda layer, patch: patch.setitem(globals(), "helper", other_helper),
     "helper-code": lambda layer, patch: patch.setattr(helper, "__code__", other_helper.__code__),
@@ -235,6 +247,8 @@ class Refused(MessagePassing):
         if self.kind == "entries":
             x_j[:, 0] = 0  # says why
             return x_j
+        if self.kind == "requires-grad":
+            return x_j if x_j.requires_grad else 2 * x_j  # says why
         if self.kind == "counter":
             self.count += 1
         if self.kind == "namespace":
@@ -244,7 +258,7 @@ class Refused(MessagePassing):
 
 UNKNOWN = torch.ones(4, dtype=torch.float64)
 KINDS = "branch item unsupported argument parameter all-edges size float-of-size position mask dropout random".split()
-KINDS += "statistics table ids global entries".split()
+KINDS += "statistics table ids global entries requires-grad".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,6 +282,18 @@ def test_state_that_cannot_be_followed_is_refused(kind, reason):
     layer = marked_layer(Refused, kind)
     assert reason in check(layer, X, EDGES, pyg=True).reasons[0]
     assert layer.count == (kind == "counter")
+
+
+def test_modes_of_torch_are_refused():
+    class Modal(MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return x_j if torch.is_grad_enabled() else 2 * x_j
+
+    reasons = check(marked_layer(Modal), X, EDGES, pyg=True).reasons
+    assert "message asks for is_grad_enabled" in reasons[0]
 
 
 def test_every_line_that_is_refused_is_listed():

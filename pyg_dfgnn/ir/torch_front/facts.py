@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, Handler
 from pyg_dfgnn.ir.torch_front.symbols import Tracer
 
@@ -40,8 +38,20 @@ for _name in _ASKED.split():
 for _what, _names in _UNDECIDED.items():
     for _name in _names.split():
         FUNCTIONS[f".{_name}"] = _undecided(_name, _what)
-# PyG asks these to choose between equal ways.
+
+
+def _chosen(name: str, answer: Any) -> Handler:
+    """PyG asks this to choose between equal ways; what a layer does with it may differ from call to call."""
+
+    def read(t: Tracer, x: Any) -> Any:
+        if not t.is_asked_by_pyg():
+            raise t.stop(f"`{name}` differs from call to call")
+        return answer
+
+    return read
+
+
 for _name, _answer in {"is_cuda": False, "requires_grad": False, "grad_fn": None, "is_leaf": False}.items():
-    FUNCTIONS[f".{_name}"] = lambda t, x, answer=_answer: answer
-FUNCTIONS[".device"] = lambda t, x: torch.device("meta")
+    FUNCTIONS[f".{_name}"] = _chosen(_name, _answer)
+FUNCTIONS[".device"] = lambda t, x: t.device
 FUNCTIONS[".is_contiguous"] = lambda t, x, **_: True

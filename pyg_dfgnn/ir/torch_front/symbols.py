@@ -161,6 +161,7 @@ class Tracer(TorchFunctionMode):
         functions: Name of a torch function -> what it does to values (:data:`FUNCTIONS`).
         tensors: Id of a tensor of the module -> the name of its input.
         sizes: Fake numbers of rows.
+        device: Where the edges are, which code may ask.
         autocast: Device type and dtype that products have under autocast; None without it.
         own: File of the traced class, whose lines reasons may name.
 
@@ -177,6 +178,7 @@ class Tracer(TorchFunctionMode):
         functions: Mapping[str, Callable[..., Any]],
         tensors: Mapping[int, tuple[str, Tensor]],
         sizes: Sizes,
+        device: torch.device,
         autocast: tuple[str, torch.dtype] | None = None,
         own: str | None = None,
     ) -> None:
@@ -187,7 +189,7 @@ class Tracer(TorchFunctionMode):
         self.lines: dict[int, str] = {}
         self.widest: torch.dtype | None = None
         self._functions, self._tensors, self._own = functions, tensors, own
-        self._autocast = autocast
+        self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
         self._line = ""
         self._flow = (S, D)
@@ -237,6 +239,14 @@ class Tracer(TorchFunctionMode):
     def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
         known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}
         return known[name] if name in known else self.builder.input(name, domain, shape)
+
+    def is_asked_by_pyg(self) -> bool:
+        """Whether PyG's code, not the layer's, has called the torch function that is traced."""
+        frame: Any = sys._getframe(1)
+        while any(frame.f_code.co_filename.startswith(part) for part in _LIBRARIES[:2]):
+            frame = frame.f_back
+        name = frame.f_code.co_filename
+        return name != self._own and ("/torch_geometric/" in name or "CollectArgs" in frame.f_globals)
 
     # Refusing --------------------------------------------------------------------------------------------------------
 

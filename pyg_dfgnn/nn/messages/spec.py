@@ -125,7 +125,7 @@ def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
     roles: dict[str, Any] = {}
     device = call.edge_index.device.type
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    key: list[Any] = [call.method, layer.flow, layer.node_dim, declared, is_square, autocast]
+    key: list[Any] = [call.method, layer.flow, layer.node_dim, declared, is_square, device, autocast]
     for name, value in kwargs.items():
         if name in node_names or name in signature.direct:
             roles[name], part = _role(value, counts, layer.node_dim if name in node_names else None)

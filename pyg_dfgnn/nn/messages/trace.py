@@ -190,7 +190,7 @@ def _once(
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
     own_file = inspect.getsourcefile(type(layer))
-    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, spec.autocast, own_file)
+    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file)
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
