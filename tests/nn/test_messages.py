@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.nn import messages
@@ -15,7 +16,7 @@ from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, outputs_and_gradients, twins, watched
-from tests.nn.message_users import USERS
+from tests.nn.message_users import USERS, Modulated
 
 SQUARE = ("self-loops", "isolated", "duplicates")
 PAIRS = ("bipartite-wide", "bipartite-tall")
@@ -315,6 +316,14 @@ def test_errors_of_a_layer_are_pygs():
         layer(torch.randn(5, 3), EDGES)
     with messages.interpreted(), pytest.raises(ValueError, match="two-dimensional"):
         layer(X, EDGES[0])
+
+
+@pytest.mark.parametrize("sort", [None, "col", "row"])
+def test_edge_index_with_an_order(sort):
+    edges = EDGES if sort is None else EDGES[:, EDGES[int(sort == "col")].argsort(stable=True)]
+    layer, size = marked_layer(), (5, 5) if sort else None
+    check(layer, X, EdgeIndex(edges, sort_order=sort, sparse_size=size), torch.randn(5))
+    check(marked_layer(lambda: Modulated()), torch.randn(5, 6), EdgeIndex(edges, sort_order=sort))
 
 
 def test_update_stays_torch_and_gets_its_arguments():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
+from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.dispatch.core import fused_device_types
@@ -126,9 +127,14 @@ def _layer_reasons(layer: Any, call: Call) -> list[str]:
     if torch.nn.modules.module._has_any_global_hook():
         reasons.append("hooks on all modules are registered")
     edge_index = call.edge_index
-    if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+    if isinstance(call.edges, EdgeIndex):
+        if layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
+            reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
+    elif type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
         reasons.append(f"edge_index is a {type(edge_index).__name__}")
-    elif edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
+    if reasons:
+        return reasons
+    if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
         reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
     return reasons
 
@@ -150,8 +156,7 @@ def call_layer(layer: Any, call: Call) -> Any:
         return outcome.returned[0]
     if reasons:
         report_fallback(type(layer).__name__, reasons)
-    kwargs = call.kwargs if call.size is None else {**call.kwargs, "size": call.size}
-    return call.own(layer, call.edge_index, **kwargs)
+    return call.own(layer, call.edges, **call.kwargs, **call.declared)
 
 
 def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
@@ -178,7 +183,11 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
     if reasons:
         return outcome
-    rows = rows_of(Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward))
+    if call.edges is call.edge_index:
+        graph = Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward)
+    else:
+        graph = Graph.of(call.edges, num_src, num_dst, flow=layer.flow)
+    rows = rows_of(graph)
     reasons += _backend.reasons(trace.program, rows, inputs)
     if reasons:
         return outcome
@@ -206,7 +215,7 @@ def _update_arguments(layer: Any, call: Call, spec: Spec) -> dict[str, Any]:
     i, j = (1, 0) if layer.flow == "source_to_target" else (0, 1)
     given = {
         **call.kwargs,
-        **{"edge_index": call.edge_index, "edge_index_i": call.edge_index[i], "edge_index_j": call.edge_index[j]},
+        **{"edge_index": call.edges, "edge_index_i": call.edge_index[i], "edge_index_j": call.edge_index[j]},
         **{"index": call.edge_index[i], "ptr": None, "adj_t": None, "size": list(spec.sizes)},
         **{"size_i": spec.sizes[i], "size_j": spec.sizes[j], "dim_size": spec.sizes[i]},
     }

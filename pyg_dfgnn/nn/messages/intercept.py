@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch_geometric import EdgeIndex
 from torch_geometric.inspector import Inspector
 from torch_geometric.nn import MessagePassing
 
@@ -69,9 +70,12 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             or torch.jit.is_scripting()
         ):
             return own(self, *args, **kwargs)
-        edge_index = args[0] if args else kwargs.pop("edge_index")
-        size = kwargs.pop("size", None)
-        return call_layer(self, Call(method, own, edge_index, size, kwargs))
+        edges = args[0] if args else kwargs.pop("edge_index")
+        declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
+        edge_index, size = edges, declared.get("size")
+        if isinstance(edges, EdgeIndex):
+            edge_index, size = edges.as_tensor(), edges.sparse_size()
+        return call_layer(self, Call(method, own, edges, declared, kwargs, edge_index, size))
 
     setattr(wrapper, WRAPPER, kind)
     return wrapper

@@ -30,16 +30,20 @@ class Call(NamedTuple):
     Attributes:
         method: Which of the two.
         own: PyG's function.
-        edge_index: The edges.
-        size: Declared numbers of nodes.
+        edges: The edges as they were passed.
+        declared: The argument `size`, if it was passed.
         kwargs: The other arguments.
+        edge_index: The edges as a tensor.
+        size: Declared numbers of nodes.
     """
 
     method: str
     own: Callable[..., Any]
+    edges: Any
+    declared: dict[str, Any]
+    kwargs: dict[str, Any]
     edge_index: Tensor
     size: Sequence[int | None] | None
-    kwargs: dict[str, Any]
 
 
 class Spec(NamedTuple):
