@@ -11,16 +11,16 @@ from pyg_dfgnn.settings import settings
 if TYPE_CHECKING:
     from pyg_dfgnn.capture import capture_step
     from pyg_dfgnn.graph import Graph
-    from pyg_dfgnn.nn import accelerate, describe_plan, report
+    from pyg_dfgnn.nn import accelerate, describe_plan, report, restore
 
 __version__ = "0.1.0"
-__all__ = ["Graph", "__version__", "accelerate", "capture_step", "describe_plan", "report", "settings"]
+__all__ = ["Graph", "__version__", "accelerate", "capture_step", "describe_plan", "report", "restore", "settings"]
 
 # Resolved on first use, so that `import pyg_dfgnn` does not pay for PyTorch Geometric.
 _LAZY = {
     "Graph": "pyg_dfgnn.graph",
     "capture_step": "pyg_dfgnn.capture",
-    **dict.fromkeys(("accelerate", "describe_plan", "report"), "pyg_dfgnn.nn"),
+    **dict.fromkeys(("accelerate", "describe_plan", "report", "restore"), "pyg_dfgnn.nn"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from dataclasses import dataclass, fields, replace
@@ -35,16 +36,20 @@ class Settings:
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
             `"row_split"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`,
             `"silent"` reports nothing. With `"error"`, tensors on a CPU raise an error only where there is a GPU.
+        compile_messages: Whether layers that :func:`pyg_dfgnn.accelerate` has marked run compiled messages; False
+            leaves them to PyG. The environment variable `PYG_DFGNN_COMPILE_MESSAGES=0` makes False the default.
     """
 
     schedule: str = "auto"
     deterministic: bool | None = None
     fallback: str = "log"
+    compile_messages: bool = os.environ.get("PYG_DFGNN_COMPILE_MESSAGES", "1") != "0"
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("deterministic", self.deterministic, (None, True, False))
         check_choice("fallback", self.fallback, FALLBACKS)
+        check_choice("compile_messages", self.compile_messages, (True, False))
 
 
 _lock = threading.Lock()
@@ -79,6 +84,7 @@ class settings:
         schedule: See :class:`Settings`.
         deterministic: See :class:`Settings`.
         fallback: See :class:`Settings`.
+        compile_messages: See :class:`Settings`.
 
     Raises:
         ValueError: A value is not among the choices.

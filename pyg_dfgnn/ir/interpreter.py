@@ -121,6 +121,10 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
         return x[..., attrs[0] : attrs[1]]
     if op == "pad":
         return torch.nn.functional.pad(x, attrs)
+    if op == "largest":
+        return x.amax(-1)
+    if op == "detach":
+        return x.detach()
     if op == "gather":
         return x
     raise AssertionError(f"the operator {op!r} has no meaning")

@@ -54,6 +54,10 @@ def _silu_slope(emit: Emit, x: int, y: int) -> int:
     return emit("add", s, emit("mul", y, emit("sub", 1.0, s)))
 
 
+def _larger(emit: Emit, x: int, y: int) -> int:
+    return emit("add", emit("greater", x, y), emit("mul", emit("eq", x, y), 0.5))
+
+
 POINTWISE: dict[str, Pointwise] = {
     "add": Pointwise(torch.add, (lambda e, a, k, y: 1.0, lambda e, a, k, y: 1.0)),
     "sub": Pointwise(torch.sub, (lambda e, a, k, y: 1.0, lambda e, a, k, y: -1.0)),
@@ -66,6 +70,11 @@ POINTWISE: dict[str, Pointwise] = {
     "where": Pointwise(
         lambda c, a, b: torch.where(c != 0, a, b),
         (None, lambda e, a, k, y: e("where", a[0], 1.0, 0.0), lambda e, a, k, y: e("where", a[0], 0.0, 1.0)),
+    ),
+    # The gradient of equal operands is shared equally, as torch has it.
+    "maximum": Pointwise(
+        torch.maximum,
+        (lambda e, a, k, y: _larger(e, a[0], a[1]), lambda e, a, k, y: _larger(e, a[1], a[0])),
     ),
     "eq": Pointwise(lambda a, b: (a == b).to(a.dtype), (None, None)),
     "greater": Pointwise(lambda a, b: (a > b).to(a.dtype), (None, None)),

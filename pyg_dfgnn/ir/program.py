@@ -18,6 +18,8 @@ view, permute   shape; order             the row's numbers in another shape; its
 expand, fold    shape                    sizes of 1 repeated; its adjoint, the sum over repeated sizes
 concat x...                              rows joined along the last size
 slice, pad      begin, end; before, after a range of the last size; its adjoint, zeros around it
+detach x                                 x, without a derivative
+largest x                                the largest of the last size; its derivative is shared by equal numbers
 gather x        domain                   the row of x that the row of `domain` determines
 sum, max x      domain, over             over the rows of `over` that belong to the row of `domain`; empty: 0
 count           domain, over             the number of such rows, at least 1
@@ -142,6 +144,9 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
     if op == "inner":
         _need(op, all(shapes) and shapes[0][-1] == shapes[1][-1], "row shapes [..., K] and [..., K]", args)
         return broadcast(op, *shapes)[:-1]
+    if op == "largest":
+        _need(op, bool(shapes[0]) and shapes[0][-1] > 0, "a last size above 0", args)
+        return shapes[0][:-1]
     if op == "outer":
         _need(op, all(shapes), "row shapes [..., K] and [..., N]", args)
         return broadcast(op, *(shape[:-1] for shape in shapes)) + (shapes[0][-1], shapes[1][-1])

@@ -1,6 +1,6 @@
 """Drop-ins for layers of `torch_geometric.nn`: same names, arguments, parameters, results."""
 
-from pyg_dfgnn.nn.accelerate import accelerate, describe_plan, report
+from pyg_dfgnn.nn.accelerate import accelerate, describe_plan, report, restore
 from pyg_dfgnn.nn.aggr import (
     DegreeScalerAggregation,
     MaxAggregation,
@@ -96,4 +96,5 @@ __all__ = [
     "global_max_pool",
     "global_mean_pool",
     "report",
+    "restore",
 ]

@@ -1,15 +1,17 @@
-"""Swap the layers of an existing model, list what became of them, and ask which kernels they would run."""
+"""Take the layers of an existing model, list what became of them, and ask which kernels they would run."""
 
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 import torch
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, Row, rows_of
+from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, rows_of, upstream_of
 from pyg_dfgnn.nn.fallback import say
+from pyg_dfgnn.nn.messages import Mark, compilable, describe
 from pyg_dfgnn.settings import current, settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -20,11 +22,65 @@ def _check_module(name: str, value: Any) -> None:
         raise TypeError(f"'{name}' needs a torch.nn.Module (got {type(value).__name__})")
 
 
-def accelerate(model: Model) -> Model:
-    """Turn the PyG convs and linear layers of a model into drop-ins, in place, and say in one line what was changed.
+Choice = type | str | Iterable[type | str] | None
 
-    Parameters, buffers, hooks and settings stay as they are. Only modules of exactly PyG's classes change; a subclass
-    may mean something else. Compile the model afterwards.
+
+def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Model:
+    """Take the layers of a model, in place, and say in one line what was changed.
+
+    PyG's convs and linear layers become drop-ins. The messages of every other `MessagePassing` are compiled: see
+    :mod:`pyg_dfgnn.nn.messages`. Parameters, buffers, hooks and settings stay as they are. Only modules of exactly
+    PyG's classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
+
+    Args:
+        model: Any module, also a single conv.
+        only: What to take: a class, the dotted name of a layer, a pattern of names such as `"encoder.*"`, or several.
+        skip: What to leave, likewise.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    _check_module("model", model)
+    named = model.named_modules()
+    chosen = [module for name, module in named if _is_in(only, name, module, True) and not _is_in(skip, name, module)]
+    swapped = [module for module in chosen if type(module) in DROP_INS]
+    ours = tuple(DROP_INS.values())
+    inside = {part for module in model.modules() if isinstance(module, ours) for part in module.modules()}
+    for module in swapped:
+        inside.update(module.modules())
+        module.__class__ = DROP_INS[type(module)]
+        if isinstance(module, MessagePassing):
+            # As in a constructor: generate the propagation of the class where no instance has done so yet.
+            MessagePassing._set_jittable_templates(module)
+    compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside and not compilable(m)]
+    new_compiled = [module for module in compiled if MARK not in module.__dict__]
+    for module in new_compiled:
+        module.__dict__[MARK] = Mark(type(module))
+        if not module.explain and module.decomposed_layers == 1:
+            # What PyG leaves after an explanation would hide the class's function.
+            module.__dict__.pop("propagate", None)
+    if current().fallback != "silent":
+        rows = list(rows_of(model))
+        new = _counted(row.kind for module, row in rows if module in set(swapped))
+        left = _counted(row.kind for _, row in rows if row.state == "left")
+        marked = _counted(type(module).__name__ for module in new_compiled)
+        compiling = f"compiled: {marked}; " if new_compiled else ""
+        say(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
+    return model
+
+
+def _is_in(choice: Choice, name: str, module: torch.nn.Module, default: bool = False) -> bool:
+    if choice is None:
+        return default
+    choices = (choice,) if isinstance(choice, (type, str)) else tuple(choice)
+    return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, c) for c in choices)
+
+
+def restore(model: Model) -> Model:
+    """Undo :func:`accelerate`, in place: drop-ins become PyG's classes, and no messages are compiled any more.
 
     Args:
         model: Any module, also a single conv.
@@ -36,17 +92,13 @@ def accelerate(model: Model) -> Model:
         TypeError: `model` is not a module.
     """
     _check_module("model", model)
-    swapped = [module for module in model.modules() if type(module) in DROP_INS]
-    for module in swapped:
-        module.__class__ = DROP_INS[type(module)]
-        if isinstance(module, MessagePassing):
-            # As in a constructor: generate the propagation of the class where no instance has done so yet.
-            MessagePassing._set_jittable_templates(module)
-    if current().fallback != "silent":
-        rows = list(rows_of(model))
-        new = _counted(row.kind for module, row in rows if module in set(swapped))
-        left = _counted(row.kind for _, row in rows if not row.drop_in)
-        say(f"accelerate: new drop-ins: {new}; left: {left}; pyg_dfgnn.report(model) says why")
+    for module in model.modules():
+        module.__dict__.pop(MARK, None)
+        upstream = upstream_of(type(module))
+        if upstream is not type(module):
+            module.__class__ = upstream
+            if isinstance(module, MessagePassing):
+                MessagePassing._set_jittable_templates(module)
     return model
 
 
@@ -60,13 +112,13 @@ class Report(tuple[Row, ...]):
 
     def __str__(self) -> str:
         table = [("module", "class", "state", "why")]
-        table += [(row.name or "(the model)", row.kind, "drop-in" if row.drop_in else "left", row.why) for row in self]
+        table += [(row.name or "(the model)", row.kind, row.state, row.why) for row in self]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 def report(model: torch.nn.Module) -> Report:
-    """List the layers of a model: name, class, drop-in or left, and why.
+    """List the layers of a model: name, class, drop-in, compiled or left, and why.
 
     The reasons are those that hold for every call; ask :func:`describe_plan` about one call.
 
@@ -74,7 +126,7 @@ def report(model: torch.nn.Module) -> Report:
         model: Any module, also a single conv.
 
     Returns:
-        Rows with the fields `name`, `kind`, `drop_in` and `why`; `str()` of all is a table.
+        Rows with the fields `name`, `kind`, `drop_in`, `why`, `compiled` and `state`; `str()` of all is a table.
 
     Raises:
         TypeError: `model` is not a module.
@@ -89,7 +141,7 @@ def describe_plan(
     """Say which kernels each layer of a model would run in a forward call, or every reason why it would not.
 
     Args:
-        model: A drop-in, or a model with layers of which some are drop-ins. A copy of the model runs.
+        model: A drop-in, a layer with compiled messages, or a model with such layers. A copy of the model runs.
         *args: Arguments of the forward.
         device: Plan for this device in place of the tensors'; a CUDA device that is not there is taken for an H200.
         **kwargs: Further arguments of the forward.
@@ -112,6 +164,8 @@ def describe_plan(
 
 
 def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+    if row.compiled:
+        return describe(module, device, *args, **kwargs)
     if not row.drop_in:
         return Description(str(module), (row.why,))
     description: Description = module._describe(device, *args, **kwargs)  # type: ignore[operator]
@@ -134,6 +188,7 @@ def _layers(
                 with torch.set_grad_enabled(grad), settings(fallback=fallback):
                     layers[name] = _describe(*layer, device, *args, **kwargs)
 
+        hook.of_description = True  # type: ignore[attr-defined]
         module.register_forward_pre_hook(hook, with_kwargs=True)
     fallback = current().fallback
     with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"):

@@ -15,6 +15,10 @@ A drop-in has two methods: `_standing_reasons()` returns why every call will be 
 """
 
 
+MARK = "_pyg_dfgnn_compiled"
+"""Attribute of layers whose messages are compiled: see :mod:`pyg_dfgnn.nn.messages`."""
+
+
 def upstream_of(kind: type) -> type:
     """Return PyG's class that a drop-in stands for; any other class itself."""
     if kind not in DROP_INS:
@@ -55,9 +59,10 @@ class Description:
         if self.layers:
             return "\n".join(f"{name}: {layer}" for name, layer in self.layers.items())
         if self.reasons:
-            return "\n".join([f"{self.layer}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)])
-        lines = {"problem": self.problem, "graph": self.graph, "kept": self.memory, "plan": self.plan}
-        shown = [f"  {name}: {value}" for name, value in lines.items() if value is not None]
+            lines = [f"{self.layer}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)]
+            return "\n".join(lines if self.plan is None else [*lines, str(self.plan)])
+        facts = {"problem": self.problem, "graph": self.graph, "kept": self.memory, "plan": self.plan}
+        shown = [f"  {name}: {value}" for name, value in facts.items() if value is not None]
         return "\n".join([f"{self.layer}: fused kernels", *shown])
 
 
@@ -69,12 +74,19 @@ class Row(NamedTuple):
         kind: Its class.
         drop_in: Whether the class is ours.
         why: Why it was left, or why its calls will still be PyG's own; empty when nothing is known against it.
+        compiled: Whether its messages are compiled.
     """
 
     name: str
     kind: str
     drop_in: bool
     why: str
+    compiled: bool = False
+
+    @property
+    def state(self) -> str:
+        """Whether it is a "drop-in", "compiled" or "left"."""
+        return "drop-in" if self.drop_in else "compiled" if self.compiled else "left"
 
 
 def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
@@ -93,6 +105,8 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
         if isinstance(module, ours):
             reasons = layer._standing_reasons()
             yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
+        elif MARK in module.__dict__:
+            yield layer, Row(name, kind.__name__, False, "", compiled=True)
         elif isinstance(module, (MessagePassing, *replaced)):
             if kind in DROP_INS:
                 why = f"This is PyG's {kind.__name__}; call pyg_dfgnn.accelerate(model) first"

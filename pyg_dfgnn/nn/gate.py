@@ -197,13 +197,18 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
         reasons.append(f"aggr is {conv.aggr!r}, fused is {', '.join(sorted(fused))}")
     if own["node_dim"] != conv._node_dim:
         reasons.append(f"node_dim is {own['node_dim']}")
-    if not compiling:
-        if torch._C._is_tracing():
-            reasons.append("TorchScript")
-        if torch._C._are_functorch_transforms_active():
-            reasons.append("a torch.func transform is active")
-        if forward_ad._current_level >= 0:
-            reasons.append("forward-mode differentiation is active")
+    return reasons if compiling else reasons + transform_reasons()
+
+
+def transform_reasons() -> list[str]:
+    """Return what transforms around a call have against fused kernels."""
+    reasons = []
+    if torch._C._is_tracing():
+        reasons.append("TorchScript")
+    if torch._C._are_functorch_transforms_active():
+        reasons.append("a torch.func transform is active")
+    if forward_ad._current_level >= 0:
+        reasons.append("forward-mode differentiation is active")
     return reasons
 
 

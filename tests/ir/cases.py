@@ -96,7 +96,9 @@ def logits(x: S, xd: D, weight: R, att: R):
 def pairs(x: S, xd: D, weight: One):
     """What a user writes on edges: a map of joined gathered rows, and its largest value."""
     joined = concat(to(E, x), to(E, xd))
-    return {"out": max_to(D, joined @ weight), "mean": mean_to(D, to(U, x) * 2.0), "x": to(E, x)}
+    shares = (joined - joined.emit("largest").view(1)).apply("exp")
+    outputs = {"out": max_to(D, joined @ weight), "mean": mean_to(D, to(U, x) * 2.0), "x": to(E, x)}
+    return {**outputs, "shares": sum_to(D, shares)}
 
 
 POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
@@ -109,6 +111,7 @@ def pointwise(x: S, e: E):
     out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
     for name in POINTWISE_CHAIN:
         out = out + (x - e).apply(name)
+    out = out + x.apply("maximum", e) + x.emit("detach") * e
     positive = x.apply("greater", e)
     out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
     return sum_to(D, out.permute(0).view(2, 2))

@@ -56,7 +56,7 @@ class _Tape:
         # The values that depend on what is differentiated in.
         self.active = set(wrt)
         for i, value in enumerate(program.values):
-            if self.active & set(value.args):
+            if self.active & set(value.args) and value.op != "detach":
                 self.active.add(i)
 
     def emit(self, op: str, *operands: int | float, attrs: Sequence[Any] = ()) -> int:
@@ -128,6 +128,8 @@ class _Tape:
             self.accumulate(args[0], self.emit("sub", weighted, self.emit("mul", i, total)), value)
         elif value.op == "max":
             self._max(i, value, g)
+        elif value.op == "largest":
+            self._largest(i, value, g)
         elif value.op in ("expand", "gather", "sum"):
             # What is read more often than it is there is summed where it is handed on.
             self.accumulate(args[0], g, value)
@@ -163,6 +165,13 @@ class _Tape:
         if w in self.active:
             outer = self.emit("outer", x, g, attrs=(self.values[w].domain, value.domain))
             self.add(w, self.emit("fold", outer, attrs=(self.values[w].shape,)))
+
+    def _largest(self, i: int, value: Value, g: int) -> None:
+        x, kept = value.args[0], (*value.shape, 1)
+        is_largest = self.emit("eq", x, self.emit("view", i, attrs=(kept,)))
+        count = self.emit("fold", is_largest, attrs=(kept,))
+        share = self.emit("div", self.emit("view", g, attrs=(kept,)), count)
+        self.accumulate(x, self.emit("mul", is_largest, share), value)
 
     def _max(self, i: int, value: Value, g: int) -> None:
         """Share the gradient equally among equal maxima and, as torch does, with the initial 0 if that is one."""

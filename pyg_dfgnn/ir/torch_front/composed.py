@@ -1,0 +1,115 @@
+"""Functions that are traced as what they are composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
+from pyg_dfgnn.ir.torch_front.symbols import Tracer
+
+
+def _register_composed() -> None:
+    """Functions that are traced as what they are composed of."""
+
+    def mean(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        total = x.sum() if dim is None else x.sum(dim, keepdim)
+        dims = dim if isinstance(dim, (tuple, list)) else range(x.dim()) if dim is None else (dim,)
+        return total / prod(x.shape[d] for d in dims)
+
+    def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        if p == 1:
+            return x.abs().sum(dim, keepdim)
+        assert p in (2, 2.0, "fro", None) and dim is not None and dtype is None, "another norm"
+        total = (x * x).sum(dim, keepdim)
+        # The gradient at zero is zero, as torch has it.
+        return torch.where(total == 0, 0.0, torch.where(total == 0, 1.0, total).sqrt())
+
+    def normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Any:
+        return x / norm(x, p, dim, True).clamp(min=eps)
+
+    def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        assert dtype is None
+        exp = (x - x.amax(dim, keepdim=True).detach()).exp()
+        return exp / exp.sum(dim, keepdim=True)
+
+    def log_softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        assert dtype is None
+        shifted = x - x.amax(dim, keepdim=True).detach()
+        return shifted - shifted.exp().sum(dim, keepdim=True).log()
+
+    def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        dims = tuple(range(-len(normalized_shape), 0))
+        centred = x - mean(x, dims, True)
+        out = centred / (mean(centred * centred, dims, True) + eps).sqrt()
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+    def batch_norm(x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *args: Any, **named: Any) -> Any:
+        training = named.get("training", args[0] if args else False)
+        eps = named.get("eps", args[2] if len(args) > 2 else 1e-5)
+        assert not training and mean is not None and x.dim() == 2, "statistics of all edges"
+        out = (x - mean) / (var + eps).sqrt()
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+    def cosine_similarity(x: Any, y: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+        return (normalize(x, 2, dim, eps) * normalize(y, 2, dim, eps)).sum(dim)
+
+    def ge(x: Any, y: Any) -> Any:
+        return (x > y) | (x == y)
+
+    def addmm(c: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+        return beta * c + alpha * (x @ y)
+
+    table: dict[str, Callable[..., Any]] = {
+        "mean": mean,
+        "norm": norm,
+        "linalg_norm": lambda x, ord=None, dim=None, keepdim=False: norm(x, ord, dim, keepdim),
+        "linalg_vector_norm": norm,
+        "normalize": normalize,
+        "softmax": softmax,
+        "log_softmax": log_softmax,
+        "layer_norm": layer_norm,
+        "batch_norm": batch_norm,
+        "cosine_similarity": cosine_similarity,
+        "ge": ge,
+        "greater_equal": ge,
+        "le": lambda x, y: (x < y) | (x == y),
+        "less_equal": lambda x, y: (x < y) | (x == y),
+        "ne": lambda x, y: ~(x == y),
+        "not_equal": lambda x, y: ~(x == y),
+        "minimum": lambda x, y: -torch.maximum(-x, -y),
+        "square": lambda x: x * x,
+        "rsqrt": lambda x: 1 / x.sqrt(),
+        "log1p": lambda x: (1 + x).log(),
+        "logsigmoid": lambda x: -F.softplus(-x),
+        "relu6": lambda x: x.clamp(0, 6),
+        "hardsigmoid": lambda x: (x / 6 + 0.5).clamp(0, 1),
+        "softsign": lambda x: x / (1 + x.abs()),
+        "mish": lambda x: x * F.softplus(x).tanh(),
+        "selu": lambda x: 1.0507009873554805 * F.elu(x, 1.6732632423543772),
+        "celu": lambda x, alpha=1.0: alpha * F.elu(x / alpha),
+        "prelu": lambda x, w: torch.where(x > 0, x, w * x),
+        "threshold": lambda x, threshold, value: torch.where(x > threshold, x, value),
+        "addcmul": lambda x, y, z, *, value=1: x + value * y * z,
+        "lerp": lambda x, y, w: x + w * (y - x),
+        "addmm": addmm,
+        "tan": lambda x: x.sin() / x.cos(),
+        "special_expit": torch.sigmoid,
+        "pairwise_distance": lambda x, y, p=2.0, eps=1e-6, keepdim=False: norm(x - y + eps, p, -1, keepdim),
+    }
+    for name, composed in table.items():
+
+        def handle(t: Tracer, func: Any, *args: Any, composed: Callable[..., Any] = composed, **kwargs: Any) -> Any:
+            with t:
+                return composed(*args, **kwargs)
+
+        FUNCTIONS[name] = handle
+
+
+_register_composed()

@@ -1,0 +1,201 @@
+"""Views, slices and joins of the numbers of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.ir.domains import E
+from pyg_dfgnn.ir.torch_front.pointwise import size_of
+from pyg_dfgnn.ir.torch_front.reductions import index_select
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, values
+from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
+
+_MOVED = "the rows are no longer the first dimension"
+_BY_POSITION = "some rows are taken by their position"
+
+
+def _reshaped(t: Tracer, x: Symbol, meta: Tensor) -> Symbol:
+    """Return what any function returns that keeps the order of numbers."""
+    x.shared = True
+    if x.ids is not None and x.ids is not E and meta.numel() == x.numel():
+        return t.result(meta, None, x.rows, ids=x.ids, shared=True)
+    (x,) = values(t, x)
+    if x.rows is not None and (meta.dim() == 0 or meta.size(0) != x.size(0)):
+        raise t.stop(_MOVED)
+    row = x.row(meta.shape)
+    if prod(t.shape(t.id(x))) == 1:
+        # One number, however often it is repeated.
+        number = t.emit("view", t.id(x), attrs=((1,) * len(row),))
+    else:
+        number = t.emit("view", t.full(x), attrs=(row,))
+    return t.result(meta, number, x.rows, shared=True)
+
+
+@names("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+def _reshape(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    if args and isinstance(args[0], torch.dtype):
+        raise t.stop("a view of another dtype")
+    return _reshaped(t, x, func(x, *args, **kwargs))
+
+
+@names("expand", "expand_as", "broadcast_to")
+def _expand(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    meta = func(x, *args, **kwargs)
+    x.shared = True
+    if x.ids is not None:
+        return t.result(meta, None, x.rows, ids=x.ids, shared=True)
+    (x,) = values(t, x)
+    number, rows, shape = t.id(x), x.rows, t.shape(t.id(x))
+    if rows is not None and meta.dim() != x.dim():
+        raise t.stop(_MOVED)
+    if rows is None and meta.dim():
+        rows = t.domain_of_size(meta.size(0))
+        if rows is not None and len(shape) == meta.dim():
+            number = t.emit("view", number, attrs=(shape[1:],))
+    return t.result(meta, number, rows, shared=True)
+
+
+@names("permute", "transpose", "movedim", "swapaxes", "t", "T", "mT", "swapdims")
+def _permute(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    meta = func(x, *args, **kwargs)
+    (x,) = values(t, x)
+    x.shared = True
+    # The order is read off a small tensor whose sizes all differ.
+    order = [size - 2 for size in func(torch.empty(tuple(range(2, 2 + x.dim())), device="meta"), *args, **kwargs).shape]
+    if x.rows is not None:
+        if order[0] != 0:
+            raise t.stop(_MOVED)
+        order = [i - 1 for i in order[1:]]
+    return t.result(meta, t.emit("permute", t.full(x), attrs=(tuple(order),)), x.rows, shared=True)
+
+
+FUNCTIONS[".T"] = lambda t, x: _permute(t, lambda y: y.T, t.symbol(x))
+FUNCTIONS[".mT"] = lambda t, x: _permute(t, lambda y: y.mT, t.symbol(x))
+
+
+@names("repeat", "tile")
+def _repeat(t: Tracer, func: Any, x: Symbol, *args: Any) -> Any:
+    times, want = size_of(args), tuple(func(x, *args).shape)
+    have = (1,) * (len(want) - x.dim()) + tuple(x.shape)
+    pairs = [k for n, size in zip(times, have) for k in ((n, size) if n != 1 != size else (n * size,))]
+    ones = [k for n, size in zip(times, have) for k in ((1, size) if n != 1 != size else (size,))]
+    with t:
+        return x.view(ones).expand(pairs).reshape(want).clone()
+
+
+@names("repeat_interleave")
+def _repeat_interleave(t: Tracer, func: Any, x: Symbol, repeats: int, dim: int) -> Any:
+    assert isinstance(repeats, int), "counts that are a tensor"
+    dim %= x.dim()
+    before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    with t:
+        wide = x.unsqueeze(dim + 1).expand(*before, size, repeats, *after)
+        return wide.reshape(*before, size * repeats, *after)
+
+
+def _last(dim: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the order of dimensions that puts one last, and the order back."""
+    order = (*(i for i in range(rank) if i != dim), dim)
+    return order, tuple(order.index(i) for i in range(rank))
+
+
+@names("cat", "concat", "concatenate")
+def _cat(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Symbol:
+    meta, symbols = func(tensors, dim), values(t, *tensors)
+    like = next((x for x in symbols if x.rows is not None), symbols[0])
+    dim %= meta.dim()
+    if like.rows is not None and dim == 0:
+        raise t.stop("rows are joined, not their numbers")
+    axis = dim - (like.rows is not None)
+    order, back = _last(axis, len(like.sizes))
+    numbers = []
+    for x in symbols:
+        number = t.emit("expand", t.aligned(x, like)[0][0], attrs=(like.row(x.shape),))
+        numbers.append(t.emit("permute", number, attrs=(order,)))
+    return t.result(meta, t.emit("permute", t.emit("concat", *numbers), attrs=(back,)), like.rows)
+
+
+@names("stack")
+def _stack(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
+    symbols = values(t, *tensors)
+    dim %= symbols[0].dim() + 1
+    with t:
+        return torch.cat([x.unsqueeze(dim) for x in symbols], dim)
+
+
+def _sliced(t: Tracer, x: Symbol, dim: int, begin: int, end: int) -> Symbol:
+    """Return a range of a dimension that is not that of rows."""
+    if x.rows is not None and dim == 0:
+        raise t.stop(_BY_POSITION)
+    x.shared = True
+    number, axis, value = t.full(x), dim - (x.rows is not None), t.value(x)
+    if value.op == "concat" and axis != len(x.sizes) - 1:
+        # The parts keep apart, so that maps of them may be those of nodes.
+        parts = [_ranged(t, arg, axis, begin, end) for arg in value.args]
+        number = t.emit("concat", *parts)
+    else:
+        number = _ranged(t, number, axis, begin, end)
+    return t.result(x.narrow(dim, begin, end - begin), number, x.rows, shared=True)
+
+
+def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
+    value, shape = t.builder.values[number], t.shape(number)
+    if value.op == "expand" and ((1,) * len(shape) + t.shape(value.args[0]))[axis - len(shape)] == 1:
+        return t.emit("expand", value.args[0], attrs=((*shape[:axis], end - begin, *shape[axis + 1 :]),))
+    order, back = _last(axis, len(t.shape(number)))
+    part = t.emit("slice", t.emit("permute", number, attrs=(order,)), attrs=(begin, end))
+    return t.emit("permute", part, attrs=(back,))
+
+
+@names("narrow", "select")
+def _narrow(t: Tracer, func: Any, x: Symbol, dim: int, start: int, length: int | None = None) -> Symbol:
+    meta, (x,) = func(x, dim, start, *(() if length is None else (length,))), values(t, x)
+    dim %= x.dim()
+    start %= x.size(dim) + (length is not None)
+    return _reshaped(t, _sliced(t, x, dim, start, start + (1 if length is None else length)), meta)
+
+
+@names("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk")
+def _split(t: Tracer, func: Any, x: Symbol, parts: Any, dim: int = 0) -> tuple[Symbol, ...]:
+    metas, (x,) = func(x, parts, dim=dim), values(t, x)
+    dim %= x.dim()
+    ends = [sum(m.size(dim) for m in metas[: k + 1]) for k in range(len(metas))]
+    return tuple(_sliced(t, x, dim, end - m.size(dim), end) for m, end in zip(metas, ends))
+
+
+@names("unbind")
+def _unbind(t: Tracer, func: Any, x: Symbol, dim: int = 0) -> tuple[Symbol, ...]:
+    if x.ids is E:
+        return tuple(t.ends_of(x, row) for row in (0, 1))
+    metas, (x,) = func(x, dim), values(t, x)
+    dim %= x.dim()
+    return tuple(_reshaped(t, _sliced(t, x, dim, k, k + 1), meta) for k, meta in enumerate(metas))
+
+
+@names("getitem")
+def _getitem(t: Tracer, func: Any, x: Symbol, key: Any) -> Any:
+    if x.ids is E:
+        if not isinstance(key, int):
+            raise t.stop("some edges are taken by their position")
+        return t.ends_of(x, key)
+    if isinstance(key, Symbol):
+        return index_select(t, torch.index_select, x, 0, key)
+    keys = key if isinstance(key, tuple) else (key,)
+    if Ellipsis not in keys:
+        keys = (*keys, Ellipsis)
+    at, taken = keys.index(Ellipsis), sum(k is not None and k is not Ellipsis for k in keys)
+    keys = (*keys[:at], *(slice(None),) * (x.dim() - taken), *keys[at + 1 :])
+    assert all(k is None or type(k) in (slice, int) for k in keys), "an index that is no number or range"
+    meta, (x,) = func(x, key), values(t, x)
+    for dim, k in enumerate(k for k in keys if k is not None):
+        size = x.size(dim)
+        begin, end, step = k.indices(size) if isinstance(k, slice) else (k % size, k % size + 1, 1)
+        assert step == 1, "a step other than 1"
+        if (begin, end) != (0, size):
+            x = _sliced(t, x, dim, begin, max(begin, end))
+    return _reshaped(t, x, meta)

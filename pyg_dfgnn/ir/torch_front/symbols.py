@@ -1,0 +1,436 @@
+"""Symbolic tensors: meta tensors of fake size that know their value in the program being written.
+
+One dimension of a symbol with rows is that of a domain, whose number of rows is a prime that no other size equals, so
+a shape tells what a tensor is. The rows of a value broadcast to the other sizes of its symbol: what `expand` repeats is
+no value of its own. Tensors of a module are lifted to inputs when an operation first reads them; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.program import Builder, Value
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
+_LARGE = (1_000_000_007, 1_000_000_009, 1_000_000_021)
+
+
+class Refusal(Exception):
+    """Code cannot be traced.
+
+    Attributes:
+        reasons: One sentence per line of the code that stands in the way.
+    """
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = list(dict.fromkeys(reasons))
+
+
+class Sizes(NamedTuple):
+    """Fake numbers of edges, of nodes that are read as sources and of nodes that are aggregated to."""
+
+    edges: int
+    sources: int
+    targets: int
+
+
+def fake_sizes(taken: Collection[int], is_square: bool, *, large: bool) -> Sizes:
+    """Return primes that are not among `taken`, about 10 or above 10**9.
+
+    A trace with small and one with large numbers differ where code computes or decides with a number of rows.
+
+    Args:
+        taken: Sizes of channels.
+        is_square: Whether sources are targets.
+        large: Which of the two.
+    """
+    primes = _LARGE if large else [prime for prime in _PRIMES if prime not in taken][:3]
+    edges, sources, targets = primes
+    return Sizes(edges, sources, sources if is_square else targets)
+
+
+class Symbol(Tensor):
+    """A tensor whose numbers are rows of a value of the program.
+
+    Attributes:
+        number: Id of the value; None after a refused operation.
+        rows: Domain of dimension `lead`; None if no dimension is that of rows.
+        lead: Number of dimensions in front of that of rows.
+        ids: Of ids, the domain whose rows they name.
+        lift: Of node features, the value that holds them on a domain.
+        shared: Whether an edit in place would be seen elsewhere.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    number: int | None
+    rows: Domain | None
+    lead: int
+    ids: Domain | None
+    lift: Callable[[Domain], int] | None
+    shared: bool
+
+    @staticmethod
+    def of(
+        meta: Tensor,
+        number: int | None,
+        rows: Domain | None,
+        *,
+        lead: int = 0,
+        ids: Domain | None = None,
+        lift: Callable[[Domain], int] | None = None,
+        shared: bool = False,
+    ) -> Symbol:
+        """Return a symbol with the size and dtype of a tensor."""
+        symbol = meta.detach().to("meta").as_subclass(Symbol)
+        symbol.number, symbol.rows, symbol.lead = number, rows, lead
+        symbol.ids, symbol.lift, symbol.shared = ids, lift, shared
+        return symbol
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of a row."""
+        with torch._C.DisableTorchFunction():
+            shape = tuple(self.shape)
+        return self.row(shape)
+
+    def row(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape without the dimension of rows."""
+        return tuple(shape) if self.rows is None else (*shape[: self.lead], *shape[self.lead + 1 :])
+
+
+_PACKAGE = f"{Path(__file__).parents[2]}/"
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", _PACKAGE, "/torch_geometric/")
+
+
+def is_of_libraries(filename: str) -> bool:
+    """Whether a file is torch's, PyG's or this package's."""
+    return filename.startswith("<") or any(part in filename for part in _LIBRARIES)
+
+
+def line_of_user(own: str | None = None) -> str:
+    """Return file, line and text of the innermost frame outside of torch, PyG and this package.
+
+    Args:
+        own: A file to stop at even if it is PyG's, that of the traced class.
+    """
+    frame: Any = sys._getframe(1)
+    of_pyg = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == own or not (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
+            break
+        if of_pyg is None and "/torch_geometric/nn/" in name:
+            of_pyg = frame
+        # From here on outwards it is who called the layer.
+        frame = None if name.startswith(f"{_PACKAGE}nn/") else frame.f_back
+    if frame is None and of_pyg is None:
+        return "the call"
+    frame = frame or of_pyg
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{'/'.join(name.split('/')[-2:])}:{line} `{linecache.getline(name, line).strip()}`"
+
+
+_PRODUCTS = frozenset("linear matmul mm bmm mv addmm rmatmul".split())
+_EXACT = frozenset(
+    "exp log log1p pow rsqrt reciprocal sum norm softmax log_softmax softplus cosine_similarity layer_norm".split()
+)
+"""What autocast computes in float32 on CUDA devices."""
+
+
+def _is_lost(x: Tensor) -> bool:
+    """Whether an operation before this one was refused."""
+    return isinstance(x, Symbol) and x.number is None and x.ids is None and x.lift is None
+
+
+class Tracer(TorchFunctionMode):
+    """Write what torch functions do with symbols into a program.
+
+    Args:
+        functions: Name of a torch function -> what it does to values (:data:`FUNCTIONS`).
+        tensors: Id of a tensor of the module -> the name of its input.
+        sizes: Fake numbers of rows.
+        device: Where the edges are, which code may ask.
+        autocast: Device type and dtype that products have under autocast; None without it.
+        own: File of the traced class, whose lines reasons may name.
+
+    Attributes:
+        builder: The program so far.
+        reasons: What was refused so far.
+        inputs: Names of the module's tensors that were read.
+        lines: Id of a value -> the line that asked for it.
+        widest: The floating dtype that torch's promotion has led to.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        tensors: Mapping[int, tuple[str, Tensor]],
+        sizes: Sizes,
+        device: torch.device,
+        autocast: tuple[str, torch.dtype] | None = None,
+        own: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.builder, self.sizes = Builder(share=True), sizes
+        self.reasons: list[str] = []
+        self.inputs: list[str] = []
+        self.lines: dict[int, str] = {}
+        self.widest: torch.dtype | None = None
+        self._functions, self._tensors, self._own = functions, tensors, own
+        self._autocast, self.device = autocast, device
+        self._lifted: dict[int, Symbol] = {}
+        self._line = ""
+        self._flow = (S, D)
+
+    # What tracing begins with ----------------------------------------------------------------------------------------
+
+    def edge_index(self, flow: str) -> Symbol:
+        """Return the ids of the edges' ends; row 0 names the sources for the flow "source_to_target"."""
+        meta = torch.empty(2, self.sizes.edges, dtype=torch.int64, device="meta")
+        symbol = Symbol.of(meta, None, None, shared=True)
+        symbol.ids = E
+        self._flow = (S, D) if flow == "source_to_target" else (D, S)
+        return symbol
+
+    def node_input(self, name: str, tensor: Tensor, domain: Domain | None, axis: int = 0) -> Symbol:
+        """Return features of nodes: input `name`_j where rows are read as sources, `name`_i where as targets.
+
+        Args:
+            name: Name of the argument.
+            tensor: The features, [nodes, ...] or with other dimensions in front.
+            domain: The only domain that they are read on; None for both.
+            axis: The dimension of nodes.
+        """
+        size = self.sizes.sources if domain is not D else self.sizes.targets
+        shape = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+
+        def lift(on: Domain) -> int:
+            if domain not in (None, on):
+                raise self.stop(f"features of {domain} are read on {on}")
+            return self._input(f"{name}_{'j' if on is S else 'i'}", on, shape)
+
+        meta = torch.empty(*shape[:axis], size, *shape[axis:], dtype=tensor.dtype, device="meta")
+        return Symbol.of(meta, None, None, lead=axis, lift=lift, shared=True)
+
+    def row_input(self, name: str, tensor: Tensor, domain: Domain) -> Symbol:
+        """Return an input with a row per row of a domain; ids of relations or embeddings have no value."""
+        size = {E: self.sizes.edges, D: self.sizes.targets, S: self.sizes.sources}[domain]
+        meta = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+        number = self._input(name, domain, tuple(tensor.shape[1:])) if tensor.is_floating_point() else None
+        return Symbol.of(meta, number, domain, shared=True)
+
+    def global_input(self, name: str, tensor: Tensor) -> Symbol:
+        """Return an input that all edges share."""
+        self._tensors = {**self._tensors, id(tensor): (name, tensor)}
+        return self.symbol(tensor)
+
+    def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
+        known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}
+        return known[name] if name in known else self.builder.input(name, domain, shape)
+
+    def is_asked_by_pyg(self) -> bool:
+        """Whether PyG's code, not the layer's, has called the torch function that is traced."""
+        frame: Any = sys._getframe(1)
+        while any(frame.f_code.co_filename.startswith(part) for part in _LIBRARIES[:2]):
+            frame = frame.f_back
+        name = frame.f_code.co_filename
+        return name != self._own and ("/torch_geometric/" in name or "CollectArgs" in frame.f_globals)
+
+    # Refusing --------------------------------------------------------------------------------------------------------
+
+    def refuse(self, what: str) -> None:
+        """Note what stands in the way, with the line that is being traced; tracing goes on without a value."""
+        self.reasons.append(f"{self._line or line_of_user(self._own)}: {what}")
+
+    def stop(self, what: str) -> Refusal:
+        """Return the refusal to raise where tracing cannot go on."""
+        self.refuse(what)
+        return Refusal(*self.reasons)
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def emit(self, op: str, *args: int | float, attrs: Sequence[Any] = ()) -> int:
+        """Add a value; a number among the operands stands for a constant. Of views in a row one remains."""
+        ids = [arg if isinstance(arg, int) else self.builder.emit("const", attrs=(arg,)) for arg in args]
+        if op == "permute":
+            order, shape = attrs[0], self.shape(ids[0])
+            if [i for i in order if shape[i] != 1] == [i for i in range(len(shape)) if shape[i] != 1]:
+                return self.emit("view", *ids, attrs=(tuple(shape[i] for i in order),))
+            inner = self.builder.values[ids[0]]
+            if inner.op == "permute":
+                return self.emit("permute", inner.args[0], attrs=(tuple(inner.attrs[0][i] for i in order),))
+        if op == "view" and self.builder.values[ids[0]].op == "view":
+            ids[0] = self.builder.values[ids[0]].args[0]
+        number = self.builder.emit(op, *ids, attrs=attrs)
+        self.lines.setdefault(number, self._line)
+        return number
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """Return the sizes of a value's rows."""
+        return self.builder.values[number].shape
+
+    def symbol(self, x: Any) -> Symbol:
+        """Return the symbol of an operand: itself, a constant for a number, an input for a tensor of the module."""
+        if isinstance(x, Symbol):
+            return x
+        if isinstance(x, (bool, int, float)):
+            return Symbol.of(torch.empty((), device="meta"), self.emit("const", attrs=(float(x),)), None)
+        assert isinstance(x, Tensor)
+        if id(x) not in self._tensors:
+            self.refuse("a tensor that is no argument, parameter, buffer or attribute of the layer")
+            return Symbol.of(x, None, None, shared=True)
+        name, tensor = self._tensors[id(x)]
+        if id(x) not in self._lifted:
+            with torch._C.DisableTorchFunction():
+                number = self._input(name, One, tuple(tensor.shape)) if tensor.is_floating_point() else None
+                self._lifted[id(x)] = Symbol.of(tensor, number, None, shared=True)
+            self.inputs.append(name)
+        return self._lifted[id(x)]
+
+    def id(self, x: Symbol) -> int:
+        """Return the id of a symbol's value."""
+        assert x.number is not None
+        return x.number
+
+    def value(self, x: Symbol) -> Value:
+        """Return a symbol's value."""
+        return self.builder.values[self.id(x)]
+
+    def full(self, x: Symbol) -> int:
+        """Return the value with as many numbers in a row as the symbol has."""
+        return self.emit("expand", self.id(x), attrs=(x.sizes,))
+
+    def ends_of(self, edge_index: Symbol, row: int) -> Symbol:
+        """Return the ids of a row of the edges."""
+        return Symbol.of(edge_index.select(0, row), None, E, ids=self._flow[row], shared=True)
+
+    def domain_of_size(self, size: int) -> Domain | None:
+        """Return the domain with this fake number of rows, None if there is none."""
+        edges, sources, targets = self.sizes
+        return {sources: S, targets: D, edges: E}.get(size)
+
+    def aligned(self, *operands: Symbol) -> tuple[list[int], Domain | None, int]:
+        """Return values whose rows broadcast as the operands do, and domain and dimension of the result's rows."""
+        rank = max(x.dim() for x in operands)
+        like = next((x for x in operands if x.rows is not None), operands[0])
+        behind, numbers = like.dim() - like.lead - 1, []
+        for x in operands:
+            assert x.number is not None
+            if x.rows is not None and (x.dim() - x.lead - 1 != behind or x.rows is not like.rows):
+                raise self.stop("rows meet another dimension")
+            shape = self.shape(x.number)
+            at = len(shape) - 1 - behind
+            if like.rows is None or x.rows is not None or at < 0:
+                numbers.append(x.number)
+            elif shape[at] == 1:
+                numbers.append(self.emit("view", x.number, attrs=((*shape[:at], *shape[at + 1 :]),)))
+            else:
+                raise self.stop("rows meet another dimension")
+        return numbers, like.rows, 0 if like.rows is None else rank - 1 - behind
+
+    # Tracing ---------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = f"{func.__self__.__name__}{'=' if name == '__set__' else ''}"
+        if name == "_set_grad_enabled":
+            return func(*args, **kwargs)
+        outer, self._line = self._line, self._line or line_of_user(self._own)
+        try:
+            return self._record(func, name, args, kwargs)
+        finally:
+            self._line = outer
+
+    def _record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        attribute = self._functions.get(f".{name}")
+        if attribute is not None:
+            return attribute(self, *args, **kwargs)
+        base, in_place = name, False
+        if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
+            base, in_place = name[3:-2], True
+        elif name.endswith("_") and not name.endswith("__"):
+            base, in_place = name[:-1], True
+        elif kwargs.get("inplace"):
+            in_place = True
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out") or value is None}
+        if kwargs.pop("out", None) is not None:
+            raise self.stop(f"`out=` of {name}")
+        base = base.strip("_")
+        handler = self._functions.get(base)
+        tensors: list[Any] = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if any(not isinstance(x, Symbol) for x in tensors) and not base.startswith("as_tensor"):
+            args, kwargs = tree_map(lambda x: self.symbol(x) if isinstance(x, Tensor) else x, (args, kwargs))
+            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if in_place and (not tensors or tensors[0].shared):
+            raise self.stop(f"`{name}` edits a tensor in place that is read elsewhere")
+        if handler is None or (self.reasons and any(_is_lost(x) for x in tensors)):
+            return self._unknown(func, name, args, kwargs, is_new=handler is None)
+        try:
+            result = handler(self, func, *args, **kwargs)
+        except (TypeError, ValueError, KeyError, AssertionError) as error:
+            raise self.stop(f"`{name}` with these arguments ({error})") from error
+        if self._autocast is not None and isinstance(result, Symbol) and result.dtype.is_floating_point:
+            result = self._cast(base, result, *self._autocast)
+        if not torch.is_grad_enabled() and isinstance(result, Symbol) and result.number is not None:
+            result.number = self.emit("detach", result.number)
+        if in_place:
+            target = tensors[0]
+            if result.shape != target.shape or result.dtype != target.dtype:
+                raise self.stop(f"`{name}` changes the shape or dtype in place")
+            target.number, target.rows, target.lead, target.ids = (
+                result.number,
+                result.rows,
+                result.lead,
+                result.ids,
+            )
+            return target
+        return result
+
+    def _cast(self, name: str, result: Symbol, device: str, dtype: torch.dtype) -> Symbol:
+        """Return a result with the dtype that autocast gives it; values have one dtype, so nothing is rounded here."""
+        if name in _PRODUCTS:
+            dtype = torch.float64 if result.dtype is torch.float64 else dtype
+        elif name in _EXACT and device == "cuda":
+            dtype = torch.promote_types(result.dtype, torch.float32)
+        else:
+            return result
+        meta = result.new_empty(result.shape, dtype=dtype)
+        return Symbol.of(meta, result.number, result.rows, lead=result.lead, ids=result.ids, shared=result.shared)
+
+    def _unknown(self, func: Any, name: str, args: Any, kwargs: Any, *, is_new: bool) -> Any:
+        """Refuse a function and go on, where its size can be told, to find what else stands in the way."""
+        if is_new:
+            self.refuse(f"`{name}` has no meaning in a program")
+        try:
+            meta = func(*args, **kwargs)
+        except Exception as error:
+            raise Refusal(*self.reasons) from error
+        if not isinstance(meta, Tensor):
+            raise Refusal(*self.reasons)
+        return Symbol.of(meta, None, self.domain_of_size(meta.size(0)) if meta.dim() else None)
+
+    def result(self, meta: Tensor, number: int | None, rows: Domain | None, **kwargs: Any) -> Symbol:
+        """Return the symbol of a function's result, having checked the value against torch's own size of it."""
+        symbol = Symbol.of(meta, number, rows, **kwargs)
+        if number is not None:
+            if meta.dtype.is_floating_point:
+                self.widest = meta.dtype if self.widest is None else torch.promote_types(self.widest, meta.dtype)
+            have, want = self.shape(number), symbol.sizes
+            fits = len(have) <= len(want) and all(a in (1, b) for a, b in zip(have[::-1], want[::-1]))
+            if not fits or (rows is not None and self.domain_of_size(meta.size(symbol.lead)) not in (rows, S)):
+                raise self.stop(f"a row of {list(want)} that the program takes for {list(have)}")
+        return symbol

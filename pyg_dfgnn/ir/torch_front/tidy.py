@@ -1,0 +1,48 @@
+"""What a trace of PyG's helpers leaves: a softmax among edges in five steps becomes one operator again."""
+
+from __future__ import annotations
+
+from pyg_dfgnn.ir.interpreter import EPSILON
+from pyg_dfgnn.ir.passes.simplify import remove_dead
+from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite
+
+_STEPS = ("div", "exp", "add")
+"""The last operators of a softmax that is written out, from its end."""
+
+
+def tidy(program: Program) -> Program:
+    """Return the program with exp(x - max) / (sum + 1e-16) as the operator `softmax`, without dead values.
+
+    The maximum has no gradient, whether or not the code detaches it: the softmax does not depend on it.
+    """
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        matched = _softmax(program, value)
+        return None if matched is None else builder.emit("softmax", ids[matched[0]], attrs=matched[1])
+
+    return remove_dead(rewrite(program, rule))
+
+
+def _softmax(program: Program, value: Value) -> tuple[int, tuple] | None:
+    """Return x and (domain, over) of a softmax, None if a value is something else."""
+    values = program.values
+
+    def inner(i: int, *ops: str) -> Value:
+        while values[i].op in ops:
+            i = values[i].args[0]
+        return values[i]
+
+    if value.op != _STEPS[0]:
+        return None
+    exp, total = values[value.args[0]], inner(value.args[1], "gather")
+    if (value.op, exp.op, total.op) != _STEPS or values[exp.args[0]].op != "sub":
+        return None
+    x, largest = values[exp.args[0]].args
+    parts = [inner(arg) for arg in total.args]
+    sums = [part for part in parts if part.op == "sum" and inner(part.args[0]) == exp]
+    constants = [part for part in parts if part.op == "const" and part.attrs == (EPSILON,)]
+    most = inner(largest, "gather")
+    if not (sums and constants and most.op == "max" and most.attrs == sums[0].attrs):
+        return None
+    same = inner(most.args[0], "detach") == inner(x, "detach") and exp.domain is most.attrs[1]
+    return (x, most.attrs) if same else None

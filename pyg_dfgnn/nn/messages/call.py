@@ -1,0 +1,223 @@
+"""One call of a compiled layer: as a program on kernels, or by PyG's function with the reasons."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import interpret
+from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.lanes import Refusal as NoKernel
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
+from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
+from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
+from pyg_dfgnn.ops.relational import apply, reasons_against, rows_of
+from pyg_dfgnn.settings import settings
+
+
+class Backend(NamedTuple):
+    """What runs programs.
+
+    Attributes:
+        reasons: (program, rows, inputs) -> why it cannot run one.
+        apply: (program, rows, inputs) -> outputs.
+        devices: Types of devices that it runs on; None for any.
+    """
+
+    reasons: Callable[[Program, Rows, Mapping[str, Tensor]], Sequence[str]]
+    apply: Callable[[Program, Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    devices: Collection[str] | None
+
+
+KERNELS = Backend(reasons_against, apply, fused_device_types)
+INTERPRETER = Backend(lambda program, rows, inputs: (), interpret, None)
+_backend = KERNELS
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run programs by the interpreter, on any device and slowly: what tests compare with PyG."""
+    global _backend
+    before, _backend = _backend, INTERPRETER
+    try:
+        yield
+    finally:
+        _backend = before
+
+
+class Outcome(NamedTuple):
+    """What became of a call.
+
+    Attributes:
+        trace: Its trace; None if there was no attempt at one.
+        sizes: Numbers of rows; None without a trace.
+        returned: What the program has returned, in a tuple; None if PyG's function is to run.
+    """
+
+    trace: Trace | None = None
+    sizes: dict[Domain, int] | None = None
+    returned: tuple[Any] | None = None
+
+
+watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
+"""Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
+
+
+def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+    """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
+    calls: list[tuple[Outcome, Sequence[str]]] = []
+    layer, has_grad = copy.deepcopy(layer), torch.is_grad_enabled()
+    for module in layer.modules():
+        # A description of a whole model has come here through hooks of its own.
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def watch(other: Any, method: str, outcome: Outcome, reasons: Sequence[str]) -> None:
+        if other is layer:
+            calls.append((outcome, tuple(reasons)))
+
+    watchers.append(watch)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"):
+            layer(*args, **kwargs)
+    finally:
+        watchers.remove(watch)
+    reasons, plans = [] if calls else ["this forward does not pass messages"], []
+    for outcome, against in calls:
+        reasons += [reason for reason in against if device is None or reason != NO_DEVICE]
+        if outcome.trace is not None and outcome.trace.program is not None and outcome.sizes is not None:
+            program, wrt = outcome.trace.program, tuple(outcome.trace.program.inputs) if has_grad else ()
+            plans.append(str(program))
+            try:
+                if device is not None:
+                    reasons += unsupported_reasons(outcome.trace.dtype, device)
+                    plans[-1] = str(lower(Passes().run(program, outcome.sizes, wrt), list(dict(program.outputs))))
+            except NoKernel as refusal:
+                reasons.append(str(refusal))
+    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
+
+
+def _layer_reasons(layer: Any, call: Call) -> list[str]:
+    """Return what the state of the layer and of torch have against compiled messages."""
+    own = layer.__dict__
+    reasons = transform_reasons()
+    if own["_explain"]:
+        reasons.append("an explainer is attached")
+    if any(own[name] for name in HOOKS):
+        reasons.append("message passing hooks are registered")
+    if own["_decomposed_layers"] != 1:
+        reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
+    if torch.nn.modules.module._has_any_global_hook():
+        reasons.append("hooks on all modules are registered")
+    edge_index = call.edge_index
+    if isinstance(call.edges, EdgeIndex):
+        if layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
+            reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
+    elif type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+        reasons.append(f"edge_index is a {type(edge_index).__name__}")
+    if reasons:
+        return reasons
+    if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
+        reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
+    return reasons
+
+
+def _update_reasons(layer: Any, call: Call) -> list[str]:
+    late = signature_of(layer, call.method).late if call.method == "propagate" else ()
+    return [f"update reads '{name}' of each edge" for name in late if name[-2:] in ("_i", "_j") and name != "size_i"]
+
+
+def call_layer(layer: Any, call: Call) -> Any:
+    """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
+    reasons = [*_layer_reasons(layer, call), *_update_reasons(layer, call)]
+    outcome = Outcome()
+    if not reasons and call.edge_index.size(1) > 0:
+        outcome = _attempt(layer, call, reasons)
+    for watcher in watchers:
+        watcher(layer, call.method, outcome, reasons)
+    if outcome.returned is not None:
+        return outcome.returned[0]
+    if reasons:
+        report_fallback(type(layer).__name__, reasons)
+    return call.own(layer, call.edges, **call.kwargs, **call.declared)
+
+
+def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
+    """Run a call as a program; with reasons, added to the list, it returns nothing."""
+    spec = spec_of(layer, call, reasons)
+    if spec is None:
+        return Outcome()
+    bound = trace_of(layer, call, spec)
+    trace = bound.trace
+    if trace.program is None:
+        reasons += trace.reasons
+        return Outcome(trace)
+    is_forward = layer.flow == "source_to_target"
+    num_src, num_dst = spec.sizes if is_forward else spec.sizes[::-1]
+    outcome = Outcome(trace, {One: 1, S: num_src, D: num_dst, E: call.edge_index.size(1)})
+    device = call.edge_index.device
+    if _backend.devices is not None and device.type not in _backend.devices:
+        reasons.append(NO_DEVICE)
+    inputs: dict[str, Tensor] = {}
+    for name, source, table, key in bound.inputs:
+        tensor = argument_of(call.kwargs, source) if table is None else table[key]
+        if tensor.device != device:
+            reasons.append(f"'{source.name}' is on {tensor.device} and edge_index on {device}")
+        inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
+    if reasons:
+        return outcome
+    if call.edges is call.edge_index:
+        graph = Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward)
+    else:
+        graph = Graph.of(call.edges, num_src, num_dst, flow=layer.flow)
+    rows = rows_of(graph)
+    reasons += _backend.reasons(trace.program, rows, inputs)
+    if reasons:
+        return outcome
+    if spec.autocast is None:
+        results = dict(_backend.apply(trace.program, rows, inputs))
+    else:
+        # The program has one dtype; what autocast makes of the results is part of the trace.
+        with torch.autocast(device.type, enabled=False):
+            results = dict(_backend.apply(trace.program, rows, inputs))
+    for name, (dtype, axis) in trace.results.items():
+        result = results[name] if axis == 0 else results[name].movedim(0, axis)
+        results[name] = result.to(dtype).contiguous()
+    for path, name, output in trace.written:
+        module = layer
+        for part in path:
+            module = module._modules[part]
+        module.__dict__[name] = results[output]
+    returned = tree_unflatten([results[str(k)] for k in range(trace.tree.num_leaves)], trace.tree)
+    if call.method == "propagate" and type(layer).update is not MessagePassing.update:
+        returned = layer.update(returned, **_update_arguments(layer, call, spec))
+    return outcome._replace(returned=(returned,))
+
+
+def _update_arguments(layer: Any, call: Call, spec: Spec) -> dict[str, Any]:
+    i, j = (1, 0) if layer.flow == "source_to_target" else (0, 1)
+    given = {
+        **call.kwargs,
+        **{"edge_index": call.edges, "edge_index_i": call.edge_index[i], "edge_index_j": call.edge_index[j]},
+        **{"index": call.edge_index[i], "ptr": None, "adj_t": None, "size": list(spec.sizes)},
+        **{"size_i": spec.sizes[i], "size_j": spec.sizes[j], "dim_size": spec.sizes[i]},
+    }
+    data: dict[str, Any] = layer.inspector.collect_param_data("update", given)
+    return data

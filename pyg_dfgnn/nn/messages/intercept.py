@@ -1,0 +1,91 @@
+"""How calls of marked layers are caught: a wrapper around two methods of their class, which unpickling restores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.inspector import Inspector
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.messages.call import call_layer
+from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
+from pyg_dfgnn.settings import current
+
+
+class Mark:
+    """The mark of a compiled layer; unpickling it wraps the class again, in whatever process.
+
+    Args:
+        kind: Class of the layer.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        intercept(kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mark, (self.kind,)
+
+
+def intercept(kind: type) -> None:
+    """Wrap `propagate` and `edge_updater` of a class, once, so that marked instances are compiled."""
+    if "_jinja_propagate" not in kind.__dict__:
+        _generate(kind)
+    for method in STEPS:
+        own = getattr(kind, method)
+        if getattr(own, WRAPPER, None) is not kind:
+            wrapper = _wrapped(method, own, kind)
+            setattr(kind, method, wrapper)
+            if getattr(kind, f"_jinja_{method}", None) is own:
+                setattr(kind, f"_jinja_{method}", wrapper)
+
+
+def _generate(kind: type) -> None:
+    """Let PyG generate the class's own functions, as the constructor of its first instance does."""
+    probe: Any = object.__new__(kind)
+    torch.nn.Module.__init__(probe)
+    probe.inspector = Inspector(kind)
+    probe.inspector.inspect_signature(kind.message)  # type: ignore[attr-defined]
+    probe.inspector.inspect_signature(kind.aggregate, exclude=[0, "aggr"])  # type: ignore[attr-defined]
+    probe.inspector.inspect_signature(kind.message_and_aggregate, [0])  # type: ignore[attr-defined]
+    probe.inspector.inspect_signature(kind.update, exclude=[0])  # type: ignore[attr-defined]
+    probe.inspector.inspect_signature(kind.edge_update)  # type: ignore[attr-defined]
+    probe.fuse = probe.inspector.implements("message_and_aggregate")
+    MessagePassing._set_jittable_templates(probe)
+
+
+def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self.__dict__.get(MARK) is None
+            or torch.compiler.is_compiling()
+            or not current().compile_messages
+            or len(args) > 1
+            or torch.jit.is_scripting()
+        ):
+            return own(self, *args, **kwargs)
+        edges = args[0] if args else kwargs.pop("edge_index")
+        declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
+        edge_index, size = edges, declared.get("size")
+        if isinstance(edges, EdgeIndex):
+            edge_index, size = edges.as_tensor(), edges.sparse_size()
+        return call_layer(self, Call(method, own, edges, declared, kwargs, edge_index, size))
+
+    setattr(wrapper, WRAPPER, kind)
+    return wrapper
+
+
+def compilable(layer: Any) -> str:
+    """Return why the messages of a layer cannot be compiled whatever the call, empty if they may be."""
+    for base in type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]:
+        for name in ("propagate", "edge_updater", "_collect", "_lift", "_index_select", "_set_size", "_check_input"):
+            own = original(base.__dict__.get(name, getattr(MessagePassing, name)))
+            if own is not getattr(MessagePassing, name) and "CollectArgs" not in own.__globals__:
+                return f"{base.__name__} defines '{name}' itself"
+    return ""

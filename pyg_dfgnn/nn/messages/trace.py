@@ -1,0 +1,286 @@
+"""Traces of a layer's code: how one is made, and when it holds."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.ir.domains import D, E, One, S
+from pyg_dfgnn.ir.program import Program, Value
+from pyg_dfgnn.ir.torch_front import FUNCTIONS, Refusal, Symbol, Tracer, fake_sizes, tidy
+from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.gate import HOOKS
+from pyg_dfgnn.nn.messages.spec import Call, Spec, original
+from pyg_dfgnn.nn.shadow import Check, Reads, Shadow, bind, getter, holds
+
+MAX_TRACES = 16
+"""Traces per layer and kind of call; a layer whose state changes at each call is PyG's then."""
+_IGNORED = frozenset({"inspector", "_user_args", "_fused_user_args", "_edge_user_args", "fuse", MARK, *HOOKS})
+
+
+class Source(NamedTuple):
+    """Where an input of a program comes from: an argument, an entry of a pair, or a tensor of the layer.
+
+    Attributes:
+        name: Name of the argument; path of the tensor.
+        entry: Positions inside lists and tuples of the argument.
+        is_argument: Whether it is an argument.
+        axis: Dimension of rows.
+    """
+
+    name: str
+    entry: tuple[int, ...] = ()
+    is_argument: bool = True
+    axis: int = 0
+
+
+class Trace(NamedTuple):
+    """What became of a layer's code for one kind of call.
+
+    Attributes:
+        program: The program; None with reasons.
+        reasons: Why there is none, with lines of the code.
+        sources: Input of the program -> where it comes from.
+        tree: Shape of what the code returns; its tensors are the outputs "0", "1", ...
+        results: Output -> its dtype and the dimension of its rows.
+        dtype: Floating dtype of all inputs.
+        written: Attributes that the code sets: (path to the module, name, output).
+        tensors: Paths, sizes, dtypes of the layer's tensors that are inputs.
+        checks: Facts about the layer.
+        fixed: Facts about classes, functions and globals.
+    """
+
+    program: Program | None
+    reasons: tuple[str, ...]
+    sources: dict[str, Source]
+    tree: Any
+    results: dict[str, tuple[torch.dtype, int]]
+    dtype: torch.dtype
+    written: tuple[tuple[tuple[str, ...], str, str], ...]
+    tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    checks: list[Check]
+    fixed: list[tuple[Any, str, Any]]
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+class Bound(NamedTuple):
+    """A trace on the tables of one layer."""
+
+    trace: Trace
+    lookups: list[Any]
+    tensors: list[tuple[dict[str, Any], str, torch.Size, torch.dtype]]
+    inputs: list[tuple[str, Source, dict[str, Any] | None, str]]
+
+    def holds(self) -> bool:
+        if not holds(self.lookups, self.trace.fixed):
+            return False
+        for table, name, shape, dtype in self.tensors:
+            tensor = table.get(name)
+            if tensor is None or tensor.dtype is not dtype or tensor.shape != shape:
+                return False
+        return True
+
+
+def _bound(trace: Trace, layer: Any) -> Bound | None:
+    lookups = bind(trace.checks, layer)
+    if lookups is None:
+        return None
+    try:
+        tensors = [(*getter(path, layer), shape, dtype) for path, shape, dtype in trace.tensors]
+        inputs = [
+            (name, source, *((None, "") if source.is_argument else getter(source.name, layer)))
+            for name, source in trace.sources.items()
+        ]
+    except KeyError:
+        return None
+    bound = Bound(trace, lookups, tensors, inputs)
+    return bound if bound.holds() else None
+
+
+_of_layer: weakref.WeakKeyDictionary[Any, dict[Any, list[Bound]]] = weakref.WeakKeyDictionary()
+_of_class: weakref.WeakKeyDictionary[type, dict[Any, list[Trace]]] = weakref.WeakKeyDictionary()
+_tracing = threading.RLock()
+
+
+def clear() -> None:
+    """Forget all traces."""
+    _of_layer.clear()
+    _of_class.clear()
+
+
+def trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
+    """Return a trace of this kind of call whose facts hold, from the cache or new."""
+    known = _of_layer.get(layer)
+    if known is None:
+        known = _of_layer[layer] = {}
+    bounds = known.setdefault(spec.key, [])
+    for bound in bounds:
+        if bound.holds():
+            return bound
+    with _tracing:
+        shared = _of_class.setdefault(type(layer), {}).setdefault(spec.key, [])
+        for trace in shared:
+            new = _bound(trace, layer)
+            if new is not None:
+                bounds.append(new)
+                return new
+        if len(bounds) >= MAX_TRACES:
+            return Bound(refused(f"more than {MAX_TRACES} states of the layer were traced"), [], [], [])
+        trace = _trace(layer, call, spec)
+        new = _bound(trace, layer)
+        if new is None:
+            return Bound(refused("the layer changes while its code is traced"), [], [], [])
+        shared.append(trace)
+        bounds.append(new)
+        return new
+
+
+def refused(*reasons: str) -> Trace:
+    return Trace(None, reasons, {}, None, {}, torch.float32, (), (), [], [])
+
+
+def argument_of(kwargs: dict[str, Any], source: Source) -> Tensor:
+    tensor = kwargs[source.name]
+    for entry in source.entry:
+        tensor = tensor[entry]
+    return tensor if source.axis == 0 else tensor.movedim(source.axis, 0)
+
+
+def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
+    """Trace the layer's code with small and with large numbers of rows; both must agree."""
+    taken = {n for key in spec.key for n in _numbers(key)} | {n for p in layer.parameters() for n in _shape(p)}
+    small, values, _ = _once(layer, call, spec, taken, large=False)
+    large, others, lines = _once(layer, call, spec, taken, large=True)
+    if large.program is None or (small.program == large.program and values == others):
+        return large
+    different = next((i for i, (value, other) in enumerate(zip_longest(values, others)) if value != other), -1)
+    reason = f"{lines.get(different, 'the call')}: what is computed depends on the number of edges or nodes"
+    return large._replace(program=None, reasons=(reason, *small.reasons))
+
+
+def _shape(parameter: Any) -> Sequence[int]:
+    return () if isinstance(parameter, torch.nn.UninitializedParameter) else parameter.shape
+
+
+def _numbers(key: Any) -> Iterator[int]:
+    if isinstance(key, int):
+        yield int(key)
+    elif isinstance(key, tuple):
+        for part in key:
+            yield from _numbers(part)
+
+
+def _once(
+    layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool
+) -> tuple[Trace, list[Value], dict[int, str]]:
+    """Return a trace, its values before they were tidied, and the line that asked for each."""
+    reads = Reads()
+    shadow = Shadow(layer, reads, _IGNORED)
+    fakes = fake_sizes(taken, spec.is_square, large=large)
+    own_file = inspect.getsourcefile(type(layer))
+    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file)
+    is_forward = layer.flow == "source_to_target"
+    arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
+    by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
+    size = [None if call.size is None or n is None else by_row[row] for row, n in enumerate(call.size or (None, None))]
+    outputs: dict[str, int] = {}
+    results: dict[str, tuple[torch.dtype, int]] = {}
+    tree: Any = None
+    written: list[tuple[tuple[str, ...], str, str]] = []
+
+    def add(name: str, leaf: Any) -> None:
+        if tracer.reasons:
+            return
+        if not isinstance(leaf, Symbol) or leaf.number is None or not leaf.dtype.is_floating_point:
+            raise tracer.stop(f"{'the result' if name.isdigit() else repr(name)} is no floating tensor of the program")
+        outputs[name] = tracer.emit("gather", tracer.full(leaf), attrs=(leaf.rows or One,))
+        results[name] = leaf.dtype, leaf.lead
+
+    try:
+        edge_index = tracer.edge_index(layer.flow)
+        with tracer, torch.enable_grad():
+            returned = _run_own(layer, shadow.module, call, edge_index, size, arguments)
+        tracer.reasons += shadow.hooked(reads)
+        attributes, changes = shadow.written()
+        tracer.reasons += changes
+        leaves, tree = tree_flatten(returned)
+        for k, leaf in enumerate(leaves):
+            add(str(k), leaf)
+        for (path, name), value in attributes.items():
+            written.append((path, name, f"self.{'.'.join((*path, name))}"))
+            add(written[-1][2], value)
+    except Refusal as refusal:
+        tracer.reasons += [reason for reason in refusal.reasons if reason not in tracer.reasons]
+    except Exception as error:
+        tracer.refuse(f"{type(error).__name__}: {error}")
+    reasons = [*tracer.reasons, *reads.reasons]
+    checks, fixed = list(reads.checks.values()), list(reads.fixed.values())
+    values, lines = tracer.builder.values, tracer.lines
+    if not reasons:
+        program = tidy(tracer.builder.build(type(layer).__name__, outputs))
+        paths = dict(shadow.tensors().values())
+        named = {name: sources.get(name, Source(name, is_argument=False)) for name in program.inputs}
+        read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n not in sources)
+        tensors = [argument_of(call.kwargs, s) if s.is_argument else paths[s.name] for s in named.values()]
+        dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
+        # Kernels compute in float32 whatever the dtype, as autocast wants it.
+        widest = tracer.widest if tracer.widest is not None and spec.autocast is None else dtype
+        if torch.promote_types(widest, dtype) is dtype:
+            trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed)
+            return trace, values, lines
+        reasons.append(f"{tracer.widest} is computed with, of inputs of {dtype}")
+    return refused(*dict.fromkeys(reasons))._replace(checks=checks, fixed=fixed), values, lines
+
+
+def _arguments(tracer: Tracer, call: Call, spec: Spec, row_j: int) -> tuple[dict[str, Any], dict[str, Source]]:
+    """Return the arguments of a call as symbols, and where the inputs that they may become come from."""
+    sources: dict[str, Source] = {}
+
+    def make(name: str, value: Any, role: Any, entry: tuple[int, ...]) -> Any:
+        if role is None:
+            return value
+        if isinstance(role, list):
+            return type(value)(make(name, v, r, (*entry, k)) for k, (v, r) in enumerate(zip(value, role)))
+        label = name + "".join(f"_{k}" for k in entry)
+        if isinstance(role, int):
+            rows = spec.lifted[name] if not entry else {entry[0]} if row_j == 0 else {0, 1}
+            domain = None if len(rows) == 2 else S if rows == {row_j} else D
+            base = label if domain is None else name
+            for suffix in ("_i", "_j"):
+                if domain is None or suffix == ("_j" if domain is S else "_i"):
+                    sources[base + suffix] = Source(name, entry, axis=role)
+            return tracer.node_input(base, value, domain, role)
+        sources[label] = Source(name, entry)
+        if role == "1":
+            return tracer.global_input(label, value)
+        return tracer.row_input(label, value, E if role == "E" else D)
+
+    return {n: make(n, v, spec.roles.get(n), ()) for n, v in call.kwargs.items()}, sources
+
+
+def _run_own(layer: Any, module: Any, call: Call, edge_index: Tensor, size: list[int | None], kwargs: Any) -> Any:
+    """Do what PyG's `propagate` or `edge_updater` does with a plain `edge_index` and no hooks, up to `update`."""
+    own, generated = layer.__dict__, original(call.own).__globals__
+    if "CollectArgs" in generated:
+        collect = generated["collect" if call.method == "propagate" else "edge_collect"]
+        collected = collect(module, edge_index, size=size, **kwargs)._asdict()
+    else:
+        wanted = own["_user_args"] if call.method == "propagate" else own["_edge_user_args"]
+        collected = MessagePassing._collect(module, wanted, edge_index, size, kwargs)
+    data = own["inspector"].collect_param_data
+    if call.method == "edge_updater":
+        return module.edge_update(**data("edge_update", collected))
+    messages = module.message(**data("message", collected))
+    return module.aggregate(messages, **data("aggregate", collected))

@@ -1,0 +1,277 @@
+"""Every class of `torch_geometric.nn.conv` as a small layer with a call on a graph, for tests of compiled messages."""
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch_geometric
+import torch_geometric.nn.conv as pyg
+from torch import Tensor
+from torch.nn import Linear, ReLU, Sequential
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.nn import messages
+from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.reference.zoo import EdgeList
+
+FEATURES, WIDTH, EDGE = 6, 4, 3
+
+
+class Inputs:
+    """Random inputs of a graph, each a leaf that takes a gradient; the same for the same graph."""
+
+    def __init__(self, graph: EdgeList, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
+        self.graph, self.edge_index, self.leaves = graph, graph.edge_index, dict[str, Tensor]()
+        self._generator = torch.Generator().manual_seed(5)
+
+    def draw(self, name: str, *shape: int, positive: bool = False) -> Tensor:
+        drawn = torch.randn(*shape, dtype=torch.float64, generator=self._generator)
+        self.leaves[name] = (drawn.abs() + 0.1 if positive else drawn).to(self.dtype).requires_grad_()
+        return self.leaves[name]
+
+    @property
+    def x(self) -> Tensor:
+        return self.draw("x", self.graph.num_src, FEATURES)
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.draw("x_dst", self.graph.num_dst, FEATURES)
+
+    @property
+    def edge_attr(self) -> Tensor:
+        return self.draw("edge_attr", self.graph.num_edges, EDGE)
+
+    @property
+    def edge_weight(self) -> Tensor:
+        return self.draw("edge_weight", self.graph.num_edges, positive=True)
+
+    @property
+    def pos(self) -> Tensor:
+        return self.draw("pos", self.graph.num_src, 3)
+
+    @property
+    def edge_type(self) -> Tensor:
+        return torch.arange(self.graph.num_edges) % 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and a call of it.
+
+    Attributes:
+        make: Builds the layer.
+        call: (layer, inputs) -> outputs.
+        expected: "traced", or what the reason says for which its messages are refused.
+    """
+
+    make: Callable[[], torch.nn.Module]
+    call: Callable[[Any, Inputs], Any]
+    expected: str = "traced"
+
+
+def _x(conv: Any, i: Inputs) -> Any:
+    return conv(i.x, i.edge_index)
+
+
+def _weighted(conv: Any, i: Inputs) -> Any:
+    return conv(i.x, i.edge_index, i.edge_weight)
+
+
+def _attributed(conv: Any, i: Inputs) -> Any:
+    return conv(i.x, i.edge_index, i.edge_attr)
+
+
+def _typed(conv: Any, i: Inputs) -> Any:
+    return conv(i.x, i.edge_index, i.edge_type)
+
+
+def _first(conv: Any, i: Inputs) -> Any:
+    return conv(i.x, i.edge_index)[0]
+
+
+def _mlp(*widths: int) -> Sequential:
+    return Sequential(Linear(widths[0], widths[1]), ReLU(), Linear(widths[1], widths[-1]))
+
+
+def _gravnet(conv: Any, i: Inputs) -> Any:
+    # Neighbours in learnt space need a kernel that is an extra of PyG; the propagation does not.
+    size = (i.graph.num_src, i.graph.num_dst)
+    return conv.propagate(i.edge_index, x=(i.x, None), edge_weight=i.edge_weight, size=size)
+
+
+def _make_gravnet() -> torch.nn.Module:
+    with patch.object(torch_geometric.typing, "WITH_KNN", True):
+        return pyg.GravNetConv(FEATURES, WIDTH, 3, 5, 2)
+
+
+def _make_dynamic() -> torch.nn.Module:
+    with patch.object(torch_geometric.typing, "WITH_KNN", True):
+        return pyg.DynamicEdgeConv(_mlp(2 * FEATURES, 5, WIDTH), 2)
+
+
+def _mesh(conv: Any, i: Inputs) -> Any:
+    edges = torch.arange(16)
+    return conv(i.draw("x", 4, FEATURES), torch.stack([edges % 4, edges // 4]))
+
+
+def _hypergraph(conv: Any, i: Inputs) -> Any:
+    edges, attributes = i.graph.num_dst, i.draw("hyperedge", i.graph.num_dst, FEATURES)
+    return conv(i.x, i.edge_index, hyperedge_attr=attributes, num_edges=edges)
+
+
+def _hetero(conv: Any, i: Inputs) -> Any:
+    nodes = {"a": i.x, "b": i.draw("x_dst", i.graph.num_dst, FEATURES)}
+    edges = {("a", "to", "b"): i.edge_index, ("b", "back", "a"): i.edge_index.flip(0)}
+    return list(conv(nodes, edges).values())
+
+
+_METADATA = (["a", "b"], [("a", "to", "b"), ("b", "back", "a")])
+_DEGREES = torch.tensor([1, 2, 3, 1])
+_SCALERS = ["identity", "amplification", "attenuation", "linear", "inverse_linear"]
+
+TRACED: dict[str, Case] = {
+    "SimpleConv": Case(partial(pyg.SimpleConv, aggr=["sum", "mean", "max"]), _weighted),
+    "GCNConv": Case(partial(pyg.GCNConv, FEATURES, WIDTH), _weighted),
+    "ChebConv": Case(partial(pyg.ChebConv, FEATURES, WIDTH, K=3), _x),
+    "SAGEConv": Case(
+        partial(pyg.SAGEConv, (FEATURES, FEATURES), WIDTH, aggr="max"), lambda c, i: c(i.pair, i.edge_index)
+    ),
+    "GraphConv": Case(partial(pyg.GraphConv, FEATURES, WIDTH), _weighted),
+    "GravNetConv": Case(_make_gravnet, _gravnet),
+    "GatedGraphConv": Case(partial(pyg.GatedGraphConv, FEATURES, 2), _weighted),
+    "TAGConv": Case(partial(pyg.TAGConv, FEATURES, WIDTH), _weighted),
+    "GINConv": Case(lambda: pyg.GINConv(_mlp(FEATURES, 5, WIDTH), train_eps=True), _x),
+    "ARMAConv": Case(partial(pyg.ARMAConv, FEATURES, WIDTH), _weighted),
+    "SGConv": Case(partial(pyg.SGConv, FEATURES, WIDTH, K=2), _weighted),
+    "SSGConv": Case(partial(pyg.SSGConv, FEATURES, WIDTH, alpha=0.1, K=2), _weighted),
+    "APPNP": Case(partial(pyg.APPNP, 3, 0.2), _weighted),
+    "MFConv": Case(partial(pyg.MFConv, FEATURES, WIDTH, max_degree=2), _x),
+    "RGCNConv": Case(partial(pyg.RGCNConv, FEATURES, WIDTH, 2), _typed),
+    "SignedConv": Case(
+        partial(pyg.SignedConv, FEATURES, WIDTH, True), lambda c, i: c(i.x, i.edge_index, i.edge_index.flip(0))
+    ),
+    "ClusterGCNConv": Case(partial(pyg.ClusterGCNConv, FEATURES, WIDTH), _x),
+    "GCN2Conv": Case(
+        partial(pyg.GCN2Conv, FEATURES, 0.3),
+        lambda c, i: c(i.x, i.draw("x_0", i.graph.num_src, FEATURES), i.edge_index),
+    ),
+    "PANConv": Case(partial(pyg.PANConv, FEATURES, WIDTH, 2), _first, "edge_index is a SparseTensor"),
+    "WLConvContinuous": Case(pyg.WLConvContinuous, _weighted),
+    "PDNConv": Case(partial(pyg.PDNConv, FEATURES, WIDTH, EDGE, 5), _attributed),
+    "LGConv": Case(pyg.LGConv, _weighted),
+    "MixHopConv": Case(partial(pyg.MixHopConv, FEATURES, WIDTH), _weighted),
+    "GATConv": Case(partial(pyg.GATConv, FEATURES, WIDTH, heads=2, edge_dim=EDGE), _attributed),
+    "GATv2Conv": Case(partial(pyg.GATv2Conv, FEATURES, WIDTH, heads=2, edge_dim=EDGE), _attributed),
+    "TransformerConv": Case(partial(pyg.TransformerConv, FEATURES, WIDTH, heads=2, edge_dim=EDGE), _attributed),
+    "AGNNConv": Case(pyg.AGNNConv, _x),
+    "PointTransformerConv": Case(
+        partial(pyg.PointTransformerConv, FEATURES, WIDTH), lambda c, i: c(i.x, i.pos, i.edge_index)
+    ),
+    "GENConv": Case(partial(pyg.GENConv, FEATURES, WIDTH, edge_dim=EDGE, learn_t=True), _attributed),
+    "SuperGATConv": Case(partial(pyg.SuperGATConv, FEATURES, WIDTH, heads=2), _x),
+    "GeneralConv": Case(partial(pyg.GeneralConv, FEATURES, WIDTH, EDGE, heads=2, attention=True), _attributed),
+    "HGTConv": Case(partial(pyg.HGTConv, FEATURES, WIDTH, _METADATA, heads=2), _hetero),
+    "HANConv": Case(partial(pyg.HANConv, FEATURES, WIDTH, _METADATA, heads=2), _hetero),
+    "ResGatedGraphConv": Case(partial(pyg.ResGatedGraphConv, FEATURES, WIDTH, edge_dim=EDGE), _attributed),
+    "GINEConv": Case(lambda: pyg.GINEConv(_mlp(FEATURES, 5, WIDTH), edge_dim=EDGE), _attributed),
+    "GMMConv": Case(
+        partial(pyg.GMMConv, FEATURES, WIDTH, dim=EDGE, kernel_size=2, separate_gaussians=True), _attributed
+    ),
+    "CGConv": Case(partial(pyg.CGConv, FEATURES, dim=EDGE), _attributed),
+    "FeaStConv": Case(partial(pyg.FeaStConv, FEATURES, WIDTH, heads=3), _x),
+    "HypergraphConv": Case(partial(pyg.HypergraphConv, FEATURES, WIDTH, use_attention=True, heads=2), _hypergraph),
+    "LEConv": Case(partial(pyg.LEConv, FEATURES, WIDTH), _weighted),
+    "PNAConv": Case(
+        partial(pyg.PNAConv, FEATURES, WIDTH, ["mean", "min", "max", "std", "var", "sum"], _SCALERS, _DEGREES, EDGE, 2),
+        _attributed,
+    ),
+    "FiLMConv": Case(partial(pyg.FiLMConv, FEATURES, WIDTH, 2), _typed),
+    "FAConv": Case(
+        partial(pyg.FAConv, FEATURES), lambda c, i: c(i.x, i.draw("x_0", i.graph.num_src, FEATURES), i.edge_index)
+    ),
+    "EGConv": Case(partial(pyg.EGConv, FEATURES, 8, ["sum", "mean", "max", "std", "symnorm"], num_heads=4), _x),
+}
+"""The 44 classes whose messages are sums over edges."""
+
+EDGE_MLP: dict[str, Case] = {
+    "PointNetConv": Case(
+        lambda: pyg.PointNetConv(_mlp(FEATURES + 3, 5, WIDTH)), lambda c, i: c(i.x, i.pos, i.edge_index)
+    ),
+    "EdgeConv": Case(lambda: pyg.EdgeConv(_mlp(2 * FEATURES, 5, WIDTH)), _x),
+    "DynamicEdgeConv": Case(_make_dynamic, lambda c, i: c.propagate(i.edge_index, x=(i.x, i.x))),
+    "PointGNNConv": Case(
+        lambda: pyg.PointGNNConv(_mlp(FEATURES, 5, 3), _mlp(FEATURES + 3, 5, WIDTH), _mlp(WIDTH, 5, FEATURES)),
+        lambda c, i: c(i.x, i.pos, i.edge_index),
+    ),
+    "NNConv": Case(lambda: pyg.NNConv(FEATURES, WIDTH, _mlp(EDGE, 5, FEATURES * WIDTH)), _attributed),
+    "HEATConv": Case(
+        partial(pyg.HEATConv, FEATURES, WIDTH, 2, 2, 3, EDGE, 3, heads=2),
+        lambda c, i: c(i.x, i.edge_index, torch.arange(i.graph.num_src) % 2, i.edge_type, i.edge_attr),
+    ),
+}
+"""Classes with a product per edge: they trace, and no kernel has to take them yet."""
+
+REFUSED: dict[str, Case] = {
+    "PPFConv": Case(
+        lambda: pyg.PPFConv(_mlp(FEATURES + 4, 5, WIDTH)),
+        lambda c, i: c(i.x, i.pos, i.draw("normal", i.graph.num_src, 3), i.edge_index),
+        "`cross` has no meaning in a program",
+    ),
+    "DNAConv": Case(
+        partial(pyg.DNAConv, FEATURES),
+        lambda c, i: c(i.draw("x", i.graph.num_src, 2, FEATURES), i.edge_index),
+        "`max` has no meaning in a program",
+    ),
+    "FastRGCNConv": Case(partial(pyg.FastRGCNConv, FEATURES, WIDTH, 2), _typed, "rows are taken by ids"),
+    "RGATConv": Case(partial(pyg.RGATConv, FEATURES, WIDTH, 2), _typed, "rows are taken by ids"),
+    "MeshCNNConv": Case(partial(pyg.MeshCNNConv, FEATURES, WIDTH), _mesh, "a step other than 1"),
+}
+"""Classes whose messages are refused, with what the reason says."""
+
+
+@contextmanager
+def watched():
+    """Yield the list of (layer, method, trace, reasons) of the calls of compiled layers inside."""
+    calls: list[tuple[Any, ...]] = []
+    messages.watchers.append(lambda layer, method, outcome, why: calls.append((layer, method, outcome.trace, why)))
+    try:
+        yield calls
+    finally:
+        messages.watchers.pop()
+
+
+def twins(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return a layer in float64 and a copy of it whose messages are compiled."""
+    torch.manual_seed(3)
+    layer = make().double()
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.5)
+    marked = copy.deepcopy(layer)
+    for module in marked.modules():
+        if isinstance(module, MessagePassing):
+            module.__dict__[MARK] = messages.Mark(type(module))
+    return layer, marked
+
+
+def outputs_and_gradients(
+    layer: torch.nn.Module, case: Case, graph: EdgeList, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """Return the outputs of a call and the gradients of its inputs and of the layer's parameters by name."""
+    inputs = Inputs(graph, dtype)
+    torch.manual_seed(4)
+    out = case.call(layer, inputs)
+    outs = [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o is not None]
+    leaves = inputs.leaves | dict(layer.named_parameters())
+    generator = torch.Generator().manual_seed(6)
+    loss = sum((o * torch.randn(o.shape, dtype=torch.float64, generator=generator)).sum() for o in outs)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = {
+        f"d_{name}": torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)
+    }
+    return {**{f"out{k}": o for k, o in enumerate(outs)}, **named}

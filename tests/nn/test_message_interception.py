@@ -1,0 +1,242 @@
+"""How `accelerate` takes a user's layers, what survives copies, and how it is undone."""
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import MessagePassing
+
+import pyg_dfgnn
+import pyg_dfgnn.nn as ours
+from pyg_dfgnn.nn import messages
+from pyg_dfgnn.nn.drop_ins import MARK
+from tests.nn.message_cases import watched
+from tests.nn.message_users import FEATURES, Temperature
+
+ROOT = Path(__file__).parents[2]
+EDGES = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 4, 4]])
+
+
+class Mine(MessagePassing):
+    """A user's layer."""
+
+    def __init__(self, channels=4):
+        super().__init__(aggr="mean")
+        self.lin = torch.nn.Linear(channels, channels)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return torch.sigmoid(self.lin(x_i)) * x_j
+
+
+class Derived(Mine):
+    """A user's subclass of a layer that may be compiled already."""
+
+    def message(self, x_i, x_j):
+        return super().message(x_i, x_j) + 1.0
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.gat = Mine(), Derived(), pyg.GATConv(4, 4)
+
+    def forward(self, x, edge_index):
+        return self.gat(self.second(self.first(x, edge_index), edge_index), edge_index)
+
+
+class Custom(Mine):
+    """A layer that propagates by itself."""
+
+    def propagate(self, edge_index, size=None, **kwargs):
+        return kwargs["x"]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, 4)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with pyg_dfgnn.settings(fallback="silent"):
+        yield
+
+
+def calls_of(model, *args):
+    """The result of a call and the layers whose messages ran as programs."""
+    with messages.interpreted(), watched() as calls:
+        result = model(*args)
+    return result, [layer for layer, _, trace, _ in calls if trace is not None and trace.program is not None]
+
+
+def test_accelerate_takes_every_layer_and_restore_undoes_it(x):
+    model = Net()
+    expected, state = model(x, EDGES), str(model)
+    assert pyg_dfgnn.accelerate(model) is model and type(model.gat) is ours.GATConv and type(model.first) is Mine
+    marks = model.first.__dict__[MARK]
+    pyg_dfgnn.accelerate(model)
+    assert model.first.__dict__[MARK] is marks and str(model) == state
+    assert [row.state for row in pyg_dfgnn.report(model) if row.name in ("first", "second")] == ["compiled"] * 2
+    result, compiled = calls_of(model, x, EDGES)
+    torch.testing.assert_close(result, expected)
+    assert compiled == [model.first, model.second]
+    assert pyg_dfgnn.restore(model) is model and type(model.gat) is pyg.GATConv
+    assert calls_of(model, x, EDGES)[1] == [] and "left" in str(pyg_dfgnn.report(model))
+    assert calls_of(pyg_dfgnn.accelerate(model), x, EDGES)[1] == compiled
+
+
+def test_accelerate_says_what_it_compiles(caplog):
+    with pyg_dfgnn.settings(fallback="log"), caplog.at_level("INFO", logger="pyg_dfgnn"):
+        pyg_dfgnn.accelerate(Net())
+    assert "compiled: 1 Derived, 1 Mine; left: none" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "taken"),
+    [
+        ({"only": Derived}, {"second"}),
+        ({"only": "first"}, {"first"}),
+        ({"only": ["sec*", pyg.GATConv]}, {"second", "gat"}),
+        ({"skip": Derived}, {"first", "gat"}),
+        ({"only": Mine, "skip": "second"}, {"first"}),
+    ],
+)
+def test_accelerate_is_limited_by_class_or_name(kwargs, taken):
+    model = pyg_dfgnn.accelerate(Net(), **kwargs)
+    layers = {"first": model.first, "second": model.second, "gat": model.gat}
+    assert {name for name, m in layers.items() if MARK in m.__dict__ or type(m) is ours.GATConv} == taken
+
+
+def test_a_layer_with_its_own_propagation_is_left(x):
+    layer = pyg_dfgnn.accelerate(Custom())
+    assert MARK not in layer.__dict__ and layer(x, EDGES) is x
+    assert messages.compilable(layer) == "Custom defines 'propagate' itself"
+
+
+def test_copies_stay_compiled(x):
+    model = pyg_dfgnn.accelerate(Net())
+    expected = calls_of(model, x, EDGES)[0]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+        twin.load_state_dict(model.state_dict())
+        result, compiled = calls_of(twin, x, EDGES)
+        assert torch.equal(result, expected) and compiled == [twin.first, twin.second]
+        with torch.no_grad():
+            twin.first.lin.weight.zero_()
+        assert not torch.equal(calls_of(twin, x, EDGES)[0], expected)
+
+
+def test_a_saved_model_is_compiled_in_another_process(tmp_path):
+    layer, x = pyg_dfgnn.accelerate(Temperature()), torch.randn(5, FEATURES)
+    torch.save((layer, x, calls_of(layer, x, EDGES)[0]), tmp_path / "model.pt")
+    code = f"""
+import sys, torch
+layer, x, expected = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+from pyg_dfgnn.nn import messages
+calls = []
+messages.watchers.append(lambda *call: calls.append(call))
+with messages.interpreted():
+    assert torch.equal(layer(x, torch.tensor({EDGES.tolist()})), expected)
+assert calls[0][2].trace.program is not None
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("first", [Mine, Derived])
+def test_subclasses_of_a_compiled_class_are_their_own(first, x):
+    pyg_dfgnn.accelerate(first())
+    plain = Derived()
+    assert calls_of(plain, x, EDGES)[1] == []
+    expected = plain(x, EDGES)
+    result, compiled = calls_of(pyg_dfgnn.accelerate(plain), x, EDGES)
+    torch.testing.assert_close(result, expected)
+    assert compiled == [plain]
+
+
+def test_explainers_see_pygs_path(x):
+    model = pyg_dfgnn.accelerate(Net(), skip=pyg.GATConv)
+    calls_of(model, x, EDGES)
+    explainer = Explainer(
+        model=model,
+        algorithm=GNNExplainer(epochs=2),
+        explanation_type="model",
+        node_mask_type="attributes",
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    with messages.interpreted():
+        assert explainer(x, EDGES).edge_mask.numel() == EDGES.size(1)
+    result, compiled = calls_of(model, x, EDGES)
+    assert compiled == [model.first, model.second]
+    model.first.explain = True
+    model.first._edge_mask, model.first._apply_sigmoid = torch.nn.Parameter(torch.zeros(5)), False
+    explained, compiled = calls_of(model, x, EDGES)
+    assert compiled == [model.second] and not torch.equal(explained, result)
+
+
+def test_settings_turn_it_off(x):
+    layer = pyg_dfgnn.accelerate(Mine())
+    with pyg_dfgnn.settings(compile_messages=False):
+        assert calls_of(layer, x, EDGES)[1] == []
+    assert calls_of(layer, x, EDGES)[1] == [layer]
+    with pytest.raises(ValueError, match="'compile_messages' needs one of True, False"):
+        pyg_dfgnn.settings(compile_messages="no")
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_environment_turns_it_off(value):
+    code = "from pyg_dfgnn.settings import current; print(current().compile_messages)"
+    env = {**os.environ, "PYG_DFGNN_COMPILE_MESSAGES": value}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(value == "1")
+
+
+def test_pygs_own_code_runs_on_a_cpu(x, monkeypatch):
+    """Nothing is interpreted where there are no kernels, and nobody is told of an error."""
+    layer, expected = Mine(), None
+    expected = layer(x, EDGES)
+    pyg_dfgnn.accelerate(layer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pyg_dfgnn.settings(fallback="error"), watched() as calls:
+        assert layer(x, EDGES) is not None and torch.equal(layer(x, EDGES), layer(x, EDGES))
+    assert torch.equal(layer.state_dict()["lin.weight"], layer.lin.weight) and expected is not None
+    assert {tuple(reasons) for *_, reasons in calls} == {("the tensors are not on a CUDA device",)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_and_transforms_take_pygs_path(x):
+    layer = pyg_dfgnn.accelerate(Mine())
+    expected = layer(x, EDGES)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, EDGES), expected)
+    with messages.interpreted(), watched() as calls:
+        torch.testing.assert_close(torch.func.vmap(lambda v: layer(v, EDGES))(x[None])[0], expected)
+    assert [reasons for *_, reasons in calls] == [["a torch.func transform is active"]]
+
+
+def test_describe_plan_shows_the_program_or_the_line(x):
+    layer = pyg_dfgnn.accelerate(Mine())
+    shown = str(pyg_dfgnn.describe_plan(layer, x, EDGES))
+    assert "%0 = input x_i" in shown and "not on a CUDA device" in shown
+    with messages.interpreted():
+        assert pyg_dfgnn.describe_plan(layer, x, EDGES).fused
+
+    class Wrong(Mine):
+        def message(self, x_i, x_j):
+            return x_j * x_i.max()
+
+    description = pyg_dfgnn.describe_plan(pyg_dfgnn.accelerate(Wrong()), x, EDGES)
+    assert "return x_j * x_i.max()" in description.reasons[0] and not description.fused

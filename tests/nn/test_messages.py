@@ -1,0 +1,401 @@
+"""Traced messages equal PyG's in float64: outputs and every gradient, through the interpreter."""
+
+import copy
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.nn import messages
+from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.reference.zoo import ZOO
+from pyg_dfgnn.settings import settings
+from tests.kernels.emulated import emulated_device
+from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, outputs_and_gradients, twins, watched
+from tests.nn.message_users import USERS, Modulated
+
+SQUARE = ("self-loops", "isolated", "duplicates")
+PAIRS = ("bipartite-wide", "bipartite-tall")
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    with settings(fallback="silent"):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _user_case(name):
+    make, extra = USERS[name]
+
+    def call(layer, i: Inputs):
+        if extra == "pair":
+            return layer(i.pair, i.edge_index)
+        return layer(i.x, i.edge_index, *(() if extra is None else (getattr(i, extra),)))
+
+    return Case(make, call)
+
+
+CASES = {**TRACED, **EDGE_MLP, **{f"user-{name}": _user_case(name) for name in USERS}}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_traced_messages_equal_pyg(name):
+    case = CASES[name]
+    layer, marked = twins(case.make)
+    graphs = (SQUARE[0], *PAIRS) if name == "SAGEConv" else SQUARE
+    for graph in graphs:
+        expected = outputs_and_gradients(layer, case, ZOO[graph]())
+        with messages.interpreted(), watched() as calls:
+            results = outputs_and_gradients(marked, case, ZOO[graph]())
+        assert results.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(results[key], value, rtol=1e-9, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
+        for _, _, trace, reasons in calls:
+            assert [case.expected] == (["traced"] if trace is not None and trace.program is not None else reasons)
+        assert calls
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_refused_messages_are_pygs(name):
+    """The result is PyG's own, and a reason names the line of the layer's code."""
+    layer, marked = twins(REFUSED[name].make)
+    expected = outputs_and_gradients(layer, REFUSED[name], ZOO["self-loops"]())
+    with messages.interpreted(), watched() as calls:
+        results = outputs_and_gradients(marked, REFUSED[name], ZOO["self-loops"]())
+    assert all(torch.equal(results[key], value) for key, value in expected.items())
+    ((_, _, trace, reasons),) = calls
+    assert trace.program is None and REFUSED[name].expected in reasons[0] and "_conv.py:" in reasons[0]
+
+
+class Weighted(MessagePassing):
+    """What the tests of state change."""
+
+    scale, shifts = 2.0, {0: 0.5}
+
+    def __init__(self, channels=4):
+        super().__init__(aggr="add")
+        self.lin, self.power, self.act = torch.nn.Linear(channels, channels), 2, torch.relu
+        self.names, self.bias = ["a"], None
+
+    def forward(self, x, edge_index, weight=None):
+        return self.propagate(edge_index, x=x, weight=weight)
+
+    def message(self, x_j, weight):
+        out = (
+            self.act(self.lin(x_j)) ** self.power * self.scale
+            + len(self.names)
+            + OFFSET
+            + self.shifts[0]
+            + Constants.shift
+        )
+        out = helper(out) if self.training else out
+        out = out if self.bias is None else out + self.bias
+        return out if weight is None else out * weight.view(-1, 1)
+
+
+OFFSET = 0.5
+
+
+class Constants:
+    shift = 1.0
+
+
+def helper(x):
+    return x * 3
+
+
+def other_helper(x):
+    return x * 5
+
+
+X, EDGES = torch.randn(5, 4, dtype=torch.float64), torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 4, 4]])
+
+
+def check(layer, *args, pyg=False):
+    """A call equals PyG's on a twin without the mark; return its trace."""
+    twin = copy.deepcopy(layer)
+    twin.__dict__.pop(MARK)
+    with messages.interpreted(), watched() as calls:
+        result = layer(*args)
+    torch.testing.assert_close(result, twin(*args))
+    (_, _, trace, _) = calls[-1]
+    assert (trace is None or trace.program is None) == pyg
+    return trace
+
+
+def marked_layer(make=Weighted, *args):
+    return twins(lambda: make(*args))[1]
+
+
+def test_a_trace_is_found_again_and_shared_by_layers_of_a_kind():
+    layer = marked_layer()
+    trace = check(layer, X, EDGES)
+    assert check(layer, X, EDGES.flip(0)) is check(layer, X[:0].new_ones(9, 4), EDGES) is trace
+    assert check(marked_layer(), X, EDGES) is check(copy.deepcopy(layer), X, EDGES) is trace
+
+
+CHANGES = {
+    "attribute": lambda layer, patch: setattr(layer, "power", 3),
+    "list": lambda layer, patch: layer.names.append("b"),
+    "function": lambda layer, patch: setattr(layer, "act", torch.sigmoid),
+    "tensor": lambda layer, patch: setattr(layer, "bias", torch.randn(4)),
+    "training": lambda layer, patch: layer.eval(),
+    "instance": lambda layer, patch: setattr(layer, "scale", 3.0),
+    "class": lambda layer, patch: patch.setattr(Weighted, "scale", 4.0),
+    "class-list": lambda layer, patch: patch.setitem(Weighted.shifts, 0, 0.125),
+    "namespace": lambda layer, patch: patch.setattr(Constants, "shift", 3.0),
+    "method": lambda layer, patch: patch.setattr(Weighted, "message", lambda self, x_j, weight: 2 * x_j),
+    "helper": lambda layer, patch: patch.setitem(globals(), "helper", other_helper),
+    "helper-code": lambda layer, patch: patch.setattr(helper, "__code__", other_helper.__code__),
+    "global": lambda layer, patch: patch.setitem(globals(), "OFFSET", 0.25),
+    "module": lambda layer, patch: setattr(layer, "lin", torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())),
+    "shape": lambda layer, patch: setattr(layer, "lin", torch.nn.Linear(4, 6)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_calls_is_seen(change, monkeypatch):
+    layer = marked_layer()
+    trace = check(layer, X, EDGES)
+    CHANGES[change](layer, monkeypatch)
+    assert check(layer, X, EDGES) is not trace or change == "module"
+    monkeypatch.undo()
+
+
+def test_new_arguments_are_traced_anew():
+    layer = marked_layer(Weighted, 4)
+    trace = check(layer, X, EDGES)
+    assert check(layer, X, EDGES, torch.randn(5)) is not trace
+    assert check(layer, X, EDGES, torch.randn(1, 1)) is not trace
+    layer.lin, x = torch.nn.Linear(7, 4), torch.randn(5, 7)
+    assert check(layer, x, EDGES) is not trace and check(layer.float(), x.float(), EDGES) is not trace
+
+
+@pytest.mark.parametrize("hook", ["message", "aggregate", "propagate"])
+def test_hooks_take_pygs_path(hook):
+    layer, seen = marked_layer(), []
+    check(layer, X, EDGES)
+    handle = getattr(layer, f"register_{hook}_forward_hook")(lambda *args: seen.append(args))
+    assert check(layer, X, EDGES, pyg=True) is None and seen
+    handle.remove()
+    inner = layer.lin.register_forward_hook(lambda module, args, out: out * 2)
+    assert "hooks are registered on lin" in check(layer, X, EDGES, pyg=True).reasons
+    inner.remove()
+    check(layer, X, EDGES)
+
+
+@pytest.mark.parametrize("edges", [0, 1])
+def test_few_edges(edges):
+    check(marked_layer(), X, EDGES[:, :edges], pyg=edges == 0)
+
+
+class Refused(MessagePassing):
+    """Each kind of message is refused with the line that says why."""
+
+    def __init__(self, kind):
+        super().__init__(aggr="add")
+        self.kind, self.count, self.config = kind, 0, SimpleNamespace(p=2)
+        self.norm, self.table = torch.nn.BatchNorm1d(4), torch.nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x, edge_index):
+        weight = torch.ones(edge_index.size(1))
+        return self.propagate(edge_index, x=x, weight=weight, ids=edge_index[0])
+
+    def message(self, x_i, x_j, weight, ids, index):
+        if self.kind == "branch":
+            return x_j if x_j.sum(-1).max() > 0 else x_i  # says why
+        if self.kind == "item":
+            return x_j * weight[0].item()  # says why
+        if self.kind == "unsupported":
+            return torch.special.bessel_j0(x_j)  # says why
+        if self.kind == "argument":
+            weight += 1  # says why
+            return x_j * weight.view(-1, 1)
+        if self.kind == "parameter":
+            with torch.no_grad():
+                self.table.mul_(1.0)  # says why
+            return x_j
+        if self.kind == "all-edges":
+            return x_j / x_j.sum(0)  # says why
+        if self.kind == "size":
+            return x_j / x_j.size(0)  # says why
+        if self.kind == "float-of-size":
+            return x_j * math.log(x_j.size(0) + 1)  # says why
+        if self.kind == "position":
+            return x_j * weight[:1]  # says why
+        if self.kind == "mask":
+            return x_j.masked_fill(weight.view(-1, 1) > 0, 0.0)[x_i[:, 0] > 0]  # says why
+        if self.kind == "dropout":
+            return torch.nn.functional.dropout(x_j, 0.5, self.training)  # says why
+        if self.kind == "random":
+            return x_j * torch.rand(4)  # says why
+        if self.kind == "statistics":
+            return self.norm(x_j)  # says why
+        if self.kind == "table":
+            return x_j * self.table[ids]  # says why
+        if self.kind == "ids":
+            return x_j * index.view(-1, 1)  # says why
+        if self.kind == "global":
+            return x_j * UNKNOWN  # says why
+        if self.kind == "entries":
+            x_j[:, 0] = 0  # says why
+            return x_j
+        if self.kind == "requires-grad":
+            return x_j if x_j.requires_grad else 2 * x_j  # says why
+        if self.kind == "counter":
+            self.count += 1
+        if self.kind == "namespace":
+            return x_j**self.config.p
+        return x_j
+
+
+UNKNOWN = torch.ones(4, dtype=torch.float64)
+KINDS = "branch item unsupported argument parameter all-edges size float-of-size position mask dropout random".split()
+KINDS += "statistics table ids global entries requires-grad".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refusal_names_the_line(kind):
+    layer = marked_layer(Refused, kind)
+    with messages.interpreted(), watched() as calls:
+        try:
+            layer(X, EDGES)
+        except (RuntimeError, IndexError):
+            assert kind in ("mask", "position")
+    ((_, _, trace, reasons),) = calls
+    assert trace.program is None and "# says why" in reasons[0] and "test_messages.py:" in reasons[0]
+    line = inspect.getsource(Refused).split(f'"{kind}"')[1].split("# says why")[0].splitlines()[-1]
+    assert line.strip() in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("counter", "'self.count' is changed"), ("namespace", "'self.config' is a SimpleNamespace")]
+)
+def test_state_that_cannot_be_followed_is_refused(kind, reason):
+    layer = marked_layer(Refused, kind)
+    assert reason in check(layer, X, EDGES, pyg=True).reasons[0]
+    assert layer.count == (kind == "counter")
+
+
+def test_modes_of_torch_are_refused():
+    class Modal(MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return x_j if torch.is_grad_enabled() else 2 * x_j
+
+    reasons = check(marked_layer(Modal), X, EDGES, pyg=True).reasons
+    assert "message asks for is_grad_enabled" in reasons[0]
+
+
+def test_every_line_that_is_refused_is_listed():
+    class Several(MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            first = torch.special.bessel_j0(x_j)
+            return first + torch.special.bessel_j1(x_j)
+
+    reasons = check(marked_layer(Several), X, EDGES, pyg=True).reasons
+    assert len(reasons) == 2 and "bessel_j0" in reasons[0] and "bessel_j1" in reasons[1]
+
+
+def test_errors_of_a_layer_are_pygs():
+    layer = marked_layer()
+    with messages.interpreted(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(5, 3), EDGES)
+    with messages.interpreted(), pytest.raises(ValueError, match="two-dimensional"):
+        layer(X, EDGES[0])
+
+
+@pytest.mark.parametrize("sort", [None, "col", "row"])
+def test_edge_index_with_an_order(sort):
+    edges = EDGES if sort is None else EDGES[:, EDGES[int(sort == "col")].argsort(stable=True)]
+    layer, size = marked_layer(), (5, 5) if sort else None
+    check(layer, X, EdgeIndex(edges, sort_order=sort, sparse_size=size), torch.randn(5))
+    check(marked_layer(lambda: Modulated()), torch.randn(5, 6), EdgeIndex(edges, sort_order=sort))
+
+
+def test_update_stays_torch_and_gets_its_arguments():
+    class Late(MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x, extra=3.0)
+
+        def update(self, inputs, x, extra, dim_size, index):
+            return inputs.sort(dim=-1).values + x * extra + dim_size + index.numel()
+
+    check(marked_layer(Late), X, EDGES)
+
+
+def test_attributes_that_a_message_sets_are_set():
+    layer, marked = twins(TRACED["TransformerConv"].make)
+    inputs = Inputs(ZOO["self-loops"]())
+    x, attr = inputs.x, inputs.edge_attr
+    expected = layer(x, inputs.edge_index, attr, return_attention_weights=True)
+    with messages.interpreted(), watched() as calls:
+        result = marked(x, inputs.edge_index, attr, return_attention_weights=True)
+    assert calls[0][2].program is not None
+    torch.testing.assert_close((result[0], result[1][1]), (expected[0], expected[1][1]))
+    assert marked._alpha is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_and_mixed_ones(dtype):
+    layer = marked_layer().to(dtype)
+    twin = copy.deepcopy(layer)
+    twin.__dict__.pop(MARK)
+    x = X.to(dtype)
+    for weight in (torch.rand(5, dtype=dtype), torch.rand(5, dtype=torch.float32)):
+        with messages.interpreted(), watched() as calls:
+            result = layer(x, EDGES, weight)
+        expected = twin(x, EDGES, weight)
+        assert calls[0][2].program is not None and result.dtype is expected.dtype
+        torch.testing.assert_close(result, expected, rtol=3e-2, atol=3e-1 if dtype is torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_gives_pygs_dtypes(dtype):
+    layer, marked = (module.to(torch.float32) for module in twins(TRACED["GINEConv"].make))
+    layer.nn = marked.nn = torch.nn.Identity()
+    x, attr = torch.randn(5, 6, dtype=dtype), torch.randn(5, 3, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16), messages.interpreted(), watched() as calls:
+        expected, result = layer(x, EDGES, attr), marked(x, EDGES, attr)
+    assert calls[0][2].program is not None and result.dtype is expected.dtype
+    torch.testing.assert_close(result, expected, rtol=3e-2, atol=3e-2)
+    assert check(marked_layer().float(), X.float(), EDGES) is not calls[0][2]
+
+
+def test_second_derivatives():
+    layer, marked = twins(Weighted)
+    for module in (layer, marked):
+        module.act = torch.sigmoid
+    results = []
+    for module in (layer, marked):
+        x = X.clone().requires_grad_()
+        with messages.interpreted():
+            (gradient,) = torch.autograd.grad(module(x, EDGES).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["Modulated", "Temperature", "SignedAttention"])
+def test_kernels_run_messages(name):
+    """Generated kernels, emulated, give PyG's outputs and gradients within the rounding of float32."""
+    case, graph = _user_case(name), ZOO["self-loops"]()
+    layer, marked = twins(case.make)
+    expected = outputs_and_gradients(layer, case, graph)
+    with emulated_device(), settings(fallback="error"), watched() as calls:
+        results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
+    assert [reasons for *_, reasons in calls] == [[]]
+    for key, value in expected.items():
+        torch.testing.assert_close(results[key].double(), value, rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
