@@ -270,6 +270,34 @@ class Distances(MessagePassing):
         return F.silu(self.second(F.silu(self.first(torch.cat([x_i, x_j, squared], dim=-1)))))
 
 
+class Corners(MessagePassing):
+    """What looks like something else: a sum that is no degree, masks as numbers, ranges from the end."""
+
+    def __init__(self):
+        super().__init__(aggr=None)
+
+    def forward(self, x, edge_index, edge_weight):
+        return self.propagate(edge_index, x=x, w=edge_weight)
+
+    def message(self, x_i, x_j, w):
+        mask = (x_j > 0).where(x_i > 0, x_i > -1)
+        kept = x_j.where(mask, -x_i) + mask * 0.5 + mask.to(x_j.dtype)
+        tail = kept.narrow(1, -2, 2) + kept[:, -2:] + kept.select(1, -1).unsqueeze(1)
+        with torch.no_grad():
+            scale = x_i.abs().amax(dim=1, keepdim=True)
+        return torch.minimum(tail, tail.new_full((2,), 0.7)) * scale + torch.maximum(tail, w.view(-1, 1))
+
+    def aggregate(self, inputs, index, dim_size=None):
+        total = scatter(F.leaky_relu(inputs, 1.0), index, 0, dim_size, "sum")
+        out = total.new_zeros(dim_size, 2).index_add(0, index, inputs.detach())
+        return (
+            total.clamp(min=1)
+            + total.clamp_max(2) * (out != 0)
+            + (total >= 1) * total
+            + degree(index, dim_size, dtype=total.dtype).view(-1, 1)
+        )
+
+
 USERS = {
     "Gated": (Gated, "edge_attr"),
     "EdgeGate": (EdgeGate, "edge_attr"),
@@ -287,5 +315,6 @@ USERS = {
     "Einsteinian": (Einsteinian, None),
     "Updated": (Updated, "edge_attr"),
     "Distances": (Distances, "pos"),
+    "Corners": (Corners, "edge_weight"),
 }
 """Name -> class, and what its forward takes beside features and edges."""

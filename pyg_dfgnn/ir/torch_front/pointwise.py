@@ -64,7 +64,8 @@ def _clamp(t: Tracer, func: Any, x: Symbol, min: Any = None, max: Any = None, **
     assert isinstance(low, (int, float)) and isinstance(high, (int, float)), "bounds that are tensors"
     (symbol,) = values(t, x, any_axis=True)
     value = t.value(symbol)
-    if value.op == "sum" and (low, high) == (1, inf) and t.builder.values[value.args[0]].attrs == (1.0,):
+    ones = t.builder.values[t.emit("const", attrs=(1.0,))]
+    if value.op == "sum" and (low, high) == (1, inf) and t.builder.values[value.args[0]] == ones:
         return t.result(x, t.emit("count", attrs=value.attrs), symbol.rows)
     return pointwise(t, x, "clamp", symbol, attrs=(float(low), float(high)))
 
@@ -100,7 +101,7 @@ def _where(t: Tracer, func: Any, condition: Symbol, *others: Any) -> Symbol:
     if not others:
         raise t.stop("`where` with one argument selects by numbers")
     # `x.where(condition, y)` has its operands in another order than `torch.where(condition, x, y)`.
-    mask, x = (condition, others[0]) if condition.dtype is torch.bool else (others[0], condition)
+    mask, x = (others[0], condition) if func is Tensor.where else (condition, others[0])
     return pointwise(t, func(condition, *others), "where", mask, x, others[1])
 
 

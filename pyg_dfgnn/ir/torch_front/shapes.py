@@ -156,7 +156,7 @@ def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
 def _narrow(t: Tracer, func: Any, x: Symbol, dim: int, start: int, length: int | None = None) -> Symbol:
     meta, (x,) = func(x, dim, start, *(() if length is None else (length,))), values(t, x)
     dim %= x.dim()
-    start %= x.size(dim) + (length is not None)
+    start = start + x.size(dim) if start < 0 else start
     return _reshaped(t, _sliced(t, x, dim, start, start + (1 if length is None else length)), meta)
 
 
