@@ -123,6 +123,7 @@ class _Lowering:
             value.op == "permute"
             and value.domain in FEW
             and value.attrs[0] == swapped
+            and i not in {j for _, j in self.program.outputs}
             and all(v.op == "matmul" or (v.op == "linear" and v.args[1] == i != v.args[0]) for v in readers)
         )
 

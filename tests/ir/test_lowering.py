@@ -130,3 +130,17 @@ def matrices(x: S, w: R):
 def test_matrix_per_pair_is_refused():
     with pytest.raises(Refusal, match="matmul .* : U.* needs a matrix per row"):
         lower(matrices.program(x=(2, 3), w=(3, 3)), ("out",))
+
+
+def test_gradient_of_transposed_weights_is_dense():
+    """A layer's weight is read transposed where it lies; its gradient is turned back by torch."""
+
+    @relational
+    def transposed(x: S, edge: E, weight: One):
+        return sum_to(D, (x + edge @ weight.permute(1, 0)).apply("relu"))
+
+    program = transposed.program(x=(6,), edge=(3,), weight=(6, 3))
+    joint = optimise(program, {One: 1, S: 5, D: 5, E: 9}, wrt=("x", "edge", "weight"))[-1].program
+    steps = lower(joint, ["out"]).backward
+    (turned,) = (step for step in steps if any(v.op == "permute" for v in step.program.values) and not step.reads[1:])
+    assert turned.kind == "dense"
