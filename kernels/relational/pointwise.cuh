@@ -8,6 +8,8 @@ POINTWISE point_div(float a, float b) { return a / b; }
 POINTWISE point_where(float condition, float a, float b) { return condition != 0.0f ? a : b; }
 POINTWISE point_eq(float a, float b) { return a == b ? 1.0f : 0.0f; }
 POINTWISE point_greater(float a, float b) { return a > b ? 1.0f : 0.0f; }
+// As torch's, a NaN if either is one.
+POINTWISE point_maximum(float a, float b) { return a > b || a != a ? a : b; }
 POINTWISE point_step(float x) { return x > 0.0f ? 1.0f : 0.0f; }
 POINTWISE point_between(float x, float low, float high) { return x >= low && x <= high ? 1.0f : 0.0f; }
 POINTWISE point_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? 0.0f : x; }

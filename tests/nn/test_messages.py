@@ -388,10 +388,13 @@ def test_second_derivatives():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["Modulated", "Temperature", "SignedAttention"])
+KERNELS = ["user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences", "GCN2Conv", "GINEConv"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_run_messages(name):
     """Generated kernels, emulated, give PyG's outputs and gradients within the rounding of float32."""
-    case, graph = _user_case(name), ZOO["self-loops"]()
+    case, graph = CASES[name], ZOO["self-loops"]()
     layer, marked = twins(case.make)
     expected = outputs_and_gradients(layer, case, graph)
     with emulated_device(), settings(fallback="error"), watched() as calls:

@@ -107,7 +107,8 @@ class Prepared:
             buffer, shape = self.lowered.outputs[name]
             tensor = buffers[buffer].to(self.dtype)
             lead = () if self.lowered.buffers[buffer].domain is One else tensor.shape[:1]
-            results.append(tensor.reshape(*lead, *shape))
+            # No view, which autograd would not let a user edit in place.
+            results.append(torch.ops.aten._unsafe_view(tensor.contiguous(), (*lead, *shape)))
         return results
 
     def _read(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
