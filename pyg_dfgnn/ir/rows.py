@@ -95,6 +95,9 @@ class Rows(Derived):
             if domain not in self.sizes:
                 what = "node types" if domain in _TYPED else "relations"
                 raise ValueError(f"'rows' needs a graph with {what} for the domain {domain} (got one without)")
+        if row is E and other in (S, D):
+            # Not kept: a part of the caller's edges would keep them alive, and with them their graph.
+            return self._make(row, other)
         known = self._known.get((row, other))
         return self.derived(("index", row, other), lambda: self._make(row, other)) if known is None else known
 
@@ -121,7 +124,7 @@ class Rows(Derived):
 
     def at_rows(self, row: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each row of a domain determines, int32 [rows]."""
-        return self.derived(("at_rows", row, other), lambda: self.index(row, other).to(torch.int32))
+        return self.derived(("at_rows", row, other), lambda: self.index(row, other).to(torch.int32, copy=True))
 
     def _make(self, row: Domain, other: Domain) -> Tensor:
         graph, size = self.graph, self.sizes[row]

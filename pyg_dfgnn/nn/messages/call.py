@@ -26,6 +26,7 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
+from pyg_dfgnn.nn.messages.edges import graph_of
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
 from pyg_dfgnn.ops.relational import apply, reasons_against, rows_of
@@ -60,6 +61,11 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _backend = before
+
+
+_refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
+"""Number of a program, device, and which inputs need gradients -> the program, which so stays alive, and reasons."""
+_MOST_REFUSED = 1024
 
 
 class Outcome(NamedTuple):
@@ -183,13 +189,27 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
     if reasons:
         return outcome
+    kind = (
+        id(trace.program),
+        device.type,
+        *(tensor.requires_grad and torch.is_grad_enabled() for tensor in inputs.values()),
+    )
+    if _backend is KERNELS and kind in _refused:
+        reasons += _refused[kind][1]
+        return outcome
     if call.edges is call.edge_index:
-        graph = Graph.resolve(call.edge_index, num_src, num_dst, False, not is_forward)
+        graph = graph_of(layer, call.edge_index, num_src, num_dst, not is_forward)
     else:
         graph = Graph.of(call.edges, num_src, num_dst, flow=layer.flow)
+    if graph is None:
+        reasons.append("edge_index is another tensor than before, whose edges the host may not wait for in a capture")
+        return outcome
     rows = rows_of(graph)
     reasons += _backend.reasons(trace.program, rows, inputs)
     if reasons:
+        # The next call needs no graph to be told.
+        if len(_refused) < _MOST_REFUSED:
+            _refused[kind] = trace.program, tuple(reasons)
         return outcome
     if spec.autocast is None:
         results = dict(_backend.apply(trace.program, rows, inputs))

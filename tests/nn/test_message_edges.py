@@ -1,0 +1,87 @@
+"""The graph of compiled messages whose edges the caller keeps, or the forward makes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import add_self_loops
+
+from pyg_dfgnn import accelerate, settings
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn import messages
+from pyg_dfgnn.nn.messages import call as calls
+from pyg_dfgnn.nn.messages import edges as edges_of_calls
+from tests.kernels.emulated import emulated_device
+
+
+class Looped(MessagePassing):
+    """Adds self-loops in each forward."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+
+    def forward(self, x, edge_index):
+        return self.propagate(add_self_loops(edge_index, num_nodes=x.size(0))[0], x=x)
+
+    def message(self, x_j):
+        return x_j.relu()
+
+
+class Summed(Looped):
+    """Takes the edges as they are."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+
+class Halved(Summed):
+    """Joins half of the rows of both ends, which lanes do not hold."""
+
+    def message(self, x_i, x_j):
+        return torch.cat([x_i[:, 2:], x_j[:, :2]], dim=-1)
+
+
+def test_edges_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
+    built = []
+    resolve = Graph.resolve
+    monkeypatch.setattr(Graph, "resolve", staticmethod(lambda *key: built.append(1) or resolve(*key)))
+    plain, layer = Looped(), accelerate(Looped())
+    x = torch.randn(6, 3)
+    edges = [torch.randint(6, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    counts = []
+    with messages.interpreted():
+        for edge_index in (edges[0], edges[0], edges[0], edges[0], edges[1], edges[0], edges[0][:, :5]):
+            torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
+            counts.append(len(built))
+    # Edges of the same sizes are kept from the second call on, until others of these sizes come.
+    assert counts == [1, 2, 2, 2, 3, 4, 5]
+    number = id(layer)
+    assert number in edges_of_calls._made
+    del layer
+    gc.collect()
+    assert number not in edges_of_calls._made
+
+
+@pytest.mark.parametrize("run", [messages.interpreted, emulated_device])
+def test_edges_of_the_caller_are_not_kept(run):
+    layer, x = accelerate(Summed()), torch.randn(6, 3)
+    edge_index = torch.randint(6, (2, 9))
+    edges = weakref.ref(edge_index)
+    with run():
+        for _ in range(3):
+            layer(x, edge_index)
+        layer(x, torch.randint(6, (2, 9)))
+    del edge_index
+    gc.collect()
+    assert edges() is None
+
+
+def test_what_no_kernel_runs_is_refused_without_a_graph(monkeypatch):
+    layer = accelerate(Halved())
+    x, edge_index = torch.randn(6, 4), torch.randint(6, (2, 9))
+    with emulated_device(), settings(fallback="silent"):
+        first = layer(x, edge_index)
+        monkeypatch.setattr(calls, "graph_of", lambda *_: pytest.fail("a graph was asked for"))
+        assert torch.equal(layer(x, edge_index), first)
