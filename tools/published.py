@@ -173,6 +173,41 @@ def _measured(name: str, make: Callable[[list[Row]], str]) -> str:
     return make([row for row in timings(name) if row["op"] != "graph"])
 
 
+def relational() -> str:
+    """Milliseconds of relational layers, forward and with backward, by schedule and implementation."""
+    shown = (
+        *(("fused", "replay"), ("fused", "warm"), ("hector_cf", "warm"), ("hector_c", "warm"), ("hector", "warm")),
+        *(("pyg", "warm"), ("pyg_fast", "warm")),
+    )
+
+    def table(rows: list[Row]) -> str:
+        rows = tables.latest(rows)
+        times = {
+            (row["layer"], row["implementation"], row["state"] or "warm", row["graph"], row["direction"]): row
+            for row in rows
+        }
+        graphs, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("graph", "layer"))
+        body = []
+        for layer in layers:
+            for implementation, state in shown:
+                cells = []
+                for graph in graphs:
+                    pair = [times.get((layer, implementation, state, graph, way)) for way in ("fwd", "fwd+bwd")]
+                    cells.append(" / ".join(_time(row) for row in pair) if any(pair) else "")
+                if any(cell.strip(" /-") for cell in cells):
+                    title = tables.TITLES[implementation] + (", replayed" if state == "replay" else "")
+                    body.append([layer, title, *cells])
+        return markdown(["layer", "implementation", *graphs], body)
+
+    return _measured("relational", table)
+
+
+def _time(row: Row | None) -> str:
+    if row is None or row["status"].startswith("not run"):
+        return "-"
+    return f"{tables.milliseconds(row):.3g}" if row["status"] == "ok" else str(row["status"])
+
+
 def conv_steps() -> str:
     """Milliseconds of a training step and peak memory of the models without attention, by data set and backend."""
     body = []
@@ -201,7 +236,7 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, conv_steps)},
+    **{make.__name__: make for make in (segment, segment_peers, relational, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""
