@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from pyg_dfgnn.ir.domains import Domain
+from pyg_dfgnn.ir.domains import D, Domain, E, One
 from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.lanes import folds_last
 from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
@@ -24,6 +24,12 @@ def decompose(program: Program) -> Program:
             exp = builder.emit("exp", builder.emit("sub", x, builder.emit("max", x, attrs=attrs)), domain=attrs[1])
             epsilon = builder.emit("const", attrs=(EPSILON,))
             return _divided(builder, exp, builder.emit("add", builder.emit("sum", exp, attrs=attrs), epsilon))
+        if value.op == "detach":
+            # Its gradient has been taken, or never will be.
+            return args[0]
+        if value.op == "sum" and value.attrs == (One, E):
+            # The rows of targets share the work, and a sum over these may be wanted as well.
+            return builder.emit("sum", builder.emit("sum", args[0], attrs=(D, E)), attrs=(One, D))
         if (collapsed := _collapsed(program, i)) is not None:
             x, scale, op, over = collapsed
             if scale is not None:
@@ -58,7 +64,7 @@ def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] 
     and the rows; None if a value is no such sum. So the sum of means by relation takes one pass over the edges.
     """
     value, values = program.values[i], program.values
-    if value.op != "sum":
+    if value.op != "sum" or value.domain is One:
         return None
     middle, scale, op = value.args[0], None, "mul"
     operand = values[middle]

@@ -23,7 +23,7 @@ def functions(x: S, e: E):
     out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
     for name in "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg sign step".split():
         out = out + (x - e).apply(name)
-    for name in ("eq", "greater"):
+    for name in ("eq", "greater", "maximum"):
         out = out + x.apply(name, e)
     positive = x.apply("greater", e)
     out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
