@@ -215,7 +215,7 @@ def test_lazy_hooks_and_copies(launched):
 
 
 def test_accelerate(launched):
-    """Layers of a model, those in convs too, and the aggregations of other convs."""
+    """Layers of a model, those in convs too, and the messages of other convs."""
     model = torch.nn.ModuleDict(
         {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12, 0.1), "torch": torch.nn.Linear(8, 4)}
     )
@@ -226,7 +226,7 @@ def test_accelerate(launched):
         assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin)] == [Linear] * 3
         assert type(model["torch"]) is torch.nn.Linear and type(model["conv"]) is PyGConv
         torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges)), expected)
-    assert sorted(launched) == [*["gemm_forward"] * 3, "segment_forward"]
+    assert sorted(launched) == [*["gemm_forward"] * 3, "relational_traversal"]
 
 
 def test_inside_a_drop_in(launched):
