@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
-from pyg_dfgnn.ir.domains import Domain
+from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.program import Program, Shape
 
 
@@ -81,6 +82,15 @@ class Lowered:
         fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
         reads = dict.fromkeys(name for step in self.backward for name in step.reads)
         return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
+
+    @cached_property
+    def edge_rows(self) -> tuple[Buffer, ...]:
+        """What is stored of every edge although nobody asked for it, but for some numbers beside rows of features."""
+        results = {name for name, _ in self.outputs.values()}
+        written = {name for step in (*self.forward, *self.backward) for name in step.writes} - results
+        nodes = max([1, *(prod(b.shape) for b in self.buffers.values() if b.domain in (S, D))])
+        edges = [self.buffers[name] for name in sorted(written) if self.buffers[name].domain is E]
+        return tuple(buffer for buffer in edges if 2 * prod(buffer.shape) > nodes)
 
     @cached_property
     def compares(self) -> bool:

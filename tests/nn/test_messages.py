@@ -388,7 +388,7 @@ def test_second_derivatives():
     torch.testing.assert_close(*results)
 
 
-KERNELS = ["user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences", "GCN2Conv", "GINEConv"]
+KERNELS = ["user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences", "GCN2Conv", "LEConv"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -402,3 +402,18 @@ def test_kernels_run_messages(name):
     assert [reasons for *_, reasons in calls] == [[]]
     for key, value in expected.items():
         torch.testing.assert_close(results[key].double(), value, rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
+    """Kernels would store them, as PyG does, and are no faster then."""
+    case, graph = CASES["GINEConv"], ZOO["self-loops"]()
+    layer, marked = twins(case.make)
+    expected = outputs_and_gradients(layer, case, graph)
+    with emulated_device() as launched, settings(fallback="silent"), watched() as calls:
+        results = outputs_and_gradients(marked, case, graph)
+        marked.float()
+        outputs_and_gradients(marked, case, graph, torch.float32)
+    assert not launched
+    assert "rows of edges are mapped, which kernels would store" in calls[-1][-1][0]
+    for key, value in expected.items():
+        assert torch.equal(results[key], value)

@@ -23,13 +23,14 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.steps import Buffer
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.edges import graph_of
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
-from pyg_dfgnn.ops.relational import apply, reasons_against, rows_of
+from pyg_dfgnn.ops.relational import apply, edge_rows, reasons_against, rows_of
 from pyg_dfgnn.settings import settings
 
 
@@ -47,7 +48,17 @@ class Backend(NamedTuple):
     devices: Collection[str] | None
 
 
-KERNELS = Backend(reasons_against, apply, fused_device_types)
+def _stored(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
+    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
+
+
+def _reasons_of_kernels(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> Sequence[str]:
+    return reasons_against(program, rows, inputs) or _stored(edge_rows(program, rows, inputs))
+
+
+KERNELS = Backend(_reasons_of_kernels, apply, fused_device_types)
 INTERPRETER = Backend(lambda program, rows, inputs: (), interpret, None)
 _backend = KERNELS
 
@@ -114,7 +125,9 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
             try:
                 if device is not None:
                     reasons += unsupported_reasons(outcome.trace.dtype, device)
-                    plans[-1] = str(lower(Passes().run(program, outcome.sizes, wrt), list(dict(program.outputs))))
+                    lowered = lower(Passes().run(program, outcome.sizes, wrt), list(dict(program.outputs)))
+                    plans[-1] = str(lowered)
+                    reasons += _stored(lowered.edge_rows)
             except NoKernel as refusal:
                 reasons.append(str(refusal))
     return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)

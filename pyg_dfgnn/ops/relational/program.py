@@ -19,7 +19,7 @@ from pyg_dfgnn.ir.interpreter import check_inputs, run_values
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.ir.steps import Lowered, Step
+from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
 from pyg_dfgnn.ops.relational import products, traversal
@@ -230,6 +230,12 @@ def reasons_against(
     """Return every reason why no kernels run a program on these inputs; empty when they do."""
     prepared = _found(program, rows, inputs, outputs, passes)[1]
     return () if isinstance(prepared, Prepared) else prepared
+
+
+def edge_rows(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
+    """Return what kernels would store of every edge, :attr:`~pyg_dfgnn.ir.steps.Lowered.edge_rows`."""
+    prepared = _found(program, rows, inputs, None, ALL_PASSES)[1]
+    return prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
 
 
 def _found(
