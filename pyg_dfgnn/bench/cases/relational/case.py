@@ -311,7 +311,7 @@ class RelationalCase(Case):
         inputs = {}
         for name, shape in self.shapes(graph).items():
             drawn = torch.randn(shape, generator=generator, device=graph.device)
-            inputs[name] = drawn if name == "x" else drawn.mul_(shape[-1] ** -0.5)
+            inputs[name] = drawn if name == "x" else drawn.mul_(shape[-2 if len(shape) > 1 else -1] ** -0.5)
         return inputs
 
     def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
