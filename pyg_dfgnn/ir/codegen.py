@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
@@ -66,6 +67,11 @@ def generate(step: Step, exact: Collection[str]) -> Kernel:
     Raises:
         Refusal: The values do not fit the lanes of one kernel.
     """
+    return _generated(step, frozenset(exact))
+
+
+@lru_cache(1024)
+def _generated(step: Step, exact: frozenset[str]) -> Kernel:
     return _Generator(step, exact).kernel()
 
 

@@ -8,6 +8,7 @@ row lands on the distinct (source, relation) pairs, which is compact materialisa
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
 
 
 class Domain(Enum):
@@ -49,6 +50,7 @@ def determines(row: Domain, other: Domain) -> bool:
     return other in _BELOW[row]
 
 
+@cache
 def join(*domains: Domain) -> Domain:
     """Return the smallest domain whose rows determine a row of each of `domains`."""
     return next(d for d in sorted(_BELOW, key=lambda d: len(_BELOW[d])) if all(determines(d, o) for o in domains))

@@ -18,7 +18,7 @@ output, or at most a number per head that several steps read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
@@ -52,7 +52,13 @@ def lower(program: Program, outputs: Collection[str]) -> Lowered:
     Raises:
         Refusal: Some value has no kernel.
     """
-    return _Lowering(decompose(program), frozenset(outputs)).lowered()
+    return _lowered(program, frozenset(outputs))
+
+
+# Batches of a kind have the same program: it is lowered once.
+@lru_cache(256)
+def _lowered(program: Program, outputs: frozenset[str]) -> Lowered:
+    return _Lowering(decompose(program), outputs).lowered()
 
 
 class _Draft:

@@ -7,6 +7,7 @@ import pytest
 from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, interpret, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import (
+    Passes,
     aggregate_first,
     common_subexpressions,
     compact,
@@ -162,3 +163,16 @@ def test_passes_leave_their_program_alone():
     twin = replace(program)
     optimise(program, SIZES, wrt=("x",))
     assert program == twin and str(program) == str(twin)
+
+
+def test_batches_of_about_a_size_share_a_program():
+    program = rgcn_mean.program(x=(16,), weight=(16, 16))
+    near = {**SIZES, S: 1010, D: 990, U: 6100, E: 10_100}
+    assert Passes().run(program, SIZES, ["x"]) is Passes().run(program, near, ["x"])
+    assert Passes().run(program, SIZES, ["x"]) is not Passes().run(program, SIZES, ["weight"])
+    # Large graphs are worth a look at their own sizes.
+    few, many = ({**SIZES, U: pairs, V: 4_000_000, E: 2_000_000} for pairs in (1_590_000, 1_610_000))
+    assert [of(Passes().run(rgcn_sum.program(x=(16,), weight=(16, 16)), s), "linear")[0][0] for s in (few, many)] == [
+        U,
+        E,
+    ]

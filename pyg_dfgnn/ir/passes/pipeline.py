@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from math import log2
 from typing import NamedTuple
 
 from pyg_dfgnn.errors import check_choice
@@ -43,7 +45,25 @@ class Passes(NamedTuple):
             most = int(MOST_PAIRS * sizes[E])
             pairs = {domain: min(sizes[domain], most) if domain in self.pairs else sizes[E] for domain in (U, V)}
             sizes = {**sizes, **pairs}
-        return optimise(program, sizes, wrt=wrt, off=self.off)[-1].program
+        is_small = sizes[E] <= _SMALL_EDGES
+        known = tuple((domain, _rounded(size) if is_small else size) for domain, size in sizes.items())
+        return _optimised(program, known, tuple(wrt), self.off)
+
+
+_SMALL_EDGES = 1 << 20
+"""Edges up to which graphs of about a size share a program: to optimise it takes longer than a pass over them."""
+
+
+def _rounded(size: int) -> int:
+    """Return the nearest half power of two."""
+    return size and round(2 ** (round(2 * log2(size)) / 2))
+
+
+@lru_cache(1024)
+def _optimised(
+    program: Program, sizes: tuple[tuple[Domain, int], ...], wrt: tuple[str, ...], off: frozenset[str]
+) -> Program:
+    return optimise(program, dict(sizes), wrt=wrt, off=off)[-1].program
 
 
 class Stage(NamedTuple):
