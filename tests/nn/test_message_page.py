@@ -25,6 +25,8 @@ def test_page_prints_what_it_shows(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "".join(shown for _, shown in BLOCKS)
 
 
+# PANConv takes a SparseTensor.
+@pytest.mark.sparse
 @pytest.mark.filterwarnings("ignore")
 def test_table_of_pygs_classes_is_current():
     assert message_coverage.PAGE.read_text() == message_coverage.page()
