@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from pyg_dfgnn.dispatch.core import device_reasons
-from pyg_dfgnn.dispatch.gpu import Cost, Gpu
 from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
@@ -49,11 +48,6 @@ class StepProblem:
     is_exact: bool
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a vector."""
-        return self.heads * self.channels * self.dtype.itemsize
 
     @property
     def state_elements(self) -> int:
@@ -129,13 +123,3 @@ def spec_of(problem: StepProblem, constants: Mapping[str, int]) -> Spec:
     # A maximum is found again by its value, which another kernel computes: no product may be fused with a sum.
     options = ("-fmad=false",) if problem.is_exact else ()
     return Spec(f"relational/{problem.kind}.cu", tuple(constants.items()), options, (("step.cuh", problem.text),))
-
-
-def cost(problem: StepProblem, side: Adjacency, gpu: Gpu) -> Cost:
-    """Return the estimated time of a traversal."""
-    written = side.num_rows * problem.row_bytes * max(1, problem.fragments)
-    gathered = side.num_edges * (problem.row_bytes * problem.gathered + 4 * problem.indices)
-    return Cost(
-        {"memory": written / gpu.memory_bytes_per_s, "gathers": gathered / gpu.cache_bytes_per_s},
-        {"launches": gpu.launch_s},
-    )

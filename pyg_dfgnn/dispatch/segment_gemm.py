@@ -10,7 +10,7 @@ import torch
 
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
-from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
+from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.statements.spec import Spec
 
@@ -34,8 +34,6 @@ _HELD_BYTES = 64 << 10
 _STAGES = 3
 _STAGE_LINES = 32
 _WARPS = 4
-_SPLIT_PRODUCTS = 3
-"""Products of TF32 numbers that one product of split numbers takes."""
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -140,21 +138,6 @@ def specs_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan) -> list[Spec]:
     """Return what is compiled for a plan; no GPU is needed."""
     stem = "outer" if problem.product == "outer" else "gemm"
     return [Spec(f"relational/{stem}.cu", tuple(plan.constants.items()))]
-
-
-def cost_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan, num_rows: int, num_types: int, gpu: Gpu) -> Cost:
-    """Return the estimated time: rows and weights travel once, zeros that fill up tiles are multiplied too."""
-    c, heads, itemsize = plan.constants, problem.launch_heads, problem.dtype.itemsize
-    places, columns = problem.extent
-    weights = num_types * problem.heads * problem.features * problem.channels * itemsize
-    moved = num_rows * heads * (places + columns) * itemsize + weights
-    depth = c["TILE_M"] if problem.product == "outer" else places
-    products = 2 * plan.groups * depth * c["TILE_N"] * (num_rows + c["TILE_M"] * num_types / 2)
-    rate = gpu.tensor_flops * (2 if itemsize == 2 else 1 / (_SPLIT_PRODUCTS if problem.split else 1))
-    launches = 1 + (problem.product == "outer")
-    return Cost(
-        {"memory": moved / gpu.memory_bytes_per_s, "products": products / rate}, {"launches": launches * gpu.launch_s}
-    )
 
 
 def _tile(size: int, sizes: tuple[int, ...]) -> int:

@@ -27,7 +27,6 @@ def test_plans_fit_a_multiprocessor(product, sizes):
                 assert plan.constants["MIN_BLOCKS"] * plan.block[0] <= 2048
                 assert plan.shared_bytes + (4 << 10) <= H200.shared_bytes
                 assert plan.length <= segment_gemm.LINEAR_ROWS or product == "outer"
-                assert segment_gemm.cost_of(posed, plan, num_rows, num_types, H200).seconds > 0
                 (spec,) = segment_gemm.specs_of(posed, plan)
                 assert spec.source
 
