@@ -80,25 +80,17 @@ def build(key, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("key", LAYERS)
 def test_outputs_and_gradients(key, dtype):
-    """Each tensor by the norm of all of its kind; several rounded values follow each other in 16 bits.
-
-    Where rounding turns activations off, PyG's own layer is further off than the table says, and others of ours than of
-    its: twice its largest error then is the bound.
-    """
+    """Each tensor by the norm of all of its kind; several rounded values follow each other in 16 bits."""
     layer, oracle = build(key, dtype)
-    twin = copy.deepcopy(oracle).to(dtype)
     args = arguments(key)
     with pyg_dfgnn.settings(fallback="error"):
         actual = results_of(layer, *cast(args, dtype))
     expected = results_of(oracle, *cast(cast(args, dtype), torch.float64))
     assert list(actual) == list(expected)
-    pygs = results_of(twin, *cast(args, dtype)) if dtype is not torch.float32 else {}
     for direction, is_gradient in (("forward", False), ("backward", True)):
         bound = tolerance(dtype, direction, "relational").relative * (1 if dtype is torch.float32 else 4)
         size = max(t.norm().item() for n, t in expected.items() if n.startswith("d_") == is_gradient)
         names = [name for name in expected if name.startswith("d_") == is_gradient]
-        errors = [(t.double() - expected[n]).norm().item() / size for n, t in pygs.items() if n in names]
-        bound = max([bound, *(2 * error for error in errors)])
         for name in names:
             difference = (actual[name].double() - expected[name]).norm().item()
             assert difference <= bound * size, (name, difference / size, bound)
