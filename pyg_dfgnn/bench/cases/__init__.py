@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pyg_dfgnn.bench.case import Case, Family, Implementation
 from pyg_dfgnn.bench.cases.attention import ATTENTION
+from pyg_dfgnn.bench.cases.messages import MESSAGES
 from pyg_dfgnn.bench.cases.relational import RELATIONAL
 from pyg_dfgnn.bench.cases.segment import SEGMENT
 from pyg_dfgnn.errors import check_choice
 
-FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL)
+FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL, MESSAGES)
 FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in family.ops}
 """Name of an operation -> its family."""
 TITLES = {name: kind.title for family in FAMILIES for name, kind in family.implementations.items()}

@@ -1,0 +1,59 @@
+"""Timings of compiled messages: each implementation is right, and the experiment has what the family has."""
+
+import pytest
+
+from pyg_dfgnn.bench import run
+from pyg_dfgnn.bench.case import forward_backward
+from pyg_dfgnn.bench.cases import case_of
+from pyg_dfgnn.bench.cases.messages import IMPLEMENTATIONS, LAYERS, Compiled, CompiledPyG, HandWritten, PyG
+from pyg_dfgnn.bench.experiment import Experiment
+from pyg_dfgnn.bench.graphs import benchmark_graph
+from pyg_dfgnn.bench.prepare import rounded_problem
+from pyg_dfgnn.nn import messages
+from tests.bench.test_segment import QUICK, composed
+
+
+@pytest.mark.parametrize("op", LAYERS)
+def test_implementations_agree_with_float64(op):
+    graph, case = benchmark_graph("e", "cpu", small=True), case_of(op, "16")
+    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    expected, calls = case.reference(graph, inputs, grad_out), []
+    for kind in (Compiled(), HandWritten(), PyG(), *([CompiledPyG("eager")] if op == "le" else [])):
+        if reasons := kind.reasons(case, graph, True, float("inf")):
+            assert reasons == [f"there is no drop-in for {case.layer}"]
+            continue
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+        with messages.interpreted():
+            messages.watchers.append(lambda layer, method, outcome, why, kind=kind: calls.append((kind.name, why)))
+            actual = forward_backward(kind.prepare(case, graph, leaves)(), leaves, grad_out)
+            messages.watchers.pop()
+        worst, error = case.errors(graph, actual, expected, grad_out).worst
+        assert error < case.bound("float32"), f"{kind.name}, {worst}: {error:.2e}"
+    # Only ours is compiled, and whole.
+    assert calls and all(name == "fused" and not why for name, why in calls), calls
+
+
+def test_the_experiment_runs_on_a_cpu_and_has_all_layers(tmp_path):
+    few = ["experiment=messages", "graphs=[e]", "sizes=[8]", "ops=[my_gat]", "implementations=[fused,drop_in,pyg]"]
+    assert run.run(composed(*QUICK, *few, f"folder={tmp_path}")) == 0
+    assert set(Experiment.of(composed("experiment=messages")).ops) == set(LAYERS)
+    assert set(Experiment.of(composed("experiment=messages")).implementations) == set(IMPLEMENTATIONS)
+
+
+def test_layers_that_do_not_fit_and_sizes_of_another_form_are_refused():
+    graph, case = benchmark_graph("e", "cpu", small=True), case_of("le", "8")
+    assert PyG().reasons(case, graph, True, 4.0 * graph.num_edges * 8) == ["needs 0 GB"]
+    with pytest.raises(ValueError, match=r"'sizes' needs a list of multiples of 8.*\(got '12'\)"):
+        case_of("le", "12")
+
+
+def test_a_wrong_layer_gets_no_time(tmp_path, monkeypatch):
+    prepare = Compiled.prepare
+
+    def doubled(self, case, graph, inputs):
+        forward = prepare(self, case, graph, inputs)
+        return lambda: 2 * forward()
+
+    monkeypatch.setattr(Compiled, "prepare", doubled)
+    few = ["experiment=messages", "graphs=[e]", "sizes=[8]", "ops=[le]", "implementations=[fused,pyg]"]
+    assert run.run(composed(*QUICK, *few, f"folder={tmp_path}")) == 1
