@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
@@ -28,6 +28,7 @@ from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.edges import graph_of
+from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
 from pyg_dfgnn.ops.relational import apply, edge_rows, reasons_against, rows_of
@@ -38,13 +39,13 @@ class Backend(NamedTuple):
     """What runs programs.
 
     Attributes:
-        reasons: (program, rows, inputs) -> why it cannot run one.
-        apply: (program, rows, inputs) -> outputs.
+        reasons: (program, rows, inputs, names of outputs) -> why it cannot run one.
+        apply: (program, rows, inputs, names of outputs) -> outputs.
         devices: Types of devices that it runs on; None for any.
     """
 
-    reasons: Callable[[Program, Rows, Mapping[str, Tensor]], Sequence[str]]
-    apply: Callable[[Program, Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    reasons: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Sequence[str]]
+    apply: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
     devices: Collection[str] | None
 
 
@@ -54,12 +55,14 @@ def _stored(buffers: Sequence[Buffer]) -> list[str]:
     return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
 
 
-def _reasons_of_kernels(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> Sequence[str]:
-    return reasons_against(program, rows, inputs) or _stored(edge_rows(program, rows, inputs))
+def _reasons_of_kernels(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+) -> Sequence[str]:
+    return reasons_against(program, rows, inputs, outputs) or _stored(edge_rows(program, rows, inputs, outputs))
 
 
 KERNELS = Backend(_reasons_of_kernels, apply, fused_device_types)
-INTERPRETER = Backend(lambda program, rows, inputs: (), interpret, None)
+INTERPRETER = Backend(lambda *_: (), lambda program, rows, inputs, _: interpret(program, rows, inputs), None)
 _backend = KERNELS
 
 
@@ -165,6 +168,7 @@ def _update_reasons(layer: Any, call: Call) -> list[str]:
 
 def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
+    call = _read(layer, call)
     reasons = [*_layer_reasons(layer, call), *_update_reasons(layer, call)]
     outcome = Outcome()
     if not reasons and call.edge_index.size(1) > 0:
@@ -175,7 +179,19 @@ def call_layer(layer: Any, call: Call) -> Any:
         return outcome.returned[0]
     if reasons:
         report_fallback(type(layer).__name__, reasons)
-    return call.own(layer, call.edges, **call.kwargs, **call.declared)
+    return call.own(layer, call.edges, **tree_map_only(EdgeValue, EdgeValue.value, call.kwargs), **call.declared)
+
+
+def _read(layer: Any, call: Call) -> Call:
+    """Return a call in which values of edges that no program can be joined to are plain tensors."""
+    if not any(isinstance(value, (EdgeValue, tuple, list)) for value in call.kwargs.values()):
+        return call
+    lifted = {name for name, _ in signature_of(layer, call.method).lifted}
+    kwargs = {}
+    for name, value in call.kwargs.items():
+        waits = isinstance(value, EdgeValue) and value.pending is not None and name not in lifted
+        kwargs[name] = value if waits else tree_map_only(EdgeValue, EdgeValue.value, value)
+    return call._replace(kwargs=kwargs)
 
 
 def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
@@ -188,8 +204,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     if trace.program is None:
         reasons += trace.reasons
         return Outcome(trace)
-    is_forward = layer.flow == "source_to_target"
-    num_src, num_dst = spec.sizes if is_forward else spec.sizes[::-1]
+    num_src, num_dst = spec.sizes if layer.flow == "source_to_target" else spec.sizes[::-1]
     outcome = Outcome(trace, {One: 1, S: num_src, D: num_dst, E: call.edge_index.size(1)})
     device = call.edge_index.device
     if _backend.devices is not None and device.type not in _backend.devices:
@@ -202,37 +217,14 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
     if reasons:
         return outcome
-    kind = (
-        id(trace.program),
-        device.type,
-        *(tensor.requires_grad and torch.is_grad_enabled() for tensor in inputs.values()),
-    )
-    if _backend is KERNELS and kind in _refused:
-        reasons += _refused[kind][1]
-        return outcome
-    if call.edges is call.edge_index:
-        graph = graph_of(layer, call.edge_index, num_src, num_dst, not is_forward)
-    else:
-        graph = Graph.of(call.edges, num_src, num_dst, flow=layer.flow)
-    if graph is None:
-        reasons.append("edge_index is another tensor than before, whose edges the host may not wait for in a capture")
-        return outcome
-    rows = rows_of(graph)
-    reasons += _backend.reasons(trace.program, rows, inputs)
+    run = _Runnable(layer, call, spec, trace, inputs)
+    waiting = run.waiting()
+    now = [name for name, _ in trace.program.outputs if name not in waiting]
+    results = run.results(now, reasons) if now or reasons else {}
     if reasons:
-        # The next call needs no graph to be told.
-        if len(_refused) < _MOST_REFUSED:
-            _refused[kind] = trace.program, tuple(reasons)
         return outcome
-    if spec.autocast is None:
-        results = dict(_backend.apply(trace.program, rows, inputs))
-    else:
-        # The program has one dtype; what autocast makes of the results is part of the trace.
-        with torch.autocast(device.type, enabled=False):
-            results = dict(_backend.apply(trace.program, rows, inputs))
-    for name, (dtype, axis) in trace.results.items():
-        result = results[name] if axis == 0 else results[name].movedim(0, axis)
-        results[name] = result.to(dtype).contiguous()
+    for name in waiting:
+        results[name] = run.left(name)
     for path, name, output in trace.written:
         module = layer
         for part in path:
@@ -242,6 +234,118 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     if call.method == "propagate" and type(layer).update is not MessagePassing.update:
         returned = layer.update(returned, **_update_arguments(layer, call, spec))
     return outcome._replace(returned=(returned,))
+
+
+class _Runnable:
+    """A trace with the inputs of a call."""
+
+    def __init__(self, layer: Any, call: Call, spec: Spec, trace: Trace, inputs: dict[str, Tensor]) -> None:
+        self.layer, self.call, self.spec, self.trace, self.inputs = layer, call, spec, trace, inputs
+        self.is_forward = layer.flow == "source_to_target"
+        self.device = call.edge_index.device
+
+    @property
+    def program(self) -> Program:
+        assert self.trace.program is not None
+        return self.trace.program
+
+    def waiting(self) -> list[str]:
+        """Return the outputs that need not be computed before something reads them: attributes, and new values of
+        edges, with a row per edge, of a layer whose forward runs.
+        """
+        if not may_wait(self.layer):
+            return []
+        names = [output for _, _, output in self.trace.written]
+        names += [str(k) for k in range(self.trace.tree.num_leaves)] if self.call.method == "edge_updater" else []
+        domains = {name: self.program.values[i].domain for name, i in self.program.outputs}
+        return [n for n in names if domains[n] is E and self.trace.results[n] == (self.trace.dtype, 0)]
+
+    def left(self, name: str) -> EdgeValue:
+        """Return an output that is computed later."""
+
+        def compute() -> Tensor:
+            reasons: list[str] = []
+            results = self.results([name], reasons)
+            if not reasons:
+                return results[name]
+            report_fallback(type(self.layer).__name__, reasons)
+            if not name.isdigit():
+                rows = self.rows()
+                assert rows is not None, "the forward had the graph"
+                return interpret(self.program, rows, self.inputs)[name]
+            returned = self.call.own(self.layer, self.call.edges, **self.call.kwargs, **self.call.declared)
+            value: Tensor = tree_flatten(returned)[0][int(name)]
+            return value
+
+        sizes, dtype = self.spec.sizes, self.trace.dtype
+        pending = Pending(self.program, name, self.inputs, self.call.edge_index, sizes, dtype, compute)
+        return left_by(self.layer, EdgeValue.of(pending, self.program.values[dict(self.program.outputs)[name]].shape))
+
+    def results(self, names: Sequence[str], reasons: list[str]) -> dict[str, Tensor]:
+        """Return some outputs, or add to the reasons why no kernels give them."""
+        program, inputs = self.program, self.inputs
+        for name, tensor in inputs.items():
+            if isinstance(tensor, EdgeValue) and not self._joins(tensor):
+                inputs[name] = tensor.value()
+        outputs: Mapping[str, Tensor] | None = None
+        if any(isinstance(tensor, EdgeValue) for tensor in inputs.values()):
+            outputs = self._apply(*join(program, inputs), names, [])
+            for name, tensor in inputs.items():
+                if outputs is None and isinstance(tensor, EdgeValue):
+                    inputs[name] = tensor.value()
+        outputs = self._apply(program, inputs, names, reasons) if outputs is None else outputs
+        if outputs is None:
+            return {}
+        results = {}
+        for name in names:
+            dtype, axis = self.trace.results[name]
+            result = outputs[name] if axis == 0 else outputs[name].movedim(0, axis)
+            results[name] = result.to(dtype).contiguous()
+        return results
+
+    def _joins(self, value: EdgeValue) -> bool:
+        """Whether the program of a value of edges can become part of this one."""
+        pending = value.pending
+        call = self.call.edge_index, self.spec.sizes, self.trace.dtype
+        return pending is not None and (pending.edges is call[0] and (pending.sizes, pending.dtype) == call[1:])
+
+    def _apply(
+        self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
+    ) -> Mapping[str, Tensor] | None:
+        """Return outputs of a program, None with the reasons why no kernels give them."""
+        needs = (tensor.requires_grad and torch.is_grad_enabled() for tensor in inputs.values())
+        kind = id(program), self.device.type, tuple(names), *needs
+        if _backend is KERNELS and kind in _refused:
+            reasons += _refused[kind][1]
+            return None
+        rows = self.rows()
+        if rows is None:
+            reasons.append(
+                "edge_index is another tensor than before, whose edges the host may not wait for in a capture"
+            )
+            return None
+        against = _backend.reasons(program, rows, inputs, names)
+        if against:
+            # The next call needs no graph to be told.
+            if len(_refused) < _MOST_REFUSED:
+                _refused[kind] = program, tuple(against)
+            reasons += against
+            return None
+        if self.spec.autocast is None:
+            return _backend.apply(program, rows, inputs, names)
+        # The program has one dtype; what autocast makes of the results is part of the trace.
+        with torch.autocast(self.device.type, enabled=False):
+            return _backend.apply(program, rows, inputs, names)
+
+    def rows(self) -> Rows | None:
+        """Return the rows of the call's edges; None if only a look at them could tell which these are."""
+        call = self.call
+        num_src, num_dst = self.spec.sizes if self.is_forward else self.spec.sizes[::-1]
+        if call.edges is call.edge_index:
+            graph = graph_of(self.layer, call.edge_index, num_src, num_dst, not self.is_forward)
+        else:
+            graph = Graph.of(call.edges, num_src, num_dst, flow=self.layer.flow)
+        return None if graph is None else rows_of(graph)
 
 
 def _update_arguments(layer: Any, call: Call, spec: Spec) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages.call import call_layer
+from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.settings import current
 
@@ -33,7 +34,7 @@ class Mark:
 
 
 def intercept(kind: type) -> None:
-    """Wrap `propagate` and `edge_updater` of a class, once, so that marked instances are compiled."""
+    """Wrap `propagate`, `edge_updater` and `forward` of a class, once, so that marked instances are compiled."""
     if "_jinja_propagate" not in kind.__dict__:
         _generate(kind)
     for method in STEPS:
@@ -43,6 +44,20 @@ def intercept(kind: type) -> None:
             setattr(kind, method, wrapper)
             if getattr(kind, f"_jinja_{method}", None) is own:
                 setattr(kind, f"_jinja_{method}", wrapper)
+    forward = kind.forward  # type: ignore[attr-defined]
+    if getattr(forward, WRAPPER, None) is not kind:
+        kind.forward = _watched(forward, kind)  # type: ignore[attr-defined]
+
+
+def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
+            return own(self, *args, **kwargs)
+        return run_forward(own, self, *args, **kwargs)
+
+    setattr(forward, WRAPPER, kind)
+    return forward
 
 
 def _generate(kind: type) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.nn.messages.lazy import EdgeValue
+
 STEPS = {"propagate": ("message", "aggregate"), "edge_updater": ("edge_update",)}
 """The methods of a layer that are traced for each method that is caught."""
 WRAPPER = "_pyg_dfgnn_of"
@@ -152,7 +154,7 @@ _UNKNOWN = object()
 def _role(value: Any, counts: tuple[int, int], node_dim: int | None) -> tuple[Any, Any]:
     """Return what the rows of an argument are, "E", "D", "1" or the dimension of nodes, and what its key is."""
     if isinstance(value, Tensor):
-        if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+        if type(value) not in (Tensor, torch.nn.Parameter, EdgeValue):
             return _UNKNOWN, None
         shape = value.shape
         if node_dim is not None:

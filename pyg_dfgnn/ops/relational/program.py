@@ -232,9 +232,11 @@ def reasons_against(
     return () if isinstance(prepared, Prepared) else prepared
 
 
-def edge_rows(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
+def edge_rows(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
+) -> tuple[Buffer, ...]:
     """Return what kernels would store of every edge, :attr:`~pyg_dfgnn.ir.steps.Lowered.edge_rows`."""
-    prepared = _found(program, rows, inputs, None, ALL_PASSES)[1]
+    prepared = _found(program, rows, inputs, outputs, ALL_PASSES)[1]
     return prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
 
 
