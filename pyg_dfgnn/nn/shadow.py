@@ -249,14 +249,15 @@ def _recording(original: type) -> type:
 
 
 def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
-    reads, path, ignored = notes
+    reads, path, ignored, before = notes
     if name in own:
         if name == "_modules":
             # What iterates over children reads each of them, and that there are no others.
             for child, module in own["_modules"].items():
                 reads.note(path, "module", child, module)
             reads.checks.setdefault((path, "children"), Check(path, "children", "", tuple(own["_modules"])))
-        elif name not in _STATE and name not in ignored:
+        elif name not in _STATE and name not in ignored and own[name] is before.get(name, MISSING):
+            # What the code itself has set is no fact about the layer.
             reads.note(path, "attribute", name, own[name])
         return
     for table, key in _TABLES.items():
@@ -302,8 +303,9 @@ class Shadow:
             name: None if child is None else self._copy(child, (*path, name), reads, ignored)
             for name, child in module._modules.items()
         }
-        self._pairs.append((path, module, dict(own)))
-        own[_NOTES] = reads, path, ignored
+        before = dict(own)
+        self._pairs.append((path, module, before))
+        own[_NOTES] = reads, path, ignored, before
         return shadow
 
     def tensors(self) -> dict[int, tuple[str, Tensor]]:

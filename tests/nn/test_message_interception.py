@@ -231,8 +231,8 @@ def test_describe_plan_shows_the_program_or_the_line(x):
     layer = pyg_dfgnn.accelerate(Mine())
     shown = str(pyg_dfgnn.describe_plan(layer, x, EDGES))
     assert "%0 = input x_i" in shown and "not on a CUDA device" in shown
-    with messages.interpreted():
-        assert pyg_dfgnn.describe_plan(layer, x, EDGES).fused
+    on_cuda = pyg_dfgnn.describe_plan(layer, x, EDGES, device="cuda")
+    assert on_cuda.fused and "traversal E->D" in str(on_cuda)
 
     class Wrong(Mine):
         def message(self, x_i, x_j):

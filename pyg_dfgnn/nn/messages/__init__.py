@@ -5,7 +5,9 @@ looks for a trace whose facts still hold; where there is none the layer's own co
 all that is no sum over edges, stays PyG's.
 """
 
-from pyg_dfgnn.nn.messages.call import describe, interpreted, watchers
+from pyg_dfgnn.nn.messages.backend import interpreted
+from pyg_dfgnn.nn.messages.call import watchers
+from pyg_dfgnn.nn.messages.describe import describe
 from pyg_dfgnn.nn.messages.intercept import Mark, compilable
 from pyg_dfgnn.nn.messages.trace import Trace, clear
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,69 +11,19 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.dispatch.core import fused_device_types
-from pyg_dfgnn.dispatch.relational import unsupported_reasons
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
-from pyg_dfgnn.ir.lanes import Refusal as NoKernel
-from pyg_dfgnn.ir.lowering import lower
-from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.ir.steps import Buffer
-from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
+from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edges import graph_of
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
-from pyg_dfgnn.ops.relational import apply, edge_rows, reasons_against, rows_of
-from pyg_dfgnn.settings import settings
-
-
-class Backend(NamedTuple):
-    """What runs programs.
-
-    Attributes:
-        reasons: (program, rows, inputs, names of outputs) -> why it cannot run one.
-        apply: (program, rows, inputs, names of outputs) -> outputs.
-        devices: Types of devices that it runs on; None for any.
-    """
-
-    reasons: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Sequence[str]]
-    apply: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
-    devices: Collection[str] | None
-
-
-def _stored(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
-    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
-    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
-
-
-def _reasons_of_kernels(
-    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
-) -> Sequence[str]:
-    return reasons_against(program, rows, inputs, outputs) or _stored(edge_rows(program, rows, inputs, outputs))
-
-
-KERNELS = Backend(_reasons_of_kernels, apply, fused_device_types)
-INTERPRETER = Backend(lambda *_: (), lambda program, rows, inputs, _: interpret(program, rows, inputs), None)
-_backend = KERNELS
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Run programs by the interpreter, on any device and slowly: what tests compare with PyG."""
-    global _backend
-    before, _backend = _backend, INTERPRETER
-    try:
-        yield
-    finally:
-        _backend = before
-
+from pyg_dfgnn.ops.relational import rows_of
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
 """Number of a program, device, and which inputs need gradients -> the program, which so stays alive, and reasons."""
@@ -98,42 +46,6 @@ class Outcome(NamedTuple):
 
 watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 """Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
-
-
-def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
-    """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
-    calls: list[tuple[Outcome, Sequence[str]]] = []
-    layer, has_grad = copy.deepcopy(layer), torch.is_grad_enabled()
-    for module in layer.modules():
-        # A description of a whole model has come here through hooks of its own.
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
-            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-
-    def watch(other: Any, method: str, outcome: Outcome, reasons: Sequence[str]) -> None:
-        if other is layer:
-            calls.append((outcome, tuple(reasons)))
-
-    watchers.append(watch)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"):
-            layer(*args, **kwargs)
-    finally:
-        watchers.remove(watch)
-    reasons, plans = [] if calls else ["this forward does not pass messages"], []
-    for outcome, against in calls:
-        reasons += [reason for reason in against if device is None or reason != NO_DEVICE]
-        if outcome.trace is not None and outcome.trace.program is not None and outcome.sizes is not None:
-            program, wrt = outcome.trace.program, tuple(outcome.trace.program.inputs) if has_grad else ()
-            plans.append(str(program))
-            try:
-                if device is not None:
-                    reasons += unsupported_reasons(outcome.trace.dtype, device)
-                    lowered = lower(Passes().run(program, outcome.sizes, wrt), list(dict(program.outputs)))
-                    plans[-1] = str(lowered)
-                    reasons += _stored(lowered.edge_rows)
-            except NoKernel as refusal:
-                reasons.append(str(refusal))
-    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
 
 
 def _layer_reasons(layer: Any, call: Call) -> list[str]:
@@ -207,7 +119,8 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     num_src, num_dst = spec.sizes if layer.flow == "source_to_target" else spec.sizes[::-1]
     outcome = Outcome(trace, {One: 1, S: num_src, D: num_dst, E: call.edge_index.size(1)})
     device = call.edge_index.device
-    if _backend.devices is not None and device.type not in _backend.devices:
+    devices = backend().devices
+    if devices is not None and device.type not in devices:
         reasons.append(NO_DEVICE)
     inputs: dict[str, Tensor] = {}
     for name, source, table, key in bound.inputs:
@@ -315,7 +228,7 @@ class _Runnable:
         """Return outputs of a program, None with the reasons why no kernels give them."""
         needs = (tensor.requires_grad and torch.is_grad_enabled() for tensor in inputs.values())
         kind = id(program), self.device.type, tuple(names), *needs
-        if _backend is KERNELS and kind in _refused:
+        if backend() is KERNELS and kind in _refused:
             reasons += _refused[kind][1]
             return None
         rows = self.rows()
@@ -324,7 +237,7 @@ class _Runnable:
                 "edge_index is another tensor than before, whose edges the host may not wait for in a capture"
             )
             return None
-        against = _backend.reasons(program, rows, inputs, names)
+        against = backend().reasons(program, rows, inputs, names)
         if against:
             # The next call needs no graph to be told.
             if len(_refused) < _MOST_REFUSED:
@@ -332,10 +245,10 @@ class _Runnable:
             reasons += against
             return None
         if self.spec.autocast is None:
-            return _backend.apply(program, rows, inputs, names)
+            return backend().apply(program, rows, inputs, names)
         # The program has one dtype; what autocast makes of the results is part of the trace.
         with torch.autocast(self.device.type, enabled=False):
-            return _backend.apply(program, rows, inputs, names)
+            return backend().apply(program, rows, inputs, names)
 
     def rows(self) -> Rows | None:
         """Return the rows of the call's edges; None if only a look at them could tell which these are."""

@@ -1,0 +1,107 @@
+"""What runs the programs of compiled layers: kernels, hand-written ones where these compute the same, or the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.ir import interpret
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.steps import Buffer
+from pyg_dfgnn.ops.families import Match, match
+from pyg_dfgnn.ops.relational import apply, edge_rows, reasons_against
+
+
+class Backend(NamedTuple):
+    """What runs programs.
+
+    Attributes:
+        reasons: (program, rows, inputs, names of outputs) -> why it cannot run one.
+        apply: (program, rows, inputs, names of outputs) -> outputs.
+        devices: Types of devices that it runs on; None for any.
+    """
+
+    reasons: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Sequence[str]]
+    apply: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
+    devices: Collection[str] | None
+
+
+def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
+    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
+
+
+_matched: dict[tuple[Any, ...], tuple[Program, Match | None]] = {}
+"""Number of a program, and output, dtype and device -> the program, which so stays alive, and its family."""
+_MOST_MATCHED = 1024
+
+
+def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs: Sequence[str]) -> Match | None:
+    """Return the hand-written family that takes a program; None if none does."""
+    if len(outputs) != 1:
+        return None
+    key = id(program), outputs[0], dtype, device
+    known = _matched.get(key)
+    if known is None:
+        found = match(program, outputs[0])
+        if found is not None and found.reasons(dtype, device):
+            found = None
+        if len(_matched) >= _MOST_MATCHED:
+            _matched.pop(next(iter(_matched)))
+        known = _matched[key] = program, found
+    return known[1]
+
+
+def _kind(inputs: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
+    first = next(iter(inputs.values()))
+    return first.dtype, first.device
+
+
+def _reasons_of_kernels(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+) -> Sequence[str]:
+    if match_of(program, *_kind(inputs), outputs) is not None:
+        return ()
+    return reasons_against(program, rows, inputs, outputs) or stored_reasons(edge_rows(program, rows, inputs, outputs))
+
+
+def _run_kernels(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+) -> Mapping[str, Tensor]:
+    family = match_of(program, *_kind(inputs), outputs)
+    if family is None:
+        return apply(program, rows, inputs, outputs)
+    return {outputs[0]: family.run(rows.graph, inputs)}
+
+
+KERNELS = Backend(_reasons_of_kernels, _run_kernels, fused_device_types)
+INTERPRETER = Backend(lambda *_: (), lambda program, rows, inputs, _: interpret(program, rows, inputs), None)
+_current = KERNELS
+
+
+def backend() -> Backend:
+    """Return what runs programs now."""
+    return _current
+
+
+@contextmanager
+def running(backend: Backend) -> Iterator[None]:
+    """Run programs by a backend."""
+    global _current
+    before, _current = _current, backend
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def interpreted() -> AbstractContextManager[None]:
+    """Run programs by the interpreter, on any device and slowly: what tests compare with PyG."""
+    return running(INTERPRETER)

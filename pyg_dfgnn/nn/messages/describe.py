@@ -1,0 +1,82 @@
+"""What a compiled layer would do with a call: the steps of its programs, or what was refused and where."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import NO_DEVICE
+from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, match_of, running, stored_reasons
+from pyg_dfgnn.nn.messages.call import Outcome, watchers
+from pyg_dfgnn.settings import settings
+
+
+def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+    """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
+    refused: list[str] = []
+    runs: dict[tuple[int, tuple[str, ...]], tuple[Program, Rows, torch.dtype]] = {}
+    is_called, has_grad = False, torch.is_grad_enabled()
+    layer = copy.deepcopy(layer)
+    for module in layer.modules():
+        # A description of a whole model has come here through hooks of its own.
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def watch(other: Any, method: str, outcome: Outcome, reasons: Sequence[str]) -> None:
+        nonlocal is_called
+        if other is layer:
+            is_called = True
+            refused.extend(reasons)
+
+    def note(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Sequence[str]:
+        runs[id(program), tuple(names)] = program, rows, next(iter(inputs.values())).dtype
+        return KERNELS.reasons(program, rows, inputs, names) if rows.device.type in fused_device_types else ()
+
+    def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Mapping[str, Tensor]:
+        backend = KERNELS if rows.device.type in fused_device_types else INTERPRETER
+        return backend.apply(program, rows, inputs, names)
+
+    watchers.append(watch)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"), running(Backend(note, run, None)):
+            layer(*args, **kwargs)
+    finally:
+        watchers.remove(watch)
+    reasons, plans = [*refused] if is_called else ["this forward does not pass messages"], []
+    for (_, names), (program, rows, dtype) in runs.items():
+        plan, against = _plan(program, rows, dtype, names, rows.device if device is None else device, has_grad)
+        reasons += against
+        plans.append(plan)
+    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
+
+
+def _plan(
+    program: Program, rows: Rows, dtype: torch.dtype, names: Sequence[str], device: torch.device, has_grad: bool
+) -> tuple[str, Sequence[str]]:
+    """Return the steps that a device would run for some outputs of a program, and what is in their way."""
+    if device.type not in fused_device_types:
+        return str(program), (NO_DEVICE,)
+    reasons = unsupported_reasons(dtype, device)
+    family = match_of(program, dtype, device, names)
+    if family is not None:
+        return f"{program}\nwhich is {family.name}: hand-written kernels run it", reasons
+    outputs = dict(program.outputs)
+    program = Program(program.name, program.values, tuple((name, outputs[name]) for name in names))
+    wrt = tuple(program.inputs) if has_grad else ()
+    try:
+        lowered = lower(Passes().run(program, rows.sizes, wrt), list(names))
+    except Refusal as refusal:
+        return str(program), [*reasons, str(refusal)]
+    return str(lowered), [*reasons, *stored_reasons(lowered.edge_rows)]

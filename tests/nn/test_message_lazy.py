@@ -1,0 +1,185 @@
+"""Values of edges that a forward makes: computed if something reads them, else never, and PyG's in every case."""
+
+import pytest
+import torch
+import torch_geometric.nn.conv as pyg
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
+from pyg_dfgnn.nn.messages.lazy import EdgeValue
+from pyg_dfgnn.reference.zoo import ZOO
+from pyg_dfgnn.settings import settings
+from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins
+
+
+class Kept(MessagePassing):
+    """Attention that stays in an attribute, as a list, or is read before the forward ends."""
+
+    def __init__(self, what="kept"):
+        super().__init__(aggr="add")
+        self.what = what
+        self.lin, self.att, self.alpha = torch.nn.Linear(FEATURES, WIDTH), torch.nn.Linear(2 * WIDTH, 1), None
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        out = self.propagate(edge_index, x=x)
+        if self.what == "read":
+            out = out + self.alpha.sum() + self.alpha.shape[0]
+        if self.what == "edited":
+            x.mul_(2.0)
+            out = out + self.alpha.sum()
+        if self.what == "cleared":
+            self.alpha = None
+        return out
+
+    def message(self, x_i, x_j, index, ptr, size_i):
+        alpha = self.att(torch.cat([x_i, x_j], dim=-1)).tanh()
+        self.alpha = softmax(alpha, index, ptr, size_i)
+        return self.alpha * x_j
+
+
+class Updated(MessagePassing):
+    """Edges that are updated, edited and passed on twice."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = torch.nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x, edge_index):
+        gate = self.edge_updater(edge_index, x=x)
+        out = self.propagate(edge_index, x=x, gate=gate)
+        other = self.propagate(edge_index, x=self.lin(x), gate=gate.detach() if self.training else gate)
+        return out + other, gate.mul(2.0)
+
+    def edge_update(self, x_i, x_j):
+        return torch.sigmoid(x_i * x_j)
+
+    def message(self, x_j, gate):
+        return gate * x_j
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    with settings(fallback="silent"):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def recorded(layer, *args, **kwargs):
+    """The result of a call and the (name, outputs, inputs) of the programs that ran."""
+    runs = []
+
+    def run(program, rows, inputs, names):
+        runs.append((program.name, tuple(names), set(inputs)))
+        assert not any(isinstance(tensor, EdgeValue) for tensor in inputs.values())
+        return INTERPRETER.apply(program, rows, inputs, names)
+
+    with running(Backend(INTERPRETER.reasons, run, None)):
+        return layer(*args, **kwargs), runs
+
+
+def plain(result):
+    return [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)]
+
+
+def compare(layer, marked, inputs, **kwargs):
+    """Outputs and gradients of the parameters and of the features are PyG's; returns the programs that ran."""
+    want, (got, runs) = plain_tree(layer(*inputs, **kwargs)), recorded(marked, *inputs, **kwargs)
+    got = plain_tree(got)
+    assert len(want) == len(got) and all(type(tensor) is torch.Tensor for tensor in got)
+    for left, right in zip(got, want):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+    leaves = [[inputs[0], *model.parameters()] for model in (marked, layer)]
+    grads = [
+        torch.autograd.grad(sum(t.sin().sum() for t in tensors), leaf, allow_unused=True)
+        for tensors, leaf in zip((got, want), leaves)
+    ]
+    for left, right in zip(*grads):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+    return runs
+
+
+def plain_tree(result):
+    leaves = torch.utils._pytree.tree_flatten(result)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+@pytest.fixture
+def inputs():
+    drawn = Inputs(ZOO["self-loops"]())
+    return drawn.x, drawn.edge_index
+
+
+@pytest.mark.parametrize("kind", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])
+def test_attention_of_pyg_is_one_program(kind, inputs):
+    layer, marked = twins(
+        lambda: kind(FEATURES, WIDTH, heads=2, **({} if "Trans" in kind.__name__ else {"add_self_loops": False}))
+    )
+    runs = compare(layer, marked, inputs)
+    assert [outputs for _, outputs, _ in runs] == [("0",)]
+
+
+@pytest.mark.parametrize("kind", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])
+def test_attention_that_is_asked_for_is_computed_too(kind, inputs):
+    layer, marked = twins(
+        lambda: kind(FEATURES, WIDTH, heads=2, **({} if "Trans" in kind.__name__ else {"add_self_loops": False}))
+    )
+    runs = compare(layer, marked, inputs, return_attention_weights=True)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("what", ["kept", "read", "cleared"])
+def test_attributes_are_pygs(what, inputs):
+    layer, marked = twins(lambda: Kept(what))
+    runs = compare(layer, marked, inputs)
+    assert [outputs for _, outputs, _ in runs] == [("0",)] + ([] if what == "cleared" else [("self.alpha",)])
+    if what != "cleared":
+        assert type(marked.alpha) is torch.Tensor
+        torch.testing.assert_close(marked.alpha, layer.alpha, rtol=1e-9, atol=1e-11)
+
+
+def test_outside_of_a_forward_nothing_waits(inputs):
+    _, marked = twins(lambda: Kept("kept"))
+    _, runs = recorded(lambda x, edge_index: marked.propagate(edge_index, x=marked.lin(x)), *inputs)
+    assert [outputs for _, outputs, _ in runs] == [("0", "self.alpha")] and type(marked.alpha) is torch.Tensor
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_values_that_are_passed_on_and_read(training, inputs):
+    layer, marked = twins(Updated)
+    runs = compare(layer.train(training), marked.train(training), inputs)
+    # Joined to the first message, and alone for what the forward reads.
+    assert [outputs for _, outputs, _ in runs] == [("0",)] * 3
+    assert {"x_i", "x_j"} == {name.removeprefix("gate.") for name in runs[0][2]}
+
+
+def test_an_edit_before_a_value_is_read_is_an_error(inputs):
+    _, marked = twins(lambda: Kept("edited"))
+    with pytest.raises(RuntimeError, match="'self.alpha' of Kept is read after a tensor that it is made of was edited"):
+        recorded(marked, *inputs)
+
+
+def test_functions_of_the_shape_compute_nothing(inputs):
+    _, marked = twins(lambda: Kept("kept"))
+    seen = []
+    forward = Kept.forward
+
+    class Seen(Kept):
+        def forward(self, x, edge_index):
+            self.propagate(edge_index, x=self.lin(x))
+            alpha = self.alpha
+            seen.append(
+                (isinstance(alpha, EdgeValue), alpha.shape, alpha.dtype, len(alpha), alpha.dim(), alpha.pending)
+            )
+            self.alpha = None
+            return x
+
+    assert forward is not Seen.forward
+    _, marked = twins(Seen)
+    _, runs = recorded(marked, *inputs)
+    ((is_waiting, shape, dtype, length, dim, pending),) = seen
+    edges = inputs[1].size(1)
+    assert is_waiting and (shape, dtype, length, dim) == ((edges, 1), torch.float64, edges, 2) and pending is not None
+    assert len(runs) == 1
