@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
-from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts
+from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_last
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
@@ -39,7 +39,7 @@ _STORED = ("input", "dense", "linear", "traversal")
 _INLINED_READS = 1.5
 """Numbers that a value is recomputed from, for each of its own, above which it is stored."""
 _STORED_READS = 5
-"""Operands from which a number per head is rather stored for each edge than computed by several steps."""
+"""Rows that a step gathers for a number per head from which that is rather stored for each edge."""
 
 
 def lower(program: Program, outputs: Collection[str]) -> Lowered:
@@ -356,32 +356,55 @@ class _Lowering:
         return any(not group & Program("", self.values, (("", i),)).live for i in others)
 
     def _complete(self, targets: set[int], attrs: tuple[Domain, Domain], todo: set[int]) -> None:
-        """Add to reductions what follows from them on their rows, and what is stored of the rows that they read."""
+        """Add to reductions what follows from them on their rows, and what is stored of the rows that they read, or is
+        made of what they and their rows read anyway.
+        """
         domain, over = attrs
         reached = Program("", self.values, tuple(("", i) for i in targets)).live
+        read = {leaf for i in targets for leaf in self.leaves(i, self.kept)}
         for i in sorted(todo - targets - self.home.keys()):
             value = self.values[i]
             if self.kinds[i] != "inline" or i in targets:
                 continue
             follows = value.domain is domain and self.leaves(i, self.kept | targets) & targets
-            is_read = value.domain is over and i in reached
+            is_read = value.domain is over and (i in reached or self._is_at_hand(i, domain, targets, read))
             if (follows or is_read) and self._is_ready(i, targets) and self._fits(targets | {i}):
                 targets.add(i)
+
+    def _is_at_hand(self, i: int, domain: Domain, targets: set[int], read: set[int]) -> bool:
+        """Whether a traversal reads all that a value of its positions is made of, or its rows determine it."""
+        leaves = self.leaves(i, self.kept | targets)
+        return not leaves & targets and all(j in read or determines(domain, self.values[j].domain) for j in leaves)
 
     # What is stored per edge ---------------------------------------------------------------------------------------
 
     def _store_per_edge(self) -> None:
-        """Choose numbers per head that are stored for each edge: what gathers vectors or many numbers, and is read by
-        several traversals.
+        """Choose numbers per head that are stored for each edge: what is read by several traversals, one of which would
+        gather vectors or many numbers for it alone.
         """
         candidates = [i for i in self.ids if self._is_narrow_edge_value(i)]
         for is_first in (True, False):
             for i in candidates if is_first else reversed(candidates):
-                gathers = self.values[i].op in ("inner", "fold")
-                is_costly = gathers if is_first else len(self.leaves(i, self.kept)) >= _STORED_READS
-                if is_costly and i not in self.kept and len(self._traversals_reading(i)) > 1:
+                readers = self._traversals_reading(i)
+                # The first of them computes it in any case.
+                costs = [self._read_for(i, draft) for draft in readers[1:]]
+                if is_first:
+                    is_costly = self.values[i].op in ("inner", "fold") and any(
+                        width > self.narrow for width, _ in costs
+                    )
+                else:
+                    is_costly = any(count >= _STORED_READS for _, count in costs)
+                if is_costly and i not in self.kept and len(readers) > 1:
                     self.kept.add(i)
                     self.stored.add(i)
+
+    def _read_for(self, i: int, draft: _Draft) -> tuple[int, int]:
+        """What a traversal gathers for a value of edges alone: numbers of the widest row, and how many rows."""
+        known = self.kept | {i}
+        read = {leaf for target in draft.targets for leaf in self.leaves(target, known)}
+        rows = [self.values[leaf] for leaf in self.leaves(i, self.kept) - read]
+        widths = [prod(row.shape) for row in rows if not determines(draft.domain, row.domain)]
+        return max(widths, default=0), len(widths)
 
     def _is_narrow_edge_value(self, i: int) -> bool:
         value = self.values[i]
@@ -394,12 +417,12 @@ class _Lowering:
         """Numbers of a row that are float32 and stored for edges: a number per head of what softmaxes range over."""
         return max([1, *(prod(self.values[i].shape) for i in self.ids if self._statistic(i) is not None)])
 
-    def _traversals_reading(self, i: int) -> set[_Draft]:
-        drafts = set()
+    def _traversals_reading(self, i: int) -> list[_Draft]:
+        drafts = []
         for part in ("forward", "backward"):
             for draft in self.drafts[part]:
                 if draft.kind == "traversal" and draft.over is E and i in self._inlined(draft.targets):
-                    drafts.add(draft)
+                    drafts.append(draft)
         return drafts
 
     def _inlined(self, targets: set[int]) -> set[int]:

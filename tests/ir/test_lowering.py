@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.ir import D, E, One, R, Rows, S, interpret, relational, sum_to
+from pyg_dfgnn.ir import D, E, One, R, Rows, S, dot, interpret, relational, softmax, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.layers import rgat
@@ -15,6 +15,7 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.steps import Lowered
 from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
 from tests.ir.test_passes import compare_all
+from tests.ir.test_rewrites import SIZES
 
 REFUSED = {
     "pairs": "concat .* : E.* moves numbers between the lanes of an edge",
@@ -119,6 +120,36 @@ def test_requested_edge_values_are_written_by_a_traversal():
     drawn = case(LOWERED["rgat-additive-across"], "dense")
     lowered = lower(joint(drawn), ("out", "alpha"))
     assert [step.kind for step in lowered.forward].count("map") == 0
+
+
+def test_gradients_of_edge_inputs_are_written_by_a_traversal():
+    """One that gathers all that they are made of, so that no pass over the edges is for them alone."""
+
+    @relational
+    def weighted(x: S, weight: E):
+        return sum_to(D, x * weight)
+
+    program = weighted.program(x=(8,), weight=(1,))
+    lowered = lower(optimise(program, SIZES, wrt=("x", "weight"))[-1].program, ("out",))
+    assert [(step.kind, step.domain) for step in lowered.backward] == [("traversal", S)]
+    assert not lowered.edge_rows
+
+
+def test_attention_takes_a_pass_forward_and_two_backward():
+    """Logits are computed again where their vectors are gathered anyway."""
+
+    @relational
+    def attention(q: D, k: S, v: S):
+        return sum_to(D, softmax(dot(q, k), among=D).view(4, 1) * v)
+
+    program = attention.program(q=(4, 8), k=(4, 8), v=(4, 8))
+    lowered = lower(optimise(program, SIZES, wrt=("q", "k", "v"))[-1].program, ("out",))
+    passes = [
+        [step.domain for step in steps if step.kind == "traversal"] for steps in (lowered.forward, lowered.backward)
+    ]
+    assert passes == [[D], [S, D]]
+    # The gradient of the weights, for which the second pass back would gather v alone.
+    assert [b.shape for b in lowered.buffers.values() if b.domain is E] == [(4,)]
 
 
 @relational

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, interpret, relational, sum_to, to
+from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, dot, interpret, relational, softmax, sum_to, to
 from pyg_dfgnn.ir.layers import rgat, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import (
     Passes,
@@ -17,6 +17,7 @@ from pyg_dfgnn.ir.passes import (
     remove_dead,
     reorder,
     scale_first,
+    share_sums,
 )
 from pyg_dfgnn.ir.program import Program
 from tests.ir.cases import PROGRAMS, case
@@ -176,3 +177,24 @@ def test_batches_of_about_a_size_share_a_program():
         U,
         E,
     ]
+
+
+def test_gradients_of_a_softmax_take_no_sum_over_edges_of_their_own():
+    """Their sum over a row follows from its output, also by way of the sums of pairs that make up the output."""
+
+    @relational
+    def attention(q: D, k: S, v: S):
+        return sum_to(D, softmax(dot(q, k), among=D).view(4, 1) * v)
+
+    def sums(program: Program, wrt: tuple[str, ...]) -> list[list[tuple[Domain, Domain]]]:
+        """Domains of the sums before and after the pass, of the output without the weights."""
+        program = Program(program.name, program.values, program.outputs[:1])
+        before = common_subexpressions(differentiate(program, wrt))
+        return [
+            [p.values[i].attrs for i in sorted(p.live) if p.values[i].op == "sum" and p.values[i].attrs[0] in (D, V)]
+            for p in (before, remove_dead(share_sums(before)))
+        ]
+
+    assert sums(attention.program(q=(4, 8), k=(4, 8), v=(4, 8)), ("q", "k", "v")) == [[(D, E)] * 3, [(D, E)] * 2]
+    early = aggregate_first(reorder(RGAT, SIZES), {**SIZES, V: 1000})
+    assert sums(early, ("x",)) == [[(V, E), (D, V), (D, E)], [(V, E), (D, V), (D, V)]]
