@@ -83,7 +83,7 @@ class Program:
     values: tuple[Value, ...]
     outputs: tuple[tuple[str, int], ...]
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, int]:
         """Name -> id of the inputs."""
         return {value.attrs[0]: i for i, value in enumerate(self.values) if value.op == "input"}

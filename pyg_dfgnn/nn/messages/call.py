@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,13 +49,16 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 """Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
 
 
+_hooks = itemgetter(*HOOKS)
+
+
 def _layer_reasons(layer: Any, call: Call) -> list[str]:
     """Return what the state of the layer and of torch have against compiled messages."""
     own = layer.__dict__
     reasons = transform_reasons()
     if own["_explain"]:
         reasons.append("an explainer is attached")
-    if any(own[name] for name in HOOKS):
+    if any(_hooks(own)):
         reasons.append("message passing hooks are registered")
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
@@ -73,15 +77,11 @@ def _layer_reasons(layer: Any, call: Call) -> list[str]:
     return reasons
 
 
-def _update_reasons(layer: Any, call: Call) -> list[str]:
-    late = signature_of(layer, call.method).late if call.method == "propagate" else ()
-    return [f"update reads '{name}' of each edge" for name in late if name[-2:] in ("_i", "_j") and name != "size_i"]
-
-
 def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
     call = _read(layer, call)
-    reasons = [*_layer_reasons(layer, call), *_update_reasons(layer, call)]
+    reasons = _layer_reasons(layer, call)
+    reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
     outcome = Outcome()
     if not reasons and call.edge_index.size(1) > 0:
         outcome = _attempt(layer, call, reasons)
@@ -91,18 +91,31 @@ def call_layer(layer: Any, call: Call) -> Any:
         return outcome.returned[0]
     if reasons:
         report_fallback(type(layer).__name__, reasons)
-    return call.own(layer, call.edges, **tree_map_only(EdgeValue, EdgeValue.value, call.kwargs), **call.declared)
+    return _run_own(layer, call)
+
+
+def _run_own(layer: Any, call: Call) -> Any:
+    """Call PyG's function."""
+    kwargs = call.kwargs
+    if any(map(_may_wait, kwargs.values())):
+        kwargs = tree_map_only(EdgeValue, EdgeValue.value, kwargs)
+    return call.own(layer, call.edges, **kwargs, **call.declared)
+
+
+def _may_wait(value: Any) -> bool:
+    return type(value) is EdgeValue or (type(value) in (tuple, list) and any(map(_may_wait, value)))
 
 
 def _read(layer: Any, call: Call) -> Call:
     """Return a call in which values of edges that no program can be joined to are plain tensors."""
-    if not any(isinstance(value, (EdgeValue, tuple, list)) for value in call.kwargs.values()):
+    if not any(map(_may_wait, call.kwargs.values())):
         return call
     lifted = {name for name, _ in signature_of(layer, call.method).lifted}
-    kwargs = {}
-    for name, value in call.kwargs.items():
-        waits = isinstance(value, EdgeValue) and value.pending is not None and name not in lifted
-        kwargs[name] = value if waits else tree_map_only(EdgeValue, EdgeValue.value, value)
+    kwargs = dict(call.kwargs)
+    for name, value in kwargs.items():
+        stays = type(value) is EdgeValue and value.pending is not None and name not in lifted
+        if not stays and _may_wait(value):
+            kwargs[name] = tree_map_only(EdgeValue, EdgeValue.value, value)
     return call._replace(kwargs=kwargs)
 
 
@@ -133,7 +146,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     run = _Runnable(layer, call, spec, trace, inputs)
     waiting = run.waiting()
     now = [name for name, _ in trace.program.outputs if name not in waiting]
-    results = run.results(now, reasons) if now or reasons else {}
+    results = run.results(now, reasons) if now else {}
     if reasons:
         return outcome
     for name in waiting:
@@ -143,10 +156,12 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         for part in path:
             module = module._modules[part]
         module.__dict__[name] = results[output]
-    returned = tree_unflatten([results[str(k)] for k in range(trace.tree.num_leaves)], trace.tree)
+    count = trace.tree.num_leaves
+    leaves = [results[str(k)] for k in range(count)]
+    returned = leaves[0] if count == 1 and trace.tree.is_leaf() else tree_unflatten(leaves, trace.tree)
     if call.method == "propagate" and type(layer).update is not MessagePassing.update:
         returned = layer.update(returned, **_update_arguments(layer, call, spec))
-    return outcome._replace(returned=(returned,))
+    return Outcome(trace, outcome.sizes, (returned,))
 
 
 class _Runnable:
@@ -166,7 +181,7 @@ class _Runnable:
         """Return the outputs that need not be computed before something reads them: attributes, and new values of
         edges, with a row per edge, of a layer whose forward runs.
         """
-        if not may_wait(self.layer):
+        if not may_wait(self.layer) or (self.call.method == "propagate" and not self.trace.written):
             return []
         names = [output for _, _, output in self.trace.written]
         names += [str(k) for k in range(self.trace.tree.num_leaves)] if self.call.method == "edge_updater" else []
@@ -186,8 +201,7 @@ class _Runnable:
                 rows = self.rows()
                 assert rows is not None, "the forward had the graph"
                 return interpret(self.program, rows, self.inputs)[name]
-            returned = self.call.own(self.layer, self.call.edges, **self.call.kwargs, **self.call.declared)
-            value: Tensor = tree_flatten(returned)[0][int(name)]
+            value: Tensor = tree_flatten(_run_own(self.layer, self.call))[0][int(name)]
             return value
 
         sizes, dtype = self.spec.sizes, self.trace.dtype
@@ -197,23 +211,24 @@ class _Runnable:
     def results(self, names: Sequence[str], reasons: list[str]) -> dict[str, Tensor]:
         """Return some outputs, or add to the reasons why no kernels give them."""
         program, inputs = self.program, self.inputs
-        for name, tensor in inputs.items():
-            if isinstance(tensor, EdgeValue) and not self._joins(tensor):
-                inputs[name] = tensor.value()
         outputs: Mapping[str, Tensor] | None = None
-        if any(isinstance(tensor, EdgeValue) for tensor in inputs.values()):
-            outputs = self._apply(*join(program, inputs), names, [])
-            for name, tensor in inputs.items():
-                if outputs is None and isinstance(tensor, EdgeValue):
-                    inputs[name] = tensor.value()
+        waiting = {name: tensor for name, tensor in inputs.items() if isinstance(tensor, EdgeValue)}
+        if waiting:
+            inputs |= {name: value.value() for name, value in waiting.items() if not self._joins(value)}
+            if any(value.pending for value in waiting.values()):
+                outputs = self._apply(*join(program, inputs), names, [])
+            if outputs is None:
+                inputs |= {name: value.value() for name, value in waiting.items()}
         outputs = self._apply(program, inputs, names, reasons) if outputs is None else outputs
         if outputs is None:
             return {}
         results = {}
         for name in names:
             dtype, axis = self.trace.results[name]
-            result = outputs[name] if axis == 0 else outputs[name].movedim(0, axis)
-            results[name] = result.to(dtype).contiguous()
+            result = outputs[name]
+            if axis != 0 or result.dtype is not dtype:
+                result = result.movedim(0, axis).to(dtype)
+            results[name] = result.contiguous()
         return results
 
     def _joins(self, value: EdgeValue) -> bool:
@@ -226,8 +241,9 @@ class _Runnable:
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
     ) -> Mapping[str, Tensor] | None:
         """Return outputs of a program, None with the reasons why no kernels give them."""
-        needs = (tensor.requires_grad and torch.is_grad_enabled() for tensor in inputs.values())
-        kind = id(program), self.device.type, tuple(names), *needs
+        has_grad = torch.is_grad_enabled()
+        needs = tuple([has_grad and tensor.requires_grad for tensor in inputs.values()])
+        kind = id(program), self.device.type, tuple(names), needs
         if backend() is KERNELS and kind in _refused:
             reasons += _refused[kind][1]
             return None

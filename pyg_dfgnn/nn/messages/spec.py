@@ -69,7 +69,9 @@ class Spec(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a layer's methods ask for: arguments that are lifted (with the row of the edges), others, only in update."""
+    """What a layer's methods ask for: arguments that are lifted (with the row of the edges), others, and those of edges
+    that update asks for.
+    """
 
     lifted: tuple[tuple[str, int], ...]
     direct: frozenset[str]
@@ -80,19 +82,23 @@ _signatures: weakref.WeakKeyDictionary[type, dict[Any, Signature]] = weakref.Wea
 
 
 def signature_of(layer: Any, method: str) -> Signature:
-    table = _signatures.setdefault(type(layer), {})
+    table = _signatures.get(type(layer))
+    if table is None:
+        table = _signatures[type(layer)] = {}
     key = method, layer.flow
-    if key not in table:
+    known = table.get(key)
+    if known is None:
         own = layer.__dict__
         wanted = own["_user_args"] if method == "propagate" else own["_edge_user_args"]
         inspector = own["inspector"]
         names = {name for step in STEPS[method] for name in inspector.get_param_names(step)} - _SPECIAL
         late = [n for n in inspector.get_param_names("update")] if method == "propagate" else []
+        late = [n for n in late if n[-2:] in ("_i", "_j") and n != "size_i"]
         row_j = 0 if layer.flow == "source_to_target" else 1
         lifted = [(n[:-2], row_j if n.endswith("_j") else 1 - row_j) for n in wanted if n[-2:] in ("_i", "_j")]
         direct = {n for n in names if n[-2:] not in ("_i", "_j")}
-        table[key] = Signature(tuple(lifted), frozenset(direct), tuple(late))
-    return table[key]
+        known = table[key] = Signature(tuple(lifted), frozenset(direct), tuple(late))
+    return known
 
 
 def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
