@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, dot, interpret, relational, softmax, sum_to, to
+from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, concat, dot, interpret, relational, softmax, sum_to, to
 from pyg_dfgnn.ir.layers import rgat, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import (
     Passes,
@@ -18,6 +18,7 @@ from pyg_dfgnn.ir.passes import (
     reorder,
     scale_first,
     share_sums,
+    split_concats,
 )
 from pyg_dfgnn.ir.program import Program
 from tests.ir.cases import PROGRAMS, case
@@ -198,3 +199,16 @@ def test_gradients_of_a_softmax_take_no_sum_over_edges_of_their_own():
     assert sums(attention.program(q=(4, 8), k=(4, 8), v=(4, 8)), ("q", "k", "v")) == [[(D, E)] * 3, [(D, E)] * 2]
     early = aggregate_first(reorder(RGAT, SIZES), {**SIZES, V: 1000})
     assert sums(early, ("x",)) == [[(V, E), (D, V), (D, E)], [(V, E), (D, V), (D, V)]]
+
+
+def test_joined_rows_are_joined_after_sums():
+    """Also after what is computed of them number by number; not where another operand runs over the parts."""
+
+    @relational
+    def gates(t: D, k: S, v: S, w: E, b: One):
+        gate = (t + k).apply("sigmoid")
+        return {"out": sum_to(D, concat(gate * v, gate).apply("relu") * w), "biased": sum_to(D, concat(gate, v) + b)}
+
+    split = remove_dead(split_concats(gates.program(t=(4,), k=(4,), v=(4,), w=(1,), b=(8,))))
+    assert of(split, "concat") == [(D, (8,)), (E, (8,))]
+    assert of(split, "sum") == [(D, (4,)), (D, (4,)), (D, (8,))]

@@ -5,7 +5,7 @@ from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.pipeline import PASSES, Passes, Stage, optimise
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
-from pyg_dfgnn.ir.passes.sums import share_sums
+from pyg_dfgnn.ir.passes.sums import share_sums, split_concats
 
 __all__ = [
     "PASSES",
@@ -21,4 +21,5 @@ __all__ = [
     "reorder",
     "scale_first",
     "share_sums",
+    "split_concats",
 ]

@@ -13,12 +13,13 @@ from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
-from pyg_dfgnn.ir.passes.sums import share_sums
+from pyg_dfgnn.ir.passes.sums import share_sums, split_concats
 from pyg_dfgnn.ir.program import Program
 
 Pass = Callable[[Program, Mapping[Domain, int]], Program]
 PASSES: dict[str, Pass] = {
     "common": lambda program, sizes: common_subexpressions(program),
+    "split_concats": lambda program, sizes: split_concats(program),
     "share_sums": lambda program, sizes: share_sums(program),
     "reorder": reorder,
     "aggregate_first": aggregate_first,

@@ -1,4 +1,4 @@
-"""Sums over edges that follow from other sums."""
+"""Sums over edges that follow from other sums, or are several side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,38 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import Domain, determines
+from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
+
+
+def split_concats(program: Program) -> Program:
+    """Return the program in which what is computed of joined rows number by number is joined afterwards.
+
+    Rows that are joined for a sum over edges are then joined per node, and no kernel moves numbers of an edge.
+    """
+
+    def parts_of(builder: Builder, arg: int, ids: dict[int, int]) -> list[int] | None:
+        """The parts of joined rows, of one size or several."""
+        value = builder.values[ids[arg]]
+        return list(value.args) if value.op == "concat" else None
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        if value.op not in ("sum", "max") and value.op not in POINTWISE:
+            return None
+        found = [parts_of(builder, arg, ids) for arg in value.args]
+        widths = {tuple(builder.values[part].shape[-1] for part in parts) for parts in found if parts is not None}
+        if len(widths) != 1 or value.shape[-1] != sum(next(iter(widths))):
+            return None
+        others = [ids[arg] for arg, parts in zip(value.args, found) if parts is None]
+        if any(builder.values[other].shape[-1:] not in ((), (1,)) for other in others):
+            return None
+        joined = []
+        for k in range(len(next(iter(widths)))):
+            args = [ids[arg] if parts is None else parts[k] for arg, parts in zip(value.args, found)]
+            joined.append(builder.emit(value.op, *args, attrs=value.attrs))
+        return builder.emit("concat", *joined, domain=value.domain)
+
+    return rewrite(program, rule)
 
 
 class _Weighted(NamedTuple):
