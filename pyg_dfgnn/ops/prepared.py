@@ -11,6 +11,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.compile import compile_group
 from pyg_dfgnn.ops.function import INFER, TRAIN
+from pyg_dfgnn.runtime.launcher import compiled_together
 from pyg_dfgnn.settings import current
 from pyg_dfgnn.statements.op import Statement
 
@@ -90,7 +91,8 @@ class PreparedOp:
     def _prepare(
         self, choices: Sequence[dispatch.Choice], graph: Graph, flags: frozenset[str]
     ) -> tuple[PreparedPass, ...]:
-        return tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
+        with compiled_together(self.device):
+            return tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
 
     def _pass(self, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
         if self.shape.interleaved is not None:

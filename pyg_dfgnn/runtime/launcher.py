@@ -9,8 +9,10 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -68,10 +70,47 @@ class Kernel:
         return self._packer
 
 
+class _OfThread(threading.local):
+    parameters: "_ParameterBuffer | None" = None
+    asked: list[Spec] | None = None
+    """Modules of the kernels that were asked for, while they are to be compiled together."""
+
+
+_of_thread = _OfThread()
+
+
 @cache
+def _kernel_of(spec: Spec, entry: str) -> Kernel:
+    return Kernel(spec, entry)
+
+
 def kernel_of(spec: Spec, entry: str) -> Kernel:
     """The one :class:`Kernel` of an entry point, so that a module is loaded once per process and device."""
-    return Kernel(spec, entry)
+    if _of_thread.asked is not None:
+        _of_thread.asked.append(spec)
+    return _kernel_of(spec, entry)
+
+
+@contextmanager
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """Compile the modules of all kernels that are asked for inside at once, each on a thread of its own.
+
+    Outside of this each is compiled when it is first launched. The compiler does not hold Python's lock.
+
+    Raises:
+        CompileError: A module does not compile.
+    """
+    before, asked = _of_thread.asked, list[Spec]()
+    _of_thread.asked = asked
+    try:
+        yield
+    finally:
+        _of_thread.asked = before
+    specs = list(dict.fromkeys(asked))
+    if len(specs) > 1 and device.type == "cuda" and not is_overridden():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with ThreadPoolExecutor(len(specs)) as pool:
+            list(pool.map(module, specs, repeat(index)))
 
 
 class _ParameterBuffer:
@@ -89,13 +128,6 @@ class _ParameterBuffer:
         first = ctypes.addressof(self.values)
         self._pointers = (ctypes.c_void_p * _MAX_PARAMETERS)(*(first + 8 * i for i in range(_MAX_PARAMETERS)))
         self.pointers = ctypes.addressof(self._pointers)
-
-
-class _OfThread(threading.local):
-    parameters: _ParameterBuffer | None = None
-
-
-_of_thread = _OfThread()
 
 
 def addresses(arguments: Sequence[Argument]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -269,3 +270,22 @@ def test_a_bfloat16_array_comes_back_as_bfloat16():
     back = bridge.from_cupy(array)
     assert back.dtype == torch.bfloat16 and back.data_ptr() == array.ctypes.data
     assert torch.equal(back, torch.tensor([1.5, -2.0, 3e38], dtype=torch.bfloat16))
+
+
+def test_modules_are_compiled_together(monkeypatch):
+    """Each on a thread of its own, once; nothing is compiled ahead on a CPU or outside."""
+    met, compiled = threading.Barrier(3, timeout=30), []
+
+    def compile_(spec, index):
+        met.wait()
+        compiled.append((spec.path, index))
+
+    monkeypatch.setattr(launcher, "module", compile_)
+    specs = [Spec(f"common{number}.cu", ()) for number in range(3)]
+    launcher.kernel_of(specs[0], "before")
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        with launcher.compiled_together(device):
+            for spec in (*specs, specs[0]):
+                launcher.kernel_of(spec, "kernel")
+            assert not compiled
+    assert sorted(compiled) == [(spec.path, 1) for spec in specs]
