@@ -3,8 +3,7 @@
 // X is [., heads, PLACES], Y [., heads, COLUMNS], b [T, heads, COLUMNS] or null, and W [T, w_heads, PLACES, COLUMNS], with
 // TRANSPOSED [T, w_heads, COLUMNS, PLACES]; one head of W may stand for all.
 //
-// The heads of W may also lie side by side in one B, for heads = 1: those that share X as its columns, COLUMNS = w_heads *
-// HEAD_COLUMNS, or those whose results are added up as its places, PLACES = w_heads * HEAD_PLACES.
+// Heads of W that share X may also lie side by side in one B, for heads = 1: COLUMNS = w_heads * HEAD_COLUMNS.
 //
 // A thread block takes the rows of an item, TILE_M at a time, and TILE_N columns of one head. The places come in chunks of
 // 64 bytes of a row, and lie in shared memory as [chunk][row or column][64 bytes]: a lane reads 16 bytes and so holds its
@@ -51,11 +50,10 @@ __device__ __forceinline__ void load_right(uint4* to, const storage_t* weight, i
         const int column_head = COLUMNS == HEAD_COLUMNS ? 0 : column / HEAD_COLUMNS;
         const storage_t* const matrix = weight + column_head * head_numbers;
         const auto at = [&](int i) {
-            const int head = PLACES == HEAD_PLACES ? 0 : (place + i) / HEAD_PLACES;
-            const int x = place + i - head * HEAD_PLACES, y = column - column_head * HEAD_COLUMNS;
-            return matrix + (head * head_numbers + (TRANSPOSED ? (i64)y * HEAD_PLACES + x : (i64)x * HEAD_COLUMNS + y));
+            const int x = place + i, y = column - column_head * HEAD_COLUMNS;
+            return matrix + (TRANSPOSED ? (i64)y * PLACES + x : (i64)x * HEAD_COLUMNS + y);
         };
-        if constexpr (TRANSPOSED && HEAD_PLACES % VECTOR == 0) {
+        if constexpr (TRANSPOSED && ALIGNED) {
             to[v] = left > 0 ? *reinterpret_cast<const uint4*>(at(0)) : make_uint4(0u, 0u, 0u, 0u);
         } else {
             to[v] = load_vector(left, at);
@@ -98,8 +96,8 @@ segment_gemm(i64 heads, i64 w_heads, const int* items, const int* gather, const 
     const Item item = item_of(items, groups);
     const int head = group / TILES, first_column = group % TILES * TILE_N;
     const int num_rows = item.end - item.begin, strips = (num_rows + TILE_M - 1) / TILE_M;
-    const i64 head_numbers = w_heads == 1 ? 0 : (i64)HEAD_PLACES * HEAD_COLUMNS;
-    const storage_t* const weight = w + (item.type * w_heads * ((i64)HEAD_PLACES * HEAD_COLUMNS) + head * head_numbers);
+    const i64 head_numbers = w_heads == 1 ? 0 : (i64)PLACES * HEAD_COLUMNS;
+    const storage_t* const weight = w + (item.type * w_heads * ((i64)PLACES * HEAD_COLUMNS) + head * head_numbers);
     const int lane = (int)threadIdx.x % 32;
     uint4* const ring = shared_vectors() + (HELD ? CHUNKS * RIGHT_VECTORS : 0);
     for (int i = (int)threadIdx.x; i < num_rows; i += THREADS) {

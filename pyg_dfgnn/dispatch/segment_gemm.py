@@ -16,9 +16,9 @@ from pyg_dfgnn.statements.spec import Spec
 
 PRODUCTS = ("linear", "transposed", "outer")
 """`X W`, `X W^T`, and `X^T G` summed over the rows of a type."""
-FOLDS = ("none", "columns", "places", "rows")
+FOLDS = ("none", "columns", "rows")
 """How the H heads of a weight are taken together: not at all; as columns of a result, of rows that all heads share; as
-places of one sum, where the maps of heads are added up; as features of outer products, of gradients that all share."""
+features of outer products, of gradients that all share."""
 LINEAR_ROWS = 512
 """Most rows of an item of a linear map: their places are in shared memory."""
 _FEWEST_ROWS, _FEWEST_SUMMED_ROWS = 64, 128
@@ -49,7 +49,7 @@ class SegmentGemmProblem:
         features: Features K of a weight [T, H, K, N].
         channels: Channels N of it.
         heads: Heads H of it.
-        fold: One of ``FOLDS``: "none" and "columns" for any product, "places" for a linear map, "rows" for "outer".
+        fold: One of ``FOLDS``: "none" and "columns" for any product, "rows" for "outer".
         dtype: Dtype of rows and weights.
         device: Where they live.
         tf32: Whether factors may be rounded to TF32.
@@ -157,9 +157,6 @@ def _power_of_two(n: int) -> int:
 def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> SegmentGemmPlan:
     places, columns = problem.extent
     is_transposed = problem.product == "transposed"
-    head_places, head_columns = problem.features, problem.channels
-    if is_transposed:
-        head_places, head_columns = head_columns, head_places
     tile_n = _column_tile(columns)
     tile_m, warps_m, warps_n = (64, 2, 2) if tile_n == 64 else (128, 4, 1)
     chunks = _ceil_div(places * problem.dtype.itemsize, 64)
@@ -169,8 +166,7 @@ def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> 
         "SPLIT": int(problem.split),
         "PLACES": places,
         "COLUMNS": columns,
-        "HEAD_PLACES": head_places,
-        "HEAD_COLUMNS": head_columns,
+        "HEAD_COLUMNS": problem.features if is_transposed else problem.channels,
         "TRANSPOSED": int(is_transposed),
         "TILE_M": tile_m,
         "TILE_N": tile_n,

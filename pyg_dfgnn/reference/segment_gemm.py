@@ -14,7 +14,6 @@ def segment_linear(
     gather: Tensor | None = None,
     bias: Tensor | None = None,
     transposed: bool = False,
-    summed: bool = False,
 ) -> Tensor:
     r"""Linear maps of rows by the weight of their type.
 
@@ -28,18 +27,15 @@ def segment_linear(
         gather: Row of `x` of each row, int [I]; None: the rows as they are.
         bias: Shape [T, H, N].
         transposed: Whether the weights are transposed.
-        summed: Whether the heads are added up; the bias is [T, 1, N] then.
 
     Returns:
-        Shape [I, H, N], with `transposed` [I, H, K], with `summed` one head.
+        Shape [I, H, N], with `transposed` [I, H, K].
     """
     rows = (x if gather is None else x.index_select(0, gather)).expand(-1, heads, -1)
     matrices = (weight.transpose(2, 3) if transposed else weight).expand(-1, heads, -1, -1)
-    product = "ihk,hkn->in" if summed else "ihk,hkn->ihn"
-    parts = [rows.new_empty((0, 1 if summed else heads, matrices.shape[3]))]
+    parts = [rows.new_empty((0, heads, matrices.shape[3]))]
     for number, (begin, end) in enumerate(pairwise(type_ptr.tolist())):
-        part = torch.einsum(product, rows[begin:end], matrices[number])
-        part = part.unsqueeze(1) if summed else part
+        part = torch.einsum("ihk,hkn->ihn", rows[begin:end], matrices[number])
         parts.append(part if bias is None else part + bias[number])
     return torch.cat(parts)
 

@@ -68,7 +68,7 @@ def check_linear(
     """Compare one linear map with float64, and with itself."""
     torch.manual_seed(len(lengths))
     features, channels, heads = sizes
-    rows, transposed, summed = typed_rows(lengths), options.get("transposed", False), options.get("summed", False)
+    rows, transposed = typed_rows(lengths), options.get("transposed", False)
     x_heads = 1 if options.get("shared") else heads
     places, columns = (channels, features) if transposed else (features, channels)
     size = rows.num_rows + 13
@@ -76,13 +76,13 @@ def check_linear(
     scatter = torch.randperm(size, dtype=torch.int32)[: rows.num_rows] if with_lists else None
     x = poisoned(draw(size if with_lists else rows.num_rows, x_heads, places, dtype=dtype), gather)
     weight = draw(rows.num_types, w_heads or heads, features, channels, dtype=dtype)
-    bias = draw(rows.num_types, 1 if summed else heads, columns, dtype=dtype) if with_bias else None
+    bias = draw(rows.num_types, heads, columns, dtype=dtype) if with_bias else None
     num_results = size if with_lists else None
     product = SegmentLinear(
         rows, *sizes[:2], dtype, heads=heads, gather=gather, scatter=scatter, num_results=num_results, **options
     )
     y = product(x, weight, bias)
-    args = double(weight), heads, rows.type_ptr, gather, double(bias), transposed, summed
+    args = double(weight), heads, rows.type_ptr, gather, double(bias), transposed
     want = reference.segment_linear(double(x), *args)
     if scatter is not None:
         want = torch.zeros(size, *want.shape[1:], dtype=torch.float64).index_copy_(0, scatter.long(), want)
@@ -120,8 +120,8 @@ def few_multiprocessors(monkeypatch):
     monkeypatch.setitem(gpu.known, CPU, replace(gpu.H200, multiprocessors=1))
 
 
-# Tiles filled and not, wide and narrow, chunks whole and not, W and its transpose, heads apart, side by side and added
-# up, a weight that is not held.
+# Tiles filled and not, wide and narrow, chunks whole and not, W and its transpose, heads apart and side by side, and a
+# weight that is not held.
 LINEAR = {
     "64x64": ((64, 64, 1), {}),
     "64x64 four heads": ((64, 64, 4), {}),
@@ -130,8 +130,8 @@ LINEAR = {
     "70x3 one weight": ((70, 3, 4), {"w_heads": 1}),
     "70x3 plain": ((70, 3, 1), {"with_lists": False, "with_bias": False}),
     "70x1 transposed shared": ((70, 1, 4), {"transposed": True, "shared": True}),
-    "16x8 transposed summed": ((16, 8, 4), {"transposed": True, "summed": True}),
-    "16x8 transposed summed one weight": ((16, 8, 4), {"transposed": True, "summed": True, "w_heads": 1}),
+    "16x8 transposed": ((16, 8, 4), {"transposed": True}),
+    "16x8 transposed one weight": ((16, 8, 4), {"transposed": True, "w_heads": 1}),
     "272x64": ((272, 64, 1), {}),
     "3x70 bfloat16": ((3, 70, 4), {"dtype": torch.bfloat16}),
     "64x16 float16 shared": ((64, 16, 4), {"dtype": torch.float16, "shared": True}),
@@ -231,7 +231,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_type(fused):
 
 
 def test_one_head_has_nothing_to_share(fused):
-    check_linear([3, 70], (70, 3, 1), shared=True, summed=True)
+    check_linear([3, 70], (70, 3, 1), shared=True)
     check_outer([3, 70], (64, 64, 1), x_shared=True, grad_shared=True)
 
 
@@ -303,14 +303,9 @@ WRONG = {
         "'weight' needs shape [types=2, heads=2 or 1, 8, 4] (got [2, 8, 4])",
     ),
     "bias": (
-        lambda rows: linear(rows, summed=True)(draw(5, 2, 8), draw(2, 2, 8, 4), draw(2, 2, 4)),
+        lambda rows: linear(rows)(draw(5, 2, 8), draw(2, 2, 8, 4), draw(2, 1, 4)),
         ValueError,
-        "'bias' needs shape [types=2, heads=1, 4] (got [2, 2, 4])",
-    ),
-    "shared": (
-        lambda rows: linear(rows, shared=True, summed=True),
-        ValueError,
-        "'shared' needs False where heads are added up: add the weights up before (got True)",
+        "'bias' needs shape [types=2, heads=2, 4] (got [2, 1, 4])",
     ),
     "grad_shared": (
         lambda rows: SegmentOuter(rows, 8, 4, torch.float32, heads=2, x_shared=True, grad_shared=True),

@@ -129,14 +129,13 @@ class SegmentLinear(_Product):
         heads: Heads H of a weight.
         transposed: Whether the map is by :math:`W^T`, from N to K numbers.
         shared: Whether all heads read the same row, of one head.
-        summed: Whether the maps of all heads are added up, as for the gradient of such a row.
         gather: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
         scatter: Row of the result of each row, int32 [I], no number twice; None for rows as they are.
         num_results: Rows of the result where `scatter` names some of them: the others are zeros.
 
     Raises:
         TypeError: `type_ptr` or a list has another dtype than int32.
-        ValueError: A list has another length, or heads that share a row are added up.
+        ValueError: A list has another length.
     """
 
     def __init__(
@@ -149,19 +148,15 @@ class SegmentLinear(_Product):
         heads: int = 1,
         transposed: bool = False,
         shared: bool = False,
-        summed: bool = False,
         gather: Tensor | None = None,
         scatter: Tensor | None = None,
         num_results: int | None = None,
     ) -> None:
         product = "transposed" if transposed else "linear"
-        if shared and summed and heads > 1:
-            raise ValueError("'shared' needs False where heads are added up: add the weights up before (got True)")
-        fold = "columns" if shared else "places" if summed else "none"
-        super().__init__(product, rows, features, channels, heads, dtype, fold)
-        self.transposed, self.summed = transposed, summed
+        super().__init__(product, rows, features, channels, heads, dtype, "columns" if shared else "none")
+        self.transposed = transposed
         self.places, self.columns = (channels, features) if transposed else (features, channels)
-        self.row_heads, self.result_heads = 1 if shared else heads, 1 if summed else heads
+        self.row_heads = 1 if shared else heads
         self.gather, self.scatter = self._list("gather", gather), self._list("scatter", scatter)
         self.num_results = rows.num_rows if num_results is None or scatter is None else num_results
 
@@ -171,17 +166,17 @@ class SegmentLinear(_Product):
         Args:
             x: Shape [M, H, K], with `shared` [M, 1, K]; with `transposed` N numbers instead of K.
             weight: Shape [T, H, K, N], or [T, 1, K, N] for all heads.
-            bias: Shape [T, H, N]; with `transposed` K, with `summed` one head.
+            bias: Shape [T, H, N]; with `transposed` K.
             out: Where the results go, contiguous; rows that `scatter` does not name stay as they are.
 
         Returns:
-            Shape [num_results, H, N]; with `transposed` K, with `summed` one head.
+            Shape [num_results, H, N]; with `transposed` K.
 
         Raises:
             TypeError: A tensor has another dtype.
             ValueError: A tensor has another shape, or lives on another device.
         """
-        types, heads, columns = self.num_types, self.result_heads, self.columns
+        types, heads, columns = self.num_types, self.heads, self.columns
         x = self._rows("x", x, self.gather, self.row_heads, self.places)
         weight_heads = 1 if weight.dim() == 4 and weight.shape[1] == 1 else self.heads
         spec = f"[types={types}, heads={self.heads} or 1, {self.features}, {self.channels}]"
@@ -206,8 +201,7 @@ class SegmentLinear(_Product):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write the results of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
         if self.reasons:
-            rest = self.gather, bias, self.transposed, self.summed
-            y = reference.segment_linear(x, weight, self.heads, self.type_ptr, *rest)
+            y = reference.segment_linear(x, weight, self.heads, self.type_ptr, self.gather, bias, self.transposed)
             if self.scatter is None:
                 out.copy_(y)
             else:
