@@ -1,17 +1,6 @@
 // What a row gathers of its edges: sums, maxima, and the two numbers of a softmax in one pass. T is Fragment, with a
 // number for each channel, or HeadValues.
 
-template <class Work>
-__device__ __forceinline__ void for_each_number(Fragment& x, const Work& work) {
-    EACH_CHANNEL work(x.x[h][c], h, c);
-}
-template <class Work>
-__device__ __forceinline__ void for_each_number(HeadValues& x, const Work& work) {
-    EACH_HEAD work(x.x[h], h, 0);
-}
-__device__ __forceinline__ float number_at(const Fragment& x, int h, int c) { return x.x[h][c]; }
-__device__ __forceinline__ float number_at(const HeadValues& x, int h, int) { return x.x[h]; }
-
 template <class T>
 __device__ __forceinline__ T filled(float number) {
     T x;

@@ -126,15 +126,73 @@ __device__ __forceinline__ void write_row(T* base, int row, const Lanes& l, cons
     }
 }
 
-// The sum over the channels of each head; what a lane holds beyond them is not part of it.
-template <class Term>
-__device__ __forceinline__ HeadValues channel_sum(const Lanes& l, const Term& term) {
-    HeadValues sums;
-    EACH_HEAD {
-        sums.x[h] = 0.0f;
+template <class Work>
+__device__ __forceinline__ void for_each_number(Fragment& x, const Work& work) {
+    EACH_CHANNEL work(x.x[h][c], h, c);
+}
+template <class Work>
+__device__ __forceinline__ void for_each_number(HeadValues& x, const Work& work) {
+    EACH_HEAD work(x.x[h], h, 0);
+}
+__device__ __forceinline__ float number_at(const Fragment& x, int h, int c) { return x.x[h][c]; }
+__device__ __forceinline__ float number_at(const HeadValues& x, int h, int) { return x.x[h]; }
+
+// How the numbers of a row are joined: sums, and the largest.
+struct Plus {
+    static constexpr bool ADDS = true;
+    static __device__ __forceinline__ float none() { return 0.0f; }
+    static __device__ __forceinline__ float of(float a, float b) { return a + b; }
+};
+
+struct Larger {
+    static constexpr bool ADDS = false;
+    static __device__ __forceinline__ float none() { return negative_infinity(); }
+    static __device__ __forceinline__ float of(float a, float b) { return max_or_nan(a, b); }
+};
+
+// Joins a number of each lane, over lanes BEGIN, 2 BEGIN ... END / 2 apart; all of them get the result.
+template <class Join, int BEGIN, int END>
+__device__ __forceinline__ float over_lanes(float x) {
 #pragma unroll
-        for (int c = 0; c < LANE_ELEMS; ++c) sums.x[h] += channel_at(l, c) < CHANNELS ? term(h, c) : 0.0f;
+    for (int mask = BEGIN; mask < END; mask *= 2) x = Join::of(x, __shfl_xor_sync(FULL_MASK, x, mask));
+    return x;
+}
+
+// The term(h, c) of each head joined over its channels; what a lane holds beyond them is not part of it.
+template <class Join, class Term>
+__device__ __forceinline__ HeadValues over_channels(const Lanes& l, const Term& term) {
+    HeadValues joined;
+    EACH_HEAD {
+        joined.x[h] = Join::none();
+#pragma unroll
+        for (int c = 0; c < LANE_ELEMS; ++c) {
+            joined.x[h] = Join::of(joined.x[h], channel_at(l, c) < CHANNELS ? term(h, c) : Join::none());
+        }
     }
-    head_sum<LANE_HEADS, HEAD_LANES / 2>(sums.x);
-    return sums;
+    if constexpr (Join::ADDS) {
+        head_sum<LANE_HEADS, HEAD_LANES / 2>(joined.x);
+    } else {
+        EACH_HEAD joined.x[h] = over_lanes<Join, 1, HEAD_LANES>(joined.x[h]);
+    }
+    return joined;
+}
+
+// The term(h, c) of each channel, or one number, T, joined over the heads, which all get the result.
+template <class Join, class T, class Term>
+__device__ __forceinline__ T over_heads(const Lanes& l, const Term& term) {
+    static_assert(GROUP_HEADS >= HEADS, "a group of lanes has to hold all heads");
+    T joined;
+    for_each_number(joined, [&](float& x, int h, int c) {
+        if (h > 0) return;
+        x = Join::none();
+#pragma unroll
+        for (int k = 0; k < LANE_HEADS; ++k) x = Join::of(x, has_head(l, k) ? term(k, c) : Join::none());
+        x = over_lanes<Join, HEAD_LANES, GROUP_LANES>(x);
+    });
+    for_each_number(joined, [&](float& x, int, int c) { x = number_at(joined, 0, c); });
+    return joined;
+}
+template <class Join>
+__device__ __forceinline__ HeadValues over_heads(const Lanes& l, const HeadValues& values) {
+    return over_heads<Join, HeadValues>(l, [&](int h, int) { return values.x[h]; });
 }

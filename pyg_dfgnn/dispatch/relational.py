@@ -68,6 +68,12 @@ def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
     return reasons
 
 
+def holds_heads(problem: StepProblem) -> bool:
+    """Whether one group of lanes holds all heads of a row."""
+    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
+    return lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"] >= problem.heads
+
+
 def constants_of(problem: StepProblem, wide: bool) -> dict[str, int]:
     """Return what the kernel of a step is specialised by.
 

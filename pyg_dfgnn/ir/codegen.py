@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes
+from pyg_dfgnn.ir.lanes import JOINS, Refusal, find_lanes
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
@@ -42,6 +42,7 @@ class Kernel:
         fragments: Vectors of the state of a row.
         head_values: Numbers per head of the state of a row.
         gathered: Vectors that a lane gathers for a position.
+        joins_heads: Whether the heads of a row are joined, for which one group of lanes has to hold them all.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Kernel:
     fragments: int
     head_values: int
     gathered: int
+    joins_heads: bool
 
 
 def generate(step: Step, exact: Collection[str]) -> Kernel:
@@ -111,6 +113,7 @@ class _Generator:
         self.accumulators: list[tuple[str, tuple[Key, ...]]] = []
         """Kind and operands of each."""
         self.averages = dict(self._averages())
+        self.joins_heads = False
 
     def _reduced(self) -> set[int]:
         """The values that depend on a reduction of this step."""
@@ -187,14 +190,27 @@ class _Generator:
         args = list(zip(value.args, self.lanes.args[key]))
         if value.op in ("view", "gather", "expand") and args[0][1] == form and args[0][0] != i:
             return self.text(args[0], scope)
-        if value.op in ("inner", "fold"):
+        if value.op in JOINS:
             terms = [self._operand(arg, scope) for arg in args]
-            scope.lines.append(f"{declared} = channel_sum(l, [&](int h, int c) {{ return {' * '.join(terms)}; }});")
+            scope.lines.append(f"{declared} = {self._joined(key, ' * '.join(terms))};")
             return name
         loop = "EACH_CHANNEL" if self._is_fragment(form) else "EACH_HEAD"
         expression = self._expression(i, [self._operand(arg, scope) for arg in args])
         scope.lines += [f"{self._type(form)} {name};", f"{loop} {self._element(name, form)} = {expression};"]
         return name
+
+    def _joined(self, key: Key, term: str) -> str:
+        """The text of what joins the channels or heads of a term."""
+        i, form = key
+        letters = {letter for operand in self.lanes.args[key] for letter in operand} - set(form) or {"C"}
+        self.joins_heads |= "H" in letters
+        join = "Larger" if self.values[i].op == "largest" else "Plus"
+        text = f"[&](int h, int c) {{ return {term}; }}"
+        if "C" in letters:
+            text = f"over_channels<{join}>(l, {text})"
+        if letters == {"H"}:
+            return f"over_heads<{join}, {self._type(form)}>(l, {text})"
+        return f"over_heads<{join}>(l, {text})" if "H" in letters else text
 
     def _operand(self, key: Key, scope: _Scope) -> str:
         value = self.values[key[0]]
@@ -277,6 +293,7 @@ class _Generator:
             fragments,
             head_values,
             vectors,
+            self.joins_heads,
         )
 
     def _materialised(self, key: Key) -> str:

@@ -11,7 +11,7 @@ from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.lanes import folds_last
 from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
 
 
 def decompose(program: Program) -> Program:
@@ -35,9 +35,14 @@ def decompose(program: Program) -> Program:
             if scale is not None:
                 x = _divided(builder, ids[x], ids[scale]) if op == "div" else builder.emit(op, ids[x], ids[scale])
             return builder.emit("sum", ids[x] if scale is None else x, attrs=(value.domain, over))
-        if value.op == "sum" and builder.values[args[0]].op == "fold" and not folds_last(builder.values, args[0]):
-            total = builder.emit("sum", builder.values[args[0]].args[0], attrs=value.attrs)
-            return builder.emit("fold", total, attrs=(value.shape,))
+        if value.op == "fold":
+            return _folded(builder, args[0], value.shape)
+        if value.op == "sum":
+            folded = _through(builder, args[0], "view")
+            if builder.values[folded].op == "fold" and not folds_last(builder.values, folded):
+                total = builder.emit("sum", builder.values[folded].args[0], attrs=value.attrs)
+                total = builder.emit("fold", total, attrs=(builder.values[folded].shape,))
+                return builder.emit("view", total, attrs=(value.shape,))
         operands = [builder.values[arg] for arg in args]
         if value.op in POINTWISE and all(operand.op == "const" for operand in operands):
             numbers = [torch.tensor(operand.attrs[0], dtype=torch.float64) for operand in operands]
@@ -49,6 +54,29 @@ def decompose(program: Program) -> Program:
         return None
 
     return remove_dead(common_subexpressions(rewrite(program, rule)))
+
+
+def _through(builder: Builder, i: int, *ops: str) -> int:
+    """The value that some operators of one operand, one on the other, are applied to."""
+    while builder.values[i].op in ops:
+        i = builder.values[i].args[0]
+    return i
+
+
+def _folded(builder: Builder, x: int, shape: Shape) -> int:
+    """Write a fold; of a linear map of each head, by the weight of that head, as one map of all heads' numbers."""
+    value = builder.values[x]
+    if prod(value.shape) == prod(shape):
+        return builder.emit("view", x, attrs=(shape,))
+    product = builder.values[_through(builder, x, "view")]
+    if product.op == "linear" and value.shape == product.shape and len(product.shape) > 1:
+        rows, weight = (builder.values[arg] for arg in product.args)
+        size, columns = prod(rows.shape), weight.shape[-1]
+        if prod(shape) == columns and rows.shape[:-1] == weight.shape[:-2] == product.shape[:-1]:
+            joined = builder.emit("view", product.args[0], attrs=((size,),))
+            matrix = builder.emit("view", product.args[1], attrs=((size, columns),))
+            return builder.emit("view", builder.emit("linear", joined, matrix), attrs=(shape,))
+    return builder.emit("fold", x, attrs=(shape,))
 
 
 def _divided(builder: Builder, x: int, y: int) -> int:

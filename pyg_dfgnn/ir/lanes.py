@@ -11,6 +11,10 @@ from pyg_dfgnn.ir.program import REDUCTIONS, Program, Shape, Value
 
 MAX_CHANNELS = 512
 """Channels that the lanes of a head hold."""
+MAX_JOINED = 512
+"""Numbers of a row whose heads one group of lanes may hold all, so that it can join them."""
+JOINS = ("inner", "fold", "largest")
+"""Operators that join the numbers of a row: sums and the largest."""
 
 
 class Refusal(ValueError):
@@ -56,7 +60,7 @@ def _candidates(program: Program) -> Iterable[tuple[int, int]]:
     width = max(map(prod, shapes))
     splits = {(prod(s[:k]), prod(s[k:])) for s in shapes if prod(s) == width for k in range(len(s) + 1)}
     inner = {program.values[arg].shape[-1] for i in program.live for arg in program.values[i].args
-             if program.values[i].op in ("inner", "fold") and program.values[arg].shape}  # fmt: skip
+             if program.values[i].op in JOINS and program.values[arg].shape}  # fmt: skip
     splits |= {(width // channels, channels) for channels in inner if width % channels == 0}
     return sorted(splits)
 
@@ -137,9 +141,20 @@ class _Inference:
         form = self._form(i, labels)
         if (i, form) in self.args:
             return form
-        forms = tuple(self._demand(arg, part) for arg, part in self._operands(i, labels, form))
-        self.args[i, form] = forms
-        return form
+        value = self.program.values[i]
+        ways = self._joined(i, labels, form) if value.op in JOINS else [list(self._operands(i, labels, form))]
+        refusals = []
+        for operands in ways:
+            before = dict(self.args)
+            try:
+                forms = tuple(self._demand(arg, part) for arg, part in operands)
+            except Refusal as refusal:
+                refusals.append(refusal)
+                self.args = before
+            else:
+                self.args[i, form] = forms
+                return form
+        raise refusals[0] if refusals else self._refuse(i, "joins what are not all channels or heads")
 
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""
@@ -149,23 +164,43 @@ class _Inference:
         for arg in value.args:
             shape = values[arg].shape
             if value.op in POINTWISE or value.op in ("expand", "gather", *REDUCTIONS) and value.op != "outer":
-                aligned = ("",) * (len(shape) - len(labels)) + labels[len(labels) - len(shape) :]
-                yield arg, tuple("" if size == 1 else label for size, label in zip(shape, aligned))
+                yield arg, _aligned(labels, shape)
             elif value.op == "view":
                 part = self._spread(shape, form)
                 if part is None:
                     raise self._refuse(arg, "has a row that does not fit the lanes")
                 yield arg, part
-            elif value.op == "inner" or (value.op == "fold" and folds_last(values, i)):
-                if "C" in form or shape[-1] not in (1, self.channels):
-                    raise self._refuse(i, "sums over what are not the channels of a head")
-                kept = labels if value.op == "inner" else labels[: len(shape) - 1]
-                aligned = kept[max(len(kept) - len(shape) + 1, 0) :]
-                aligned = ("",) * (len(shape) - 1 - len(aligned)) + aligned
-                heads = tuple("" if size == 1 else label for size, label in zip(shape, aligned))
-                yield arg, (*heads, "" if shape[-1] == 1 else "C")
             else:
                 raise self._refuse(i, "is none of the operators that a kernel computes on lanes")
+
+    def _joined(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[list[tuple[int, tuple[str, ...]]]]:
+        """The ways in which the numbers that a value joins can lie: its operands with their labels."""
+        value, values = self.program.values[i], self.program.values
+        shapes = [values[arg].shape for arg in value.args]
+        for joined in ("C", "H", "HC"):
+            if set(joined) & set(form) or ("H" in joined and self.heads * self.channels > MAX_JOINED):
+                continue
+            if value.op == "fold":
+                kept = (1,) * (len(shapes[0]) - len(value.shape)) + value.shape
+                places = [have if have != want else 1 for have, want in zip(shapes[0], kept)]
+                own = ("",) * (len(shapes[0]) - len(labels)) + labels
+                parts = self._spread(tuple(places), joined)
+                if parts is not None:
+                    yield [(value.args[0], tuple(a or b for a, b in zip(own, parts)))]
+                continue
+            size = max(shape[-1] for shape in shapes)
+            if size == self._size(joined):
+                yield [
+                    (arg, (*_aligned(labels, shape[:-1]), joined if shape[-1] > 1 else ""))
+                    for arg, shape in zip(value.args, shapes)
+                ]
+
+
+def _aligned(labels: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
+    """The labels of an operand whose sizes are broadcast to sizes with labels."""
+    last = labels[max(len(labels) - len(shape), 0) :]
+    padded = ("",) * (len(shape) - len(last)) + last
+    return tuple("" if size == 1 else label for size, label in zip(shape, padded))
 
 
 def folds_last(values: Sequence[Value], i: int) -> bool:
@@ -173,3 +208,11 @@ def folds_last(values: Sequence[Value], i: int) -> bool:
     value = values[i]
     shape = values[value.args[0]].shape
     return value.shape in (shape[:-1] + (1,), shape[:-1]) and (len(value.shape) == len(shape) or not value.shape)
+
+
+def folds_first(values: Sequence[Value], i: int) -> bool:
+    """Whether a fold sums the first sizes and no others, of rows whose heads one group of lanes may hold."""
+    value = values[i]
+    shape = values[value.args[0]].shape
+    kept = [size for size in value.shape if size != 1]
+    return prod(shape) <= MAX_JOINED and [size for size in shape if size != 1][-len(kept) or len(shape) :] == kept

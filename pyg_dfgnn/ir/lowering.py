@@ -23,7 +23,7 @@ from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, determines
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_last
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
@@ -110,7 +110,7 @@ class _Lowering:
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
             return "dense" if is_dense else "linear"
-        if value.op in _MOVES or (value.op == "fold" and not folds_last(self.values, i)):
+        if value.op in _MOVES or (value.op == "fold" and value.domain is not E and not self._folds_in_lanes(i)):
             is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
             if value.domain is E or is_matrix:
                 why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
@@ -119,6 +119,9 @@ class _Lowering:
         if prod(value.shape) == 1 and {self.kinds[arg] for arg in value.args} <= {"const", "static"}:
             return "static"
         return "inline"
+
+    def _folds_in_lanes(self, i: int) -> bool:
+        return folds_last(self.values, i) or folds_first(self.values, i)
 
     def _is_transposed(self, i: int) -> bool:
         """Whether a value is weights transposed, as which products read them where they lie."""
@@ -389,9 +392,7 @@ class _Lowering:
                 # The first of them computes it in any case.
                 costs = [self._read_for(i, draft) for draft in readers[1:]]
                 if is_first:
-                    is_costly = self.values[i].op in ("inner", "fold") and any(
-                        width > self.narrow for width, _ in costs
-                    )
+                    is_costly = self._is_of_heads(i) and any(width > self.narrow for width, _ in costs)
                 else:
                     is_costly = any(count >= _STORED_READS for _, count in costs)
                 if is_costly and i not in self.kept and len(readers) > 1:
@@ -410,7 +411,11 @@ class _Lowering:
         value = self.values[i]
         is_kind = self.kinds[i] == "inline" and value.domain is E and value.op not in ("view", "gather", "expand")
         width = max(map(prod, (self.values[leaf].shape for leaf in self.leaves(i, self.kept))), default=0)
-        return is_kind and (value.op in ("inner", "fold") or prod(value.shape) <= self.narrow < max(width, 2) + 1)
+        return is_kind and (self._is_of_heads(i) or prod(value.shape) <= self.narrow < max(width, 2) + 1)
+
+    def _is_of_heads(self, i: int) -> bool:
+        """Whether a value joins the channels of each head."""
+        return self.values[i].op == "inner" or (self.values[i].op == "fold" and folds_last(self.values, i))
 
     @cached_property
     def narrow(self) -> int:

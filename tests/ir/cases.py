@@ -101,6 +101,18 @@ def pairs(x: S, xd: D, weight: One):
     return {**outputs, "shares": sum_to(D, shares)}
 
 
+@relational
+def joined_heads(x: S, xd: D, gate: One):
+    """A softmax over the heads of an edge, and what its heads make together: channels, and one number."""
+    heads, channels = gate.shape
+    rows = x.view(heads, channels)
+    share = dot(rows, gate) + xd
+    share = (share - share.emit("largest").view(1)).apply("exp")
+    weighted = rows * (share / share.emit("fold", attrs=((1,),)))[..., None]
+    mixed, total = weighted.emit("fold", attrs=((channels,),)), weighted.emit("fold", attrs=((),))
+    return {"most": max_to(D, mixed * total.view(1)), "sum": sum_to(D, mixed.view(1, channels)), "total": total}
+
+
 POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
 
 
@@ -151,6 +163,7 @@ PROGRAMS: dict[str, Program] = {
     "gatv2": gatv2.program(x=(4,), xd=(3,), edge=(2,), w=(4, 6), wd=(3, 6), we=(2, 6), att=(2, 3)),
     "logits": logits.program(x=(4,), xd=(4,), weight=(4, 6), att=(6,)),
     "pairs": pairs.program(x=(3,), xd=(2,), weight=(5, 4)),
+    "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
     "pointwise": pointwise.program(x=(4,), e=(4,)),
 }
 for _mode in ("additive", "multiplicative"):

@@ -13,7 +13,7 @@ from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
-from tests.ir.cases import rows_named
+from tests.ir.cases import joined_heads, rows_named
 
 
 @relational
@@ -57,6 +57,7 @@ PROGRAMS = (
     (hgt_of(8, 16, 64), torch.bfloat16),
     (hgt_of(1, 128, 64), torch.float32),
     (functions.program(x=(4,), e=(4,)), torch.float32),
+    (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
 )
 
 

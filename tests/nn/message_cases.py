@@ -147,7 +147,7 @@ TRACED: dict[str, Case] = {
     "GatedGraphConv": Case(partial(pyg.GatedGraphConv, FEATURES, 2), _weighted),
     "TAGConv": Case(partial(pyg.TAGConv, FEATURES, WIDTH), _weighted),
     "GINConv": Case(lambda: pyg.GINConv(_mlp(FEATURES, 5, WIDTH), train_eps=True), _x),
-    "ARMAConv": Case(partial(pyg.ARMAConv, FEATURES, WIDTH), _weighted),
+    "ARMAConv": Case(partial(pyg.ARMAConv, FEATURES, WIDTH, num_stacks=2), _weighted),
     "SGConv": Case(partial(pyg.SGConv, FEATURES, WIDTH, K=2), _weighted),
     "SSGConv": Case(partial(pyg.SSGConv, FEATURES, WIDTH, alpha=0.1, K=2), _weighted),
     "APPNP": Case(partial(pyg.APPNP, 3, 0.2), _weighted),

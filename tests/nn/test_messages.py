@@ -391,7 +391,10 @@ def test_second_derivatives():
     torch.testing.assert_close(*results)
 
 
-KERNELS = ["user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences", "GCN2Conv", "LEConv"]
+KERNELS = [
+    *("user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences"),
+    *("GCN2Conv", "LEConv", "FeaStConv", "ARMAConv"),
+]
 
 
 @pytest.mark.parametrize("name", KERNELS)

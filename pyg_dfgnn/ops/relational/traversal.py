@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.relational import StepProblem, plan_step, spec_of
+from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, plan_step, spec_of
 from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.ir.codegen import Kernel, generate
+from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
@@ -38,6 +39,8 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     """
     kernel = generate(step, exact)
     problem = problem_of(kernel, compares, dtype, rows.device)
+    if kernel.joins_heads and not holds_heads(problem):
+        raise Refusal(f"{kernel.heads} heads of {kernel.channels} channels are joined, which no group of lanes holds")
     names = (*kernel.reads, *kernel.writes)
     of_rows = [rows.at_rows(step.domain, domain) for domain in kernel.row_indices]
     if step.kind == "map":
