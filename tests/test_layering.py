@@ -22,7 +22,7 @@ ALLOWED = {
     "runtime": set(),
     "dispatch": {"graph"},
     "reference": {"graph"},
-    "ir": {"runtime", "graph"},
+    "ir": {"reference", "runtime", "graph"},
     "ops": {"dispatch", "ir", "reference", "runtime", "graph"},
     "nn": {"ops", "dispatch", "ir", "reference", "graph"},
     "capture": {"distributed", "nn", "ops", "graph"},

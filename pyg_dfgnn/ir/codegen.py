@@ -104,6 +104,7 @@ class _Generator:
         self.lanes = find_lanes(step.program)
         self.exact = exact
         self.reads, self.writes = step.reads, step.writes
+        self.seeds = {value.attrs[0] for value in self.values if value.is_seed}
         self.reduced = self._reduced()
         self.indices: list[Domain] = []
         self.row_indices: list[Domain] = []
@@ -187,6 +188,9 @@ class _Generator:
             else:
                 scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {self._row_of(value.domain)}, l);")
             return name
+        if value.op == "keep":
+            scope.lines.append(f"{declared} = {self._kept(i, form, scope)};")
+            return name
         args = list(zip(value.args, self.lanes.args[key]))
         if value.op in ("view", "gather", "expand") and args[0][1] == form and args[0][0] != i:
             return self.text(args[0], scope)
@@ -211,6 +215,15 @@ class _Generator:
         if letters == {"H"}:
             return f"over_heads<{join}, {self._type(form)}>(l, {text})"
         return f"over_heads<{join}>(l, {text})" if "H" in letters else text
+
+    def _kept(self, i: int, form: str, scope: _Scope) -> str:
+        """The factors of a row that dropout draws."""
+        value = self.values[i]
+        domain, _, p, stream = value.attrs
+        seed = self.reads.index(self.values[value.args[0]].attrs[0])
+        row = f"index.i{_place(self.indices, domain)}" if scope is self.edge else self._row_of(domain)
+        drawn = f"DropoutRow{{*arg.in{seed}, {row}, {stream}u, {_number(p)}}}"
+        return f"{drawn}.{'channels' if self._is_fragment(form) else 'heads'}<{str('H' in form).lower()}>(l)"
 
     def _operand(self, key: Key, scope: _Scope) -> str:
         value = self.values[key[0]]
@@ -319,7 +332,10 @@ class _Generator:
         parameters = [("const int*", f"index{number}") for number in range(len(self.indices))]
         parameters += [("const int*", f"row{number}") for number in range(len(self.row_indices))]
         for prefix, const, names in (("in", "const ", self.reads), ("out", "", self.writes)):
-            types = [f"{const}{'float' if name in self.exact else 'storage_t'}*" for name in names]
+            types = [
+                f"{const}{'u64' if name in self.seeds else 'float' if name in self.exact else 'storage_t'}*"
+                for name in names
+            ]
             parameters += [(kind, f"{prefix}{number}") for number, kind in enumerate(types)]
         return parameters
 
@@ -328,6 +344,7 @@ class _Generator:
         if len(parameters) > MAX_PARAMETERS:
             raise Refusal(f"a step reads and writes {len(parameters)} arrays (at most {MAX_PARAMETERS})")
         lines = [
+            *(['#include "relational/dropout.cuh"'] if self.seeds else []),
             f"#define STEP_PARAMETERS {', '.join(f'{kind} {name}' for kind, name in parameters)}",
             f"#define STEP_ARGUMENTS {{{', '.join(name for _, name in parameters)}}}",
             "struct Arguments {",

@@ -35,6 +35,11 @@ def decompose(program: Program) -> Program:
             if scale is not None:
                 x = _divided(builder, ids[x], ids[scale]) if op == "div" else builder.emit(op, ids[x], ids[scale])
             return builder.emit("sum", ids[x] if scale is None else x, attrs=(value.domain, over))
+        if (weighted := _scaled_softmax(program, i)) is not None:
+            alpha, scale, vector, shape = weighted
+            softmax, factor = (builder.emit("view", ids[j], attrs=(shape,)) for j in (alpha, scale))
+            total = builder.emit("mul", softmax, builder.emit("mul", factor, ids[vector]))
+            return builder.emit("sum", total, attrs=value.attrs)
         if value.op == "fold":
             return _folded(builder, args[0], value.shape)
         if value.op == "sum":
@@ -85,6 +90,31 @@ def _divided(builder: Builder, x: int, y: int) -> int:
     if divisor.op == "const" and divisor.attrs[0]:
         return builder.emit("mul", x, builder.emit("const", attrs=(1.0 / divisor.attrs[0],)))
     return builder.emit("mul", x, builder.emit("div", builder.emit("const", attrs=(1.0,)), y))
+
+
+def _scaled_softmax(program: Program, i: int) -> tuple[int, int, int, Shape] | None:
+    """What a sum of (softmax c) v over the rows of the softmax is made of: softmax, c, v and the shape that v meets, or
+    None. As a sum of softmax (c v) it takes no pass over the edges beside that of the softmax.
+    """
+    value, values = program.values[i], program.values
+    if value.op != "sum" or values[value.args[0]].op != "mul":
+        return None
+    factors = values[value.args[0]].args
+    for weight, vector in (factors, factors[::-1]):
+        scaled = values[_base(program, weight)]
+        for alpha, scale in (scaled.args, scaled.args[::-1]) if scaled.op == "mul" else ():
+            softmax = values[_base(program, alpha)]
+            fits = values[alpha].shape == values[scale].shape == scaled.shape
+            if fits and softmax.op == "softmax" and softmax.attrs == value.attrs:
+                return alpha, scale, vector, values[weight].shape
+    return None
+
+
+def _base(program: Program, i: int) -> int:
+    """The value whose numbers a value has in another shape."""
+    while program.values[i].op == "view":
+        i = program.values[i].args[0]
+    return i
 
 
 def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] | None:

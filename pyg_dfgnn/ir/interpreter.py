@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pyg_dfgnn.ir.domains import Domain, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
 from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.reference.philox import dropout_factor
 
 EPSILON = 1e-16
 """What PyG adds to the sum of a softmax."""
@@ -24,7 +26,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
     Args:
         program: The program.
         rows: The rows of its domains.
-        inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row.
+        inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row. A seed is int64.
 
     Returns:
         Name -> tensor of each output, shaped as inputs are.
@@ -34,7 +36,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
     """
     check_inputs(program, rows, inputs)
-    like = next(iter(inputs.values()), torch.empty(0)).new_empty(0, device=rows.device)
+    like = next((inputs[name] for name in program.features), torch.empty(0)).new_empty(0, device=rows.device)
     named = {name: inputs[name][None] if program.values[i].domain is One else inputs[name]
              for name, i in program.inputs.items()}  # fmt: skip
     results = run_values(program, rows, named, like)
@@ -72,9 +74,10 @@ def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> 
     known = program.inputs
     if known.keys() != inputs.keys():
         raise ValueError(f"'inputs' needs {', '.join(known) or 'none'} (got {', '.join(inputs) or 'none'})")
-    dtypes = [tensor.dtype for tensor in inputs.values()]
+    dtypes = [inputs[name].dtype for name in program.features]
     for name, i in known.items():
-        _check_input(program.values[i], rows, inputs[name], dtypes[0])
+        value = program.values[i]
+        _check_input(value, rows, inputs[name], torch.int64 if value.is_seed else dtypes[0])
 
 
 def _check_input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -94,6 +97,8 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
         return like.new_full((1,), attrs[0])
     if op in _REDUCTIONS:
         return _REDUCTIONS[op](value, operands, rows, like)
+    if op == "keep":
+        return _kept(value, operands[0][1], rows, like)
     if op in ("linear", "matmul") and operands[1][0].domain is not domain:
         return _linear(value, operands, rows)
     tensors = [_gathered(operand, tensor, domain, rows) for operand, tensor in operands]
@@ -128,6 +133,13 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
     if op == "gather":
         return x
     raise AssertionError(f"the operator {op!r} has no meaning")
+
+
+def _kept(value: Value, seed: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    domain, shape, p, stream = value.attrs
+    numbers = torch.arange(rows.sizes[domain], device=rows.device)
+    factor = dropout_factor(numbers, prod(shape), p, seed, stream).to(like.dtype).reshape(-1, *shape)
+    return factor if value.domain is domain else factor.index_select(0, rows.index(value.domain, domain))
 
 
 def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: Rows) -> Tensor:

@@ -159,7 +159,7 @@ class _Inference:
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""
         value, values = self.program.values[i], self.program.values
-        if value.op in ("input", "const", "count"):
+        if value.op in ("input", "const", "count", "keep"):
             return
         for arg in value.args:
             shape = values[arg].shape

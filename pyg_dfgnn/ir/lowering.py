@@ -462,7 +462,8 @@ class _Lowering:
         for j in sorted(needed):
             value = self.values[j]
             if j in known:
-                ids[j] = builder.input(self._name(j), value.domain, value.shape)
+                is_input, name = value.op == "input", self._name(j)
+                ids[j] = builder.copy(value, ()) if is_input else builder.input(name, value.domain, value.shape)
             else:
                 ids[j] = builder.copy(value, [ids[arg] for arg in value.args])
         outputs = {self._name(j): ids[j] for j in sorted(targets if writes is None else writes)}

@@ -8,7 +8,7 @@ is a value. Passes are functions program -> program; the meaning of a program is
 =============== ======================== ======================================================================
 operator        attributes               row of the result
 =============== ======================== ======================================================================
-input           name                     given by the caller
+input           name                     given by the caller; one with a second attribute is a seed, one int64 number
 const           number                   the number
 linear x w                               x W: [..., K] times [..., K, N]; leading sizes broadcast
 matmul a b                               A B of two weights
@@ -23,6 +23,7 @@ largest x                                the largest of the last size; its deriv
 gather x        domain                   the row of x that the row of `domain` determines
 sum, max x      domain, over             over the rows of `over` that belong to the row of `domain`; empty: 0
 count           domain, over             the number of such rows, at least 1
+keep seed       domain, shape, p, stream 1 / (1 - p) with probability 1 - p, else 0, drawn for each number of such a row
 outer x y       domain, over             sum over such rows of the outer product of x and y
 softmax x       domain, over             exp(x - max) / (sum + 1e-16) among the rows of `over` of one row of `domain`
 =============== ======================== ======================================================================
@@ -42,6 +43,8 @@ from pyg_dfgnn.ir.pointwise import POINTWISE
 
 Shape = tuple[int, ...]
 REDUCTIONS = ("sum", "max", "count", "outer")
+SEED = "@seed"
+"""Name of the seed of a program; no argument and no parameter has it."""
 RANGED = (*REDUCTIONS, "softmax")
 """Operators with the attributes (domain, over): they range over the rows of `over`, whatever the operand's domain."""
 
@@ -63,6 +66,11 @@ class Value:
     attrs: tuple[Any, ...]
     domain: Domain
     shape: Shape
+
+    @property
+    def is_seed(self) -> bool:
+        """Whether it is an input that masks are drawn with, one int64 number, rather than one of the common dtype."""
+        return self.op == "input" and len(self.attrs) > 1
 
     def __str__(self) -> str:
         attrs = [f"{self.attrs[1]}->{self.attrs[0]}"] if self.op in RANGED else [str(attr) for attr in self.attrs]
@@ -87,6 +95,11 @@ class Program:
     def inputs(self) -> dict[str, int]:
         """Name -> id of the inputs."""
         return {value.attrs[0]: i for i, value in enumerate(self.values) if value.op == "input"}
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the inputs of the common dtype: all but seeds."""
+        return tuple(name for name, i in self.inputs.items() if not self.values[i].is_seed)
 
     @cached_property
     def live(self) -> set[int]:
@@ -168,6 +181,8 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
         begin, end = attrs
         _need(op, bool(shapes[0]) and 0 <= begin <= end <= shapes[0][-1], f"a last size above {end}", args)
         return shapes[0][:-1] + (end - begin,)
+    if op == "keep":
+        return attrs[1]
     if op == "pad":
         return shapes[0][:-1] + (sum(attrs) + shapes[0][-1],)
     return () if op in ("const", "count") else shapes[0]
@@ -177,6 +192,9 @@ def _domain(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Domain:
     """Return the domain of a value, having checked those of its operands."""
     if op == "gather":
         _need(op, determines(attrs[0], args[0].domain), f"an operand that a row of {attrs[0]} determines", args)
+        return attrs[0]
+    if op == "keep":
+        _need(op, args[0].is_seed, "a seed", args)
         return attrs[0]
     if op in RANGED:
         domain, over = attrs
@@ -202,6 +220,10 @@ class Builder:
     def input(self, name: str, domain: Domain, shape: Sequence[int]) -> int:
         """Add an input."""
         return self._add(Value("input", (), (name,), domain, tuple(shape)))
+
+    def seed(self) -> int:
+        """Add the input that masks are drawn with."""
+        return self._add(Value("input", (), (SEED, "int64"), One, (1,)))
 
     def emit(self, op: str, *args: int, attrs: Sequence[Any] = (), domain: Domain | None = None) -> int:
         """Add a value and return its id, or the operand's id if the operator changes nothing.

@@ -10,7 +10,7 @@ from pyg_dfgnn.ir.codegen import generate
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import optimise
-from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
 from tests.ir.cases import joined_heads, rows_named
@@ -49,6 +49,16 @@ def hgt_of(heads: int, channels: int, features: int) -> Program:
     return hgt(heads).program(x=(features,), xd=(features,), **typed, **by_head)
 
 
+def dropped(heads: int, channels: int) -> Program:
+    """A sum of the sources, of which dropout takes numbers, channels and heads."""
+    builder = Builder()
+    product = builder.input("x", S, (heads, channels))
+    for shape in ((heads, channels), (channels,), (heads, 1)):
+        keep = builder.emit("keep", builder.seed(), attrs=(E, shape, 0.5, len(shape)))
+        product = builder.emit("mul", product, keep)
+    return builder.build("dropped", {"out": builder.emit("sum", product, attrs=(D, E))})
+
+
 PROGRAMS = (
     (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
     (rgat_of(4, 16, 64), torch.float32),
@@ -58,6 +68,8 @@ PROGRAMS = (
     (hgt_of(1, 128, 64), torch.float32),
     (functions.program(x=(4,), e=(4,)), torch.float32),
     (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
+    (dropped(4, 16), torch.float32),
+    (dropped(3, 7), torch.bfloat16),
 )
 
 
@@ -65,7 +77,7 @@ def relational_specs() -> list[Spec]:
     """The kernels of the layers with their gradients, edges and rows in turn side by side in a warp."""
     specs = []
     for program, dtype in PROGRAMS:
-        joint = optimise(program, rows_named("dense").sizes, wrt=tuple(program.inputs))[-1].program
+        joint = optimise(program, rows_named("dense").sizes, wrt=program.features)[-1].program
         lowered = lower(joint, dict(program.outputs))
         exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}
         steps = [step for step in (*lowered.forward, *lowered.backward) if step.kind in ("traversal", "map")]

@@ -237,7 +237,7 @@ class Refused(MessagePassing):
         if self.kind == "mask":
             return x_j.masked_fill(weight.view(-1, 1) > 0, 0.0)[x_i[:, 0] > 0]  # says why
         if self.kind == "dropout":
-            return torch.nn.functional.dropout(x_j, 0.5, self.training)  # says why
+            return torch.nn.functional.alpha_dropout(x_j, 0.5, self.training)  # says why
         if self.kind == "random":
             return x_j * torch.rand(4)  # says why
         if self.kind == "statistics":

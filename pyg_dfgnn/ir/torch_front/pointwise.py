@@ -142,11 +142,24 @@ def _detach(t: Tracer, func: Any, x: Symbol) -> Symbol:
 FUNCTIONS[".data"] = lambda t, x: _detach(t, None, t.symbol(x))
 
 
-@names("dropout", "feature_dropout", "alpha_dropout")
+@names("dropout")
 def _dropout(t: Tracer, func: Any, x: Symbol, p: float = 0.5, training: bool = True) -> Symbol:
+    assert 0.0 <= p <= 1.0, "a probability outside of 0 to 1"
     if not training or p == 0.0:
         return x
-    raise t.stop("dropout in training")
+    (x,) = values(t, x, any_axis=True)
+    if p == 1.0:
+        return pointwise(t, x, "mul", x, 0.0)
+    if x.rows is None:
+        raise t.stop("dropout of what all edges share")
+    return t.result(x, t.emit("mul", t.full(x), t.keep(x, float(p))), x.rows, lead=x.lead)
+
+
+@names("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def _other_dropout(t: Tracer, func: Any, x: Symbol, p: float = 0.5, training: bool = True) -> Symbol:
+    if not training or p == 0.0:
+        return x
+    raise t.stop(f"`{func.__name__}` in training")
 
 
 # Constants ------------------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ class Tracer(TorchFunctionMode):
         inputs: Names of the module's tensors that were read.
         lines: Id of a value -> the line that asked for it.
         widest: The floating dtype that torch's promotion has led to.
+        streams: How many masks of dropout there are.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class Tracer(TorchFunctionMode):
         self.inputs: list[str] = []
         self.lines: dict[int, str] = {}
         self.widest: torch.dtype | None = None
+        self.streams = 0
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
@@ -320,6 +322,11 @@ class Tracer(TorchFunctionMode):
         """Return the domain with this fake number of rows, None if there is none."""
         edges, sources, targets = self.sizes
         return {sources: S, targets: D, edges: E}.get(size)
+
+    def keep(self, x: Symbol, p: float) -> int:
+        """Return what dropout multiplies the rows of a symbol by; each has a stream of random numbers of its own."""
+        self.streams += 1
+        return self.emit("keep", self.builder.seed(), attrs=(x.rows, x.sizes, p, self.streams - 1))
 
     def aligned(self, *operands: Symbol) -> tuple[list[int], Domain | None, int]:
         """Return values whose rows broadcast as the operands do, and domain and dimension of the result's rows."""

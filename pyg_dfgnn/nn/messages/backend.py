@@ -59,15 +59,15 @@ def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs
     return known[1]
 
 
-def _kind(inputs: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    first = next(iter(inputs.values()))
-    return first.dtype, first.device
+def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the common dtype of the inputs of a program, but for seeds."""
+    return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
 
 
 def _reasons_of_kernels(
     program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> Sequence[str]:
-    if match_of(program, *_kind(inputs), outputs) is not None:
+    if match_of(program, dtype_of(inputs), rows.device, outputs) is not None:
         return ()
     return reasons_against(program, rows, inputs, outputs) or stored_reasons(edge_rows(program, rows, inputs, outputs))
 
@@ -75,7 +75,7 @@ def _reasons_of_kernels(
 def _run_kernels(
     program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> Mapping[str, Tensor]:
-    family = match_of(program, *_kind(inputs), outputs)
+    family = match_of(program, dtype_of(inputs), rows.device, outputs)
     if family is None:
         return apply(program, rows, inputs, outputs)
     return {outputs[0]: family.run(rows.graph, inputs)}

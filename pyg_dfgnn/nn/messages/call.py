@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
-from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
@@ -24,6 +24,7 @@ from pyg_dfgnn.nn.messages.edges import graph_of
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
@@ -188,8 +189,14 @@ class _Runnable:
         domains = {name: self.program.values[i].domain for name, i in self.program.outputs}
         return [n for n in names if domains[n] is E and self.trace.results[n] == (self.trace.dtype, 0)]
 
+    def draw(self) -> None:
+        """Draw the seed of the program's dropout, once for all of its outputs."""
+        if SEED in self.program.inputs and SEED not in self.inputs:
+            self.inputs[SEED] = draw_seed(self.device)
+
     def left(self, name: str) -> EdgeValue:
         """Return an output that is computed later."""
+        self.draw()
 
         def compute() -> Tensor:
             reasons: list[str] = []
@@ -260,6 +267,10 @@ class _Runnable:
                 _refused[kind] = program, tuple(against)
             reasons += against
             return None
+        # Not before: what PyG's code draws where kernels refuse is what it draws without us.
+        self.draw()
+        if SEED in program.inputs:
+            inputs = {**inputs, SEED: self.inputs[SEED]}
         if self.spec.autocast is None:
             return backend().apply(program, rows, inputs, names)
         # The program has one dtype; what autocast makes of the results is part of the trace.

@@ -18,7 +18,7 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE
-from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, match_of, running, stored_reasons
+from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running, stored_reasons
 from pyg_dfgnn.nn.messages.call import Outcome, watchers
 from pyg_dfgnn.settings import settings
 
@@ -41,7 +41,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
             refused.extend(reasons)
 
     def note(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Sequence[str]:
-        runs[id(program), tuple(names)] = program, rows, next(iter(inputs.values())).dtype
+        runs[id(program), tuple(names)] = program, rows, dtype_of(inputs)
         return KERNELS.reasons(program, rows, inputs, names) if rows.device.type in fused_device_types else ()
 
     def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -74,7 +74,7 @@ def _plan(
         return f"{program}\nwhich is {family.name}: hand-written kernels run it", reasons
     outputs = dict(program.outputs)
     program = Program(program.name, program.values, tuple((name, outputs[name]) for name in names))
-    wrt = tuple(program.inputs) if has_grad else ()
+    wrt = program.features if has_grad else ()
     try:
         lowered = lower(Passes().run(program, rows.sizes, wrt), list(names))
     except Refusal as refusal:

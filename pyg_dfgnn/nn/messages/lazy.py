@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +181,8 @@ def join(program: Program, inputs: dict[str, Tensor]) -> tuple[Program, dict[str
             known = _joined[key] = program, pending.program, _join(program, name, pending, names)
         program = known[2]
         given = {**others, **{names[own]: tensor for own, tensor in pending.inputs.items()}}
-        inputs = {n: given[n] for n in program.inputs}
+        # A seed that is not yet drawn is given later.
+        inputs = {n: given[n] for n in program.inputs if n in given}
 
 
 def _input(program: Program, name: str) -> tuple[Any, ...]:
@@ -196,7 +198,8 @@ def _join(program: Program, name: str, pending: Pending, names: Mapping[str, str
     for i in sorted(live):
         value = producer.values[i]
         if value.op == "input":
-            ids[i] = builder.input(names[value.attrs[0]], value.domain, value.shape)
+            own, *rest = value.attrs
+            ids[i] = builder.copy(replace(value, attrs=(names[own], *rest)), ())
         else:
             ids[i] = builder.copy(value, [ids[arg] for arg in value.args])
     made = builder.emit("gather", ids[last], attrs=(E,))

@@ -50,7 +50,7 @@ class Trace(NamedTuple):
     Attributes:
         program: The program; None with reasons.
         reasons: Why there is none, with lines of the code.
-        sources: Input of the program -> where it comes from.
+        sources: Input of the program, but for a seed -> where it comes from.
         tree: Shape of what the code returns; its tensors are the outputs "0", "1", ...
         results: Output -> its dtype and the dimension of its rows.
         dtype: Floating dtype of all inputs.
@@ -231,7 +231,7 @@ def _once(
     if not reasons:
         program = tidy(tracer.builder.build(type(layer).__name__, outputs))
         paths = dict(shadow.tensors().values())
-        named = {name: sources.get(name, Source(name, is_argument=False)) for name in program.inputs}
+        named = {name: sources.get(name, Source(name, is_argument=False)) for name in program.features}
         read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n not in sources)
         tensors = [argument_of(call.kwargs, s) if s.is_argument else paths[s.name] for s in named.values()]
         dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})

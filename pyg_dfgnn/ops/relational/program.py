@@ -249,7 +249,7 @@ def _found(
 ) -> tuple[Program, Prepared | tuple[str, ...]]:
     selected = _selected(program, rows, inputs, outputs)
     wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
-    dtype = next((tensor.dtype for tensor in inputs.values()), torch.float32)
+    dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
     if not is_eager():
         return selected, ("operators are traced or transformed",)
     return selected, _prepared(selected, rows, dtype, wrt, passes)
