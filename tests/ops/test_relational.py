@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, E, R, Rows, S, concat, interpret, relational, sum_to, to
+from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ops.relational import apply, program, reasons_against, rows_of
 from pyg_dfgnn.settings import settings
@@ -24,7 +24,8 @@ def mapped(x: S, weight: R):
 
 @relational
 def joined(x: S, xd: D):
-    return sum_to(D, concat(to(E, x), to(E, xd)))
+    joint = concat(to(E, x), to(E, xd))
+    return sum_to(D, dot(joint, joint).view(1))
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
     with emulated_device():
         (reason,) = reasons_against(joined, rows, inputs)
         assert "concat" in reason
-        assert apply(joined, rows, inputs)["out"].shape == (6, 16)
+        assert apply(joined, rows, inputs)["out"].shape == (6, 1)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with settings(fallback="error"), pytest.raises(UnsupportedError, match="concat"):
             apply(joined, rows, inputs)
