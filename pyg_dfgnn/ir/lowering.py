@@ -84,6 +84,7 @@ class _Lowering:
         self.kept: set[int] = {i for i in self.ids if self.kinds[i] not in ("inline", "const")}
         self._keep()
         # Those on edges that a traversal stores as it computes them; others may compute them as well before.
+        self.per_edge: set[int] = set()
         self.stored = {i for i in self.kept - self.operands if self.kinds[i] == "inline" and self.values[i].domain is E}
 
     # What is stored ------------------------------------------------------------------------------------------------
@@ -396,8 +397,8 @@ class _Lowering:
                 else:
                     is_costly = any(count >= _STORED_READS for _, count in costs)
                 if is_costly and i not in self.kept and len(readers) > 1:
-                    self.kept.add(i)
-                    self.stored.add(i)
+                    for chosen in (self.kept, self.stored, self.per_edge):
+                        chosen.add(i)
 
     def _read_for(self, i: int, draft: _Draft) -> tuple[int, int]:
         """What a traversal gathers for a value of edges alone: numbers of the widest row, and how many rows."""
@@ -495,5 +496,6 @@ class _Lowering:
     def _buffer(self, i: int) -> Buffer:
         value, kind = self.values[i], self.kinds[i]
         is_row = kind in ("traversal", "inline") and value.domain not in FEW
-        is_exact = kind == "static" or (is_row and (prod(value.shape) <= self.narrow or value.op == "max"))
+        is_narrow = prod(value.shape) <= self.narrow or value.op == "max" or i in self.per_edge
+        is_exact = kind == "static" or (is_row and is_narrow)
         return Buffer(self._name(i), value.domain, value.shape, is_exact)
