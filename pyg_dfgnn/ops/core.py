@@ -139,7 +139,7 @@ class Op:
                 return (out, edge_value) if with_edge_value else out
         elif known.casts:
             tensors = cast(tensors, known.casts)
-        if known.drops:
+        if known.drops and tensors[-1] is None:
             tensors = (*tensors[:-1], draw_seed(known.device))
         if not isinstance(known, PreparedOp):
             return self._traced(graph, tensors, numbers, known, concat, shared, with_edge_value)

@@ -86,14 +86,15 @@ class _Reader:
         if total.op != "sum" or total.attrs != (D, E) or self.values[total.args[0]].op != "mul":
             return None
         for weight, vector in (args := self.values[total.args[0]].args, args[::-1]):
-            softmax, value = self.values[self._bare(weight)], self._input(vector, S)
+            softmax, keep = self._dropped(weight)
+            value = self._input(vector, S)
             if softmax.op == "softmax" and softmax.attrs == (D, E) and value is not None:
                 heads = prod(softmax.shape)
                 channels = value.width // heads
                 rows = tuple(n for n in self.values[vector].shape if n > 1)
                 is_by_head = rows == tuple(n for n in (heads, channels) if n > 1)
                 if is_by_head and prod(total.shape) == value.width and self._spreads(weight, vector, heads):
-                    return self._with_score(softmax.args[0], value, heads, channels, total)
+                    return self._with_score(softmax.args[0], value, heads, channels, total, keep)
         return None
 
     def _spreads(self, weight: int, vector: int, heads: int) -> bool:
@@ -102,9 +103,23 @@ class _Reader:
         full = (1,) * (len(rows) - len(shape)) + shape
         return prod(shape) == heads and len(full) == len(rows) and (heads == 1 or full[-1] == 1)
 
-    def _with_score(self, logits: int, value: _Input, heads: int, channels: int, out: Value) -> Match | None:
+    def _dropped(self, i: int) -> tuple[Value, Value | None]:
+        """A weight, and what dropout multiplies it by."""
+        weight = self.values[self._bare(i)]
+        if weight.op == "mul":
+            for first, second in (weight.args, weight.args[::-1]):
+                inner, keep = (self.values[self._bare(arg)] for arg in (first, second))
+                # The first mask of a call is the one that attention draws.
+                if keep.op == "keep" and keep.attrs[0] is E and keep.attrs[3] == 0 and inner.shape == keep.shape:
+                    return inner, keep
+        return weight, None
+
+    def _with_score(
+        self, logits: int, value: _Input, heads: int, channels: int, out: Value, keep: Value | None
+    ) -> Match | None:
         scale, logits = self._scaled(logits)
-        numbers: dict[str, Any] = {}
+        numbers: dict[str, Any] = {} if keep is None else {"dropout_p": keep.attrs[2]}
+        seed = None if keep is None else self.values[keep.args[0]].attrs[0]
         width = heads * channels
         both = self._pair(logits, "inner", D, S)
         leaky = self._args(logits, "leaky_relu")
@@ -148,7 +163,8 @@ class _Reader:
             operands: dict[str, Any] = {
                 role: inputs[part.name].reshape(rows[role] + sizes[role]) for role, part in named.items()
             }
-            result: Tensor = edge_attention(graph, score, **operands, **numbers)
+            key = None if seed is None else inputs[seed]
+            result: Tensor = edge_attention(graph, score, **operands, **numbers, seed=key)
             return result.reshape(-1, *out.shape)
 
         return Match(f"attention with the score {score.name!r}", run, lambda *kind: row_reasons(heads, channels, *kind))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch_geometric.nn.conv as pyg
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import (
@@ -20,8 +21,10 @@ from pyg_dfgnn.ir import (
     sum_to,
     to,
 )
+from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.ops.families import match
 from pyg_dfgnn.reference.zoo import ZOO
+from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins
 
 H, C = 2, 4
 
@@ -152,3 +155,22 @@ def test_kernels_are_asked_before():
     wide = match(program_of(gatv2, {name: (H, 600) for name in ROWS}), "out")
     assert wide is not None
     assert any("600 channels" in r for r in wide.reasons(torch.float32, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("kind", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])
+def test_dropout_of_the_weights_is_the_family_s(kind):
+    """The masks are those of the interpreter, so that weights that are read later have them too."""
+    options = {} if kind is pyg.TransformerConv else {"add_self_loops": False}
+    _, layer = twins(lambda: kind(FEATURES, WIDTH, heads=2, dropout=0.4, **options))
+    inputs, seen = Inputs(ZOO["self-loops"]()), []
+
+    def run(program, rows, tensors, names):
+        want, found = interpret(program, rows, tensors), match(program, names[0])
+        if found is not None:
+            seen.append(found.name)
+            torch.testing.assert_close(found.run(rows.graph, tensors), want[names[0]], rtol=1e-9, atol=1e-10)
+        return want
+
+    with running(Backend(INTERPRETER.reasons, run, None)):
+        layer(inputs.x, inputs.edge_index)
+    assert len(seen) == 1 and seen[0].startswith("attention")

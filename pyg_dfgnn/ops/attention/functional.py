@@ -139,6 +139,7 @@ def edge_attention(
     scale: float = 1.0,
     slope: float = 0.0,
     dropout_p: float = 0.0,
+    seed: Tensor | None = None,
     return_weights: bool = False,
     concat: bool = False,
     heads: int | None = None,
@@ -160,6 +161,7 @@ def edge_attention(
         scale: A number for the score.
         slope: A number for the score.
         dropout_p: Probability that an attention weight becomes 0.
+        seed: Key of the dropout, int64 [1]; by default one is drawn from torch's generator.
         return_weights: Also return the weights after dropout [E, H].
         concat: Return the heads side by side.
         heads: Number of heads H of features given as [N, H * C].
@@ -193,7 +195,7 @@ def edge_attention(
         if tensor is not None and not needed.get(name, score.edge is not None):
             raise ValueError(f"'{name}' needs None for the score {score.name!r} (got a tensor)")
     op = op_by_role(score)
-    every = {**by_role, "value": value, "seed": None}
+    every = {**by_role, "value": value, "seed": seed}
     tensors = tuple(every[name] for name in op.statement.input_names)
     numbers = float(scale), float(slope), float(dropout_p)
     return op(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
