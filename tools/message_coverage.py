@@ -16,7 +16,7 @@ from pyg_dfgnn.settings import settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, twins, watched
 
 PAGE = Path(__file__).parents[1] / "docs" / "message_passing_coverage.md"
-_MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach"}
+_MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach", "unstack"}
 HEAD = """# What is compiled of PyG's convs
 
 Written by `python -m tools.message_coverage`; a test compares it with the code.

@@ -99,6 +99,8 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
         return _REDUCTIONS[op](value, operands, rows, like)
     if op == "keep":
         return _kept(value, operands[0][1], rows, like)
+    if op in ("unstack", "stack"):
+        return _stacked(value, operands[0][1], rows)
     if op in ("linear", "matmul") and operands[1][0].domain is not domain:
         return _linear(value, operands, rows)
     tensors = [_gathered(operand, tensor, domain, rows) for operand, tensor in operands]
@@ -140,6 +142,15 @@ def _kept(value: Value, seed: Tensor, rows: Rows, like: Tensor) -> Tensor:
     numbers = torch.arange(rows.sizes[domain], device=rows.device)
     factor = dropout_factor(numbers, prod(shape), p, seed, stream).to(like.dtype).reshape(-1, *shape)
     return factor if value.domain is domain else factor.index_select(0, rows.index(value.domain, domain))
+
+
+def _stacked(value: Value, x: Tensor, rows: Rows) -> Tensor:
+    """One value of many rows as rows, or the other way round."""
+    is_stack = value.op == "stack"
+    need, have = (value.attrs[0], x.size(0)) if is_stack else (rows.sizes[value.domain], x.size(1))
+    if need != have:
+        raise ValueError(f"'{value.op}' needs {need} rows (got {have})")
+    return x[None] if is_stack else x.squeeze(0)
 
 
 def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: Rows) -> Tensor:

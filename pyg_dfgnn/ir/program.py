@@ -19,6 +19,8 @@ expand, fold    shape                    sizes of 1 repeated; its adjoint, the s
 concat x...                              rows joined along the last size
 slice, pad      begin, end; before, after a range of the last size; its adjoint, zeros around it
 detach x                                 x, without a derivative
+unstack x       domain                   row r of `domain` is entry r of the first size of x, which all rows share
+stack x         size                     its adjoint: the rows of a domain, of which there are `size`, as one value
 largest x                                the largest of the last size; its derivative is shared by equal numbers
 gather x        domain                   the row of x that the row of `domain` determines
 sum, max x      domain, over             over the rows of `over` that belong to the row of `domain`; empty: 0
@@ -183,6 +185,11 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
         return shapes[0][:-1] + (end - begin,)
     if op == "keep":
         return attrs[1]
+    if op == "unstack":
+        _need(op, bool(shapes[0]) and args[0].domain is One, "one value [rows, ...]", args)
+        return shapes[0][1:]
+    if op == "stack":
+        return (attrs[0], *shapes[0])
     if op == "pad":
         return shapes[0][:-1] + (sum(attrs) + shapes[0][-1],)
     return () if op in ("const", "count") else shapes[0]
@@ -196,6 +203,8 @@ def _domain(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Domain:
     if op == "keep":
         _need(op, args[0].is_seed, "a seed", args)
         return attrs[0]
+    if op in ("unstack", "stack"):
+        return attrs[0] if op == "unstack" else One
     if op in RANGED:
         domain, over = attrs
         if not determines(over, domain):

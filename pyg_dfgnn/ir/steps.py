@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from pyg_dfgnn.ir.domains import D, Domain, E, S
+from pyg_dfgnn.ir.domains import D, Domain, E, R, S
 from pyg_dfgnn.ir.program import Program, Shape
 
 
@@ -51,6 +51,11 @@ class Step:
     writes: tuple[str, ...]
     program: Program
 
+    @property
+    def is_by_relation(self) -> bool:
+        """Whether it is a product with the weights of relations, or gives their gradient."""
+        return self.kind in ("linear", "outer") and any(value.domain is R for value in self.program.values)
+
     def __str__(self) -> str:
         where = f"{self.over}->{self.domain}" if self.over is not self.domain else f"{self.domain}"
         return f"{self.kind} {where}\n" + "\n".join(str(self.program).splitlines()[1:])
@@ -85,9 +90,14 @@ class Lowered:
 
     @cached_property
     def edge_rows(self) -> tuple[Buffer, ...]:
-        """What is stored of every edge although nobody asked for it, but for some numbers beside rows of features."""
-        results = {name for name, _ in self.outputs.values()}
-        written = {name for step in (*self.forward, *self.backward) for name in step.writes} - results
+        """What is stored of every edge although nobody asked for it, but for some numbers beside rows of features.
+
+        What the weights of relations are multiplied with is not among it: without kernels each row has a weight.
+        """
+        steps = *self.forward, *self.backward
+        kept = {name for step in steps if step.is_by_relation for name in (*step.reads, *step.writes)}
+        kept |= {name for name, _ in self.outputs.values()}
+        written = {name for step in steps for name in step.writes} - kept
         nodes = max([1, *(prod(b.shape) for b in self.buffers.values() if b.domain in (S, D))])
         edges = [self.buffers[name] for name in sorted(written) if self.buffers[name].domain is E]
         return tuple(buffer for buffer in edges if 2 * prod(buffer.shape) > nodes)

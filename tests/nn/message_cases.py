@@ -196,8 +196,10 @@ TRACED: dict[str, Case] = {
         partial(pyg.FAConv, FEATURES), lambda c, i: c(i.x, i.draw("x_0", i.graph.num_src, FEATURES), i.edge_index)
     ),
     "EGConv": Case(partial(pyg.EGConv, FEATURES, 8, ["sum", "mean", "max", "std", "symnorm"], num_heads=4), _x),
+    "FastRGCNConv": Case(partial(pyg.FastRGCNConv, FEATURES, WIDTH, 2), _typed),
+    "RGATConv": Case(partial(pyg.RGATConv, FEATURES, WIDTH, 2, num_bases=2, heads=2), _typed),
 }
-"""The 44 classes whose messages are sums over edges."""
+"""The 46 classes whose messages are sums over edges, and that need no product of what only edges have."""
 
 EDGE_MLP: dict[str, Case] = {
     "PointNetConv": Case(
@@ -228,8 +230,6 @@ REFUSED: dict[str, Case] = {
         lambda c, i: c(i.draw("x", i.graph.num_src, 2, FEATURES), i.edge_index),
         "`max` has no meaning in a program",
     ),
-    "FastRGCNConv": Case(partial(pyg.FastRGCNConv, FEATURES, WIDTH, 2), _typed, "rows are taken by ids"),
-    "RGATConv": Case(partial(pyg.RGATConv, FEATURES, WIDTH, 2), _typed, "rows are taken by ids"),
     "MeshCNNConv": Case(partial(pyg.MeshCNNConv, FEATURES, WIDTH), _mesh, "a step other than 1"),
 }
 """Classes whose messages are refused, with what the reason says."""

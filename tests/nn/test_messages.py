@@ -210,9 +210,9 @@ class Refused(MessagePassing):
 
     def forward(self, x, edge_index):
         weight = torch.ones(edge_index.size(1))
-        return self.propagate(edge_index, x=x, weight=weight, ids=edge_index[0])
+        return self.propagate(edge_index, x=x, weight=weight)
 
-    def message(self, x_i, x_j, weight, ids, index):
+    def message(self, x_i, x_j, weight, index):
         if self.kind == "branch":
             return x_j if x_j.sum(-1).max() > 0 else x_i  # says why
         if self.kind == "item":
@@ -242,8 +242,6 @@ class Refused(MessagePassing):
             return x_j * torch.rand(4)  # says why
         if self.kind == "statistics":
             return self.norm(x_j)  # says why
-        if self.kind == "table":
-            return x_j * self.table[ids]  # says why
         if self.kind == "ids":
             return x_j * index.view(-1, 1)  # says why
         if self.kind == "global":
@@ -262,7 +260,7 @@ class Refused(MessagePassing):
 
 UNKNOWN = torch.ones(4, dtype=torch.float64)
 KINDS = "branch item unsupported argument parameter all-edges size float-of-size position mask dropout random".split()
-KINDS += "statistics table ids global entries requires-grad".split()
+KINDS += "statistics ids global entries requires-grad".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -393,7 +391,7 @@ def test_second_derivatives():
 
 KERNELS = [
     *("user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences"),
-    *("GCN2Conv", "LEConv", "FeaStConv", "ARMAConv"),
+    *("GCN2Conv", "LEConv", "FeaStConv", "ARMAConv", "FastRGCNConv", "RGATConv"),
 ]
 
 

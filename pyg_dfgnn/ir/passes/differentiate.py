@@ -130,6 +130,9 @@ class _Tape:
             self._max(i, value, g)
         elif value.op == "largest":
             self._largest(i, value, g)
+        elif value.op == "unstack" and args[0] in self.active:
+            rows = self.emit("gather", g, attrs=(value.domain,))
+            self.add(args[0], self.emit("stack", rows, attrs=(self.values[args[0]].shape[0],)))
         elif value.op in ("expand", "gather", "sum"):
             # What is read more often than it is there is summed where it is handed on.
             self.accumulate(args[0], g, value)

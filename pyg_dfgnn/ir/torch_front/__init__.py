@@ -1,6 +1,6 @@
 """The front end for torch code on edges: a function that PyG calls with gathered rows is traced into a program."""
 
-from pyg_dfgnn.ir.torch_front import composed, facts, pointwise, reductions, shapes  # noqa: F401
+from pyg_dfgnn.ir.torch_front import composed, facts, lookups, pointwise, reductions, shapes  # noqa: F401
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
 from pyg_dfgnn.ir.torch_front.symbols import Refusal, Sizes, Symbol, Tracer, fake_sizes, is_of_libraries
 from pyg_dfgnn.ir.torch_front.tidy import tidy

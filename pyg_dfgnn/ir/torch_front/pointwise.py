@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, values
-from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
+from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 for _name in "neg abs exp log sqrt sin cos erf relu sigmoid tanh sign silu".split():
     FUNCTIONS[_name] = lambda t, func, x, op=_name: pointwise(t, func(x), op, x)
@@ -119,13 +119,14 @@ def _logical(t: Tracer, func: Any, *operands: Any) -> Symbol:
     return pointwise(t, func(*operands), "mul" if name == "and" else "maximum", *operands)
 
 
-@names("float", "double", "half", "bfloat16", "to", "type_as", "type", "clone", "contiguous", "alias")
+@names("float", "double", "half", "bfloat16", "to", "type_as", "type", "clone", "contiguous", "alias", "long", "int")
 def _converted(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     args = tuple(a for a in args if not isinstance(a, (torch.device, str)) and a is not None)
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
     is_plain = not args and not kwargs and func.__name__ in ("to", "type")
     meta = x if is_plain else func(x, *args, **kwargs)
-    if meta.dtype is not x.dtype and not meta.dtype.is_floating_point:
+    are_types = isinstance(x.ids, Types) and meta.dtype in (torch.int64, torch.int32)
+    if meta.dtype is not x.dtype and not (meta.dtype.is_floating_point or are_types):
         raise t.stop(f"a conversion of {x.dtype} to {meta.dtype}")
     is_new = func.__name__ == "clone" or meta.dtype is not x.dtype
     x.shared |= not is_new

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.torch_front.lookups import count_types, gather_counts, look_up
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, values
-from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
+from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 
 @names("index_select")
 def index_select(t: Tracer, func: Any, x: Symbol, dim: int, index: Symbol) -> Symbol:
-    """Gather rows by the ids of the edges' ends."""
+    """Gather rows by the ids of the edges' ends, or by the types of the edges."""
+    if isinstance(index, Symbol) and isinstance(index.ids, Types):
+        return look_up(t, func(x, dim, index), x, dim, index)
+    if isinstance(x.ids, Types):
+        return gather_counts(t, func(x, dim, index), x, index)
     if not isinstance(index, Symbol) or index.ids not in (S, D) or index.dim() != 1:
         raise t.stop("rows are taken by ids that are not those of the edges' ends")
     if dim % x.dim() != x.lead:
@@ -51,6 +56,8 @@ def _reduced(t: Tracer, name: str, x: Symbol, dim: int, index: Symbol, source: A
 @names("scatter_add", "index_add")
 def _scatter_add(t: Tracer, func: Any, x: Symbol, dim: int, index: Symbol, src: Any, *, alpha: float = 1) -> Symbol:
     assert alpha == 1, "an alpha"
+    if isinstance(src, Symbol) and isinstance(src.ids, Types):
+        return count_types(t, x, dim, index, src)
     read, domain, present = _reduced(t, func.__name__, x, dim, index, src)
     number = t.emit("sum", read, attrs=(domain, E))
     return t.result(x, number if present is None else t.emit("add", present, number), domain, lead=dim % x.dim())

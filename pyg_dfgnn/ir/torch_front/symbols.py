@@ -37,6 +37,19 @@ class Refusal(Exception):
         self.reasons = list(dict.fromkeys(reasons))
 
 
+class Types(NamedTuple):
+    """What ids are that name types of edges.
+
+    Attributes:
+        name: Name of the argument that holds the type of each edge.
+        counted: None for the ids themselves. Else there is a number for each type: the edges of a row of this domain
+            that have it.
+    """
+
+    name: str
+    counted: Domain | None = None
+
+
 class Sizes(NamedTuple):
     """Fake numbers of edges, of nodes that are read as sources and of nodes that are aggregated to."""
 
@@ -67,7 +80,7 @@ class Symbol(Tensor):
         number: Id of the value; None after a refused operation.
         rows: Domain of dimension `lead`; None if no dimension is that of rows.
         lead: Number of dimensions in front of that of rows.
-        ids: Of ids, the domain whose rows they name.
+        ids: Of ids, the domain whose rows they name, or of types of edges what they are.
         lift: Of node features, the value that holds them on a domain.
         shared: Whether an edit in place would be seen elsewhere.
     """
@@ -77,7 +90,7 @@ class Symbol(Tensor):
     number: int | None
     rows: Domain | None
     lead: int
-    ids: Domain | None
+    ids: Domain | Types | None
     lift: Callable[[Domain], int] | None
     shared: bool
 
@@ -88,7 +101,7 @@ class Symbol(Tensor):
         rows: Domain | None,
         *,
         lead: int = 0,
-        ids: Domain | None = None,
+        ids: Domain | Types | None = None,
         lift: Callable[[Domain], int] | None = None,
         shared: bool = False,
     ) -> Symbol:
@@ -172,6 +185,7 @@ class Tracer(TorchFunctionMode):
         lines: Id of a value -> the line that asked for it.
         widest: The floating dtype that torch's promotion has led to.
         streams: How many masks of dropout there are.
+        types: Name of the argument with types of edges that are looked up, and their number; None if there is none.
     """
 
     def __init__(
@@ -190,6 +204,7 @@ class Tracer(TorchFunctionMode):
         self.lines: dict[int, str] = {}
         self.widest: torch.dtype | None = None
         self.streams = 0
+        self.types: tuple[str, int] | None = None
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
@@ -227,11 +242,13 @@ class Tracer(TorchFunctionMode):
         return Symbol.of(meta, None, None, lead=axis, lift=lift, shared=True)
 
     def row_input(self, name: str, tensor: Tensor, domain: Domain) -> Symbol:
-        """Return an input with a row per row of a domain; ids of relations or embeddings have no value."""
+        """Return an input with a row per row of a domain; integers have no value, those of edges may be types."""
         size = {E: self.sizes.edges, D: self.sizes.targets, S: self.sizes.sources}[domain]
         meta = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
-        number = self._input(name, domain, tuple(tensor.shape[1:])) if tensor.is_floating_point() else None
-        return Symbol.of(meta, number, domain, shared=True)
+        if tensor.is_floating_point():
+            return Symbol.of(meta, self._input(name, domain, tuple(tensor.shape[1:])), domain, shared=True)
+        are_types = domain is E and tensor.dtype in (torch.int64, torch.int32)
+        return Symbol.of(meta, None, domain, ids=Types(name) if are_types else None, shared=True)
 
     def global_input(self, name: str, tensor: Tensor) -> Symbol:
         """Return an input that all edges share."""
@@ -322,6 +339,14 @@ class Tracer(TorchFunctionMode):
         """Return the domain with this fake number of rows, None if there is none."""
         edges, sources, targets = self.sizes
         return {sources: S, targets: D, edges: E}.get(size)
+
+    def look_up(self, types: Types, number: int) -> None:
+        """Note that types of edges below a number are looked up; all lookups of a program are by the same ones."""
+        first, second = self.types or (types.name, number), (types.name, number)
+        if first != second:
+            both = " and ".join(f"{size} of '{name}'" for name, size in (first, second))
+            raise self.stop(f"rows are taken by other types of edges than before ({both})")
+        self.types = first
 
     def keep(self, x: Symbol, p: float) -> int:
         """Return what dropout multiplies the rows of a symbol by; each has a stream of random numbers of its own."""

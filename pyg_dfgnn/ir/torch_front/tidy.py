@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+from pyg_dfgnn.ir.domains import Domain
 from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.passes.simplify import remove_dead
-from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
 
 _STEPS = ("div", "exp", "add")
 """The last operators of a softmax that is written out, from its end."""
 
 
 def tidy(program: Program) -> Program:
-    """Return the program with exp(x - max) / (sum + 1e-16) as the operator `softmax`, without dead values.
+    """Return the program with exp(x - max) / (sum + 1e-16) as the operator `softmax` and tables on the domain of their
+    rows, without dead values.
 
     The maximum has no gradient, whether or not the code detaches it: the softmax does not depend on it.
     """
 
+    tables = _tables(program)
+
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        if value.op == "input" and i in tables:
+            return builder.input(value.attrs[0], *tables[i])
+        if value.op == "unstack" and value.args[0] in tables:
+            return ids[value.args[0]]
         matched = _softmax(program, value)
         return None if matched is None else builder.emit("softmax", ids[matched[0]], attrs=matched[1])
 
     return remove_dead(rewrite(program, rule))
+
+
+def _tables(program: Program) -> dict[int, tuple[Domain, Shape]]:
+    """The inputs whose rows are looked up and that nothing else reads, with the domain and the shape of their rows."""
+    readers: dict[int, list[Value]] = {}
+    for value in program.values:
+        for arg in value.args:
+            readers.setdefault(arg, []).append(value)
+    returned = {i for _, i in program.outputs}
+    return {
+        i: (readers[i][0].domain, readers[i][0].shape)
+        for i in program.inputs.values()
+        if i not in returned and i in readers and all(value.op == "unstack" for value in readers[i])
+    }
 
 
 def _softmax(program: Program, value: Value) -> tuple[int, tuple] | None:

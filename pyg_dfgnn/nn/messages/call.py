@@ -182,7 +182,9 @@ class _Runnable:
         """Return the outputs that need not be computed before something reads them: attributes, and new values of
         edges, with a row per edge, of a layer whose forward runs.
         """
-        if not may_wait(self.layer) or (self.call.method == "propagate" and not self.trace.written):
+        written = self.call.method == "edge_updater" or self.trace.written
+        # A program with types of edges is not joined to others.
+        if not may_wait(self.layer) or not written or self.trace.types is not None:
             return []
         names = [output for _, _, output in self.trace.written]
         names += [str(k) for k in range(self.trace.tree.num_leaves)] if self.call.method == "edge_updater" else []
@@ -281,8 +283,12 @@ class _Runnable:
         """Return the rows of the call's edges; None if only a look at them could tell which these are."""
         call = self.call
         num_src, num_dst = self.spec.sizes if self.is_forward else self.spec.sizes[::-1]
-        if call.edges is call.edge_index:
-            graph = graph_of(self.layer, call.edge_index, num_src, num_dst, not self.is_forward)
+        types = None
+        if self.trace.types is not None:
+            source, number = self.trace.types
+            types = argument_of(call.kwargs, source), number
+        if call.edges is call.edge_index or types is not None:
+            graph = graph_of(self.layer, call.edge_index, num_src, num_dst, not self.is_forward, types)
         else:
             graph = Graph.of(call.edges, num_src, num_dst, flow=self.layer.flow)
         return None if graph is None else rows_of(graph)

@@ -19,11 +19,17 @@ MOST_GRAPHS = 4
 
 
 class _Made(NamedTuple):
-    """Edges that a forward has made, at a version, and their graph."""
+    """Edges that a forward has made, and their types, at some versions, and their graph."""
 
-    edge_index: Tensor
-    version: int
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     graph: Graph
+
+    def has(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether other edges are these, as a number of the host, which waits for the device here."""
+        if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions)):
+            return False
+        return all(own is other or torch.equal(own, other) for own, other in zip(self.tensors, tensors))
 
 
 _made: dict[int, tuple[weakref.ref[torch.nn.Module], dict[Any, Any]]] = {}
@@ -39,7 +45,14 @@ def _entries_of(layer: torch.nn.Module) -> dict[Any, Any]:
     return known[1]
 
 
-def graph_of(layer: torch.nn.Module, edge_index: Tensor, num_src: int, num_dst: int, transposed: bool) -> Graph | None:
+def graph_of(
+    layer: torch.nn.Module,
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    transposed: bool,
+    types: tuple[Tensor, int] | None = None,
+) -> Graph | None:
     """Return the graph of a call's edges; None if only a look at them, for which the host waits, could tell.
 
     Args:
@@ -48,25 +61,31 @@ def graph_of(layer: torch.nn.Module, edge_index: Tensor, num_src: int, num_dst: 
         num_src: Number of sources.
         num_dst: Number of targets.
         transposed: Whether row 0 holds the targets.
+        types: Type of each edge, int64 or int32 [E], and the number of types; None without.
+
+    Raises:
+        ValueError: A type is out of range.
     """
-    key = edge_index, num_src, num_dst, False, transposed
+    tensors: tuple[Tensor, ...] = (edge_index,) if types is None else (edge_index, types[0])
+    sizes = num_src, num_dst, False, transposed, *([] if types is None else [types[1]])
+    key = *tensors, *sizes
     graph = Graph.known(*key)
     if graph is not None:
         return graph
     if edge_index.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    sizes = edge_index.shape, edge_index.dtype, edge_index.device, *key[1:]
+    kind = *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors), *sizes
     entries = _entries_of(layer)
-    entry = entries.get(sizes)
+    entry = entries.get(kind)
     if isinstance(entry, _Made):
-        # As a number of the host: it waits for the device here.
-        if entry.edge_index._version == entry.version and torch.equal(entry.edge_index, edge_index):
+        if entry.has(tensors):
             return entry.graph.on_this_stream()
         entry = None
     graph = Graph.resolve(*key)
     # Edges of the same sizes as others that are gone: the forward makes them. Others live with their owner.
-    is_made = entry is not None and entry() is None
-    if sizes not in entries and len(entries) >= MOST_GRAPHS:
+    is_made = entry is not None and any(reference() is None for reference in entry)
+    if kind not in entries and len(entries) >= MOST_GRAPHS:
         entries.pop(next(iter(entries)))
-    entries[sizes] = _Made(edge_index, edge_index._version, graph) if is_made else weakref.ref(edge_index)
+    versions = tuple(tensor._version for tensor in tensors)
+    entries[kind] = _Made(tensors, versions, graph) if is_made else tuple(map(weakref.ref, tensors))
     return graph

@@ -58,6 +58,7 @@ class Trace(NamedTuple):
         tensors: Paths, sizes, dtypes of the layer's tensors that are inputs.
         checks: Facts about the layer.
         fixed: Facts about classes, functions and globals.
+        types: The argument with types of edges that tables are looked up by, and their number; None if there is none.
     """
 
     program: Program | None
@@ -70,6 +71,7 @@ class Trace(NamedTuple):
     tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
     checks: list[Check]
     fixed: list[tuple[Any, str, Any]]
+    types: tuple[Source, int] | None = None
 
     def __str__(self) -> str:
         return str(self.program)
@@ -238,7 +240,8 @@ def _once(
         # Kernels compute in float32 whatever the dtype, as autocast wants it.
         widest = tracer.widest if tracer.widest is not None and spec.autocast is None else dtype
         if torch.promote_types(widest, dtype) is dtype:
-            trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed)
+            types = None if tracer.types is None else (sources[tracer.types[0]], tracer.types[1])
+            trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed, types)
             return trace, values, lines
         reasons.append(f"{tracer.widest} is computed with, of inputs of {dtype}")
     return refused(*dict.fromkeys(reasons))._replace(checks=checks, fixed=fixed), values, lines
