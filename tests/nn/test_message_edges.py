@@ -37,10 +37,10 @@ class Summed(Looped):
 
 
 class Halved(Summed):
-    """Joins half of the rows of both ends, which lanes do not hold."""
+    """Joins half of the rows of both ends for a softmax, which lanes do not hold."""
 
     def message(self, x_i, x_j):
-        return torch.cat([x_i[:, 2:], x_j[:, :2]], dim=-1)
+        return torch.cat([x_i[:, 2:], x_j[:, :2]], dim=-1).softmax(dim=-1)
 
 
 def test_edges_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
