@@ -25,14 +25,15 @@ FEATURES, WIDTH, EDGE = 6, 4, 3
 class Inputs:
     """Random inputs of a graph, each a leaf that takes a gradient; the same for the same graph."""
 
-    def __init__(self, graph: EdgeList, dtype: torch.dtype = torch.float64) -> None:
-        self.dtype = dtype
-        self.graph, self.edge_index, self.leaves = graph, graph.edge_index, dict[str, Tensor]()
+    def __init__(self, graph: EdgeList, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
+        self.dtype, self.device = dtype, device
+        self.graph, self.edge_index, self.leaves = graph, graph.edge_index.to(device), dict[str, Tensor]()
         self._generator = torch.Generator().manual_seed(5)
 
     def draw(self, name: str, *shape: int, positive: bool = False) -> Tensor:
         drawn = torch.randn(*shape, dtype=torch.float64, generator=self._generator)
-        self.leaves[name] = (drawn.abs() + 0.1 if positive else drawn).to(self.dtype).requires_grad_()
+        drawn = (drawn.abs() + 0.1 if positive else drawn).to(self.device, self.dtype)
+        self.leaves[name] = drawn.requires_grad_()
         return self.leaves[name]
 
     @property
@@ -57,7 +58,7 @@ class Inputs:
 
     @property
     def edge_type(self) -> Tensor:
-        return torch.arange(self.graph.num_edges) % 2
+        return torch.arange(self.graph.num_edges, device=self.device) % 2
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ EDGE_MLP: dict[str, Case] = {
     "NNConv": Case(lambda: pyg.NNConv(FEATURES, WIDTH, _mlp(EDGE, 5, FEATURES * WIDTH)), _attributed),
     "HEATConv": Case(
         partial(pyg.HEATConv, FEATURES, WIDTH, 2, 2, 3, EDGE, 3, heads=2),
-        lambda c, i: c(i.x, i.edge_index, torch.arange(i.graph.num_src) % 2, i.edge_type, i.edge_attr),
+        lambda c, i: c(i.x, i.edge_index, torch.arange(i.graph.num_src, device=i.device) % 2, i.edge_type, i.edge_attr),
     ),
 }
 """Classes with a product per edge: they trace, and no kernel has to take them yet."""
@@ -260,16 +261,16 @@ def twins(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.n
 
 
 def outputs_and_gradients(
-    layer: torch.nn.Module, case: Case, graph: EdgeList, dtype: torch.dtype = torch.float64
+    layer: torch.nn.Module, case: Case, graph: EdgeList, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Return the outputs of a call and the gradients of its inputs and of the layer's parameters by name."""
-    inputs = Inputs(graph, dtype)
+    inputs = Inputs(graph, dtype, device)
     torch.manual_seed(4)
     out = case.call(layer, inputs)
     outs = [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o is not None]
     leaves = inputs.leaves | dict(layer.named_parameters())
     generator = torch.Generator().manual_seed(6)
-    loss = sum((o * torch.randn(o.shape, dtype=torch.float64, generator=generator)).sum() for o in outs)
+    loss = sum((o * torch.randn(o.shape, dtype=torch.float64, generator=generator).to(device)).sum() for o in outs)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     named = {
         f"d_{name}": torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)
