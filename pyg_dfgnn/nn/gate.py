@@ -141,7 +141,9 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
         if name is None or getattr(getattr(module, "var_aggr", module), "semi_grad", False):
             return ()
         names.append(name)
-    if modules[0] is aggr_module and not (hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")):
+    has_option = hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")
+    # torch.compile refuses to read a mapping once the code that it traces has written to a dict.
+    if modules[0] is aggr_module and not has_option and not torch.compiler.is_compiling():
         _singles[type(aggr_module)] = (names[0],)
     return tuple(names)
 
@@ -413,13 +415,11 @@ class FusedConv(MessagePassing):
             rows = edge_attr.size(0) if edge_attr.dim() else 0
             if edge_attr.dim() > 2 or rows == 1 != edges.num_edges(edge_index):
                 against.append("edge_attr is to be broadcast")
-        problem = (
-            *question,
-            self._storage_dtype(x),
-            device,
-            edge_attr is not None,
-            dropout > 0.0 and self.training,
-        )
+        drops = False
+        # A branch: with dynamic=True, torch.compile has no value for what a comparison of floats gives.
+        if self.training and dropout > 0.0:
+            drops = True
+        problem = *question, self._storage_dtype(x), device, edge_attr is not None, drops
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
         return edges.Call(

@@ -16,6 +16,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
+from pyg_dfgnn.nn import gate
 from pyg_dfgnn.reference.tolerances import relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.emu.loader import compiler
@@ -229,6 +230,19 @@ def test_compile_of_several_statistics(aggr):
         out = torch.compile(conv, backend="aot_eager", fullgraph=True)(x, EDGES)
     assert launched
     torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
+
+
+def test_compile_for_all_sizes_before_any_call(monkeypatch):
+    """What an eager call would have remembered is not there; no number of the module is one of the graph's inputs."""
+    monkeypatch.setattr(gate, "_singles", {})
+    conv = make("SAGEConv")
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_nodes in (NUM_NODES, NUM_NODES + 3):
+        x = torch.randn(num_nodes, FEATURES)
+        with emulated_device() as launched:
+            out = compiled(x, EDGES)
+        assert launched
+        torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
 
 
 # The class and the gate ---------------------------------------------------------------------------------------------
