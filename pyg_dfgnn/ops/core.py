@@ -7,7 +7,7 @@ schedules and keeps them. Each group of passes compiles to one Python function t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,7 +19,17 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.ops.compile import Shape
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
-from pyg_dfgnn.ops.function import INFER, STATS, Call, EdgeValue, Program, Traced, apply_fused, ops, run_program
+from pyg_dfgnn.ops.function import (
+    INFER,
+    STATS,
+    Call,
+    EdgeValue,
+    Program,
+    apply_fused,
+    ops,
+    run_program,
+    run_traced,
+)
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
@@ -27,6 +37,7 @@ from pyg_dfgnn.statements.op import FEATURES, Derived, Statement, Value
 
 Edges = Graph | EdgeSet
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_known_program = cache(Program.of)
 _LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
 
 
@@ -244,22 +255,40 @@ class Op:
 
     def run(
         self,
-        program: Program,
+        name: str,
         anchors: Sequence[Tensor],
         sizes: Sequence[int],
         inputs: Sequence[Tensor | None],
         numbers: Sequence[float],
     ) -> list[Tensor]:
         """Run a traced program on tensors, which the registered operator was given."""
+        program = _known_program(name)
         graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
         results = self.program(program, graph, inputs, numbers)(*inputs, *numbers)
         return [result for result in results if result is not None]
 
+    def num_outputs(self, name: str) -> int:
+        """Return the number of outputs of a traced program."""
+        return len(self.statement.outputs)
+
+    def reads_outputs(self, name: str) -> bool:
+        """Return whether backward reads the outputs of a traced program, and not exact ones that it keeps."""
+        exact = self.statement.exact_outputs[:1]
+        return not (exact and exact[0] in self.statement.kept(Program.of(name).flags))
+
+    def backward(self, name: str, present: Sequence[bool], needed: Sequence[bool]) -> tuple[str, list[int]]:
+        """Return the backward program of a traced one, and the input that each of its results is the gradient of."""
+        program = Program.of(name).backward
+        if present[self.edge_place] and needed[self.edge_place]:
+            program = program._replace(flags=program.flags | {"edge_grad"})
+        names = self.gradient_names(program.flags, present)
+        return program.name, [self.statement.input_names.index(each) for each in names]
+
     def empty_results(
-        self, program: Program, anchors: Sequence[Tensor], sizes: Sequence[Any], inputs: Sequence[Tensor | None]
+        self, name: str, anchors: Sequence[Tensor], sizes: Sequence[Any], inputs: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Return empty results of the shapes and dtypes that the statement gives a traced program."""
-        statement = self.statement
+        program, statement = Program.of(name), self.statement
         by_name = dict(zip(statement.input_names, inputs, strict=False))
         value = by_name["value"]
         assert value is not None
@@ -431,9 +460,7 @@ class Op:
             flags |= {"saved", "exact"} | self.optional(call.problem, None, current())
         flags |= {name for name, is_on in (("shared", shared), ("concat", concat)) if is_on}
         program = Program(self.statement.name, "forward", call.heads, loops, transposed, frozenset(flags))
-        if torch.compiler.is_compiling():
-            tensors = _without_repeats(tensors)
-        results = Traced.apply(program.name, anchor, num_src, num_dst, len(numbers), *numbers, *tensors)
+        results = run_traced(program.name, [anchor], [num_src, num_dst], numbers, tensors)
         out = self._outputs(results)
         if not with_edge_value:
             return out
@@ -455,16 +482,6 @@ def cast(tensors: tuple[Tensor | None, ...], casts: Sequence[tuple[int, torch.dt
     for place, dtype in casts:
         changed[place] = changed[place].to(dtype)  # type: ignore[union-attr]
     return tuple(changed)
-
-
-def _without_repeats(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return a view for each repetition of a tensor: torch.compile refuses a Function that takes one tensor twice."""
-    distinct: list[Tensor | None] = []
-    for tensor in tensors:
-        if tensor is not None and any(tensor is other for other in distinct):
-            tensor = tensor.view_as(tensor)
-        distinct.append(tensor)
-    return tuple(distinct)
 
 
 def check_graph(graph: Edges) -> tuple[Edges, torch.device]:

@@ -4,8 +4,7 @@ Nothing here knows an op: what runs comes with the call, or is found by the name
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
-from pyg_dfgnn.statements.op import Statement
 
 
 class Call(NamedTuple):
@@ -159,46 +157,83 @@ class Program(NamedTuple):
         return self._replace(group="backward")
 
 
-_known_program = cache(Program.of)
-ops: dict[str, Any] = {}
-"""What runs a program, by the start of its name: :class:`~pyg_dfgnn.ops.core.Op` by the name of its statement."""
+class Runner(Protocol):
+    """What runs the programs of a kind: a statement with its kernels, or the programs of the IR."""
+
+    def run(
+        self,
+        name: str,
+        anchors: Sequence[Tensor],
+        sizes: Sequence[int],
+        inputs: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> list[Tensor]:
+        """Run a program on tensors."""
+
+    def empty_results(
+        self, name: str, anchors: Sequence[Tensor], sizes: Sequence[Any], inputs: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return empty results of the shapes and dtypes that a program gives."""
+
+    def num_outputs(self, name: str) -> int:
+        """Return how many results of a forward program are outputs; the others are kept for backward."""
+
+    def reads_outputs(self, name: str) -> bool:
+        """Return whether the backward program reads the outputs."""
+
+    def backward(self, name: str, present: Sequence[bool], needed: Sequence[bool]) -> tuple[str, Sequence[int]]:
+        """Return the backward program, and the input that each of its results is the gradient of.
+
+        Args:
+            name: The forward program.
+            present: Which inputs are there.
+            needed: Which inputs need a gradient.
+        """
+
+
+ops: dict[str, Runner] = {}
+"""What runs a program, by the start of its name."""
+
+
+def runner_of(name: str) -> Runner:
+    """Return what runs a program."""
+    return ops[name.partition(":")[0]]
 
 
 class Traced(Function):
-    """An op through the registered operator, for tracing: (program, edges, sizes, numbers, inputs) to the outputs and
-    what is kept.
+    """A program through the registered operator, for tracing: (its name, the numbers of anchors, sizes and numbers,
+    all of these, inputs) to the outputs and what is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, program: str, edge_index: Tensor, num_src: int, num_dst: int, count: int, *rest: Any) -> Any:
-        numbers, tensors = list(rest[:count]), list(rest[count:])
-        results = torch.ops.pyg_dfgnn.run(program, [edge_index], [num_src, num_dst], tensors, numbers)
-        statement: Statement = ops[Program.of(program).op].statement
-        num_outputs = len(statement.outputs)
+    def forward(ctx: Any, name: str, num_anchors: int, num_sizes: int, num_numbers: int, *rest: Any) -> Any:
+        first, second = num_anchors + num_sizes, num_anchors + num_sizes + num_numbers
+        anchors, sizes, numbers = list(rest[:num_anchors]), list(rest[num_anchors:first]), list(rest[first:second])
+        tensors = list(rest[second:])
+        results = torch.ops.pyg_dfgnn.run(name, anchors, sizes, tensors, numbers)
+        runner = runner_of(name)
+        num_outputs, reads_outputs = runner.num_outputs(name), runner.reads_outputs(name)
         outs, kept = results[:num_outputs], results[num_outputs:]
-        exact = statement.exact_outputs[:1] and statement.exact_outputs[0] in statement.kept(Program.of(program).flags)
-        ctx.save_for_backward(edge_index, *(t for t in tensors if t is not None), *kept, *(() if exact else outs))
-        ctx.layout = program, num_src, num_dst, count, numbers, [t is not None for t in tensors], exact, num_outputs
+        present = [t is not None for t in tensors]
+        ctx.save_for_backward(*anchors, *(t for t in tensors if t is not None), *kept, *(outs if reads_outputs else ()))
+        ctx.layout = name, num_anchors, sizes, numbers, present, reads_outputs, num_outputs
         ctx.mark_non_differentiable(*kept)
         return *outs, *kept
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_out: Tensor) -> tuple[Any, ...]:
-        program, num_src, num_dst, count, numbers, present, exact, num_outputs = ctx.layout
-        edge_index, *saved = ctx.saved_tensors
+        name, num_anchors, sizes, numbers, present, reads_outputs, num_outputs = ctx.layout
+        anchors, saved = list(ctx.saved_tensors[:num_anchors]), ctx.saved_tensors[num_anchors:]
         waiting = iter(saved)
         tensors = [next(waiting) if is_there else None for is_there in present]
-        kept_and_out = [*waiting, *((None,) * num_outputs if exact else ())]
-        backward = Program.of(program).backward
-        place = ops[backward.op].edge_place
-        if present[place] and ctx.needs_input_grad[5 + count + place]:
-            backward = backward._replace(flags=backward.flags | {"edge_grad"})
+        kept_and_out = [*waiting, *(() if reads_outputs else (None,) * num_outputs)]
+        before = 4 + num_anchors + len(sizes) + len(numbers)
+        program, places = runner_of(name).backward(name, present, ctx.needs_input_grad[before:])
         inputs = [*tensors, *kept_and_out, *grads_out[:num_outputs]]
-        grads = torch.ops.pyg_dfgnn.run(backward.name, [edge_index], [num_src, num_dst], inputs, numbers)
-        names, order = ops[backward.op].gradient_names(backward.flags, present), ops[backward.op].statement.input_names
-        by_name = dict(zip(names, grads, strict=True))
-        return *(None,) * (5 + count), *(by_name.get(name) for name in order)
+        grads = torch.ops.pyg_dfgnn.run(program, anchors, sizes, inputs, numbers)
+        by_place = dict(zip(places, grads, strict=True))
+        return *(None,) * before, *(by_place.get(place) for place in range(len(present)))
 
 
 _library = torch.library.Library("pyg_dfgnn", "DEF")
@@ -217,9 +252,7 @@ def _run(
     numbers: Sequence[float],
 ) -> list[Tensor]:
     """Run a program on tensors."""
-    program = _known_program(name)
-    results: list[Tensor] = ops[program.op].run(program, anchors, sizes, inputs, numbers)
-    return results
+    return runner_of(name).run(name, anchors, sizes, inputs, numbers)
 
 
 def _run_fake(
@@ -230,9 +263,7 @@ def _run_fake(
     numbers: Sequence[float],
 ) -> list[Tensor]:
     """Return empty results of the shapes and dtypes that the program gives."""
-    program = Program.of(name)
-    results: list[Tensor] = ops[program.op].empty_results(program, anchors, sizes, inputs)
-    return results
+    return runner_of(name).empty_results(name, anchors, sizes, inputs)
 
 
 _library.impl("run", _run, "CompositeExplicitAutograd")
@@ -254,3 +285,31 @@ def run_program(
             program.name, [anchor], [num_src, num_dst], detached, list(numbers)
         )
     return results
+
+
+def run_traced(
+    name: str,
+    anchors: Sequence[Tensor],
+    sizes: Sequence[Any],
+    numbers: Sequence[float],
+    inputs: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Run a program through the registered operator, with gradients: return its outputs and what it keeps."""
+    tensors = [*anchors, *inputs]
+    if torch.compiler.is_compiling():
+        tensors = _without_repeats(tensors)
+    anchors, inputs = tensors[: len(anchors)], tensors[len(anchors) :]  # type: ignore[assignment]
+    results: tuple[Tensor, ...] = Traced.apply(
+        name, len(anchors), len(sizes), len(numbers), *anchors, *sizes, *numbers, *inputs
+    )  # type: ignore[no-untyped-call]
+    return results
+
+
+def _without_repeats(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return a view for each repetition of a tensor: torch.compile refuses a Function that takes one tensor twice."""
+    distinct: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is not None and any(tensor is other for other in distinct):
+            tensor = tensor.view_as(tensor)
+        distinct.append(tensor)
+    return distinct

@@ -13,6 +13,7 @@ from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import core as op_core
+from pyg_dfgnn.ops import function as op_function
 from pyg_dfgnn.ops import prepared
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
@@ -239,7 +240,7 @@ def ways(fused, monkeypatch):
         return lambda *arguments: taken.append(name) or function(*arguments)
 
     monkeypatch.setattr(op_core, "apply_fused", counted("eager", op_core.apply_fused))
-    monkeypatch.setattr(op_core.Traced, "apply", counted("traced", op_core.Traced.apply))
+    monkeypatch.setattr(op_function.Traced, "apply", counted("traced", op_function.Traced.apply))
     return taken
 
 
