@@ -72,6 +72,12 @@ def compact_rows(graph: Graph, rows: str) -> CompactRows:
     return graph.derived(("compact_rows", rows), lambda: _compact(graph, relation, rows))
 
 
+def one_relation(graph: Graph) -> Graph:
+    """Return the graph of the same edges with one relation for all of them, kept while the edges live unchanged."""
+    zeros = graph.derived("one_relation", lambda: graph.csr.col.new_zeros(graph.num_edges))
+    return Graph.of(graph.edge_index, graph.num_src, graph.num_dst, edge_type=zeros, num_relations=1)
+
+
 def ratio(graph: Graph, rows: str) -> float:
     """Return compact rows per edge: what compact materialisation leaves of a value per edge; 1 without edges."""
     return compact_rows(graph, rows).node.numel() / graph.num_edges if graph.num_edges else 1.0

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import sqrt
+from typing import Any
 
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
@@ -192,3 +194,30 @@ def film(aggr: str, act: str | None, *attrs: float) -> Relational:
 def hetero_linear(x: S, weight: Ts, bias: Ts = None):
     """The map of each row by the weight of its type."""
     return x @ weight if bias is None else x @ weight + bias
+
+
+Layer = tuple[Any, ...]
+"""What names a layer: the name of its function in :data:`LAYERS` and, of one that returns the program, arguments."""
+LAYERS: dict[str, Relational | Callable[..., Relational]] = {
+    "film": film,
+    "han_mean": han_mean,
+    "han_nodes": han_nodes,
+    "han_scores": han_scores,
+    "heat_edges": heat_edges,
+    "heat_nodes": heat_nodes,
+    "hetero_linear": hetero_linear,
+    "hgt_attention": hgt_attention,
+    "rgat": rgat,
+    "rgcn_bases": rgcn_bases,
+    "rgcn_max": rgcn_max,
+    "rgcn_mean": rgcn_mean,
+    "rgcn_rows": rgcn_rows,
+    "rgcn_sum": rgcn_sum,
+}
+"""Name -> a program's front end, or what returns one."""
+
+
+def layer_of(layer: Layer) -> Relational:
+    """Return the front end of a layer, the same object each time."""
+    known = LAYERS[layer[0]]
+    return known if isinstance(known, Relational) else known(*layer[1:])

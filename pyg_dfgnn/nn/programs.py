@@ -10,11 +10,11 @@ from pyg_dfgnn.dispatch.relational import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.ir import One, Rows
 from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.layers import Layer, layer_of
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import optimise
-from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.nn.gate import promoted_dtype, settle
-from pyg_dfgnn.ops.relational import apply
+from pyg_dfgnn.ops.relational import RowSet, apply, apply_traced
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,33 @@ def reasons_of_problem(problem: RelationalProblem) -> list[str]:
 
 
 def run(
-    layer: Relational,
-    rows: Rows,
+    layer: Layer,
+    rows: Rows | RowSet,
     inputs: Mapping[str, Tensor],
     dtype: torch.dtype,
     outputs: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Return outputs of a layer's program, all by default, in PyG's dtype; inputs are cast to `dtype`."""
+    """Return outputs of a layer's program, all by default, in PyG's dtype; inputs are cast to `dtype`.
+
+    With a :class:`~pyg_dfgnn.ops.relational.RowSet`, which torch.compile traces, the registered operator runs it.
+    """
     inputs = {name: x if x.dtype is dtype else x.to(dtype) for name, x in inputs.items()}
-    results = apply(layer, rows, inputs, outputs)
-    dtype = promoted_dtype(dtype, dtype, rows.device.type == "cuda")
+    if isinstance(rows, RowSet):
+        results, device = apply_traced(layer, rows, inputs, outputs), rows.anchors[0].device
+    else:
+        results, device = apply(layer_of(layer), rows, inputs, outputs), rows.device
+    dtype = promoted_dtype(dtype, dtype, device.type == "cuda")
     return {name: settle(x, dtype, False) for name, x in results.items()}
 
 
-def explain(layer: Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
+def explain(layer: Layer, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
     """Return the program that runs on rows for these inputs, after all passes, and its steps, for reading.
 
     Raises:
         UnsupportedError: Some value has no kernel.
     """
-    shapes = {name: tuple(x.shape[layer.domains[name] is not One :]) for name, x in inputs.items()}
-    program = layer.program(**shapes)
+    front = layer_of(layer)
+    program = front.program(**{name: tuple(x.shape[front.domains[name] is not One :]) for name, x in inputs.items()})
     outputs = tuple(name for name, _ in program.outputs) if outputs is None else outputs
     wrt = tuple(name for name, x in inputs.items() if x.requires_grad)
     try:

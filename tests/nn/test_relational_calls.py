@@ -300,12 +300,3 @@ def test_joint_graph():
     assert graph.edge_index.tolist() == [[0, 1, 2], [2, 2, 1]] and graph.relation.tolist() == [2, 2, 0]
     assert graph.num_relations == 4 and joint_graph(parts, 3, 4) is graph
     assert joint_graph([parts[0]._replace(relation=1), parts[1]], 3, 4) is not graph
-
-
-@pytest.mark.usefixtures("fused_on_cpu")
-@pytest.mark.parametrize("name", ["FastRGCNConv", "RGATConv"])
-def test_compiled_as_pygs(name):
-    """PyG's loops over relations do not compile whole."""
-    conv, args = make(name), arguments(name)
-    compiled = torch.compile(conv, backend="eager", fullgraph=True)
-    assert_equal(compiled(*args), conv(*args))

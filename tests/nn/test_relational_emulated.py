@@ -32,13 +32,16 @@ def arguments(key):
     return None if key == "embeddings" else x, EDGES.edge_index, EDGES.edge_type
 
 
-@pytest.mark.parametrize("key", LAYERS)
-def test_outputs_and_gradients(key):
+@pytest.mark.parametrize("key,is_compiled", [*((key, False) for key in LAYERS), ("rgcn", True), ("hgt", True)])
+def test_outputs_and_gradients(key, is_compiled):
     name, args, kwargs = LAYERS[key]
     layer, oracle = both(name, *args, dtype=torch.float32, **kwargs)
-    call = arguments(key)
+    function, call = layer, arguments(key)
+    if is_compiled:
+        torch._dynamo.reset()
+        function = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
-        actual = results_of(layer, *cast(call, torch.float32))
+        actual = {n.replace("_orig_mod.", ""): t for n, t in results_of(function, *cast(call, torch.float32)).items()}
     assert "relational_traversal" in launched and (key == "embeddings" or "segment_gemm" in launched)
     expected = results_of(oracle.double(), *cast(cast(call, torch.float32), torch.float64))
     assert list(actual) == list(expected)

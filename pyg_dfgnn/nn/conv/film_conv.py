@@ -9,12 +9,13 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir.layers import film
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.graph.relations import one_relation
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.ops.relational import RowSet
 
 ACTIVATIONS: dict[Any, Callable[[Any], tuple[Any, ...] | None]] = {
     type(None): lambda act: (None,),
@@ -58,8 +59,8 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         return self._ask(nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self.num_relations > 1)
 
     def _program(
-        self, call: Call, graph: Graph, x: Tensor | PairTensor, *_: Any
-    ) -> tuple[Relational, dict[str, Tensor]]:
+        self, call: Call, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         layers = [(lin.weight, film.weight, film.bias) for lin, film in zip(self.lins, self.films, strict=True)]
         weight, modulation, bias = (torch.stack(parts) for parts in zip(*layers, strict=True))
@@ -68,16 +69,19 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         inputs = {"x": x_src, "xd": x_dst, "weight": weight.transpose(1, 2), "gamma": gamma, "gamma_bias": gamma_bias}
         inputs |= {"beta": beta, "beta_bias": beta_bias}
         (aggr,) = statistics_of(self.aggr_module)
-        return film(aggr, *activation_of(self.act)), inputs  # type: ignore[misc]
+        act = activation_of(self.act)
+        assert act is not None
+        numbers = [self._static_number(self.act, "act.negative_slope")] if len(act) > 1 else []
+        return ("film", aggr, act[0], *numbers), inputs
 
-    def _graph(self, call: Call) -> Graph:
+    def _graph(self, call: Call) -> Graph | RowSet:
         if self.num_relations > 1:
             return super()._graph(call)
         sizes = call.num_src, call.num_dst
+        if torch.compiler.is_compiling():
+            return RowSet("relation", (call.edge_index,), sizes, self.flow != "source_to_target")
         is_graph = isinstance(call.edge_index, Graph)
-        graph = call.edge_index if is_graph else Graph.of(call.edge_index, *sizes, flow=self.flow)
-        zeros = graph.derived("one_relation", lambda: graph.csr.col.new_zeros(graph.num_edges))
-        return Graph.of(graph.edge_index, *sizes, edge_type=zeros, num_relations=1)
+        return one_relation(call.edge_index if is_graph else Graph.of(call.edge_index, *sizes, flow=self.flow))
 
     def forward(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.FiLMConv.forward`."""

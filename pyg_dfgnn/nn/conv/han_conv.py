@@ -8,12 +8,12 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import EdgeType, NodeType, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph, compact_rows
-from pyg_dfgnn.ir.layers import han_mean, han_nodes, han_scores
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.joint import JointConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
+from pyg_dfgnn.ops.relational import RowSet
 
 
 class HANConv(JointConv, conv.HANConv):
@@ -38,13 +38,15 @@ class HANConv(JointConv, conv.HANConv):
         reasons = [] if plain else ["k_lin is another layer than PyG's"]
         unknown = [name for name in x_dict if name not in self.proj]
         reasons += [f"x_dict has {', '.join(unknown)} without parameters"] if unknown else []
+        if torch.compiler.is_compiling():
+            reasons.append("the numbers of targets of each relation while compiling")
         # In PyG's order of the results.
         types = list(x_dict)
         return self._ask_joint(x_dict, edge_index_dict, types, self.metadata[1], self.k_lin.weight, reasons)
 
     def _program(
-        self, call: Call, graph: Graph, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
-    ) -> tuple[Relational, dict[str, Tensor]]:
+        self, call: Call, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         heads = self.heads
         rows = torch.cat([self.proj[name](x_dict[name]) for name in call.edge_index.sizes])
         nodes = rows.view(-1, heads, self.out_channels // heads)
@@ -53,7 +55,7 @@ class HANConv(JointConv, conv.HANConv):
         inputs = {"x": nodes, "xd": nodes, "source": source, "target": target}
         if self.training and self.dropout > 0:
             inputs["keep"] = kept_by_dropout(self.dropout, (graph.num_edges, heads), nodes)
-        return han_nodes(float(self.negative_slope)), inputs
+        return ("han_nodes", self._static_number(self, "negative_slope")), inputs
 
     def forward(
         self,
@@ -66,9 +68,10 @@ class HANConv(JointConv, conv.HANConv):
         if call.reasons:
             return self._fall_back(call, x_dict, return_semantic_attention_weights)
         graph, sizes = self._graph(call), call.edge_index.sizes
+        assert isinstance(graph, Graph)
         z = self._run(call, graph, *self._program(call, graph, x_dict))["out"]
         share = self._shares(call, graph, z)
-        out = self._run(call, graph, han_mean, {"z": z, "share": share})["out"]
+        out = self._run(call, graph, ("han_mean",), {"z": z, "share": share})["out"]
         received = {edge_type[-1] for edge_type in edge_index_dict}
         parts = zip(sizes, out.split(list(sizes.values())), strict=True)
         out_dict = {name: rows if name in received else None for name, rows in parts}
@@ -84,7 +87,7 @@ class HANConv(JointConv, conv.HANConv):
     def _shares(self, call: Call, graph: Graph, z: Tensor) -> Tensor:
         """Return the semantic attention: the share of each relation in what its targets receive, [R]."""
         weight, bias, q = self.k_lin.weight.t(), self.k_lin.bias, self.q[0]
-        scores = self._run(call, graph, han_scores, {"z": z, "weight": weight, "bias": bias, "q": q})["out"]
+        scores = self._run(call, graph, ("han_scores",), {"z": z, "weight": weight, "bias": bias, "q": q})["out"]
         edge_index, relations, sizes = call.edge_index
         names = list(sizes)
         # Type of the targets of each relation; -1 where the call has no such edges.

@@ -11,14 +11,14 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir.layers import heat_edges, heat_nodes, hetero_linear
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
 from pyg_dfgnn.nn.edges import Call, num_edges
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout, run
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.ops.relational import RowSet
 
 
 class HEATConv(RelationalConv, conv.HEATConv):
@@ -54,11 +54,11 @@ class HEATConv(RelationalConv, conv.HEATConv):
 
     def _nodes(self, x: Tensor, node_type: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the nodes mapped by the weights of their types."""
-        return run(hetero_linear, *typed_rows(self.hetero_lin, x, node_type, "node_type"), dtype)["out"]
+        return run(("hetero_linear",), *typed_rows(self.hetero_lin, x, node_type, "node_type"), dtype)["out"]
 
     def _program(
-        self, call: Call, graph: Graph, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
-    ) -> tuple[Relational, dict[str, Tensor]]:
+        self, call: Call, graph: Graph | RowSet, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         return self._attention(call, graph, self._nodes(x, node_type, call.problem[0]), self._edge(call))
 
     def _edge(self, call: Call) -> Tensor:
@@ -67,7 +67,9 @@ class HEATConv(RelationalConv, conv.HEATConv):
         check_shape("edge_attr", call.edge_attr, (num_edges(call.edge_index), "D"), "[E, edge_dim]")
         return F.leaky_relu(self.edge_attr_emb(call.edge_attr), self.negative_slope)
 
-    def _attention(self, call: Call, graph: Graph, nodes: Tensor, edge: Tensor) -> tuple[Relational, dict[str, Tensor]]:
+    def _attention(
+        self, call: Call, graph: Graph | RowSet, nodes: Tensor, edge: Tensor
+    ) -> tuple[Layer, dict[str, Tensor]]:
         sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(1)]
         target, source, relation, attr = self.att.weight.split(sizes, dim=1)
         types = F.linear(F.leaky_relu(self.edge_type_emb.weight, self.negative_slope), relation)
@@ -75,7 +77,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
         inputs["types"] = types
         if self.training and self.dropout > 0:
             inputs["keep"] = kept_by_dropout(self.dropout, (graph.num_edges, self.heads), nodes)
-        return heat_nodes(float(self.negative_slope)), inputs
+        return ("heat_nodes", self._static_number(self, "negative_slope")), inputs
 
     def forward(
         self, x: Tensor, edge_index: Adj | Graph, node_type: Tensor, edge_type: Tensor, edge_attr: OptTensor = None
@@ -89,7 +91,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
         attended = self._run(call, graph, *self._attention(call, graph, nodes, edge))
         # Messages are mapped after they are summed, their bias with the sum of the weights.
         edge = torch.cat([edge, edge.new_ones(edge.size(0), 1)], dim=1).unsqueeze(1).expand(-1, self.heads, -1)
-        summed = self._run(call, graph, heat_edges, {"alpha": attended["alpha"], "edge": edge})["out"]
+        summed = self._run(call, graph, ("heat_edges",), {"alpha": attended["alpha"], "edge": edge})["out"]
         summed, total = summed[..., :-1], summed[..., -1:]
         out = F.linear(torch.cat([attended["out"], summed], dim=-1), self.lin.weight)
         out = out if self.lin.bias is None else out + total * self.lin.bias

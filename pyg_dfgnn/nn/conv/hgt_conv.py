@@ -9,12 +9,12 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import EdgeType, NodeType
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir.layers import hgt_attention
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.joint import JointConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
+from pyg_dfgnn.ops.relational import RowSet
 
 
 class HGTConv(JointConv, conv.HGTConv):
@@ -37,8 +37,8 @@ class HGTConv(JointConv, conv.HGTConv):
         return self._ask_joint(x_dict, edge_index_dict, types, self.edge_types, self.k_rel.weight, reasons)
 
     def _program(
-        self, call: Call, graph: Graph, x_dict: dict[NodeType, Tensor], *_: Any
-    ) -> tuple[Relational, dict[str, Tensor]]:
+        self, call: Call, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         heads, channels = self.heads, self.out_channels // self.heads
         kqv = self.kqv_lin(x_dict)
         projected = [kqv[name].tensor_split(3, dim=1) for name in call.edge_index.sizes]
@@ -47,7 +47,7 @@ class HGTConv(JointConv, conv.HGTConv):
             layer.weight.view(heads, -1, channels, channels).transpose(0, 1) for layer in (self.k_rel, self.v_rel)
         )
         scale = torch.cat([self.p_rel["__".join(edge_type)] for edge_type in self.edge_types])
-        return hgt_attention, {"k": k, "q": q, "v": v, "key": key, "value": value, "scale": scale}
+        return ("hgt_attention",), {"k": k, "q": q, "v": v, "key": key, "value": value, "scale": scale}
 
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]

@@ -12,6 +12,7 @@ from pyg_dfgnn.graph.joint import Part, joint_graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
+from pyg_dfgnn.ops.relational import RowSet
 
 EdgeTypes = Sequence[tuple[str, str, str]]
 
@@ -63,7 +64,7 @@ class JointConv(RelationalConv):
         """
         compiling = torch.compiler.is_compiling()
         against = [*reasons, *module_reasons(self, compiling)]
-        against += self._compile_reasons() if compiling else []
+        against += self._compile_reasons((), "tensor") if compiling else []
         nodes = {name: x_dict[name] for name in node_types if name in x_dict}
         features = list(nodes.values())
         if not features or not all(isinstance(x, Tensor) and x.dim() == 2 for x in features):
@@ -98,6 +99,8 @@ class JointConv(RelationalConv):
         form, sizes = edges.form_of(edge_index), [sets.sizes[source], sets.sizes[target]]
         if form not in edges.FORMS:
             return [f"the edges of {edge_type} are a {form}"]
+        if form != "tensor" and torch.compiler.is_compiling():
+            return [f"the edges of {edge_type} are a {form} while compiling"]
         reasons = edge_reasons(edge_index, form, "source_to_target", device)
         if form == "Graph":
             edges.check_sizes(edge_index, "source_to_target", sizes, None)
@@ -108,14 +111,20 @@ class JointConv(RelationalConv):
                 reasons.append(f"the edges of {edge_type} are between {declared} nodes and the features of {sizes}")
         return reasons
 
-    def _graph(self, call: edges.Call) -> Graph:
+    def _graph(self, call: edges.Call) -> Graph | RowSet:
         edge_index, relations, sizes = call.edge_index
         first = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
+        num_nodes, num_relations = sum(sizes.values()), len(relations)
+        if torch.compiler.is_compiling():
+            numbers = [num_nodes, num_relations]
+            for name in edge_index:
+                numbers += [relations[name], first[name[0]], sizes[name[0]], first[name[-1]], sizes[name[-1]]]
+            return RowSet("joint", tuple(edge_index.values()), tuple(numbers))
         parts = [
             Part(index, relations[name], *((first[node], sizes[node]) for node in (name[0], name[-1])))
             for name, index in edge_index.items()
         ]
-        return joint_graph(parts, sum(sizes.values()), len(relations))
+        return joint_graph(parts, num_nodes, num_relations)
 
     def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
         plain = {

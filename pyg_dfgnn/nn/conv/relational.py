@@ -1,6 +1,7 @@
 """What the relational convs share: the question to the gate, the graph with its relations, the run of a program."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,18 +9,19 @@ from torch import Tensor
 from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
-from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.ops.relational import RowSet, rows_of
 
 
 class RelationalConv(FusedConv):
     """A drop-in conv on a program of :mod:`pyg_dfgnn.ir.layers`.
 
-    Its `_program(call, graph, *arguments of forward)` returns the program's front end and its inputs.
+    Its `_program(call, graph, *arguments of forward)` returns the layer of :func:`pyg_dfgnn.ir.layers.layer_of` and its
+    inputs. While torch.compile traces, a :class:`~pyg_dfgnn.ops.relational.RowSet` stands for the graph.
     """
 
     _problem_type = staticmethod(lambda dtype, device, *_: RelationalProblem(dtype, device))
@@ -33,12 +35,13 @@ class RelationalConv(FusedConv):
         return ()
 
     def _program(
-        self, call: edges.Call, graph: Graph, *args: Any, **kwargs: Any
-    ) -> tuple[Relational, dict[str, Tensor]]:
+        self, call: edges.Call, graph: Graph | RowSet, *args: Any, **kwargs: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         raise NotImplementedError
 
     def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         graph = self._graph(call)
+        assert isinstance(graph, Graph)
         layer, inputs = self._program(call, graph, *args, **kwargs)
         return graph, explain(layer, rows_of(graph), inputs, self._outputs(call))
 
@@ -94,21 +97,25 @@ class RelationalConv(FusedConv):
         reasons = ["several aggregations"] if is_multiple(self.aggr_module) else []
         return reasons if x is None else [*reasons, *dtype_reasons(x, weight)]
 
-    def _compile_reasons(self, *_: Any) -> list[str]:
-        return ["torch.compile traces the call"]
+    def _compile_reasons(self, tensors: Sequence[Tensor | None], form: str, *_: Any) -> list[str]:
+        return [] if form == "tensor" else [f"a {form} while compiling"]
 
     def _count_relations(self) -> int:
         count: int = self.num_relations
         return count
 
-    def _graph(self, call: edges.Call) -> Graph:
-        """Return the graph of a call without reasons, with its relations.
+    def _graph(self, call: edges.Call) -> Graph | RowSet:
+        """Return the graph of a call without reasons, with its relations; while torch.compile traces, what names it.
 
         Raises:
             ValueError: Relations are out of range, or a `Graph` has another number of them.
         """
         edge_index, edge_type, num_relations = call.edge_index, call.edge_type, self._count_relations()
         sizes = call.num_src, call.num_dst
+        if torch.compiler.is_compiling():
+            transposed = self.flow != "source_to_target"
+            assert edge_type is not None
+            return RowSet("relations", (edge_index, edge_type), (*sizes, num_relations), transposed)
         if call.form in ("tensor", "EdgeIndex"):
             return Graph.of(edge_index, *sizes, flow=self.flow, edge_type=edge_type, num_relations=num_relations)
         graph: Graph = edge_index if call.form == "Graph" else Graph.of(edge_index, *sizes)
@@ -120,9 +127,32 @@ class RelationalConv(FusedConv):
             )
         return graph.on_this_stream()
 
-    def _run(self, call: edges.Call, graph: Graph, layer: Relational, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _static_number(self, module: torch.nn.Module, name: str) -> float:
+        """Return a number of this module or of one of its parts, a constant to torch.compile, also with dynamic=True.
+
+        Args:
+            module: The module that has the number.
+            name: Where the number is, from this module on.
+        """
+        number: float = getattr(module, name.rpartition(".")[2])
+        if not torch.compiler.is_compiling():
+            return number
+        constant = self._constant(name)
+        # The comparison compiles another number anew.
+        if number != constant:
+            raise AssertionError(name)
+        return constant
+
+    @torch.compiler.assume_constant_result
+    def _constant(self, name: str) -> float:
+        return float(attrgetter(name)(self))
+
+    def _run(
+        self, call: edges.Call, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the outputs of a program, in PyG's dtype."""
-        return run(layer, rows_of(graph), inputs, call.problem[0], self._outputs(call))
+        rows = graph if isinstance(graph, RowSet) else rows_of(graph)
+        return run(layer, rows, inputs, call.problem[0], self._outputs(call))
 
     def _types_for_pyg(self, call: edges.Call, edge_type: OptTensor) -> OptTensor:
         """Return the relations as PyG's forward takes them, which a `Graph` may hold."""

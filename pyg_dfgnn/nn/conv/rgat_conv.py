@@ -11,14 +11,14 @@ from torch_geometric.typing import Adj, OptTensor, Size
 
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir.layers import rgat
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call, form_of, num_edges, rows_of, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.ops.relational import RowSet
 
 
 class RGATConv(RelationalConv, conv.RGATConv):
@@ -74,7 +74,9 @@ class RGATConv(RelationalConv, conv.RGATConv):
             one_way=True,
         )
 
-    def _program(self, call: Call, graph: Graph, x: Tensor, *_: Any, **__: Any) -> tuple[Relational, dict[str, Tensor]]:
+    def _program(
+        self, call: Call, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any
+    ) -> tuple[Layer, dict[str, Tensor]]:
         weight = self.weight if self.num_bases is None else torch.einsum("rb,bkn->rkn", self.att, self.basis)
         inputs = {"x": x, "xd": x, "weight": weight, "q": self.q, "k": self.k}
         edge_attr = call.edge_attr
@@ -86,8 +88,8 @@ class RGATConv(RelationalConv, conv.RGATConv):
             inputs["edge"] = F.linear(edge_attr, self.e.t() @ self.lin_edge.weight)
         if self.training and self.dropout > 0:
             inputs["keep"] = kept_by_dropout(self.dropout, (graph.num_edges, self.heads), x)
-        slope = float(self.negative_slope)
-        return rgat(self.heads, self.attention_mode, self.attention_mechanism, slope), inputs
+        slope = self._static_number(self, "negative_slope")
+        return ("rgat", self.heads, self.attention_mode, self.attention_mechanism, slope), inputs
 
     def forward(
         self,

@@ -9,14 +9,13 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import R, S, U, V
-from pyg_dfgnn.ir.layers import rgcn_bases, rgcn_max, rgcn_mean, rgcn_rows, rgcn_sum
-from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
-from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.ops.relational import RowSet, rows_of
 
-PROGRAMS = {"mean": rgcn_mean, "sum": rgcn_sum, "max": rgcn_max}
+AGGREGATIONS = ("mean", "sum", "max")
 Nodes: TypeAlias = Tensor | tuple[Tensor | None, Tensor] | None
 
 
@@ -29,6 +28,8 @@ class RelationalGraphConv(RelationalConv):
         is_embedded = x_src is None or not x_src.is_floating_point()
         if x_dst is not None and x_dst.is_floating_point() == is_embedded:
             reasons.append("x is features on one side and node indices on the other")
+        elif is_embedded and torch.compiler.is_compiling():
+            reasons.append("node indices for x while compiling")
         elif is_embedded and self.num_blocks is not None:
             reasons.append("num_blocks with node indices for x")
         rows = self._rows(x_src)
@@ -44,21 +45,24 @@ class RelationalGraphConv(RelationalConv):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         return super()._storage_dtype(x if x.is_floating_point() else self.weight)
 
-    def _program(self, call: Call, graph: Graph, x: Nodes, *_: Any) -> tuple[Relational, dict[str, Tensor]]:
+    def _program(self, call: Call, graph: Graph | RowSet, x: Nodes, *_: Any) -> tuple[Layer, dict[str, Tensor]]:
         x_src = x[0] if isinstance(x, tuple) else x
         (aggr,) = statistics_of(self.aggr_module)
         is_embedded = x_src is None or not x_src.is_floating_point()
         weight = self.weight
         if self.num_bases is not None:
-            sizes = rows_of(graph).sizes
-            # Products with [K, N]: of nodes with each base, or of pairs with weights that are made first.
-            if not is_embedded and aggr == "mean" and sizes[S] < sizes[R] + sizes[V] / self.num_bases:
-                return rgcn_bases, {"x": x_src, "basis": weight, "comp": self.comp}
+            # Products with [K, N]: of nodes with each base, or of pairs with weights that are made first. While
+            # torch.compile traces, the number of pairs is not known.
+            if not (is_embedded or isinstance(graph, RowSet)) and aggr == "mean":
+                sizes = rows_of(graph).sizes
+                if sizes[S] < sizes[R] + sizes[V] / self.num_bases:
+                    return ("rgcn_bases",), {"x": x_src, "basis": weight, "comp": self.comp}
             weight = (self.comp @ weight.flatten(1)).view(-1, *weight.shape[1:])
         if not is_embedded:
-            return PROGRAMS[aggr], {"x": x_src, "weight": weight}
+            return (f"rgcn_{aggr}",), {"x": x_src, "weight": weight}
+        assert isinstance(graph, Graph)
         rows = rows_of(graph)
-        return rgcn_rows(aggr), {"z": weight[rows.index(U, R), self._number(x_src, rows.index(U, S))]}
+        return ("rgcn_rows", aggr), {"z": weight[rows.index(U, R), self._number(x_src, rows.index(U, S))]}
 
     def _number(self, x_src: OptTensor, node: Tensor) -> Tensor:
         """Return which row of W_r stands for W_r x of these sources."""
@@ -91,7 +95,7 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
 
     propagate_type = {"x": Tensor, "edge_type_ptr": OptTensor}
     _upstream_methods = methods_of(conv.RGCNConv)
-    _fused_statistics = frozenset(PROGRAMS)
+    _fused_statistics = frozenset(AGGREGATIONS)
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.

@@ -10,21 +10,20 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import Rows
-from pyg_dfgnn.ir.layers import hetero_linear
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback, scripted_twin
 from pyg_dfgnn.nn.gate import is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.eager import is_eager
-from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.ops.relational import RowSet, rows_of
 
 MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
 
 
-def rows_of_types(type_vec: Tensor, num_types: int) -> Rows:
-    """Return rows of these types, kept while `type_vec` lives unchanged.
+def rows_of_types(type_vec: Tensor, num_types: int) -> Rows | RowSet:
+    """Return rows of these types, kept while `type_vec` lives unchanged; while torch.compile traces, what names them.
 
     Args:
         type_vec: Type of each row, int64 or int32 [N].
@@ -33,6 +32,8 @@ def rows_of_types(type_vec: Tensor, num_types: int) -> Rows:
     Raises:
         ValueError: A type is outside of [0, num_types).
     """
+    if torch.compiler.is_compiling():
+        return RowSet("types", (type_vec,), (num_types,))
     return rows_of(Graph.of_index(type_vec, num_types), source_type=type_vec, num_types=num_types)
 
 
@@ -56,13 +57,13 @@ class TypedLayer(torch.nn.Module):
     def _reasons(self, *args: Any) -> list[str]:
         raise NotImplementedError
 
-    def _typed(self, *args: Any) -> tuple[Rows, dict[str, Tensor]]:
+    def _typed(self, *args: Any) -> tuple[Rows | RowSet, dict[str, Tensor]]:
         raise NotImplementedError
 
     def _product(self, *args: Any) -> Tensor:
         """Return `x_i W_{t(i)} + b_{t(i)}` for a call that nothing is against."""
         rows, inputs = self._typed(*args)
-        return run(hetero_linear, rows, inputs, storage_dtype(inputs["x"]))["out"]
+        return run(("hetero_linear",), rows, inputs, storage_dtype(inputs["x"]))["out"]
 
     def _standing_reasons(self) -> list[str]:
         """Return what is against the program whatever the input."""
@@ -75,16 +76,17 @@ class TypedLayer(torch.nn.Module):
         if own:
             return Description(str(self), tuple(own))
         rows, inputs = self._typed(*args)
+        assert isinstance(rows, Rows)
         x = inputs["x"]
         problem = RelationalProblem(storage_dtype(x), x.device if device is None else device)
         if reasons := self._reasons_against(problem):
             return Description(str(self), tuple(reasons), problem)
-        plan = explain(hetero_linear, rows, inputs)
+        plan = explain(("hetero_linear",), rows, inputs)
         return Description(str(self), (), problem, plan, f"{x.size(0)} rows of {inputs['weight'].size(0)} types")
 
     def _reasons_of(self, x: Tensor, weight: Tensor) -> list[str]:
         """Return what is against the program for features and a weight of the layer."""
-        if not is_eager() or torch._C._is_tracing():
+        if not torch.compiler.is_compiling() and (not is_eager() or torch._C._is_tracing()):
             return ["torch traces or transforms the call"]
         if isinstance(weight, torch.nn.parameter.UninitializedParameter):
             return ["the weight has no shape before the first call"]
@@ -121,7 +123,7 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
             reasons.append(f"type_vec is on {type_vec.device} and x on {x.device}")
         return reasons
 
-    def _typed(self, x: Tensor, type_vec: Tensor) -> tuple[Rows, dict[str, Tensor]]:
+    def _typed(self, x: Tensor, type_vec: Tensor) -> tuple[Rows | RowSet, dict[str, Tensor]]:
         return typed_rows(self, x, type_vec)
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
@@ -129,13 +131,17 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
         return scripted_twin(self, dense.HeteroLinear) if type(self) is HeteroLinear else self
 
 
-def typed_rows(layer: Any, x: Tensor, type_vec: Tensor, name: str = "type_vec") -> tuple[Rows, dict[str, Tensor]]:
+def typed_rows(
+    layer: Any, x: Tensor, type_vec: Tensor, name: str = "type_vec"
+) -> tuple[Rows | RowSet, dict[str, Tensor]]:
     """Return the rows and the inputs of the program of a `HeteroLinear`, of ours or of PyG.
 
     Raises:
         ValueError: `type_vec`, by its name, has another shape, or a type is out of range.
     """
-    check_shape(name, type_vec, (x.size(0),), f"[N={x.size(0)}]")
+    # A text with a size in it would make the size a constant to torch.compile.
+    if type_vec.shape != x.shape[:1]:
+        check_shape(name, type_vec, (x.size(0),), f"[N={x.size(0)}]")
     inputs = {"x": x, "weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
     try:
         return rows_of_types(type_vec, layer.weight.size(0)), inputs
@@ -170,6 +176,8 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
 
     def _reasons(self, x_dict: dict[Any, Tensor]) -> list[str]:
         keys = self._keys(x_dict)
+        if torch.compiler.is_compiling():
+            return ["the types of the rows while compiling"]
         if len(keys) < MANY_TYPES:
             return [f"{len(keys)} types take a product each, {MANY_TYPES} and more are one"]
         layers, first = [self.lins[key] for key in keys], x_dict[keys[0]]
@@ -181,7 +189,7 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
             return ["the features have several dtypes or devices"]
         return self._reasons_of(first, layers[0].weight)
 
-    def _typed(self, x_dict: dict[Any, Tensor]) -> tuple[Rows, dict[str, Tensor]]:
+    def _typed(self, x_dict: dict[Any, Tensor]) -> tuple[Rows | RowSet, dict[str, Tensor]]:
         keys = self._keys(x_dict)
         layers, features = [self.lins[key] for key in keys], [x_dict[key] for key in keys]
         inputs = {"x": torch.cat(features), "weight": torch.stack([layer.weight.t() for layer in layers])}

@@ -44,6 +44,8 @@ class Prepared:
         dtype: Dtype of the inputs.
         wrt: Inputs whose gradients will be asked for.
         passes: The passes that make the steps.
+        alone: Whether the gradients are the outputs, computed from the inputs and the gradients `d_...` of the
+            program's outputs: nothing is left by a forward pass.
 
     Attributes:
         lowered: The steps.
@@ -54,11 +56,21 @@ class Prepared:
     """
 
     def __init__(
-        self, program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes = ALL_PASSES
+        self,
+        program: Program,
+        rows: Rows,
+        dtype: torch.dtype,
+        wrt: tuple[str, ...],
+        passes: Passes = ALL_PASSES,
+        alone: bool = False,
     ) -> None:
         self.program, self.dtype, self.wrt = program, dtype, wrt
         self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
-        self.lowered: Lowered = lower(passes.run(program, rows.sizes, wrt), self.outputs)
+        whole = passes.run(program, rows.sizes, wrt)
+        if alone:
+            self.outputs, self.gradients = self.gradients, []
+            whole = selected(whole, self.outputs)
+        self.lowered: Lowered = lower(whole, self.outputs)
         self._like = torch.empty(0, dtype=dtype, device=rows.device)
         self._static: dict[str, Tensor] = {}
         for step in self.lowered.static:
@@ -180,6 +192,12 @@ def rows_of(
     return graph.derived(key, lambda: Rows(graph, **types, num_types=num_types, kept=True), tuple(anchors.values()))
 
 
+def selected(program: Program, outputs: Sequence[str]) -> Program:
+    """Return the program with some of its outputs."""
+    names = dict(program.outputs)
+    return Program(program.name, program.values, tuple((name, names[name]) for name in outputs))
+
+
 def _selected(
     program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None
 ) -> Program:
@@ -195,7 +213,7 @@ def _selected(
         if outputs is not None:
             if unknown := [name for name in outputs if name not in names]:
                 raise ValueError(f"'outputs' needs {', '.join(names)} (got {', '.join(unknown)})")
-            whole = Program(whole.name, whole.values, tuple((name, names[name]) for name in outputs))
+            whole = selected(whole, outputs)
         # With what the key is the number of, which so stays alive.
         return program, whole
 
@@ -203,7 +221,7 @@ def _selected(
 
 
 def _prepared(
-    program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes
+    program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes, alone: bool = False
 ) -> Prepared | tuple[str, ...]:
     """Return what runs a program, or every reason why no kernels do; kept with the rows."""
 
@@ -213,11 +231,11 @@ def _prepared(
         if reasons:
             return tuple(reasons)
         try:
-            return Prepared(program, rows, dtype, wrt, passes)
+            return Prepared(program, rows, dtype, wrt, passes, alone)
         except Refusal as refusal:
             return (str(refusal),)
 
-    return rows.derived(("prepared", id(program), dtype, wrt, passes), build)
+    return rows.derived(("prepared", id(program), dtype, wrt, passes, alone), build)
 
 
 def reasons_against(
@@ -247,12 +265,12 @@ def _found(
     outputs: Sequence[str] | None,
     passes: Passes,
 ) -> tuple[Program, Prepared | tuple[str, ...]]:
-    selected = _selected(program, rows, inputs, outputs)
+    whole = _selected(program, rows, inputs, outputs)
     wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
     if not is_eager():
-        return selected, ("operators are traced or transformed",)
-    return selected, _prepared(selected, rows, dtype, wrt, passes)
+        return whole, ("operators are traced or transformed",)
+    return whole, _prepared(whole, rows, dtype, wrt, passes)
 
 
 def apply(
@@ -280,17 +298,41 @@ def apply(
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
-    selected, prepared = _found(program, rows, inputs, outputs, passes)
+    whole, prepared = _found(program, rows, inputs, outputs, passes)
     if not isinstance(prepared, Prepared):
-        _report(selected.name, prepared, rows.device)
-        return interpret(selected, rows, inputs)
-    check_inputs(selected, rows, inputs)
+        _report(whole.name, prepared, rows.device)
+        return interpret(whole, rows, inputs)
+    check_inputs(whole, rows, inputs)
     rows.graph.on_this_stream()
     if prepared.wrt:
         results = _run(prepared, rows, tuple(inputs), *inputs.values())
     else:
         results = prepared.forward(rows, {name: tensor.detach() for name, tensor in inputs.items()})[0]
     return dict(zip(prepared.outputs, results, strict=True))
+
+
+def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], wrt: tuple[str, ...] | None) -> list[Tensor]:
+    """Return the outputs of a program, or some of its gradients, without recording any: what traced calls run.
+
+    Args:
+        program: The program; what was prepared for it is found by the object.
+        rows: The rows of the graph, which is alive.
+        inputs: As for :func:`apply`; for gradients also that of each output, under its name after "d_".
+        wrt: Inputs whose gradients are wanted, which are computed from `inputs` alone; None for the outputs.
+    """
+    dtype = next((tensor.dtype for tensor in inputs.values()), torch.float32)
+    prepared = _prepared(program, rows, dtype, wrt or (), ALL_PASSES, alone=wrt is not None)
+    if wrt is None:
+        check_inputs(program, rows, inputs)
+    if isinstance(prepared, Prepared):
+        rows.graph.on_this_stream()
+        return prepared.forward(rows, inputs)[0]
+    _report(program.name, prepared, rows.device)
+    if wrt is not None:
+        program = selected(ALL_PASSES.run(program, rows.sizes, wrt), ["d_" + name for name in wrt])
+        # Of the inputs it may not read all.
+        inputs = {name: inputs[name] for name in program.inputs}
+    return list(interpret(program, rows, inputs).values())
 
 
 def _report(name: str, reasons: tuple[str, ...], device: torch.device) -> None:
