@@ -43,6 +43,18 @@ LAYERS = {
     "hetero_dict_linear": ("HeteroDictLinear", (24, 16, [str(i) for i in range(12)]), {}),
 }
 
+COMPILED = [key for key in LAYERS if key not in ("han", "rgcn_embeddings", "hetero_dict_linear")]
+"""Those that torch.compile holds as calls of the operator."""
+ways = pytest.mark.parametrize(
+    "key,is_compiled",
+    [*((key, False) for key in LAYERS), *(pytest.param(key, True, id=f"{key}-compiled") for key in COMPILED)],
+)
+
+
+def compiled(layer):
+    torch._dynamo.reset()
+    return torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+
 
 def arguments(key):
     """Arguments in float64: a hub, duplicates, nodes without edges, a relation without edges."""
@@ -96,13 +108,14 @@ def test_outputs_and_gradients(key, dtype):
             assert difference <= bound * size, (name, difference / size, bound)
 
 
-@pytest.mark.parametrize("key", LAYERS)
-def test_every_run_is_the_same_and_waits_for_nothing(key):
+@ways
+def test_every_run_is_the_same_and_waits_for_nothing(key, is_compiled):
     layer, _ = build(key, torch.float32)
+    function = compiled(layer) if is_compiled else layer
     args = copied(cast(arguments(key), torch.float32))
 
     def run():
-        outputs = list(named(layer(*args)).values())
+        outputs = list(named(function(*args)).values())
         loss = torch.stack([out.square().sum() for out in outputs]).sum()
         return [*outputs, *torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)]
 
@@ -117,13 +130,35 @@ def test_every_run_is_the_same_and_waits_for_nothing(key):
         assert first is second is None or torch.equal(first, second)
 
 
-@pytest.mark.parametrize("key", LAYERS)
-def test_under_autocast(key):
+@ways
+def test_under_autocast(key, is_compiled):
     layer, oracle = build(key, torch.float32)
+    function = compiled(layer) if is_compiled else layer
     args = arguments(key)
     with torch.autocast("cuda", torch.bfloat16), pyg_dfgnn.settings(fallback="error"):
-        outputs = named(layer(*cast(args, torch.float32)))
+        outputs = named(function(*cast(args, torch.float32)))
     expected = named(oracle(*args))
     size = max(out.norm().item() for out in expected.values())
     for name, want in expected.items():
         assert (outputs[name].double() - want).norm().item() <= 0.04 * size, name
+
+
+@pytest.mark.parametrize(
+    "key,backend",
+    [*((key, "aot_eager") for key in COMPILED), *((key, "inductor") for key in ("rgcn", "rgat_heads", "hgt_heads"))],
+)
+def test_compiled_calls_equal_eager_ones(key, backend):
+    """What backward computes again is rounded as it was, but sums of gradients may be taken in another order."""
+    layer, _ = build(key, torch.float32)
+    args = cast(arguments(key), torch.float32)
+    torch._dynamo.reset()
+    function = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    with pyg_dfgnn.settings(fallback="error"):
+        expected = results_of(layer, *args)
+        actual = {name.replace("_orig_mod.", ""): t for name, t in results_of(function, *args).items()}
+    assert actual.keys() == expected.keys()
+    for is_gradient in (False, True):
+        size = max(t.norm().item() for n, t in expected.items() if n.startswith("d_") == is_gradient)
+        for name in (name for name in expected if name.startswith("d_") == is_gradient):
+            difference = (actual[name] - expected[name]).norm().item()
+            assert difference <= tolerance(torch.float32, "backward", "relational").relative * size, name
