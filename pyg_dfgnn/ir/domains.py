@@ -24,6 +24,9 @@ class Domain(Enum):
     TARGET_RELATION = "V"
     EDGE = "E"
 
+    # Members are single objects; that of Enum is a function of Python.
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return self.value
 

@@ -131,6 +131,8 @@ def broadcast(name: str, *shapes: Shape) -> Shape:
     Raises:
         ValueError: They do not broadcast.
     """
+    if shapes and shapes.count(shapes[0]) == len(shapes):
+        return shapes[0]
     rank = max(map(len, shapes), default=0)
     columns = list(zip(*((1,) * (rank - len(shape)) + shape for shape in shapes)))
     if any(len(set(sizes) - {1}) > 1 for sizes in columns):
@@ -249,7 +251,7 @@ class Builder:
         operands, attrs = [self.values[arg] for arg in args], tuple(attrs)
         lowest, shape = _domain(op, operands, attrs), _shape(op, operands, attrs)
         domain = lowest if domain is None else domain
-        if not determines(domain, lowest):
+        if domain is not lowest and not determines(domain, lowest):
             raise ValueError(f"'{op}' needs a domain that determines {lowest} (got {domain})")
         if args and op in ("view", "permute", "expand", "fold", "gather", "concat", "slice", "pad"):
             is_same = shape == operands[0].shape and domain is operands[0].domain and len(args) == 1

@@ -10,39 +10,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, values
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, size_and_dtype, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 for _name in "neg abs exp log sqrt sin cos erf relu sigmoid tanh sign silu".split():
-    FUNCTIONS[_name] = lambda t, func, x, op=_name: pointwise(t, func(x), op, x)
+    FUNCTIONS[_name] = lambda t, func, x, op=_name: pointwise(t, size_and_dtype(func, x), op, x)
 FUNCTIONS.update(negative=FUNCTIONS["neg"], absolute=FUNCTIONS["abs"], special_expit=FUNCTIONS["sigmoid"])
 for _names, _op in {"mul multiply rmul": "mul", "gt greater": "greater", "maximum": "maximum", "eq": "eq"}.items():
+    _dtype = torch.bool if _op in ("greater", "eq") else None
     for _name in _names.split():
-        FUNCTIONS[_name] = lambda t, func, x, y, op=_op: pointwise(t, func(x, y), op, x, y)
+        FUNCTIONS[_name] = lambda t, func, x, y, op=_op, dtype=_dtype: pointwise(
+            t, size_and_dtype(func, x, y, dtype=dtype), op, x, y
+        )
 for _name, _op in {"lt": "greater", "less": "greater", "rsub": "sub", "rdiv": "div", "rtruediv": "div"}.items():
-    FUNCTIONS[_name] = lambda t, func, x, y, op=_op: pointwise(t, func(x, y), op, y, x)
+    _dtype = torch.bool if _op == "greater" else None
+    FUNCTIONS[_name] = lambda t, func, x, y, op=_op, dtype=_dtype: pointwise(
+        t, size_and_dtype(func, x, y, dtype=dtype), op, y, x
+    )
 
 
 @names("add", "radd", "sub", "subtract")
 def _add(t: Tracer, func: Any, x: Any, y: Any, *, alpha: float = 1) -> Symbol:
-    meta, op = func(x, y), "sub" if "sub" in func.__name__ else "add"
+    meta, op = size_and_dtype(func, x, y), "sub" if "sub" in func.__name__ else "add"
     return pointwise(t, meta, op, x, y if alpha == 1 else pointwise(t, t.symbol(y), "mul", y, alpha))
 
 
 @names("div", "divide", "true_divide")
 def _div(t: Tracer, func: Any, x: Any, y: Any, *, rounding_mode: None = None) -> Symbol:
     assert rounding_mode is None, "a rounding mode"
-    return pointwise(t, func(x, y), "div", x, y)
+    return pointwise(t, size_and_dtype(func, x, y), "div", x, y)
 
 
 @names("reciprocal")
 def _reciprocal(t: Tracer, func: Any, x: Any) -> Symbol:
-    return pointwise(t, func(x), "div", 1.0, x)
+    return pointwise(t, size_and_dtype(func, x), "div", 1.0, x)
 
 
 @names("pow")
 def _pow(t: Tracer, func: Any, x: Any, exponent: Any) -> Symbol:
-    meta = func(x, exponent)
+    meta = size_and_dtype(func, x, exponent)
     if isinstance(exponent, (int, float)):
         return pointwise(t, meta, "pow", x, attrs=(exponent,))
     base, power = values(t, x, exponent)
@@ -72,13 +78,13 @@ def _clamp(t: Tracer, func: Any, x: Symbol, min: Any = None, max: Any = None, **
 
 @names("leaky_relu")
 def _leaky_relu(t: Tracer, func: Any, x: Symbol, negative_slope: float = 0.01) -> Symbol:
-    return pointwise(t, func(x), "leaky_relu", x, attrs=(float(negative_slope),))
+    return pointwise(t, size_and_dtype(func, x), "leaky_relu", x, attrs=(float(negative_slope),))
 
 
 @names("elu")
 def _elu(t: Tracer, func: Any, x: Symbol, alpha: float = 1.0) -> Any:
     if alpha == 1.0:
-        return pointwise(t, func(x), "elu", x)
+        return pointwise(t, size_and_dtype(func, x), "elu", x)
     with t:
         # Without an overflow where x is large, whose gradient would not be a number.
         return torch.where(x > 0, x, alpha * ((-F.relu(-x)).exp() - 1))
@@ -87,13 +93,13 @@ def _elu(t: Tracer, func: Any, x: Symbol, alpha: float = 1.0) -> Any:
 @names("gelu")
 def _gelu(t: Tracer, func: Any, x: Symbol, *, approximate: str = "none") -> Symbol:
     assert approximate == "none", "an approximation"
-    return pointwise(t, func(x), "gelu", x)
+    return pointwise(t, size_and_dtype(func, x), "gelu", x)
 
 
 @names("softplus")
 def _softplus(t: Tracer, func: Any, x: Symbol, beta: float = 1, threshold: float = 20) -> Symbol:
     assert beta == 1 and threshold == 20, "other than the default beta and threshold"
-    return pointwise(t, func(x), "softplus", x)
+    return pointwise(t, size_and_dtype(func, x), "softplus", x)
 
 
 @names("where")

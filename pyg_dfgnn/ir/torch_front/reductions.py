@@ -146,8 +146,11 @@ def _mapped(t: Tracer, x: int, weight: int) -> int:
 
 @names("linear")
 def _linear(t: Tracer, func: Any, x: Symbol, weight: Any, bias: Any = None) -> Symbol:
-    meta, (x, w) = func(x, weight, bias), values(t, x, weight)
-    assert w.rows is None and w.dim() == 2, "a weight that is no matrix"
+    x, w = values(t, x, weight)
+    assert w.rows is None and w.dim() == 2 and x.size(-1) == w.size(1), "a weight that is no matrix of that size"
+    # Torch's meta function of a product with a bias is one of Python.
+    is_alike = x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == w.shape[:1])
+    meta = x.new_empty((*x.shape[:-1], w.size(0))) if is_alike else func(x, weight, bias)
     out = t.result(meta, _mapped(t, t.full(x), t.emit("permute", t.full(w), attrs=((1, 0),))), x.rows)
     return out if bias is None else pointwise(t, meta, "add", out, bias)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyg_dfgnn.ir.domains import D
+from pyg_dfgnn.ir.program import broadcast
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
 
 Handler = Callable[..., Any]
@@ -47,6 +49,25 @@ def values(t: Tracer, *operands: Any, any_axis: bool = False) -> list[Symbol]:
         if x.lead and not any_axis:
             raise t.stop("nodes along another dimension than the first")
     return symbols
+
+
+def size_and_dtype(func: Any, *operands: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a meta tensor like the result of a pointwise function, which torch asks slow functions of Python for.
+
+    Args:
+        func: The function.
+        operands: Its operands.
+        dtype: Of the result; by default the operands'.
+    """
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    first = tensors[0]
+    if not first.is_floating_point() or any(x.dtype is not first.dtype for x in tensors):
+        result: Tensor = func(*operands)
+        return result
+    shape = broadcast("operands", *(tuple(x.shape) for x in tensors))
+    if dtype is None and shape == tuple(first.shape):
+        return first
+    return torch.empty(shape, dtype=dtype or first.dtype, device="meta")
 
 
 def pointwise(t: Tracer, meta: Tensor, op: str, *operands: Any, attrs: Sequence[Any] = ()) -> Symbol:

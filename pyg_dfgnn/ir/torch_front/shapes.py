@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.ir.domains import E
+from pyg_dfgnn.ir.program import broadcast
 from pyg_dfgnn.ir.torch_front.pointwise import size_of
 from pyg_dfgnn.ir.torch_front.reductions import index_select
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, values
@@ -43,9 +44,19 @@ def _reshape(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symb
     return _reshaped(t, x, func(x, *args, **kwargs))
 
 
+def _expanded(func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a meta tensor like the result, which torch asks slow functions of Python for."""
+    size = args[0].shape if func.__name__ == "expand_as" and args else size_of(args)
+    is_plain = not kwargs and all(type(n) is int and n > 0 for n in size)
+    if is_plain and broadcast("expand", tuple(x.shape), tuple(size)) == tuple(size):
+        return torch.empty(size, dtype=x.dtype, device="meta")
+    result: Tensor = func(x, *args, **kwargs)
+    return result
+
+
 @names("expand", "expand_as", "broadcast_to")
 def _expand(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
-    meta = func(x, *args, **kwargs)
+    meta = _expanded(func, x, *args, **kwargs)
     x.shared = True
     if x.ids is not None:
         return t.result(meta, None, x.rows, ids=x.ids, shared=True)
@@ -104,9 +115,26 @@ def _last(dim: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return order, tuple(order.index(i) for i in range(rank))
 
 
+def _joined(func: Any, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return a meta tensor like the result, which torch asks slow functions of Python for."""
+    first = tensors[0]
+    shapes = [list(x.shape) for x in tensors]
+    sizes = [shape.pop(dim) for shape in shapes if len(shape) == first.dim() > 0]
+    if (
+        len(sizes) < len(shapes)
+        or any(x.dtype is not first.dtype for x in tensors)
+        or shapes.count(shapes[0]) < len(shapes)
+    ):
+        result: Tensor = func(tensors, dim)
+        return result
+    shape = shapes[0]
+    shape.insert(dim % first.dim(), sum(sizes))
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
 @names("cat", "concat", "concatenate")
 def _cat(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Symbol:
-    meta, symbols = func(tensors, dim), values(t, *tensors)
+    meta, symbols = _joined(func, tensors, dim), values(t, *tensors)
     like = next((x for x in symbols if x.rows is not None), symbols[0])
     dim %= meta.dim()
     if like.rows is not None and dim == 0:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.program import Builder, Value
@@ -106,7 +107,7 @@ class Symbol(Tensor):
         shared: bool = False,
     ) -> Symbol:
         """Return a symbol with the size and dtype of a tensor."""
-        symbol = meta.detach().to("meta").as_subclass(Symbol)
+        symbol: Symbol = Tensor._make_subclass(Symbol, meta if meta.is_meta else meta.to("meta"))
         symbol.number, symbol.rows, symbol.lead = number, rows, lead
         symbol.ids, symbol.lift, symbol.shared = ids, lift, shared
         return symbol
@@ -124,16 +125,31 @@ class Symbol(Tensor):
 
 
 _PACKAGE = f"{Path(__file__).parents[2]}/"
+_OF_NN = f"{_PACKAGE}nn/"
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", _PACKAGE, "/torch_geometric/")
 
 
+@cache
 def is_of_libraries(filename: str) -> bool:
     """Whether a file is torch's, PyG's or this package's."""
     return filename.startswith("<") or any(part in filename for part in _LIBRARIES)
 
 
-def line_of_user(own: str | None = None) -> str:
-    """Return file, line and text of the innermost frame outside of torch, PyG and this package.
+class Line(NamedTuple):
+    """A line of a file; `str` gives both and its text."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        if not self.file:
+            return "the call"
+        text = linecache.getline(self.file, self.number).strip()
+        return f"{'/'.join(self.file.split('/')[-2:])}:{self.number} `{text}`"
+
+
+def line_of_user(own: str | None = None) -> Line:
+    """Return the line of the innermost frame outside of torch, PyG and this package; none where that called the layer.
 
     Args:
         own: A file to stop at even if it is PyG's, that of the traced class.
@@ -147,12 +163,9 @@ def line_of_user(own: str | None = None) -> str:
         if of_pyg is None and "/torch_geometric/nn/" in name:
             of_pyg = frame
         # From here on outwards it is who called the layer.
-        frame = None if name.startswith(f"{_PACKAGE}nn/") else frame.f_back
-    if frame is None and of_pyg is None:
-        return "the call"
+        frame = None if name.startswith(_OF_NN) else frame.f_back
     frame = frame or of_pyg
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{'/'.join(name.split('/')[-2:])}:{line} `{linecache.getline(name, line).strip()}`"
+    return Line("", 0) if frame is None else Line(frame.f_code.co_filename, frame.f_lineno)
 
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv addmm rmatmul".split())
@@ -165,6 +178,15 @@ _EXACT = frozenset(
 def _is_lost(x: Tensor) -> bool:
     """Whether an operation before this one was refused."""
     return isinstance(x, Symbol) and x.number is None and x.ids is None and x.lift is None
+
+
+def _tensors(operands: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among operands, and in tuples and lists among them."""
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            yield operand
+        elif isinstance(operand, (tuple, list)):
+            yield from _tensors(operand)
 
 
 class Tracer(TorchFunctionMode):
@@ -201,14 +223,14 @@ class Tracer(TorchFunctionMode):
         self.builder, self.sizes = Builder(share=True), sizes
         self.reasons: list[str] = []
         self.inputs: list[str] = []
-        self.lines: dict[int, str] = {}
+        self.lines: dict[int, Line] = {}
         self.widest: torch.dtype | None = None
         self.streams = 0
         self.types: tuple[str, int] | None = None
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
-        self._line = ""
+        self._line: Line | None = None
         self._flow = (S, D)
 
     # What tracing begins with ----------------------------------------------------------------------------------------
@@ -293,7 +315,8 @@ class Tracer(TorchFunctionMode):
         if op == "view" and self.builder.values[ids[0]].op == "view":
             ids[0] = self.builder.values[ids[0]].args[0]
         number = self.builder.emit(op, *ids, attrs=attrs)
-        self.lines.setdefault(number, self._line)
+        if self._line is not None:
+            self.lines.setdefault(number, self._line)
         return number
 
     def shape(self, number: int) -> tuple[int, ...]:
@@ -403,10 +426,10 @@ class Tracer(TorchFunctionMode):
             raise self.stop(f"`out=` of {name}")
         base = base.strip("_")
         handler = self._functions.get(base)
-        tensors: list[Any] = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        tensors: list[Any] = [*_tensors(args), *_tensors(kwargs.values())]
         if any(not isinstance(x, Symbol) for x in tensors) and not base.startswith("as_tensor"):
             args, kwargs = tree_map(lambda x: self.symbol(x) if isinstance(x, Tensor) else x, (args, kwargs))
-            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+            tensors = [*_tensors(args), *_tensors(kwargs.values())]
         if in_place and (not tensors or tensors[0].shared):
             raise self.stop(f"`{name}` edits a tensor in place that is read elsewhere")
         if handler is None or (self.reasons and any(_is_lost(x) for x in tensors)):

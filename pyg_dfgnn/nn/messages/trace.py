@@ -17,7 +17,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.domains import D, E, One, S
 from pyg_dfgnn.ir.program import Program, Value
-from pyg_dfgnn.ir.torch_front import FUNCTIONS, Refusal, Symbol, Tracer, fake_sizes, tidy
+from pyg_dfgnn.ir.torch_front import FUNCTIONS, Line, Refusal, Symbol, Tracer, fake_sizes, tidy
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.spec import Call, Spec, original
@@ -165,8 +165,10 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
     taken = {n for key in spec.key for n in _numbers(key)} | {n for p in layer.parameters() for n in _shape(p)}
     small, values, _ = _once(layer, call, spec, taken, large=False)
     large, others, lines = _once(layer, call, spec, taken, large=True)
-    if large.program is None or (small.program == large.program and values == others):
+    if large.program is None:
         return large
+    if small.program == large.program and values == others:
+        return large._replace(program=tidy(large.program))
     different = next((i for i, (value, other) in enumerate(zip_longest(values, others)) if value != other), -1)
     reason = f"{lines.get(different, 'the call')}: what is computed depends on the number of edges or nodes"
     return large._replace(program=None, reasons=(reason, *small.reasons))
@@ -186,8 +188,8 @@ def _numbers(key: Any) -> Iterator[int]:
 
 def _once(
     layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool
-) -> tuple[Trace, list[Value], dict[int, str]]:
-    """Return a trace, its values before they were tidied, and the line that asked for each."""
+) -> tuple[Trace, list[Value], dict[int, Line]]:
+    """Return a trace that is to be tidied, its values and the line that asked for each."""
     reads = Reads()
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
@@ -231,7 +233,7 @@ def _once(
     checks, fixed = list(reads.checks.values()), list(reads.fixed.values())
     values, lines = tracer.builder.values, tracer.lines
     if not reasons:
-        program = tidy(tracer.builder.build(type(layer).__name__, outputs))
+        program = tracer.builder.build(type(layer).__name__, outputs)
         paths = dict(shadow.tensors().values())
         named = {name: sources.get(name, Source(name, is_argument=False)) for name in program.features}
         read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n not in sources)
