@@ -1,22 +1,29 @@
 """Run PyG's own tests twice, as they are and with the drop-ins in place of what they stand for, and compare.
 
-    python tests/upstream/run.py FOLDER [--files FILE ...] [--device cuda] [--reference]
+    python tests/upstream/run.py FOLDER [--files FILE ...] [--device cuda] [--reference] [--accelerate]
 
 FOLDER is the test folder of a PyG checkout, or a part of it. The classes of `DROP_INS` take the places of PyG's, and
 so do the functions that `pyg_dfgnn.utils` and `pyg_dfgnn.nn.pool` have under a name of PyG's. The script prints how
 many calls of each were fused. It exits with 1 if a test that passes with PyG's does not pass with ours, or, with
 --reference or on a GPU, if something was never fused.
+
+With --accelerate PyG's classes stay, and each module that a test constructs goes through `pyg_dfgnn.accelerate` when it
+is first called. The script prints how many calls of each class whose messages are compiled ran as programs, and why
+others did not; with --reference the interpreter runs them.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,6 +72,8 @@ FILES = (
     "utils/test_segment.py",
     "explain",
 )
+ACCELERATED = ("nn/conv", "nn/models", "explain")
+"""Files whose modules are accelerated where none are named."""
 ROOMS = {"torch_geometric.utils": "pyg_dfgnn.utils", "torch_geometric.nn.pool": "pyg_dfgnn.nn.pool"}
 """Packages of PyG's and ours whose functions have the same names."""
 UNCOUNTED = ("Linear",)
@@ -187,17 +196,59 @@ def swap(reference: bool) -> dict[str, list[int]]:
     return calls.count
 
 
+def accelerate_modules() -> dict[str, list[Any]]:
+    """Accelerate every module at its first call.
+
+    Returns:
+        By class whose messages are compiled, the numbers of calls that ran as programs and of all, and how often each
+        reason stood in the way, which go on being counted.
+    """
+    import pyg_dfgnn
+    from pyg_dfgnn.nn import messages
+
+    calls: dict[str, list[Any]] = {}
+    known: dict[int, weakref.ref[torch.nn.Module]] = {}
+    call = torch.nn.Module.__call__
+
+    def watch(layer: Any, method: str, outcome: Any, reasons: Iterable[str]) -> None:
+        count = calls.setdefault(type(layer).__name__, [0, 0, Counter()])
+        count[0] += outcome.returned is not None
+        count[1] += 1
+        count[2].update(reasons)
+
+    def accelerated(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_known = id(self) in known and known[id(self)]() is self
+        if not is_known and not torch.compiler.is_compiling() and not isinstance(self, torch.jit.ScriptModule):
+            known.update((id(module), weakref.ref(module)) for module in self.modules())
+            with pyg_dfgnn.settings(fallback="silent"):
+                pyg_dfgnn.accelerate(self)
+        return call(self, *args, **kwargs)
+
+    messages.watchers.append(watch)
+    torch.nn.Module.__call__ = accelerated
+    return calls
+
+
 def worker(options: argparse.Namespace) -> None:
     """Run pytest in this process and write the outcomes."""
     import pytest
     import torch_geometric.nn  # noqa: F401
 
-    calls = swap(options.reference) if options.worker == "ours" else {}
+    calls: dict[str, list[Any]] = {}
+    running = contextlib.nullcontext()
+    if options.worker == "ours" and options.accelerate:
+        from pyg_dfgnn.nn import messages
+
+        calls = accelerate_modules()
+        running = messages.interpreted() if options.reference else running
+    elif options.worker == "ours":
+        calls = swap(options.reference)
     if options.device:
         torch.set_default_device(options.device)
     outcomes = Outcomes()
     settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]
-    pytest.main([*settings, *options.files], plugins=[outcomes])
+    with running:
+        pytest.main([*settings, *options.files], plugins=[outcomes])
     Path(options.result).write_text(json.dumps({"outcome": outcomes.outcome, "calls": calls}))
 
 
@@ -207,7 +258,7 @@ def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
     command = [sys.executable, __file__, str(options.tests), "--worker", which, "--result", str(result)]
     command += ["--files", *options.files]
     command += ["--device", options.device] if options.device else []
-    command += ["--reference"] if options.reference else []
+    command += [f"--{flag}" for flag in ("reference", "accelerate") if getattr(options, flag)]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     with log.open("w") as stream:
@@ -225,6 +276,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", help="files below it instead of all that concern a drop-in")
     parser.add_argument("--device", help="torch's default device in the tests; cuda where there is a GPU")
     parser.add_argument("--reference", action="store_true", help="run the fused branch on a CPU, on the reference ops")
+    parser.add_argument("--accelerate", action="store_true", help="accelerate each module in place of swapping classes")
     parser.add_argument("--worker", choices=["pyg", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -233,7 +285,8 @@ def main() -> int:
         return 0
     if options.device is None and not options.reference and torch.cuda.is_available():
         options.device = "cuda"
-    options.tests, asked = options.tests.resolve(), options.files or FILES
+    options.tests = options.tests.resolve()
+    asked = options.files or (ACCELERATED if options.accelerate else FILES)
     options.files = [path for path in asked if (options.tests / path).exists()]
     if missing := [path for path in asked if path not in options.files]:
         print(f"{options.tests} lacks {', '.join(missing)}")
@@ -243,18 +296,32 @@ def main() -> int:
     broken = [test for test in passed if actual["outcome"].get(test) != "passed"]
     tests = len(expected["outcome"])
     print(f"{len(passed)} of {tests} tests pass with PyG's classes, {len(broken)} of them fail with ours")
-    idle = []
-    for name, (fused, calls) in sorted(actual["calls"].items()):
-        print(f"{name}: {fused} of {calls} calls were fused")
-        # Some files need not call everything.
-        if not fused and (calls or asked is FILES) and name not in DELEGATED:
-            idle.append(name)
     if broken:
         print("\n".join(broken), actual["log"], sep="\n")
-    if idle and (options.reference or options.device):
-        print(f"no call of {', '.join(idle)} was fused, so these results say nothing of the fused forward")
+    never = (report_compiled if options.accelerate else partial(report_fused, asked))(actual["calls"])
+    if never and (options.reference or options.device):
+        print(f"no call of {', '.join(never)} was fused, so these results say nothing of the fused forward")
         return 1
     return 1 if broken or not passed else 0
+
+
+def report_compiled(calls: dict[str, list[Any]]) -> list[str]:
+    """Print the calls of each class whose messages are compiled; return that this was none of any class, if so."""
+    for name, (compiled, total, reasons) in sorted(calls.items()):
+        why = "; ".join(f"{count} times: {reason}" for reason, count in Counter(reasons).most_common(3))
+        print(f"{name}: {compiled} of {total} calls were compiled{f' ({why})' if why else ''}")
+    return [] if any(compiled for compiled, *_ in calls.values()) else ["any compiled class"]
+
+
+def report_fused(asked: Iterable[str], calls: dict[str, list[int]]) -> list[str]:
+    """Print the fused calls of each drop-in; return those that were never fused."""
+    idle = []
+    for name, (fused, total) in sorted(calls.items()):
+        print(f"{name}: {fused} of {total} calls were fused")
+        # Some files need not call everything.
+        if not fused and (total or asked is FILES) and name not in DELEGATED:
+            idle.append(name)
+    return idle
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""The runner of PyG's tests, on a test file of our own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = Path(__file__).with_name("run.py")
+TESTS = """
+import torch
+from torch_geometric.nn import ClusterGCNConv, GCNConv, MessagePassing
+
+X, EDGES = torch.randn(4, 3), torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+
+
+class Branching(MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j if x_j.sum() > 0 else -x_j
+
+
+def test_layers():
+    conv = ClusterGCNConv(3, 2)
+    out = conv(X, EDGES)
+    assert torch.allclose(conv(X, EDGES), out)
+    assert GCNConv(3, 2)(X, EDGES).shape == (4, 2)
+    assert torch.nn.Sequential(torch.nn.Linear(3, 2))(X).shape == (4, 2)
+
+
+def test_refused():
+    assert Branching()(X, EDGES).shape == (4, 3)
+
+
+def test_that_fails_with_pyg():
+    assert False
+
+
+def test_that_tells_us_from_pyg():
+    conv = ClusterGCNConv(3, 2)
+    conv(X, EDGES)
+    assert not [name for name in vars(conv) if "dfgnn" in name]
+"""
+
+
+def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path):
+    path = tmp_path / "nn" / "conv"
+    path.mkdir(parents=True)
+    (path / "test_made_up.py").write_text(TESTS)
+    command = [sys.executable, str(RUN), str(tmp_path), "--files", "nn/conv/test_made_up.py"]
+    done = subprocess.run([*command, "--accelerate", "--reference"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "3 of 4 tests pass with PyG's classes, 1 of them fail with ours"
+    assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
+    assert "ClusterGCNConv: 3 of 3 calls were compiled" in lines
+    (refused,) = (line for line in lines if line.startswith("Branching: 0 of 1 calls were compiled"))
+    assert "1 times: conv/test_made_up.py:13 `return x_j if x_j.sum() > 0 else -x_j`" in refused
