@@ -15,7 +15,7 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.ir.steps import Buffer
 from pyg_dfgnn.ops.families import Match, match
-from pyg_dfgnn.ops.relational import apply, edge_rows, reasons_against
+from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for
 
 
 class Backend(NamedTuple):
@@ -69,7 +69,8 @@ def _reasons_of_kernels(
 ) -> Sequence[str]:
     if match_of(program, dtype_of(inputs), rows.device, outputs) is not None:
         return ()
-    return reasons_against(program, rows, inputs, outputs) or stored_reasons(edge_rows(program, rows, inputs, outputs))
+    prepared = prepared_for(program, rows, inputs, outputs)
+    return stored_reasons(prepared.lowered.edge_rows) if isinstance(prepared, Prepared) else prepared
 
 
 def _run_kernels(

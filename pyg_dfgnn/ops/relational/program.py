@@ -19,11 +19,12 @@ from pyg_dfgnn.ir.interpreter import check_inputs, run_values
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
+from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
 from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.traversal import Run
+from pyg_dfgnn.runtime.launcher import compiled_together
 from pyg_dfgnn.settings import current
 
 _logger = logging.getLogger("pyg_dfgnn")
@@ -77,8 +78,9 @@ class Prepared:
             self._static |= run_values(step.program, rows, {}, self._like.float())
         results = {name: self.lowered.outputs[name][0] for name in (*self.outputs, *self.gradients)}
         kept = {*self.lowered.saved, *(results[name] for name in self.outputs)}
-        self._forward = self._prepared(self.lowered.forward, rows, kept)
-        self._backward = self._prepared(self.lowered.backward, rows, {results[name] for name in self.gradients})
+        with compiled_together(rows.device):
+            self._forward = self._prepared(self.lowered.forward, rows, kept)
+            self._backward = self._prepared(self.lowered.backward, rows, {results[name] for name in self.gradients})
 
     def _prepared(self, steps: Sequence[Step], rows: Rows, kept: set[str]) -> list[_Todo]:
         """Return the launches of steps, having kept some buffers."""
@@ -250,12 +252,11 @@ def reasons_against(
     return () if isinstance(prepared, Prepared) else prepared
 
 
-def edge_rows(
+def prepared_for(
     program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
-) -> tuple[Buffer, ...]:
-    """Return what kernels would store of every edge, :attr:`~pyg_dfgnn.ir.steps.Lowered.edge_rows`."""
-    prepared = _found(program, rows, inputs, outputs, ALL_PASSES)[1]
-    return prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
+) -> Prepared | tuple[str, ...]:
+    """Return what would run a program on these inputs, or every reason why no kernels do."""
+    return _found(program, rows, inputs, outputs, ALL_PASSES)[1]
 
 
 def _found(
