@@ -130,7 +130,9 @@ def is_multiple(aggr_module: Any) -> bool:
 
 def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     """Return the statistics that one of PyG's aggregation modules computes; empty where a kernel has none of them."""
-    single = _singles.get(type(aggr_module))
+    # While torch.compile traces, a memory would be written to by what it traces, and be a fact to check at each call.
+    remembers = not torch.compiler.is_compiling()
+    single = _singles.get(type(aggr_module)) if remembers else None
     if single is not None:
         return single
     modules = aggr_module.aggrs if is_multiple(aggr_module) else (aggr_module,)
@@ -142,8 +144,7 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
             return ()
         names.append(name)
     has_option = hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")
-    # torch.compile refuses to read a mapping once the code that it traces has written to a dict.
-    if modules[0] is aggr_module and not has_option and not torch.compiler.is_compiling():
+    if modules[0] is aggr_module and not has_option and remembers:
         _singles[type(aggr_module)] = (names[0],)
     return tuple(names)
 

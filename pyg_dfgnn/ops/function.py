@@ -200,6 +200,22 @@ def runner_of(name: str) -> Runner:
     return ops[name.partition(":")[0]]
 
 
+# Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph. Code that
+# it traced would be compiled anew whenever another op is registered.
+@torch.compiler.assume_constant_result
+def _outputs_of(name: str) -> tuple[int, bool]:
+    """Return the number of outputs of a forward program, and whether its backward program reads them."""
+    runner = runner_of(name)
+    return runner.num_outputs(name), runner.reads_outputs(name)
+
+
+@torch.compiler.assume_constant_result
+def _backward_of(name: str, present: tuple[bool, ...], needed: tuple[bool, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return what :meth:`Runner.backward` does."""
+    program, places = runner_of(name).backward(name, present, needed)
+    return program, tuple(places)
+
+
 class Traced(Function):
     """A program through the registered operator, for tracing: (its name, the numbers of anchors, sizes and numbers,
     all of these, inputs) to the outputs and what is kept.
@@ -211,8 +227,7 @@ class Traced(Function):
         anchors, sizes, numbers = list(rest[:num_anchors]), list(rest[num_anchors:first]), list(rest[first:second])
         tensors = list(rest[second:])
         results = torch.ops.pyg_dfgnn.run(name, anchors, sizes, tensors, numbers)
-        runner = runner_of(name)
-        num_outputs, reads_outputs = runner.num_outputs(name), runner.reads_outputs(name)
+        num_outputs, reads_outputs = _outputs_of(name)
         outs, kept = results[:num_outputs], results[num_outputs:]
         present = [t is not None for t in tensors]
         ctx.save_for_backward(*anchors, *(t for t in tensors if t is not None), *kept, *(outs if reads_outputs else ()))
@@ -229,7 +244,7 @@ class Traced(Function):
         tensors = [next(waiting) if is_there else None for is_there in present]
         kept_and_out = [*waiting, *(() if reads_outputs else (None,) * num_outputs)]
         before = 4 + num_anchors + len(sizes) + len(numbers)
-        program, places = runner_of(name).backward(name, present, ctx.needs_input_grad[before:])
+        program, places = _backward_of(name, tuple(present), tuple(ctx.needs_input_grad[before:]))
         inputs = [*tensors, *kept_and_out, *grads_out[:num_outputs]]
         grads = torch.ops.pyg_dfgnn.run(program, anchors, sizes, inputs, numbers)
         by_place = dict(zip(places, grads, strict=True))

@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_map_only
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.nn import gate
+from pyg_dfgnn.ops import function as op_function
 from pyg_dfgnn.ops.function import ops
 from pyg_dfgnn.ops.relational.traced import KIND
 from tests.ir.cases import GRAPHS
@@ -112,6 +114,18 @@ def test_another_number_of_the_module_compiles_anew():
         layer.negative_slope = oracle.negative_slope = slope
         torch.testing.assert_close(function(*call), oracle(*call), rtol=1e-9, atol=1e-9)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+def test_another_op_compiles_nothing_anew(monkeypatch):
+    layer, _ = both("RGCNConv", 6, 4, NUM_RELATIONS)
+    monkeypatch.setattr(gate, "_singles", {})
+    monkeypatch.setattr(op_function, "ops", dict(ops))
+    function, call = compiled(layer), arguments("rgcn")
+    expected = function(*call)
+    gate._singles[ours.RGATConv] = ("sum",)
+    op_function.ops["another"] = ops[KIND]
+    assert torch.equal(function(*call), expected) and counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

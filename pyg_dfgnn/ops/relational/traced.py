@@ -163,7 +163,7 @@ class _Programs:
 
     def num_outputs(self, name: str) -> int:
         """Return the number of outputs of a program."""
-        return _num_outputs(name)
+        return len(_read(name).program.outputs)
 
     def reads_outputs(self, name: str) -> bool:
         """Return that backward starts from the inputs."""
@@ -171,8 +171,9 @@ class _Programs:
 
     def backward(self, name: str, present: Sequence[bool], needed: Sequence[bool]) -> tuple[str, Sequence[int]]:
         """Return the program of the gradients that are needed, and their inputs."""
-        places = tuple(place for place, is_needed in enumerate(needed) if is_needed)
-        return _gradients(name, places), places
+        known, places = _read(name), [place for place, is_needed in enumerate(needed) if is_needed]
+        inputs = tuple(known.program.inputs)
+        return known._replace(wrt=tuple(inputs[place] for place in places)).text, places
 
 
 ops[KIND] = _Programs()
@@ -189,19 +190,6 @@ def _by_name(known: Name, inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph.
-@torch.compiler.assume_constant_result
-def _num_outputs(name: str) -> int:
-    return len(_read(name).program.outputs)
-
-
-@torch.compiler.assume_constant_result
-def _gradients(name: str, places: tuple[int, ...]) -> str:
-    """Return the name of the program of the gradients of some inputs."""
-    known = _read(name)
-    inputs = tuple(known.program.inputs)
-    return known._replace(wrt=tuple(inputs[place] for place in places)).text
-
-
 @torch.compiler.assume_constant_result
 def _lead(layer: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the names of the inputs of a layer that have rows."""
