@@ -260,11 +260,11 @@ class Builder:
         return self._add(Value(op, args, attrs, domain, shape))
 
     def _add(self, value: Value) -> int:
-        if self.share and value in self._ids:
-            return self._ids[value]
-        self._ids[value] = len(self.values)
-        self.values.append(value)
-        return self._ids[value]
+        new = len(self.values)
+        known = self._ids.setdefault(value, new) if self.share else new
+        if known == new:
+            self.values.append(value)
+        return known
 
     def build(self, name: str, outputs: Mapping[str, int] | Sequence[tuple[str, int]]) -> Program:
         """Return the program of the values so far."""

@@ -199,12 +199,13 @@ class Tracer(TorchFunctionMode):
         device: Where the edges are, which code may ask.
         autocast: Device type and dtype that products have under autocast; None without it.
         own: File of the traced class, whose lines reasons may name.
+        keeps_lines: Whether the line that asked for each value is noted, which takes time.
 
     Attributes:
         builder: The program so far.
         reasons: What was refused so far.
         inputs: Names of the module's tensors that were read.
-        lines: Id of a value -> the line that asked for it.
+        lines: Id of a value -> the line that asked for it, if they are kept.
         widest: The floating dtype that torch's promotion has led to.
         streams: How many masks of dropout there are.
         types: Name of the argument with types of edges that are looked up, and their number; None if there is none.
@@ -218,6 +219,7 @@ class Tracer(TorchFunctionMode):
         device: torch.device,
         autocast: tuple[str, torch.dtype] | None = None,
         own: str | None = None,
+        keeps_lines: bool = False,
     ) -> None:
         super().__init__()
         self.builder, self.sizes = Builder(share=True), sizes
@@ -230,7 +232,7 @@ class Tracer(TorchFunctionMode):
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
-        self._line: Line | None = None
+        self._keeps_lines = keeps_lines
         self._flow = (S, D)
 
     # What tracing begins with ----------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ class Tracer(TorchFunctionMode):
 
     def refuse(self, what: str) -> None:
         """Note what stands in the way, with the line that is being traced; tracing goes on without a value."""
-        self.reasons.append(f"{self._line or line_of_user(self._own)}: {what}")
+        self.reasons.append(f"{line_of_user(self._own)}: {what}")
 
     def stop(self, what: str) -> Refusal:
         """Return the refusal to raise where tracing cannot go on."""
@@ -315,8 +317,8 @@ class Tracer(TorchFunctionMode):
         if op == "view" and self.builder.values[ids[0]].op == "view":
             ids[0] = self.builder.values[ids[0]].args[0]
         number = self.builder.emit(op, *ids, attrs=attrs)
-        if self._line is not None:
-            self.lines.setdefault(number, self._line)
+        if self._keeps_lines:
+            self.lines.setdefault(number, line_of_user(self._own))
         return number
 
     def shape(self, number: int) -> tuple[int, ...]:
@@ -404,11 +406,7 @@ class Tracer(TorchFunctionMode):
             name = f"{func.__self__.__name__}{'=' if name == '__set__' else ''}"
         if name == "_set_grad_enabled":
             return func(*args, **kwargs)
-        outer, self._line = self._line, self._line or line_of_user(self._own)
-        try:
-            return self._record(func, name, args, kwargs)
-        finally:
-            self._line = outer
+        return self._record(func, name, args, kwargs)
 
     def _record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attribute = self._functions.get(f".{name}")

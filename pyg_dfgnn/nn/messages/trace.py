@@ -164,12 +164,13 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
     """Trace the layer's code with small and with large numbers of rows; both must agree."""
     taken = {n for key in spec.key for n in _numbers(key)} | {n for p in layer.parameters() for n in _shape(p)}
     small, values, _ = _once(layer, call, spec, taken, large=False)
-    large, others, lines = _once(layer, call, spec, taken, large=True)
+    large, others, _ = _once(layer, call, spec, taken, large=True)
     if large.program is None:
         return large
     if small.program == large.program and values == others:
         return large._replace(program=tidy(large.program))
     different = next((i for i, (value, other) in enumerate(zip_longest(values, others)) if value != other), -1)
+    _, _, lines = _once(layer, call, spec, taken, large=True, keeps_lines=True)
     reason = f"{lines.get(different, 'the call')}: what is computed depends on the number of edges or nodes"
     return large._replace(program=None, reasons=(reason, *small.reasons))
 
@@ -187,14 +188,14 @@ def _numbers(key: Any) -> Iterator[int]:
 
 
 def _once(
-    layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool
+    layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool, keeps_lines: bool = False
 ) -> tuple[Trace, list[Value], dict[int, Line]]:
-    """Return a trace that is to be tidied, its values and the line that asked for each."""
+    """Return a trace that is to be tidied, its values and, if they are kept, the lines that asked for them."""
     reads = Reads()
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
     own_file = inspect.getsourcefile(type(layer))
-    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file)
+    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file, keeps_lines)
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
