@@ -38,6 +38,8 @@ class Typed(MessagePassing):
         return self.propagate(edge_index, x=x, kind=kind, other=kind if other is None else other)
 
     def message(self, x_j, kind, other):
+        if self.what == "column":
+            return x_j + self.embedding(kind.view(-1))  # says why
         if self.what == "padding":
             return x_j + self.padded(kind)  # says why
         if self.what == "two":
@@ -132,6 +134,16 @@ def test_a_type_out_of_range_is_an_error(wrong, run):
     kind[3] = wrong
     with run(), pytest.raises(ValueError, match=r"'edge_type' needs values in \[0, num_relations=3\)"):
         marked.float()(X.float(), EDGES, kind)
+
+
+def test_types_of_another_form_or_device_are_pygs():
+    layer, marked = twins(lambda: Typed("column"))
+    check(layer, marked, EDGES, KIND)
+    with messages.interpreted(), watched() as calls:
+        torch.testing.assert_close(marked(X, EDGES, KIND.view(-1, 1)), layer(X, EDGES, KIND.view(-1, 1)))
+        marked(X, EDGES, KIND.to("meta"))
+    assert "# says why" in calls[0][3][0]
+    assert calls[1][3] == ["'kind' is on meta and edge_index on cpu"]
 
 
 def test_types_and_tables_that_change_are_seen():

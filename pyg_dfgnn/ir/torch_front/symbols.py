@@ -271,7 +271,7 @@ class Tracer(TorchFunctionMode):
         meta = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
         if tensor.is_floating_point():
             return Symbol.of(meta, self._input(name, domain, tuple(tensor.shape[1:])), domain, shared=True)
-        are_types = domain is E and tensor.dtype in (torch.int64, torch.int32)
+        are_types = domain is E and tensor.dim() == 1 and tensor.dtype in (torch.int64, torch.int32)
         return Symbol.of(meta, None, domain, ids=Types(name) if are_types else None, shared=True)
 
     def global_input(self, name: str, tensor: Tensor) -> Symbol:

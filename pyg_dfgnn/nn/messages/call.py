@@ -142,6 +142,8 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         if tensor.device != device:
             reasons.append(f"'{source.name}' is on {tensor.device} and edge_index on {device}")
         inputs[name] = tensor if tensor.dtype is trace.dtype else tensor.to(trace.dtype)
+    if trace.types is not None and (types := argument_of(call.kwargs, trace.types[0])).device != device:
+        reasons.append(f"'{trace.types[0].name}' is on {types.device} and edge_index on {device}")
     if reasons:
         return outcome
     run = _Runnable(layer, call, spec, trace, inputs)
