@@ -130,8 +130,10 @@ def run_forward(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: A
                 for name, held in module.__dict__.items():
                     if isinstance(held, EdgeValue):
                         module.__dict__[name] = held.value()
-            for value in filter(None, (reference() for reference in made)):
-                value.value()
+            for reference in made:
+                value = reference()
+                if value is not None:
+                    value.value()
         return result
     finally:
         _stack.forwards.pop()
