@@ -1,13 +1,6 @@
 // What a row gathers of its edges: sums, maxima, and the two numbers of a softmax in one pass. T is Fragment, with a
 // number for each channel, or HeadValues.
 
-template <class T>
-__device__ __forceinline__ T filled(float number) {
-    T x;
-    for_each_number(x, [&](float& y, int, int) { y = number; });
-    return x;
-}
-
 // A state in a buffer of `count` of them, [fragments, count, HEADS, CHANNELS], then [head values, count, HEADS]; read
 // or written one after the other.
 struct StateAt {
@@ -57,6 +50,34 @@ struct Sum {
     __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const { at.store(value, l); }
     __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) { at.load(value, l); }
     __device__ __forceinline__ T total() const { return value; }
+};
+
+// The sum of the outer products of a short row S and a wide one, a sum for each number of the short row.
+template <class S, class T>
+struct Outer {
+    static constexpr int K = sizeof(S) / sizeof(float);
+    Sum<T> rows[K];
+
+    __device__ __forceinline__ void clear() { EACH_SHORT(K) rows[k].clear(); }
+    __device__ __forceinline__ void lose() {}
+    __device__ __forceinline__ void add(const S& x, const T& term) {
+        EACH_SHORT(K) {
+            for_each_number(rows[k].value, [&](float& sum, int h, int c) { sum = fmaf(x.x[k], number_at(term, h, c), sum); });
+        }
+    }
+    template <bool COMPENSATED>
+    __device__ __forceinline__ void take(Outer&, const Outer& other) {
+        EACH_SHORT(K) rows[k].add(other.rows[k].value);
+    }
+    __device__ __forceinline__ void finish(const Outer&) {}
+    __device__ __forceinline__ void exchange(int mask) { EACH_SHORT(K) rows[k].exchange(mask); }
+    __device__ __forceinline__ void save(StateAt& at, const Lanes& l) const { EACH_SHORT(K) rows[k].save(at, l); }
+    __device__ __forceinline__ void restore(StateAt& at, const Lanes& l) { EACH_SHORT(K) rows[k].restore(at, l); }
+    // Writes sum k of a piece to row K piece + k.
+    template <int FORM>
+    __device__ __forceinline__ void write(float* base, int piece, const Lanes& l) const {
+        EACH_SHORT(K) write_row<true, FORM>(base, piece * K + k, l, rows[k].value);
+    }
 };
 
 // A row without edges has the maximum 0.

@@ -91,9 +91,50 @@ struct Leaf<EXACT, 0> {
     }
 };
 
-template <bool EXACT, int FORM, class T>
+#define EACH_SHORT(K) _Pragma("unroll") for (int k = 0; k < K; ++k)
+
+// A short row, which every lane holds whole.
+template <int K>
+struct Short {
+    float x[K];
+};
+
+template <bool EXACT, int K>
+struct ShortLeaf {
+    // Numbers of one load, which begins at a multiple of its size.
+    static constexpr int WIDTH = 16 / STORAGE_BYTES, PACK = EXACT        ? 1
+                                                            : K % WIDTH == 0 ? WIDTH
+                                                            : K % 2 == 0     ? 2
+                                                                             : 1;
+    typedef ChannelMap<K, PACK, K / PACK, 1> Map;
+    u32 words[K / PACK][Map::words];
+
+    __device__ __forceinline__ void load(const storage_t* base, int row, const Lanes&) {
+#pragma unroll
+        for (int p = 0; p < K / PACK; ++p) load_pack<false, Map>(base + (i64)row * K + p * PACK, words[p]);
+    }
+    __device__ __forceinline__ Short<K> get() const {
+        Short<K> row;
+#pragma unroll
+        for (int p = 0; p < K / PACK; ++p) unpack<Map>(words[p], row.x + p * PACK);
+        return row;
+    }
+};
+
+#if STORAGE != 0
+template <int K>
+struct ShortLeaf<true, K> {
+    Short<K> row;
+    __device__ __forceinline__ void load(const float* base, int number, const Lanes&) {
+        EACH_SHORT(K) row.x[k] = __ldg(base + (i64)number * K + k);
+    }
+    __device__ __forceinline__ Short<K> get() const { return row; }
+};
+#endif
+
+template <class L, class T>
 __device__ __forceinline__ auto read_row(const T* base, int row, const Lanes& l) {
-    Leaf<EXACT, FORM> leaf;
+    L leaf;
     leaf.load(base, row, l);
     return leaf.get();
 }
@@ -111,6 +152,15 @@ __device__ __forceinline__ void write_row(T* base, int row, const Lanes& l, cons
             const int channel = channel_at(l, c);
             if (channel < CHANNELS) put(base + (i64)row * CHANNELS + channel, fragment.x[0][c]);
         }
+    }
+}
+
+// The lanes of the first head write a short row in turn.
+template <class T, int K>
+__device__ __forceinline__ void write_short(T* base, int row, const Lanes& l, const Short<K>& values) {
+    if (l.first_head != 0) return;
+    EACH_SHORT(K) {
+        if (k % HEAD_LANES == l.head_lane) put(base + (i64)row * K + k, values.x[k]);
     }
 }
 
@@ -134,8 +184,32 @@ template <class Work>
 __device__ __forceinline__ void for_each_number(HeadValues& x, const Work& work) {
     EACH_HEAD work(x.x[h], h, 0);
 }
+template <class Work>
+__device__ __forceinline__ void for_each_number(const Fragment& x, const Work& work) {
+    EACH_CHANNEL work(x.x[h][c], h, c);
+}
+template <class Work>
+__device__ __forceinline__ void for_each_number(const HeadValues& x, const Work& work) {
+    EACH_HEAD work(x.x[h], h, 0);
+}
 __device__ __forceinline__ float number_at(const Fragment& x, int h, int c) { return x.x[h][c]; }
 __device__ __forceinline__ float number_at(const HeadValues& x, int h, int) { return x.x[h]; }
+
+template <int K, class Work>
+__device__ __forceinline__ void for_each_number(Short<K>& x, const Work& work) {
+    EACH_SHORT(K) work(x.x[k], k, 0);
+}
+template <int K>
+__device__ __forceinline__ float number_at(const Short<K>& x, int k, int) {
+    return x.x[k];
+}
+
+template <class T>
+__device__ __forceinline__ T filled(float number) {
+    T x;
+    for_each_number(x, [&](float& y, int, int) { y = number; });
+    return x;
+}
 
 // How the numbers of a row are joined: sums, and the largest.
 struct Plus {
@@ -195,4 +269,75 @@ __device__ __forceinline__ T over_heads(const Lanes& l, const Term& term) {
 template <class Join>
 __device__ __forceinline__ HeadValues over_heads(const Lanes& l, const HeadValues& values) {
     return over_heads<Join, HeadValues>(l, [&](int h, int) { return values.x[h]; });
+}
+
+// A stored weight of K rows. A lane keeps its share of few rows, and reads that of many where it needs them: they are
+// near, as all lanes read them again and again.
+constexpr int KEPT_WEIGHTS = 32;
+
+// Hides that rows have been read before, which the compiler would else keep in registers between their uses.
+template <class T>
+__device__ __forceinline__ const T* anew(const T* pointer) {
+#ifndef PYG_DFGNN_EMULATOR
+    asm volatile("" : "+l"(pointer));
+#endif
+    return pointer;
+}
+
+template <bool EXACT, int FORM, int K>
+struct Weights {
+    typedef Leaf<EXACT, FORM> Row;
+    static constexpr int size = K, form = FORM;
+    static constexpr bool KEPT = K * LANE_HEADS * (FORM >= 2 ? LANE_ELEMS : 1) <= KEPT_WEIGHTS;
+    Row rows[KEPT ? K : 1];
+
+    template <class T>
+    __device__ __forceinline__ void load(const T* base, const Lanes& l) {
+        if constexpr (KEPT) {
+            EACH_SHORT(K) rows[k].load(base, k, l);
+        }
+    }
+    template <class T>
+    __device__ __forceinline__ auto row(const T* base, int k, const Lanes& l) const {
+        if constexpr (KEPT) {
+            return rows[k].get();
+        } else {
+            return read_row<Row>(anew(base), k, l);
+        }
+    }
+};
+
+// The sum of x_k w_k.
+template <class W, class T, int K>
+__device__ __forceinline__ auto spread(const W& weights, const T* base, const Short<K>& x, const Lanes& l) {
+    auto y = filled<decltype(weights.row(base, 0, l))>(0.0f);
+    EACH_SHORT(K) {
+        const auto row = weights.row(base, k, l);
+        for_each_number(y, [&](float& sum, int h, int c) { sum = fmaf(x.x[k], number_at(row, h, c), sum); });
+    }
+    return y;
+}
+
+// The inner products of x with each w_k: over all heads and channels, the channels that all heads share, or a number of
+// each head.
+template <class W, class T, class X>
+__device__ __forceinline__ auto project(const W& weights, const T* base, const X& x, const Lanes& l) {
+    constexpr int K = W::size, FORM = W::form, LEAST = FORM == 1 ? HEAD_LANES : 1;
+    constexpr int COUNT = K <= 1 ? 1 : K <= 2 ? 2 : K <= 4 ? 4 : K <= 8 ? 8 : K <= 16 ? 16 : 32;
+    static_assert(FORM == 2 || GROUP_HEADS >= HEADS, "a group of lanes has to hold all heads");
+    float sums[COUNT];
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) sums[k] = 0.0f;
+    EACH_SHORT(K) {
+        const auto row = weights.row(base, k, l);
+        for_each_number(row, [&](float w, int h, int c) {
+            const bool counts = FORM == 2 ? h == 0 : has_head(l, h);
+            const bool is_channel = FORM == 1 || channel_at(l, c) < CHANNELS;
+            if (counts && is_channel) sums[k] = fmaf(number_at(x, h, c), w, sums[k]);
+        });
+    }
+    head_sum<COUNT, (FORM == 2 ? HEAD_LANES : GROUP_LANES) / 2, LEAST>(sums);
+    Short<K> joined;
+    EACH_SHORT(K) joined.x[k] = sums[k];
+    return joined;
 }

@@ -9,11 +9,13 @@ from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
+    SUMMED_EDGES,
     RowSplitPlan,
     items_per_block,
     joined_edges,
     lane_constants,
     max_edges_of,
+    power_of_two,
 )
 from pyg_dfgnn.graph import Adjacency
 from pyg_dfgnn.statements.spec import Spec
@@ -32,6 +34,8 @@ class StepProblem:
         fragments: Vectors of the state of a row.
         head_values: Numbers per head of the state of a row.
         gathered: Vectors that a lane gathers for a position.
+        short: Numbers of the short rows that a lane gathers for a position.
+        is_outer: Whether it sums outer products of pieces of the edges.
         is_exact: Whether results are compared between kernels, so that all round alike.
         dtype: Dtype of the features.
         device: Where they live.
@@ -45,6 +49,8 @@ class StepProblem:
     fragments: int
     head_values: int
     gathered: int
+    short: int
+    is_outer: bool
     is_exact: bool
     dtype: torch.dtype
     device: torch.device
@@ -58,6 +64,11 @@ class StepProblem:
 _JOINED_WARPS = 8
 _JOINED_BYTES = 48 << 10
 """Shared memory for the states of a block's chunks, which are then joined without another launch."""
+
+
+def piece_of(num_edges: int) -> int:
+    """Edges of a piece whose outer products one group of lanes sums: pieces for all of a GPU, and short enough sums."""
+    return min(4096, max(SUMMED_EDGES, power_of_two(-(-num_edges // 2048))))
 
 
 def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -81,11 +92,13 @@ def constants_of(problem: StepProblem, wide: bool) -> dict[str, int]:
         problem: The step.
         wide: Whether lanes to spare go to edges of the same row rather than to further rows.
     """
-    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide)
+    # A lane reads weights, or holds sums, for each number of a short row: its share of the wide row should be small.
+    itemsize = 8 if problem.is_outer else 4 if problem.short > 8 else problem.dtype.itemsize
+    lanes = lane_constants(problem.heads, problem.channels, itemsize, wide)
     if problem.kind == "map":
         return {"STORAGE": STORAGE[problem.dtype], **lanes, "UNROLL": 1}
     elements = lanes["LANE_HEADS"] * lanes["LANE_VECS"] * lanes["VEC"]
-    in_flight = 32 // (elements * max(1, problem.gathered, problem.fragments))
+    in_flight = 32 // (elements * max(1, problem.gathered, problem.fragments) + problem.short)
     return {
         "STORAGE": STORAGE[problem.dtype],
         **lanes,
@@ -110,6 +123,8 @@ def plan_step(problem: StepProblem, side: Adjacency | None) -> RowSplitPlan:
     if side is None:
         return RowSplitPlan({**constants_of(problem, wide=False), "JOINED": 0}, 0, 1)
     constants = constants_of(problem, wide=True)
+    if problem.is_outer:
+        return RowSplitPlan(constants, side.max_degree, 1)
     if side.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * side.num_rows:
         constants = constants_of(problem, wide=False)
     max_edges = max_edges_of(side.num_edges, side.max_degree)

@@ -10,9 +10,10 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import JOINS, Refusal, find_lanes
+from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, Refusal, find_lanes
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
@@ -21,7 +22,7 @@ from pyg_dfgnn.ir.steps import Step
 MAX_PARAMETERS = 46
 """Arrays of a kernel beside those of the adjacency and its states."""
 FORMS = {"": 0, "H": 1, "C": 2, "HC": 3}
-"""Number of a form in CUDA."""
+"""Number of the form of a row in CUDA; rows have the number of one of them."""
 Key = tuple[int, str]
 """A value and the form that it takes."""
 
@@ -42,6 +43,8 @@ class Kernel:
         fragments: Vectors of the state of a row.
         head_values: Numbers per head of the state of a row.
         gathered: Vectors that a lane gathers for a position.
+        short: Numbers of the short rows that a lane gathers for a position.
+        is_outer: Whether it leaves sums of outer products for pieces of the edges.
         joins_heads: Whether the heads of a row are joined, for which one group of lanes has to hold them all.
     """
 
@@ -56,6 +59,8 @@ class Kernel:
     fragments: int
     head_values: int
     gathered: int
+    short: int
+    is_outer: bool
     joins_heads: bool
 
 
@@ -102,7 +107,8 @@ class _Generator:
     def __init__(self, step: Step, exact: Collection[str]) -> None:
         self.step, self.values = step, step.program.values
         self.lanes = find_lanes(step.program)
-        self.exact = exact
+        self.sums = {name for name, form in self.lanes.roots.items() if form.startswith(ROWS)}
+        self.exact = self.sums | set(exact)
         self.reads, self.writes = step.reads, step.writes
         self.seeds = {value.attrs[0] for value in self.values if value.is_seed}
         self.reduced = self._reduced()
@@ -110,6 +116,7 @@ class _Generator:
         self.row_indices: list[Domain] = []
         self.own, self.edge, self.end = _Scope("own"), _Scope("edge"), _Scope("end")
         self.own_members: dict[Key, str] = {}
+        self.weights: dict[Key, str] = {}
         self.gathered: dict[Key, str] = {}
         self.accumulators: list[tuple[str, tuple[Key, ...]]] = []
         """Kind and operands of each."""
@@ -140,10 +147,16 @@ class _Generator:
     def _is_fragment(self, form: str) -> bool:
         return "C" in form
 
-    def _type(self, form: str) -> str:
+    def _type(self, key: Key) -> str:
+        i, form = key
+        if form == SHORT:
+            return f"Short<{prod(self.values[i].shape)}>"
         return "Fragment" if self._is_fragment(form) else "HeadValues"
 
-    def _element(self, text: str, form: str) -> str:
+    def _element(self, text: str, form: str, reader: str) -> str:
+        """The text of a number of a value in the loop over those of a reader of a form."""
+        if reader == SHORT:
+            return f"{text}.x[{'k' if form == SHORT else 0}]"
         return f"{text}.x[h][c]" if self._is_fragment(form) else f"{text}.x[h]"
 
     def _is_own(self, i: int) -> bool:
@@ -151,16 +164,22 @@ class _Generator:
 
     def _row_of(self, domain: Domain) -> str:
         """The row of a lower domain that a row of the step's domain reads."""
-        if domain is self.step.domain:
-            return "row"
         if domain is One:
             return "0"
+        if domain is self.step.domain:
+            return "row"
         return f"__ldg(arg.row{_place(self.row_indices, domain)} + row)"
 
     def _leaf(self, key: Key) -> tuple[str, str]:
-        """The template arguments and the pointer of an input."""
-        name = self.values[key[0]].attrs[0]
-        return f"{str(name in self.exact).lower()}, {FORMS[key[1]]}", f"arg.in{self.reads.index(name)}"
+        """The type and the pointer of an input."""
+        i, form = key
+        name, size = self.values[i].attrs[0], prod(self.values[i].shape)
+        exact, pointer = str(name in self.exact).lower(), f"arg.in{self.reads.index(name)}"
+        if form == SHORT:
+            return f"ShortLeaf<{exact}, {size}>", pointer
+        if form.startswith(ROWS):
+            return f"Weights<{exact}, {FORMS[form.removeprefix(ROWS)]}, {self.values[i].shape[0]}>", pointer
+        return f"Leaf<{exact}, {FORMS[form]}>", pointer
 
     def text(self, key: Key, scope: _Scope) -> str:
         """Write a value, if it is not there yet, and return its name."""
@@ -175,7 +194,7 @@ class _Generator:
             member = self.own_members[key] = f"o{i}{form}"
             self.own.lines.append(f"{member} = {self.text(key, self.own)};")
             return f"own.{member}"
-        declared = f"const {self._type(form)} {name}"
+        declared = f"const {self._type(key)} {name}"
         if value.op in REDUCTIONS:
             scope.lines.append(f"{declared} = {self._total(key, scope)};")
             return name
@@ -183,7 +202,7 @@ class _Generator:
             leaf, pointer = self._leaf(key)
             if scope is self.edge:
                 _place(self.indices, value.domain)
-                self.gathered[key] = f"Leaf<{leaf}> {name};"
+                self.gathered[key] = f"{leaf} {name};"
                 scope.lines.append(f"{declared} = g.{name}.get();")
             else:
                 scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {self._row_of(value.domain)}, l);")
@@ -194,14 +213,39 @@ class _Generator:
         args = list(zip(value.args, self.lanes.args[key]))
         if value.op in ("view", "gather", "expand") and args[0][1] == form and args[0][0] != i:
             return self.text(args[0], scope)
+        if value.op == "linear":
+            scope.lines.append(f"{declared} = {self._product(key, scope)};")
+            return name
         if value.op in JOINS:
-            terms = [self._operand(arg, scope) for arg in args]
+            terms = [self._operand(arg, scope, "HC") for arg in args]
             scope.lines.append(f"{declared} = {self._joined(key, ' * '.join(terms))};")
             return name
         loop = "EACH_CHANNEL" if self._is_fragment(form) else "EACH_HEAD"
-        expression = self._expression(i, [self._operand(arg, scope) for arg in args])
-        scope.lines += [f"{self._type(form)} {name};", f"{loop} {self._element(name, form)} = {expression};"]
+        if form == SHORT:
+            loop = f"EACH_SHORT({prod(value.shape)})"
+        expression = self._expression(i, [self._operand(arg, scope, form) for arg in args])
+        if value.op == "slice":
+            expression = f"{self.text(args[0], scope)}.x[k + {value.attrs[0]}]"
+        scope.lines += [f"{self._type(key)} {name};", f"{loop} {self._element(name, form, form)} = {expression};"]
         return name
+
+    def _product(self, key: Key, scope: _Scope) -> str:
+        """The text of a map between a short row and a wide one."""
+        i, form = key
+        values, (x, weight) = self.values, self.lanes.args[key]
+        rows = values[i].args[1]
+        rows = values[rows].args[0] if form == SHORT else rows
+        kind, pointer = self._leaf((rows, weight))
+        name = f"w{rows}{weight.removeprefix(ROWS)}"
+        if scope is self.edge:
+            self.weights[rows, weight] = f"{kind} {name};"
+            known, lines, name = self.own.lines, [f"{name}.load({pointer}, l);"], f"own.{name}"
+        else:
+            known, lines = scope.lines, [f"{kind} {name};", f"{name}.load({pointer}, l);"]
+        known += [line for line in lines if line not in known]
+        row = self.text((values[i].args[0], x), scope)
+        self.joins_heads |= form == SHORT and "H" in x
+        return f"{'project' if form == SHORT else 'spread'}({name}, {pointer}, {row}, l)"
 
     def _joined(self, key: Key, term: str) -> str:
         """The text of what joins the channels or heads of a term."""
@@ -213,7 +257,7 @@ class _Generator:
         if "C" in letters:
             text = f"over_channels<{join}>(l, {text})"
         if letters == {"H"}:
-            return f"over_heads<{join}, {self._type(form)}>(l, {text})"
+            return f"over_heads<{join}, {self._type(key)}>(l, {text})"
         return f"over_heads<{join}>(l, {text})" if "H" in letters else text
 
     def _kept(self, i: int, form: str, scope: _Scope) -> str:
@@ -225,11 +269,11 @@ class _Generator:
         drawn = f"DropoutRow{{*arg.in{seed}, {row}, {stream}u, {_number(p)}}}"
         return f"{drawn}.{'channels' if self._is_fragment(form) else 'heads'}<{str('H' in form).lower()}>(l)"
 
-    def _operand(self, key: Key, scope: _Scope) -> str:
+    def _operand(self, key: Key, scope: _Scope, reader: str) -> str:
         value = self.values[key[0]]
         if value.op == "const":
             return _number(value.attrs[0])
-        return self._element(self.text(key, scope), key[1])
+        return self._element(self.text(key, scope), key[1], reader)
 
     def _expression(self, i: int, operands: list[str]) -> str:
         value = self.values[i]
@@ -259,6 +303,8 @@ class _Generator:
         summed = statistic(self.values, i)
         if summed is not None:
             return f"{self._softmax_of((summed.x, form))}.total()"
+        if self.values[i].op == "outer":
+            return self._accumulator("Outer", *zip(self.values[i].args, self.lanes.args[key]))
         operand = self.values[i].args[0], form
         if self.values[i].op == "sum":
             return f"{self._accumulator('Sum', operand)}.total()"
@@ -275,9 +321,12 @@ class _Generator:
             yield name, (i, self.lanes.roots[name]), is_position
 
     def _store(self, name: str, key: Key, row: str, scope: _Scope) -> str:
+        exact, number = str(name in self.exact).lower(), self.writes.index(name)
+        if name in self.sums:
+            return f"{self._total(key, scope)}.write<{FORMS[key[1].removeprefix(ROWS)]}>(arg.out{number}, {row}, l);"
         text = self.text(key, scope)
-        exact = str(name in self.exact).lower()
-        number = self.writes.index(name)
+        if key[1] == SHORT:
+            return f"write_short(arg.out{number}, {row}, l, {text});"
         return f"write_row<{exact}, {FORMS[key[1]]}>(arg.out{number}, {row}, l, {text});"
 
     def kernel(self) -> Kernel:
@@ -294,6 +343,7 @@ class _Generator:
         text = self._assembled(edge_stores, adds, end_stores)
         fragments, head_values = self._planes()
         vectors = sum(self._is_fragment(form) for _, form in self.gathered)
+        short = sum(prod(self.values[i].shape) for i, form in self.gathered if form == SHORT)
         return Kernel(
             self.step.kind,
             text,
@@ -306,13 +356,15 @@ class _Generator:
             fragments,
             head_values,
             vectors,
+            short,
+            bool(self.sums),
             self.joins_heads,
         )
 
     def _materialised(self, key: Key) -> str:
         """The text of an operand of an accumulator, which may be a constant."""
         if self.values[key[0]].op == "const":
-            return f"filled<{self._type(key[1])}>({_number(self.values[key[0]].attrs[0])})"
+            return f"filled<{self._type(key)}>({_number(self.values[key[0]].attrs[0])})"
         return self.text(key, self.edge)
 
     def _planes(self) -> tuple[int, int]:
@@ -321,10 +373,11 @@ class _Generator:
         fragments = sum(map(self._is_fragment, forms))
         return fragments, len(forms) - fragments
 
-    @staticmethod
-    def _state_forms(kind: str, keys: tuple[Key, ...]) -> list[str]:
+    def _state_forms(self, kind: str, keys: tuple[Key, ...]) -> list[str]:
         """What an accumulator holds."""
         forms = [form for _, form in keys]
+        if kind == "Outer":
+            return forms[1:] * prod(self.values[keys[0][0]].shape)
         return forms[:1] + forms if kind in ("Softmax", "Weighted") else forms
 
     def _parameters(self) -> list[tuple[str, str]]:
@@ -363,7 +416,8 @@ class _Generator:
             "static RowIndex load", "const Adjacency& a, int position", [f"return {{{', '.join(loads)}}};"]
         )
         lines += ["};", "struct Own {"]
-        lines += [f"    {self._type(form)} {name};" for (_, form), name in self.own_members.items()]
+        lines += [f"    {self._type(key)} {name};" for key, name in self.own_members.items()]
+        lines += [f"    {text}" for text in self.weights.values()]
         lines += self._function("void load", "const Arguments& arg, int row, const Lanes& l", self.own.lines)
         lines += ["};", "struct Gathered {", *(f"    {text}" for text in self.gathered.values())]
         gathers = [
@@ -373,7 +427,7 @@ class _Generator:
         lines += self._function("void load", "const Arguments& arg, const RowIndex& index, const Lanes& l", gathers)
         lines += ["};", "struct Accumulators {"]
         for number, (kind, keys) in enumerate(self.accumulators):
-            lines.append(f"    {kind}<{', '.join(self._type(form) for _, form in keys)}> a{number};")
+            lines.append(f"    {kind}<{', '.join(map(self._type, keys))}> a{number};")
         places = " ".join(f"DO(a{number})" for number in range(len(self.accumulators)))
         lines += ["};", f"#define ACCUMULATORS(DO) {places}"]
         head = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -9,13 +10,15 @@ import torch
 from pyg_dfgnn.ir.domains import D, Domain, E, One
 from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.lanes import folds_last
+from pyg_dfgnn.ir.narrow import normalised
 from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
 
 
 def decompose(program: Program) -> Program:
-    """Return the program with softmax as its parts, sums before folds, and numbers computed."""
+    """Return the program with softmax as its parts, sums before folds and maps, and numbers computed."""
+    summed = _only_summed(program)
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         args = [ids[arg] for arg in value.args]
@@ -42,8 +45,10 @@ def decompose(program: Program) -> Program:
             return builder.emit("sum", total, attrs=value.attrs)
         if value.op == "fold":
             return _folded(builder, args[0], value.shape)
+        if value.op == "sum" and (mapped := _through(program.values, value.args[0], "view", "neg")) in summed:
+            return _mapped_sum(builder, program, i, mapped, ids)
         if value.op == "sum":
-            folded = _through(builder, args[0], "view")
+            folded = _through(builder.values, args[0], "view")
             if builder.values[folded].op == "fold" and not folds_last(builder.values, folded):
                 total = builder.emit("sum", builder.values[folded].args[0], attrs=value.attrs)
                 total = builder.emit("fold", total, attrs=(builder.values[folded].shape,))
@@ -58,14 +63,37 @@ def decompose(program: Program) -> Program:
                 return _divided(builder, *args)
         return None
 
-    return remove_dead(common_subexpressions(rewrite(program, rule)))
+    return remove_dead(normalised(remove_dead(common_subexpressions(rewrite(program, rule)))))
 
 
-def _through(builder: Builder, i: int, *ops: str) -> int:
+def _through(values: Sequence[Value], i: int, *ops: str) -> int:
     """The value that some operators of one operand, one on the other, are applied to."""
-    while builder.values[i].op in ops:
-        i = builder.values[i].args[0]
+    while values[i].op in ops:
+        i = values[i].args[0]
     return i
+
+
+def _only_summed(program: Program) -> set[int]:
+    """Maps of computed rows of edges by one weight that are read by sums to nodes alone, as they are or negated."""
+    values, live = program.values, program.live
+    maps = {i for i in live if values[i].op == "linear" and values[i].domain is E}
+    maps = {i for i in maps if values[values[i].args[1]].domain is One and values[values[i].args[0]].op in POINTWISE}
+    others = {i for _, i in program.outputs}
+    for i in live:
+        if values[i].op not in ("view", "neg", "sum") or (values[i].op == "sum" and values[i].attrs[0] is One):
+            others |= set(values[i].args)
+    return maps - {_through(values, i, "view", "neg") for i in others}
+
+
+def _mapped_sum(builder: Builder, program: Program, i: int, mapped: int, ids: dict[int, int]) -> int:
+    """Write the sum of a map as the map of a sum."""
+    value, (x, weight) = program.values[i], program.values[mapped].args
+    total = builder.emit("linear", builder.emit("sum", ids[x], attrs=value.attrs), ids[weight])
+    step = value.args[0]
+    while step != mapped:
+        total = builder.emit("neg", total) if program.values[step].op == "neg" else total
+        step = program.values[step].args[0]
+    return builder.emit("view", total, attrs=(value.shape,))
 
 
 def _folded(builder: Builder, x: int, shape: Shape) -> int:
@@ -73,7 +101,7 @@ def _folded(builder: Builder, x: int, shape: Shape) -> int:
     value = builder.values[x]
     if prod(value.shape) == prod(shape):
         return builder.emit("view", x, attrs=(shape,))
-    product = builder.values[_through(builder, x, "view")]
+    product = builder.values[_through(builder.values, x, "view")]
     if product.op == "linear" and value.shape == product.shape and len(product.shape) > 1:
         rows, weight = (builder.values[arg] for arg in product.args)
         size, columns = prod(rows.shape), weight.shape[-1]

@@ -1,4 +1,6 @@
-"""How the values of one kernel lie on its lanes: every row is [H, C], [H], [C] or one number of the same H and C."""
+"""How the values of one kernel lie on its lanes: every row is [H, C], [H], [C] or one number of the same H and C, or a
+short row [K] that every lane holds whole. Weights and sums of outer products are K rows.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ MAX_CHANNELS = 512
 """Channels that the lanes of a head hold."""
 MAX_JOINED = 512
 """Numbers of a row whose heads one group of lanes may hold all, so that it can join them."""
+MAX_SHORT = 32
+"""Numbers of a row that every lane holds: with the weights for each, more would leave no registers for the rest."""
 JOINS = ("inner", "fold", "largest")
 """Operators that join the numbers of a row: sums and the largest."""
 
@@ -27,7 +31,8 @@ class Lanes(NamedTuple):
     Attributes:
         heads: H.
         channels: C.
-        order: The values, as pairs of id and form: "HC", "H", "C" or "" for one number; operands come first.
+        order: The values, as pairs of id and form: "HC", "H", "C" or "" for one number, "K" for a short row, "K*" and
+            one of these for K rows; operands come first.
         args: Pair of id and form -> the forms of the operands.
         roots: Form of each output.
     """
@@ -37,6 +42,10 @@ class Lanes(NamedTuple):
     order: tuple[tuple[int, str], ...]
     args: dict[tuple[int, str], tuple[str, ...]]
     roots: dict[str, str]
+
+
+SHORT, ROWS = "K", "K*"
+"""Forms of a short row, and of what has a row for each of its numbers."""
 
 
 def find_lanes(program: Program) -> Lanes:
@@ -56,13 +65,17 @@ def find_lanes(program: Program) -> Lanes:
 
 def _candidates(program: Program) -> Iterable[tuple[int, int]]:
     """The ways to split the widest rows in heads and channels, those of fewest heads first."""
-    shapes = {_sizes(program.values[i].shape) for i in program.live}
-    width = max(map(prod, shapes))
-    splits = {(prod(s[:k]), prod(s[k:])) for s in shapes if prod(s) == width for k in range(len(s) + 1)}
-    inner = {program.values[arg].shape[-1] for i in program.live for arg in program.values[i].args
-             if program.values[i].op in JOINS and program.values[arg].shape}  # fmt: skip
-    splits |= {(width // channels, channels) for channels in inner if width % channels == 0}
-    return sorted(splits)
+    values, live = program.values, program.live
+    products = [i for i in live if values[i].op in ("linear", "outer")]
+    matrices = {j for i in products for j in ((i,) if values[i].op == "outer" else values[i].args[1:])}
+    matrices |= {arg for i in matrices if values[i].op == "permute" for arg in values[i].args}
+    shapes = {_sizes(values[i].shape) for i in live - matrices}
+    inner = {values[arg].shape[-1] for i in live for arg in values[i].args
+             if values[i].op in JOINS and values[arg].shape}  # fmt: skip
+    # Rows wider than the lanes may be short ones that every lane holds.
+    for width in sorted({prod(shape) for shape in shapes}, reverse=True)[: None if products else 1]:
+        splits = {(prod(s[:k]), prod(s[k:])) for s in shapes if prod(s) == width for k in range(len(s) + 1)}
+        yield from sorted(splits | {(width // channels, channels) for channels in inner if width % channels == 0})
 
 
 def _sizes(shape: Shape) -> Shape:
@@ -90,6 +103,12 @@ class _Inference:
 
     def _root(self, i: int) -> str:
         refusals, before = [], dict(self.args)
+        value = self.program.values[i]
+        if value.op == "outer":
+            short, wide = value.args
+            form = ROWS + self._root(wide)
+            self.args[i, form] = self._short(short), form.removeprefix(ROWS)
+            return form
         for letters in ("HC", "C", "H", ""):
             labels = self._spread(self.program.values[i].shape, letters)
             if labels is not None:
@@ -98,7 +117,46 @@ class _Inference:
                 except Refusal as refusal:
                     refusals.append(refusal)
                     self.args = dict(before)
-        raise refusals[0] if refusals else self._refuse(i, "has a row that does not fit the lanes")
+        try:
+            return self._short(i)
+        except Refusal as refusal:
+            refusals.append(refusal)
+        raise refusals[0]
+
+    def _weight(self, i: int, form: str) -> str:
+        """Return the form of a stored weight whose rows have a form."""
+        if self.program.values[i].op != "input":
+            raise self._refuse(i, "is no stored weight")
+        self.args[i, ROWS + form] = ()
+        return ROWS + form
+
+    def _short(self, i: int) -> str:
+        """Demand a value as a row that every lane holds."""
+        value, values = self.program.values[i], self.program.values
+        if (i, SHORT) in self.args:
+            return SHORT
+        if prod(value.shape) > MAX_SHORT:
+            raise self._refuse(i, "has a row that does not fit the lanes")
+        if value.op == "linear" and values[value.args[1]].op == "permute":
+            x, weight = value.args
+            form = self._root(x)
+            if form not in ("HC", "C", "H"):
+                raise self._refuse(i, "maps what is no row of heads or channels")
+            self.args[i, SHORT] = form, self._weight(values[weight].args[0], form)
+            return SHORT
+        if value.op == "slice" and len(value.shape) == 1:
+            self.args[i, SHORT] = (self._short(value.args[0]),)
+            return SHORT
+        if value.op != "input" and value.op not in (*POINTWISE, "view", "gather"):
+            raise self._refuse(i, "has a row that does not fit the lanes")
+        forms = []
+        for arg in value.args:
+            size = prod(values[arg].shape)
+            if size not in (1, prod(value.shape)):
+                raise self._refuse(arg, "has a part of a row")
+            forms.append(self._demand(arg, ("",) * len(values[arg].shape)) if size == 1 else self._short(arg))
+        self.args[i, SHORT] = tuple(forms)
+        return SHORT
 
     def _size(self, letters: str) -> int:
         return prod({"H": self.heads, "C": self.channels}[letter] for letter in letters)
@@ -142,6 +200,11 @@ class _Inference:
         if (i, form) in self.args:
             return form
         value = self.program.values[i]
+        if value.op == "linear":
+            x, weight = value.args
+            rows = self._weight(weight, form)
+            self.args[i, form] = self._short(x), rows
+            return form
         ways = self._joined(i, labels, form) if value.op in JOINS else [list(self._operands(i, labels, form))]
         refusals = []
         for operands in ways:

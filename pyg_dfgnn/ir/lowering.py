@@ -24,6 +24,7 @@ from math import prod
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
+from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
@@ -77,14 +78,16 @@ class _Lowering:
         for i in self.ids:
             for arg in self.values[i].args:
                 self.readers[arg].add(i)
+        self.products, self.width = find(program), width_of(program)
         self.kinds: dict[int, str] = {}
         for i in self.ids:
             self.kinds[i] = self._kind(i)
         # Values that a step leaves for others, unless they turn out to be read by none.
         self.kept: set[int] = {i for i in self.ids if self.kinds[i] not in ("inline", "const")}
+        # Numbers of an edge that are float32.
+        self.per_edge: set[int] = set()
         self._keep()
         # Those on edges that a traversal stores as it computes them; others may compute them as well before.
-        self.per_edge: set[int] = set()
         self.stored = {i for i in self.kept - self.operands if self.kinds[i] == "inline" and self.values[i].domain is E}
 
     # What is stored ------------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ class _Lowering:
             if value.op == "sum" and value.domain is One and self.kinds[self.base(value.args[0])] in _STORED:
                 # One row of very many terms, which torch shares out better.
                 return "dense"
-            return "outer" if value.op == "outer" else "traversal"
+            return "outer" if value.op == "outer" and i not in self.products.outer else "traversal"
         if self._is_transposed(i):
             return "inline"
         if value.domain in FEW:
@@ -108,6 +111,8 @@ class _Lowering:
             (product,) = (arg for arg in value.args if self.kinds[arg] == "linear")
             self.kinds[product] = "inline"
             return "linear"
+        if i in self.products.spread | self.products.project | self.products.parts:
+            return "inline"
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
             return "dense" if is_dense else "linear"
@@ -134,6 +139,7 @@ class _Lowering:
             and value.domain in FEW
             and value.attrs[0] == swapped
             and i not in {j for _, j in self.program.outputs}
+            and not self.readers[i] & self.products.spread
             and all(v.op == "matmul" or (v.op == "linear" and v.args[1] == i != v.args[0]) for v in readers)
         )
 
@@ -177,6 +183,10 @@ class _Lowering:
         consts = {i for i in self.ids if self.kinds[i] == "const"}
         products = [i for i in self.ids if self.kinds[i] in ("dense", "linear", "outer", "static")]
         self.operands = {operand for i in products for operand in self._product_operands(i)} - consts
+        short = {i for i in self.products.project if not self._is_added(i)}
+        short |= {i for i in self.products.rows if self.kinds[i] == "inline"}
+        self.operands |= short - {self.base(i) for _, i in self.program.outputs}
+        self.per_edge |= short & self.operands
         self.kept |= self.operands | {self.base(i) for _, i in self.program.outputs} - consts
         for i in self.ids:
             if self.kinds[i] == "inline" and self._is_read_often(i):
@@ -184,6 +194,20 @@ class _Lowering:
         for i in self.ids:
             if self.kinds[i] == "traversal":
                 self._keep_instead(i)
+
+    def _is_added(self, i: int) -> bool:
+        """Whether a map to a short row is only added to other such maps, which gives a result."""
+        results = {self.base(j) for _, j in self.program.outputs}
+        while i not in results:
+            readers = self.readers[i]
+            reader = min(readers, default=i)
+            is_sum = len(readers) == 1 and self.values[reader].op == ADD
+            if not is_sum or any(
+                arg not in self.products.project and self.values[arg].op != ADD for arg in self.values[reader].args
+            ):
+                return False
+            i = reader
+        return True
 
     def _operand(self, i: int) -> int:
         """What is stored of the operand of a step that gathers by itself."""
@@ -336,6 +360,8 @@ class _Lowering:
         find_lanes(self._piece(targets)[0])
 
     def _fits(self, targets: set[int]) -> bool:
+        if sum(prod(self.values[i].shape) for i in targets & self.products.outer) > MAX_OUTER:
+            return False
         try:
             self._find_lanes(targets)
         except Refusal:
@@ -411,6 +437,8 @@ class _Lowering:
     def _is_narrow_edge_value(self, i: int) -> bool:
         value = self.values[i]
         is_kind = self.kinds[i] == "inline" and value.domain is E and value.op not in ("view", "gather", "expand")
+        if is_wide(value.shape, self.width) and prod(value.shape) > 1:
+            return False
         width = max(map(prod, (self.values[leaf].shape for leaf in self.leaves(i, self.kept))), default=0)
         return is_kind and (self._is_of_heads(i) or prod(value.shape) <= self.narrow < max(width, 2) + 1)
 

@@ -113,6 +113,18 @@ class Rows(Derived):
 
         return self.derived(("adjacency", row, over), build)
 
+    def pieces(self, length: int) -> Adjacency:
+        """Return pieces of so many edges as rows, over the positions of the edges by target."""
+
+        def build() -> Adjacency:
+            perm = self.adjacency(D, E).perm
+            count = max(1, -(-self.sizes[E] // length))
+            rowptr = (torch.arange(count + 1, device=self.device, dtype=torch.int64) * length).clamp(max=self.sizes[E])
+            longest = min(length, self.sizes[E])
+            return Adjacency(rowptr.to(torch.int32), perm, perm, self.sizes[E], longest, "pieces", str(E))
+
+        return self.derived(("pieces", length), build)
+
     def at_positions(self, row: Domain, over: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each position of :meth:`adjacency` determines, int32 [rows of over]."""
         perm = self.adjacency(row, over).perm

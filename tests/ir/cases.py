@@ -113,6 +113,17 @@ def joined_heads(x: S, xd: D, gate: One):
     return {"most": max_to(D, mixed * total.view(1)), "sum": sum_to(D, mixed.view(1, channels)), "total": total}
 
 
+@relational
+def edge_maps(x: S, xd: D, pos: S, posd: D, edge: E, w: One, wp: One, gate: One):
+    """Maps of short rows of edges, given and computed, to wide ones, and of wide ones to a number per head."""
+    heads = gate.shape[-1]
+    near = (posd - pos) * 0.5
+    hidden = (x + xd + edge @ w).apply("tanh") + near @ wp
+    alpha = softmax(hidden @ gate, among=D).view(heads, 1)
+    rows = (hidden.view(heads, -1) + x.view(heads, -1)).apply("leaky_relu", attrs=(0.1,))
+    return {"out": sum_to(D, alpha * rows), "most": max_to(D, hidden)}
+
+
 POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
 
 
@@ -163,6 +174,7 @@ PROGRAMS: dict[str, Program] = {
     "gatv2": gatv2.program(x=(4,), xd=(3,), edge=(2,), w=(4, 6), wd=(3, 6), we=(2, 6), att=(2, 3)),
     "logits": logits.program(x=(4,), xd=(4,), weight=(4, 6), att=(6,)),
     "pairs": pairs.program(x=(3,), xd=(2,), weight=(5, 4)),
+    "edge-maps": edge_maps.program(x=(8,), xd=(8,), pos=(3,), posd=(3,), edge=(5,), w=(5, 8), wp=(3, 8), gate=(8, 2)),
     "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
     "pointwise": pointwise.program(x=(4,), e=(4,)),
 }

@@ -10,6 +10,7 @@ from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.narrow import MAX_OUTER
 from pyg_dfgnn.ir.passes import PASSES, optimise
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.steps import Lowered
@@ -76,8 +77,7 @@ def test_kernels_store_no_vector_per_edge(name):
     lowered = lower(joint(drawn), dict(drawn.program.outputs))
     named = {buffer for buffer, _ in lowered.outputs.values()} | drawn.inputs.keys() | {"d_alpha"}
     wide = [b for b in lowered.buffers.values() if b.domain is E and b.name not in named and sum(b.shape) > 4]
-    # The map of edge features by a weight is a value per edge; it is not in registers yet.
-    assert len(wide) == (2 if name == "gatv2" else 0), wide
+    assert not wide
     kinds = {step.kind for step in (*lowered.forward, *lowered.backward)}
     assert kinds <= {"traversal", "map", "linear", "outer", "dense"}
     for step in (*lowered.forward, *lowered.backward):
@@ -175,3 +175,37 @@ def test_gradient_of_transposed_weights_is_dense():
     steps = lower(joint, ["out"]).backward
     (turned,) = (step for step in steps if any(v.op == "permute" for v in step.program.values) and not step.reads[1:])
     assert turned.kind == "dense"
+
+
+@pytest.mark.parametrize(("size", "columns", "stored"), [(3, 8, 0), (32, 128, 0), (33, 8, 2), (32, 136, 2)])
+def test_short_rows_of_edges_are_mapped_in_registers(size, columns, stored):
+    """Up to a number of numbers; sums of outer products are shared out to as many kernels as they need."""
+
+    @relational
+    def gated(x: S, edge: E, weight: One, bias: One):
+        return sum_to(D, x * (edge @ weight + bias).apply("sigmoid"))
+
+    drawn = case(gated.program(x=(columns,), edge=(size,), weight=(size, columns), bias=(columns,)), "dense")
+    program = joint(drawn)
+    lowered = lower(program, ["out"])
+    assert len(lowered.edge_rows) == stored
+    steps = [step for step in lowered.backward if step.sums_outer]
+    assert len(steps) == (0 if stored else -(-size * columns // MAX_OUTER))
+    inputs = {**drawn.inputs, **drawn.upstream_named("d_")}
+    compare_all("lowering", run_steps(lowered, drawn.rows, inputs), interpret(program, drawn.rows, inputs))
+
+
+def test_computed_rows_of_edges_that_are_only_summed_are_summed_before_they_are_mapped():
+    @relational
+    def moved(x: S, xd: D, weight: One):
+        y = (x + xd).apply("relu") @ weight
+        return {"in": sum_to(D, y), "out": sum_to(S, -y)}
+
+    drawn = case(moved.program(x=(6,), xd=(6,), weight=(6, 4)), "dense")
+    lowered = lower(drawn.program, ["in", "out"])
+    assert all(
+        value.domain is not E for step in lowered.forward for value in step.program.values if value.op == "linear"
+    )
+    compare_all(
+        "lowering", run_steps(lowered, drawn.rows, drawn.inputs), interpret(drawn.program, drawn.rows, drawn.inputs)
+    )

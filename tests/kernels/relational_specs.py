@@ -13,7 +13,7 @@ from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
-from tests.ir.cases import joined_heads, rows_named
+from tests.ir.cases import edge_maps, joined_heads, rows_named
 
 
 @relational
@@ -59,6 +59,13 @@ def dropped(heads: int, channels: int) -> Program:
     return builder.build("dropped", {"out": builder.emit("sum", product, attrs=(D, E))})
 
 
+def maps_of(heads: int, channels: int, near: int, features: int) -> Program:
+    """Maps of rows of edges of so many numbers, computed and given."""
+    width = heads * channels
+    short = {"pos": (near,), "posd": (near,), "edge": (features,), "w": (features, width), "wp": (near, width)}
+    return edge_maps.program(x=(width,), xd=(width,), **short, gate=(width, heads))
+
+
 PROGRAMS = (
     (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
     (rgat_of(4, 16, 64), torch.float32),
@@ -67,6 +74,8 @@ PROGRAMS = (
     (hgt_of(8, 16, 64), torch.bfloat16),
     (hgt_of(1, 128, 64), torch.float32),
     (functions.program(x=(4,), e=(4,)), torch.float32),
+    (maps_of(4, 32, 3, 12), torch.float32),
+    (maps_of(1, 64, 3, 16), torch.float16),
     (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
     (dropped(4, 16), torch.float32),
     (dropped(3, 7), torch.bfloat16),

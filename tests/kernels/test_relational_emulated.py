@@ -17,11 +17,11 @@ from tests.emu.loader import compiler
 from tests.ir.cases import ALL_GRAPHS, case, joined_heads, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
-from tests.kernels.relational_specs import functions, hgt_of, rgat_of, without_attention
+from tests.kernels.relational_specs import functions, hgt_of, maps_of, rgat_of, without_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
-PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight")
+PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight", "w", "wp", "gate")
 
 
 LAYERS: dict[str, Program] = {
@@ -29,13 +29,19 @@ LAYERS: dict[str, Program] = {
     "rgcn_sum": rgcn_sum.program(x=(8,), weight=(8, 8)),
     "rgat": without_attention(rgat_of(2, 4, 8)),
     "hgt": hgt_of(1, 8, 8),
+    "maps": maps_of(5, 32, 3, 14),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
 }
 RUNS = [
     *((layer, torch.float32, graph) for layer in ("rgcn", "rgat", "hgt") for graph in ALL_GRAPHS),
-    *(("heads", torch.float32, graph) for graph in ("hub", "duplicates", "dense", "no-edges-R3")),
+    *(
+        (name, torch.float32, graph)
+        for name in ("heads", "maps")
+        for graph in ("hub", "duplicates", "dense", "no-edges-R3")
+    ),
     # A maximum of one edge, which no rounding of logits moves to another.
     ("heads", torch.float16, "isolated-R4"),
+    ("maps", torch.bfloat16, "isolated-R4"),
     *(("rgcn_sum", torch.bfloat16, graph) for graph in ALL_GRAPHS),
 ]
 

@@ -111,7 +111,8 @@ class Prepared:
             later |= done
             run: Run | Step = step
             if step.kind in ("traversal", "map"):
-                written = [self.lowered.buffers[name] for name in step.writes]
+                # Sums of outer products are made of those of pieces.
+                written = [] if step.sums_outer else [self.lowered.buffers[name] for name in step.writes]
                 shapes = {b.name: (rows.sizes[b.domain], *b.shape) for b in written}
                 empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
                 run = partial(_launch, traversal.prepare(step, exact, compares, rows, self.dtype), empty)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, plan_step, spec_of
-from pyg_dfgnn.ir import Rows
+from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, piece_of, plan_step, spec_of
+from pyg_dfgnn.ir import D, E, Rows
 from pyg_dfgnn.ir.codegen import Kernel, generate
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.steps import Step
@@ -20,8 +20,8 @@ Run = Callable[[dict[str, Tensor]], None]
 def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
     """Return the problem of a generated kernel; `compares` as for :func:`prepare`."""
     sizes = kernel.heads, kernel.channels, len(kernel.indices)
-    state = kernel.fragments, kernel.head_values, kernel.gathered
-    return StepProblem(kernel.kind, kernel.text, *sizes, *state, compares, dtype, device)
+    state = kernel.fragments, kernel.head_values, kernel.gathered, kernel.short
+    return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, compares, dtype, device)
 
 
 def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Run:
@@ -51,9 +51,11 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
             launch_map.launch(num_rows, device, (*lists, *addresses([buffers[name] for name in names])))
 
         return run_map
-    side = rows.adjacency(step.domain, step.over)
+    # Sums of outer products range over pieces of the edges, by target.
+    domain = D if kernel.is_outer else step.domain
+    side = rows.pieces(piece_of(rows.sizes[E])) if kernel.is_outer else rows.adjacency(domain, step.over)
     plan = plan_step(problem, side)
-    indices = [rows.at_positions(step.domain, step.over, domain) for domain in kernel.indices]
+    indices = [rows.at_positions(domain, step.over, other) for other in kernel.indices]
     elements = problem.state_elements
     fixed = addresses([*indices, *of_rows])
     places = tuple(range(len(fixed) + len(names)))
@@ -64,4 +66,16 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
         launch((*fixed, *addresses([buffers[name] for name in names])))
 
     # The rows and their graph keep the arrays; they keep this too, so it does not keep them.
-    return run
+    return _by_pieces(run, step, side.num_rows, dtype, rows.device) if kernel.is_outer else run
+
+
+def _by_pieces(run: Run, step: Step, pieces: int, dtype: torch.dtype, device: torch.device) -> Run:
+    """Return what adds up the sums that a launch leaves for pieces of the edges."""
+    shapes = {name: (pieces, *step.program.values[i].shape) for name, i in step.program.outputs}
+
+    def run_pieces(buffers: dict[str, Tensor]) -> None:
+        sums = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        run(buffers | sums)
+        buffers |= {name: of_pieces.sum(0, keepdim=True).to(dtype) for name, of_pieces in sums.items()}
+
+    return run_pieces
