@@ -10,7 +10,12 @@ import torch
 import torch_geometric.nn.conv as pyg
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.ir import D, E, One, R, S, U, V
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import DROP_INS, messages
+from pyg_dfgnn.nn.messages.backend import stored_reasons
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, twins, watched
@@ -25,10 +30,13 @@ Written by `python -m tools.message_coverage`; a test compares it with the code.
 - *traced*: the messages are a program, whose operators are listed; outputs and gradients equal PyG's in float64.
 - *edge product*: traced, with a map of values that only edges have.
 - *refused*: PyG's own code runs, for the reason shown.
+- *on kernels*: whether generated kernels run the messages and their gradients, where there is no drop-in, or why PyG's
+  code runs on a GPU.
 
-| class | how | operators, or why not |
-|---|---|---|
+| class | how | operators, or why not | on kernels |
+|---|---|---|---|
 """
+SIZES = {One: 1, R: 5, S: 1000, D: 1000, U: 5000, V: 5000, E: 20000}
 
 
 def traces_of(case: Case) -> tuple[list[messages.Trace], list[str]]:
@@ -40,17 +48,31 @@ def traces_of(case: Case) -> tuple[list[messages.Trace], list[str]]:
     return programs, [reason for *_, reasons in calls for reason in reasons]
 
 
+def reasons_on_kernels(trace: messages.Trace) -> list[str]:
+    """Return why generated kernels do not run a program and its gradients."""
+    assert trace.program is not None
+    program = trace.program
+    try:
+        lowered = lower(Passes().run(program, SIZES, tuple(program.inputs)), list(dict(program.outputs)))
+    except Refusal as refusal:
+        return [str(refusal)]
+    return stored_reasons(lowered.edge_rows)
+
+
 def row(name: str, kind: type) -> str:
     """Return the row of a class."""
     case = {**TRACED, **EDGE_MLP, **REFUSED}.get(name)
     if case is None:
         why = "needs an extra of PyG that is not installed here" if issubclass(kind, MessagePassing) else ""
-        return f"| {name} | - | {why or 'has no propagation of its own; the layers inside are taken'} |"
+        return f"| {name} | - | {why or 'has no propagation of its own; the layers inside are taken'} |  |"
     programs, reasons = traces_of(case)
     how = "drop-in" if kind in DROP_INS else "edge product" if name in EDGE_MLP else "traced"
     ops = {value.op for trace in programs if trace.program is not None for value in trace.program.values} - _MOVES
     reason = "; ".join(dict.fromkeys(reasons)).replace("|", "\\|")
-    return f"| {name} | {'refused' if reasons else how} | {reason or ', '.join(sorted(ops))} |"
+    kernels = ""
+    if how != "drop-in" and not reasons:
+        kernels = "; ".join(dict.fromkeys(why for trace in programs for why in reasons_on_kernels(trace))) or "yes"
+    return f"| {name} | {'refused' if reasons else how} | {reason or ', '.join(sorted(ops))} | {kernels} |"
 
 
 def page() -> str:
