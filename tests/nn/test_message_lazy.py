@@ -6,6 +6,7 @@ import torch_geometric.nn.conv as pyg
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
+import pyg_dfgnn
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
 from pyg_dfgnn.reference.zoo import ZOO
@@ -183,3 +184,12 @@ def test_functions_of_the_shape_compute_nothing(inputs):
     edges = inputs[1].size(1)
     assert is_waiting and (shape, dtype, length, dim) == ((edges, 1), torch.float64, edges, 2) and pending is not None
     assert len(runs) == 1
+
+
+def test_a_layer_that_keeps_what_it_computed_is_described(inputs):
+    _, marked = twins(lambda: Kept("kept"))
+    recorded(marked, *inputs)
+    assert (
+        not marked.alpha.is_leaf
+        and pyg_dfgnn.describe_plan(marked.float(), inputs[0].float(), inputs[1], device="cuda").fused
+    )

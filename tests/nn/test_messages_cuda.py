@@ -11,8 +11,9 @@ from tests.nn.test_messages import CASES
 
 pytestmark = pytest.mark.cuda
 
-LEFT = {*EDGE_MLP, *REFUSED, "PANConv", "user-Distances", "user-Gaussian"}
-"""What kernels do not take: maps of what is computed per edge, and what is refused."""
+LEFT = {*REFUSED, *EDGE_MLP, "PANConv", "GMMConv", "PNAConv"} - {"HEATConv"}
+LEFT |= {f"user-{name}" for name in ("Gaussian", "Distances", "Einsteinian", "Corners")}
+"""What kernels do not take: maps of what is computed per edge, numbers that change lanes, and what is refused."""
 GRAPHS = ("self-loops", "isolated", "hub")
 
 

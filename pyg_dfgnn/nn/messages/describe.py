@@ -28,7 +28,9 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
     refused: list[str] = []
     runs: dict[tuple[int, tuple[str, ...]], tuple[Program, Rows, torch.dtype]] = {}
     is_called, has_grad = False, torch.is_grad_enabled()
-    layer = copy.deepcopy(layer)
+    # What a forward has left in attributes is no leaf, which torch would not copy.
+    left = (tensor for module in layer.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor))
+    layer = copy.deepcopy(layer, {id(tensor): tensor.detach() for tensor in left if not tensor.is_leaf})
     for module in layer.modules():
         # A description of a whole model has come here through hooks of its own.
         for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
