@@ -14,14 +14,14 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ops.relational import apply, reasons_against, traversal
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
-from tests.ir.cases import ALL_GRAPHS, case, joined_heads, rows_named
+from tests.ir.cases import ALL_GRAPHS, case, gatv2, joined_heads, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
 from tests.kernels.relational_specs import functions, hgt_of, maps_of, rgat_of, without_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
-PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight", "w", "wp", "gate")
+PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight", "w", "wp", "gate", "wd", "we")
 
 
 LAYERS: dict[str, Program] = {
@@ -30,6 +30,7 @@ LAYERS: dict[str, Program] = {
     "rgat": without_attention(rgat_of(2, 4, 8)),
     "hgt": hgt_of(1, 8, 8),
     "maps": maps_of(5, 32, 3, 14),
+    "gatv2": gatv2.program(x=(8,), xd=(8,), edge=(8,), w=(8, 6), wd=(8, 6), we=(8, 6), att=(2, 3)),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
 }
 RUNS = [
@@ -42,6 +43,7 @@ RUNS = [
     # A maximum of one edge, which no rounding of logits moves to another.
     ("heads", torch.float16, "isolated-R4"),
     ("maps", torch.bfloat16, "isolated-R4"),
+    *(("gatv2", torch.bfloat16, graph) for graph in ("hub", "duplicates", "dense", "no-targets")),
     *(("rgcn_sum", torch.bfloat16, graph) for graph in ALL_GRAPHS),
 ]
 
