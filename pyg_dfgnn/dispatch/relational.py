@@ -81,7 +81,7 @@ def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 def holds_heads(problem: StepProblem) -> bool:
     """Whether one group of lanes holds all heads of a row."""
-    lanes = lane_constants(problem.heads, problem.channels, problem.dtype.itemsize, wide=False)
+    lanes = constants_of(problem, wide=False)
     return lanes["HEAD_SLOTS"] * lanes["LANE_HEADS"] >= problem.heads
 
 
