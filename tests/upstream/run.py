@@ -218,7 +218,11 @@ def accelerate_modules() -> dict[str, list[Any]]:
 
     def accelerated(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_known = id(self) in known and known[id(self)]() is self
-        if not is_known and not torch.compiler.is_compiling() and not isinstance(self, torch.jit.ScriptModule):
+        # A trace that TorchScript makes is compared with another, in which classes must be the same.
+        transformed = (
+            torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(self, torch.jit.ScriptModule)
+        )
+        if not is_known and not transformed:
             known.update((id(module), weakref.ref(module)) for module in self.modules())
             with pyg_dfgnn.settings(fallback="silent"):
                 pyg_dfgnn.accelerate(self)

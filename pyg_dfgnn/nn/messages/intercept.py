@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,15 +50,27 @@ def intercept(kind: type) -> None:
         kind.forward = _watched(forward, kind)  # type: ignore[attr-defined]
 
 
+def _in_front(own: Callable[..., Any], kind: type, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a class that calls `run` in place of `own`, with its signature, source and globals, which
+    TorchScript reads.
+    """
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    function = FunctionType(wrapper.__code__, own.__globals__, own.__name__, None, wrapper.__closure__)
+    functools.update_wrapper(function, own)
+    setattr(function, WRAPPER, kind)
+    return function
+
+
 def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
         return run_forward(own, self, *args, **kwargs)
 
-    setattr(forward, WRAPPER, kind)
-    return forward
+    return _in_front(own, kind, run)
 
 
 def _generate(kind: type) -> None:
@@ -75,8 +88,7 @@ def _generate(kind: type) -> None:
 
 
 def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             self.__dict__.get(MARK) is None
             or torch.compiler.is_compiling()
@@ -92,8 +104,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             edge_index, size = edges.as_tensor(), edges.sparse_size()
         return call_layer(self, Call(method, own, edges, declared, kwargs, edge_index, size))
 
-    setattr(wrapper, WRAPPER, kind)
-    return wrapper
+    return _in_front(own, kind, run)
 
 
 def compilable(layer: Any) -> str:
