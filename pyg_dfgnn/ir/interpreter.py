@@ -193,6 +193,14 @@ def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows) -> T
 def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
     """Multiply rows by their weights, or by the one weight of them all."""
     is_vector = value.op == "linear"
+    if is_vector and w.size(0) == 1:
+        # One product, or one for each head, rather than one for each row.
+        if x.dim() == 2:
+            return (x @ w[0].movedim(-2, 0).flatten(1)).view(x.size(0), *value.shape)
+        if w.dim() == 3:
+            return x @ w[0]
+        if w.dim() == x.dim() + 1 == 4 and w.size(1) == x.size(1):
+            return (x.transpose(0, 1) @ w[0]).transpose(0, 1)
     w = _padded(w, len(value.shape) + is_vector)
     x = _padded(x, len(value.shape))
     return (x.unsqueeze(-2) @ w).squeeze(-2) if is_vector else x @ w

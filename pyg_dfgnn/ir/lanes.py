@@ -115,13 +115,14 @@ class _Inference:
                 try:
                     return self._demand(i, labels)
                 except Refusal as refusal:
-                    refusals.append(refusal)
+                    refusals.append(refusal.with_traceback(None))
                     self.args = dict(before)
         try:
             return self._short(i)
         except Refusal as refusal:
-            refusals.append(refusal)
-        raise refusals[0]
+            refusals.append(refusal.with_traceback(None))
+        # Not kept by a name: with its traceback it would keep the frames of all callers.
+        raise refusals.pop(0)
 
     def _weight(self, i: int, form: str) -> str:
         """Return the form of a stored weight whose rows have a form."""
@@ -212,12 +213,12 @@ class _Inference:
             try:
                 forms = tuple(self._demand(arg, part) for arg, part in operands)
             except Refusal as refusal:
-                refusals.append(refusal)
+                refusals.append(refusal.with_traceback(None))
                 self.args = before
             else:
                 self.args[i, form] = forms
                 return form
-        raise refusals[0] if refusals else self._refuse(i, "joins what are not all channels or heads")
+        raise refusals.pop(0) if refusals else self._refuse(i, "joins what are not all channels or heads")
 
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""

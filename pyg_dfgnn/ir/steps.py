@@ -95,7 +95,8 @@ class Lowered:
 
     @cached_property
     def edge_rows(self) -> tuple[Buffer, ...]:
-        """What is stored of every edge although nobody asked for it, but for some numbers beside rows of features.
+        """What is stored of every edge although nobody asked for it, but for a few numbers beside rows of features, or
+        beside what is asked for of each edge.
 
         What the weights of relations are multiplied with is not among it: without kernels each row has a weight.
         """
@@ -103,7 +104,10 @@ class Lowered:
         kept = {name for step in steps if step.is_by_relation for name in (*step.reads, *step.writes)}
         kept |= {name for name, _ in self.outputs.values()}
         written = {name for step in steps for name in step.writes} - kept
-        nodes = max([1, *(prod(b.shape) for b in self.buffers.values() if b.domain in (S, D))])
+        rows = [b.shape for b in self.buffers.values() if b.domain in (S, D)]
+        results = [self.buffers[buffer] for name, (buffer, _) in self.outputs.items() if not name.startswith("d_")]
+        asked = [2 * prod(buffer.shape) for buffer in results if buffer.domain is E]
+        nodes = max([1, *map(prod, rows), *asked])
         edges = [self.buffers[name] for name in sorted(written) if self.buffers[name].domain is E]
         return tuple(buffer for buffer in edges if 2 * prod(buffer.shape) > nodes)
 

@@ -11,7 +11,8 @@ from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
-from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins
+from tests.kernels.emulated import emulated_device
+from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins, watched
 
 
 class Kept(MessagePassing):
@@ -120,6 +121,15 @@ def test_attention_of_pyg_is_one_program(kind, inputs):
     )
     runs = compare(layer, marked, inputs)
     assert [outputs for _, outputs, _ in runs] == [("0",)]
+
+
+def test_a_forward_that_kernels_refuse_at_first_leaves_nothing_behind():
+    """Its values of edges go with its frames, so that none is computed that nothing reads."""
+    _, marked = twins(lambda: pyg.GATConv(FEATURES, WIDTH, heads=2, edge_dim=3))
+    drawn = Inputs(ZOO["self-loops"](), torch.float32)
+    with emulated_device(), settings(fallback="error"), watched() as calls:
+        marked.float()(drawn.x, drawn.edge_index, drawn.edge_attr)
+    assert [reasons for *_, reasons in calls] == [[], []]
 
 
 @pytest.mark.parametrize("kind", [pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv])

@@ -409,6 +409,7 @@ KERNELS = [
     *("user-Modulated", "user-Temperature", "user-SignedAttention", "user-Differences"),
     *("GCN2Conv", "LEConv", "FeaStConv", "ARMAConv", "FastRGCNConv", "RGATConv"),
     *("GINEConv", "GATv2Conv", "GENConv", "PointTransformerConv", "TransformerConv", "CGConv", "ResGatedGraphConv"),
+    *("GATConv", "user-Updated"),
 ]
 
 

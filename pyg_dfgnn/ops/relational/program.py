@@ -111,8 +111,10 @@ class Prepared:
             later |= done
             run: Run | Step = step
             if step.kind in ("traversal", "map"):
-                # Sums of outer products are made of those of pieces.
-                written = [] if step.sums_outer else [self.lowered.buffers[name] for name in step.writes]
+                written = [self.lowered.buffers[name] for name in step.writes]
+                if step.sums_outer:
+                    # They are made of those of pieces.
+                    written = [buffer for buffer in written if buffer.domain is not step.domain]
                 shapes = {b.name: (rows.sizes[b.domain], *b.shape) for b in written}
                 empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
                 run = partial(_launch, traversal.prepare(step, exact, compares, rows, self.dtype), empty)

@@ -71,7 +71,8 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
 
 def _by_pieces(run: Run, step: Step, pieces: int, dtype: torch.dtype, device: torch.device) -> Run:
     """Return what adds up the sums that a launch leaves for pieces of the edges."""
-    shapes = {name: (pieces, *step.program.values[i].shape) for name, i in step.program.outputs}
+    outputs = {name: step.program.values[i] for name, i in step.program.outputs}
+    shapes = {name: (pieces, *value.shape) for name, value in outputs.items() if value.domain is step.domain}
 
     def run_pieces(buffers: dict[str, Tensor]) -> None:
         sums = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
