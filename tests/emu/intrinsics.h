@@ -22,13 +22,7 @@ static inline int __any_sync(unsigned mask, int value, EMU_HERE) {
 static inline int __all_sync(unsigned mask, int value, EMU_HERE) {
     return emu::meet({"__all_sync", file, line}, mask, value == 0, -1) == 0;
 }
-static inline unsigned __activemask() {
-    unsigned mask = 0;
-    for (unsigned l = 0, t = emu::current / 32 * 32; l < 32 && t + l < emu::num_threads; ++l) {
-        mask |= emu::threads[t + l].state != emu::EXITED ? 1u << l : 0u;
-    }
-    return mask;
-}
+static inline unsigned __activemask() { return emu::active_mask(); }
 template <class T> static inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMU_HERE) {
     return emu::shuffle({"__shfl_sync", file, line}, mask, value, emu::group_first(width) + (source & (width - 1)));
 }
@@ -60,73 +54,20 @@ static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned 
 static inline void emu_named_barrier(int id, int threads, bool waits, EMU_HERE) {
     emu::named_barrier({"named barrier", file, line}, id, (unsigned)threads, waits);
 }
-static inline float emu_half_to_float(unsigned short half);
-// The products of a warpgroup, include/wgmma.cuh, read shared memory as late as they may, when the threads wait for them.
-template <int COUNT>
-static inline void emu_wgmma(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, bool fp16,
-                             const char* file, int line) {
-    const emu::u64 end = ((b & 0x3fff) << 4) + ((b >> 16 & 0x3fff) << 4) + COUNT / 4 * 128;
-    if (b >> 46 || (b >> 32 & 0x3fff) != 8) emu::fail("%s:%d: what describes B is not understood", file, line);
-    if (end > emu::launch->shared_bytes) emu::fail("%s:%d: B reaches beyond the shared memory", file, line);
-    emu::products[emu::current].push_back({d, COUNT, {a[0], a[1], a[2], a[3]}, b, adds != 0, fp16});
-}
 template <int COUNT>
 static inline void emu_wgmma_fp16(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
-    emu_wgmma(d, a, b, adds, true, file, line);
+    emu::start_product({"wgmma", file, line}, d, COUNT, a, b, adds != 0, true);
 }
 template <int COUNT>
 static inline void emu_wgmma_tf32(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, int adds, EMU_HERE) {
-    emu_wgmma(d, a, b, adds, false, file, line);
+    emu::start_product({"wgmma", file, line}, d, COUNT, a, b, adds != 0, false);
 }
-static inline void emu_wgmma_wait(EMU_HERE) {
-    static unsigned exchange[1024][4];
-    const unsigned first = emu::current / 128 * 128, thread = emu::current % 128, row = thread / 4 * 4;
-    for (const emu::Product& product : emu::products[emu::current]) {
-        const char* const b = emu::launch->shared + ((product.b & 0x3fff) << 4);
-        memcpy(exchange[emu::current], product.a, sizeof(product.a));
-        emu::named_barrier({"wgmma", file, line}, 16 + first / 128, 128, true);
-        for (int i = 0; i < product.count; ++i) {
-            const unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-            double sum = product.adds ? product.sums[i] : 0.0;
-            for (unsigned k = 0; k < 8; ++k) {
-                const unsigned x = exchange[first + row + k % 4][i / 2 % 2 + k / 4 * 2];
-                unsigned y;
-                memcpy(&y, b + k / 4 * ((product.b >> 16 & 0x3fff) << 4) + column * 16 + k % 4 * 4, 4);
-                if (!product.fp16) {
-                    sum += (double)emu::bit_cast<float>(x & 0xffffe000u) * emu::bit_cast<float>(y & 0xffffe000u);
-                    continue;
-                }
-                for (unsigned half = 0; half < 32; half += 16) {
-                    sum += (double)emu_half_to_float((unsigned short)(x >> half)) * emu_half_to_float((unsigned short)(y >> half));
-                }
-            }
-            product.sums[i] = (float)sum;
-        }
-        emu::named_barrier({"wgmma", file, line}, 16 + first / 128, 128, true);
-    }
-    emu::products[emu::current].clear();
-}
-// Asynchronous copies arrive as late as they may, when the thread waits for their group. `from` null: zeros.
+static inline void emu_wgmma_wait(EMU_HERE) { emu::wait_products({"wgmma", file, line}); }
 static inline void emu_copy(void* to, const void* from, unsigned bytes, EMU_HERE) {
-    if (reinterpret_cast<emu::u64>(to) % bytes || reinterpret_cast<emu::u64>(from) % bytes) {
-        emu::fail("%s:%d: a copy of %u bytes is not aligned", file, line, bytes);
-    }
-    emu::Copies& copies = emu::copies[emu::current];
-    copies.under_way.push_back({to, from, bytes, copies.group});
+    emu::copy({"copy", file, line}, to, from, bytes);
 }
-static inline void emu_close_copies() { ++emu::copies[emu::current].group; }
-static inline void emu_wait_copies(unsigned pending) {
-    emu::Copies& copies = emu::copies[emu::current];
-    auto late = copies.under_way.begin();
-    for (; late != copies.under_way.end() && late->group + pending < copies.group; ++late) {
-        if (late->from) {
-            memcpy(late->to, late->from, late->bytes);
-        } else {
-            memset(late->to, 0, late->bytes);
-        }
-    }
-    copies.under_way.erase(copies.under_way.begin(), late);
-}
+static inline void emu_close_copies() { emu::close_copies(); }
+static inline void emu_wait_copies(unsigned pending) { emu::wait_copies(pending); }
 template <class T> static inline T __ldg(const T* address) { return *address; }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
