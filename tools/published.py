@@ -46,6 +46,8 @@ GRAPHS = {
 ATTENTION_STACKS = ("transformer_stack", "agnn_stack", "gat_stack")
 LAYERS = {"GAT": "GATConv", "GATv2": "GATv2Conv", "GT": "TransformerConv", "AGNN": "AGNNConv"}
 
+WAYS = ("fwd", "fwd+bwd")
+
 Row = Mapping[str, Any]
 
 
@@ -208,6 +210,33 @@ def _time(row: Row | None) -> str:
     return f"{tables.milliseconds(row):.3g}" if row["status"] == "ok" else str(row["status"])
 
 
+def messages() -> str:
+    """Milliseconds of compiled layers, forward / with backward, with the times faster than PyG, by graph."""
+    path = next((ROOT / "results" / "bench").glob("*/messages.csv"), None)
+    if path is None:
+        return (
+            "Not measured yet: `python -m pyg_dfgnn.bench experiment=messages` writes `results/bench/*/messages.csv`."
+        )
+    rows = [row for row in tables.latest([*Table.read(path)]) if row["op"] != "graph"]
+    times = {(row["layer"], row["graph"], row["implementation"], row["direction"]): row for row in rows}
+    graphs, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("graph", "layer"))
+
+    def cell(layer: str, graph: str, name: str) -> str:
+        pairs = [(times.get((layer, graph, name, way)), times.get((layer, graph, "pyg", way))) for way in WAYS]
+        if not any(ours and not (name == "drop_in" and ours["status"].startswith("not run")) for ours, _ in pairs):
+            return ""
+        shown = " / ".join(_time(ours) for ours, _ in pairs)
+        both = [(ours, pygs) for ours, pygs in pairs if ours and pygs and ours["status"] == pygs["status"] == "ok"]
+        factors = [f"{tables.milliseconds(pygs) / tables.milliseconds(ours):.2g}" for ours, pygs in both]
+        return f"{shown} ({' / '.join(factors)})" if len(factors) == len(pairs) else shown
+
+    body = [
+        [layer, *(cell(layer, graph, name) for graph in graphs for name in ("fused", "drop_in"))] for layer in layers
+    ]
+    head = [f"{graph}, {title}" for graph in graphs for title in ("compiled", "drop-in")]
+    return f"On {rows[0]['gpu']}:\n\n{markdown(['layer', *head], body)}"
+
+
 def conv_steps() -> str:
     """Milliseconds of a training step and peak memory of the models without attention, by data set and backend."""
     body = []
@@ -236,7 +265,7 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, relational, conv_steps)},
+    **{make.__name__: make for make in (segment, segment_peers, relational, messages, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""
