@@ -199,6 +199,8 @@ def test_gradients_of_a_softmax_take_no_sum_over_edges_of_their_own():
     assert sums(attention.program(q=(4, 8), k=(4, 8), v=(4, 8)), ("q", "k", "v")) == [[(D, E)] * 3, [(D, E)] * 2]
     early = aggregate_first(reorder(RGAT, SIZES), {**SIZES, V: 1000})
     assert sums(early, ("x",)) == [[(V, E), (D, V), (D, E)], [(V, E), (D, V), (D, V)]]
+    # What a target adds to its logits has a gradient that cancels.
+    assert (D, E) in sums(early, ("x", "xd"))[1]
 
 
 def test_joined_rows_are_joined_after_sums():

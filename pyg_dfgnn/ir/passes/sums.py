@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import Domain, determines
+from pyg_dfgnn.ir.domains import Domain, E, determines
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
 
@@ -57,12 +57,14 @@ def share_sums(program: Program) -> Program:
     on less than the outer sum's rows.
 
     The gradient of a softmax sums its weights times their gradients over each row, which is the row's output times its
-    gradient: no pass over the edges is needed for it.
+    gradient: no pass over the edges is needed for it. Where gradients of logits are added up over a row again, as for
+    what a target adds to all of them, they cancel only if that sum is made of the very terms: it stays then.
     """
     sums = list(_weighted_sums(program))
+    cancelled = _cancelled(program)
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op != "sum":
+        if value.op != "sum" or i in cancelled:
             return None
         domain, over = value.attrs
         factors = _factors(program, value.args[0])
@@ -89,6 +91,23 @@ def share_sums(program: Program) -> Program:
         return None
 
     return rewrite(program, rule)
+
+
+def _cancelled(program: Program) -> set[int]:
+    """The sums of numbers over edges that sums of such numbers on the same targets depend on by a difference."""
+    sums = {i for i in program.live if program.values[i].op == "sum" and program.values[i].attrs[1] is E}
+    cancelled: set[int] = set()
+    for i in sums:
+        factors = _factors(program, program.values[i].args[0])
+        differences = [j for j in factors if program.values[j].op == "sub"]
+        others = {program.values[j].op for j in factors} - {"sub"}
+        if len(differences) == 1 and others <= {"where", "step", "const"}:
+            terms = [_factors(program, arg) for arg in program.values[differences[0]].args]
+            domain = program.values[i].attrs[0]
+            cancelled |= {
+                j for term in terms for j in term if j in sums and determines(domain, program.values[j].domain)
+            }
+    return cancelled
 
 
 def _weighted_sums(program: Program) -> Iterator[_Weighted]:
