@@ -134,8 +134,9 @@ def test_fewer_gathers_miss_in_the_new_order(make, method):
         pytest.importorskip("pymetis")
     edge_index, num_nodes = make()
     place = inverse_of(node_order(edge_index, num_nodes, method))
+    # Room for three levels of the lattice, from wherever they start: RCM keeps neighbours within these.
     before, after = (
-        gather_misses(Graph.of(index, num_nodes).csr.col, cache_rows=100) for index in (edge_index, place[edge_index])
+        gather_misses(Graph.of(index, num_nodes).csr.col, cache_rows=150) for index in (edge_index, place[edge_index])
     )
     assert after < 0.8 * before
 
