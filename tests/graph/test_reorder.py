@@ -134,11 +134,13 @@ def test_fewer_gathers_miss_in_the_new_order(make, method):
         pytest.importorskip("pymetis")
     edge_index, num_nodes = make()
     place = inverse_of(node_order(edge_index, num_nodes, method))
-    # Room for three levels of the lattice, from wherever they start: RCM keeps neighbours within these.
+    # RCM keeps neighbours within three levels of the lattice, of up to 40 nodes each, wherever they start.
+    has_levels = method == "rcm" and make is grid
+    cache_rows, most = (150, 0.6) if has_levels else (100, 0.8)
     before, after = (
-        gather_misses(Graph.of(index, num_nodes).csr.col, cache_rows=150) for index in (edge_index, place[edge_index])
+        gather_misses(Graph.of(index, num_nodes).csr.col, cache_rows) for index in (edge_index, place[edge_index])
     )
-    assert after < 0.8 * before
+    assert after < most * before
 
 
 def misses_of_lru(col, cache_rows):
