@@ -34,6 +34,23 @@ MEMORY_FRACTION = 0.9
 """Fraction of the device's memory that an implementation may be predicted to need; beyond it, it is not tried."""
 
 
+INDEX_BYTES = 4
+
+
+def bytes_touched_once(inputs: int, output: int, indices: int, direction: str, itemsize: int) -> float:
+    """Bytes of inputs, output and their gradients, and of the indices of each pass, each touched once.
+
+    Args:
+        inputs: Numbers of all inputs.
+        output: Numbers of the output.
+        indices: Indices of a pass.
+        direction: "fwd", "bwd" or "fwd+bwd".
+        itemsize: Bytes of a number.
+    """
+    elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
+    return float(itemsize * elements + (2 if direction == "fwd+bwd" else 1) * INDEX_BYTES * indices)
+
+
 class Case(ABC):
     """One operation of one size; ``str`` gives a readable id.
 

@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Case, Family, Forward, Implementation
+from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Case, Family, Forward, Implementation, bytes_touched_once
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import accelerate
 from pyg_dfgnn.reference.oracle import Errors, Inputs
@@ -31,7 +31,6 @@ from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.settings import settings
 
-INDEX_BYTES = 4
 HEADS, EDGE = 8, 8
 SEED = 0
 
@@ -312,9 +311,7 @@ class MessageCase(Case):
         """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once."""
         inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
         output = graph.num_dst * self.width
-        elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
-        passes = 2 if direction == "fwd+bwd" else 1
-        return float(itemsize * elements + passes * INDEX_BYTES * (2 * graph.num_edges + graph.num_dst))
+        return bytes_touched_once(inputs, output, 2 * graph.num_edges + graph.num_dst, direction, itemsize)
 
 
 class Compiled(Implementation):

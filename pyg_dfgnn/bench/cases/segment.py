@@ -18,7 +18,18 @@ from torch import Tensor
 from torch_geometric.nn.aggr import MultiAggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
-from pyg_dfgnn.bench.case import DTYPES, Case, Family, Forward, Fused, Implementation, Peer, Times, peers_of
+from pyg_dfgnn.bench.case import (
+    DTYPES,
+    INDEX_BYTES,
+    Case,
+    Family,
+    Forward,
+    Fused,
+    Implementation,
+    Peer,
+    Times,
+    peers_of,
+)
 from pyg_dfgnn.bench.cases.sparse import Sparse
 from pyg_dfgnn.bench.graphs import compressed
 from pyg_dfgnn.dispatch.core import explain
@@ -30,7 +41,6 @@ from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.segment import SUMS
 
-INDEX_BYTES = 4
 CHECKED_CHANNELS = (1, 7, 16, 64, 128, 200, 600)
 
 

@@ -14,7 +14,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import interpret
-from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
@@ -37,12 +37,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         trace: Its trace; None if there was no attempt at one.
-        sizes: Numbers of rows; None without a trace.
         returned: What the program has returned, in a tuple; None if PyG's function is to run.
     """
 
     trace: Trace | None = None
-    sizes: dict[Domain, int] | None = None
     returned: tuple[Any] | None = None
 
 
@@ -130,8 +128,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     if trace.program is None:
         reasons += trace.reasons
         return Outcome(trace)
-    num_src, num_dst = spec.sizes if layer.flow == "source_to_target" else spec.sizes[::-1]
-    outcome = Outcome(trace, {One: 1, S: num_src, D: num_dst, E: call.edge_index.size(1)})
+    outcome = Outcome(trace)
     device = call.edge_index.device
     devices = backend().devices
     if devices is not None and device.type not in devices:
@@ -164,7 +161,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     returned = leaves[0] if count == 1 and trace.tree.is_leaf() else tree_unflatten(leaves, trace.tree)
     if call.method == "propagate" and type(layer).update is not MessagePassing.update:
         returned = layer.update(returned, **_update_arguments(layer, call, spec))
-    return Outcome(trace, outcome.sizes, (returned,))
+    return Outcome(trace, (returned,))
 
 
 class _Runnable:

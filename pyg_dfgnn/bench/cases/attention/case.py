@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn import ops
-from pyg_dfgnn.bench.case import DTYPES, Case
+from pyg_dfgnn.bench.case import DTYPES, INDEX_BYTES, Case
 from pyg_dfgnn.bench.graphs import compressed
 from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
@@ -29,7 +29,6 @@ LAYERS = {"dot": "GT", "cosine": "AGNN", "add": "GAT", "gatv2": "GATv2"}
 SCORES = tuple(LAYERS)
 NEGATIVE_SLOPE = 0.2
 """The slope of the leaky scores: the default of PyG, of the operators and of the reference."""
-INDEX_BYTES = 4
 
 CHECKED_HEADS = (1, 3, 8)
 CHECKED_CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, Case
+from pyg_dfgnn.bench.case import DTYPES, Case, bytes_touched_once
 from pyg_dfgnn.bench.graphs import NODE_TYPE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs, float64_reference
 from pyg_dfgnn.reference.zoo import EdgeList
 
-INDEX_BYTES = 4
 EPSILON = 1e-16
 Shapes = Mapping[str, tuple[int, ...]]
 Call = Callable[[Inputs], Tensor]
@@ -366,9 +365,7 @@ class RelationalCase(Case):
         """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once."""
         inputs = sum(prod(shape) for shape in self.shapes(graph).values())
         output = graph.num_dst * self.width
-        elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
-        passes = 2 if direction == "fwd+bwd" else 1
-        return float(itemsize * elements + passes * INDEX_BYTES * (2 * graph.num_edges + graph.num_dst))
+        return bytes_touched_once(inputs, output, 2 * graph.num_edges + graph.num_dst, direction, itemsize)
 
     def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
         if DTYPES[dtype].itemsize == 2 and device.type != "cuda":
