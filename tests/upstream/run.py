@@ -83,10 +83,19 @@ DELEGATED = ("MedianAggregation", "QuantileAggregation")
 
 
 class Outcomes:
-    """Pytest plugin that keeps the outcome of every test, and starts each from the same random numbers."""
+    """Pytest plugin that keeps the outcome of every test, and starts each from the same random numbers.
 
-    def __init__(self) -> None:
+    Tests that were run before are left out. A test that provokes an assertion on the GPU fails, and ends the run: no
+    later test of this process could use the GPU.
+    """
+
+    def __init__(self, before: Iterable[str]) -> None:
         self.outcome: dict[str, str] = {}
+        self.is_lost = False
+        self._before = set(before)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._before]
 
     def pytest_runtest_setup(self) -> None:
         torch.manual_seed(0)
@@ -94,6 +103,16 @@ class Outcomes:
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.outcome[report.nodeid] = report.outcome
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        import pytest
+
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError:
+            self.is_lost, self.outcome[nodeid] = True, "failed"
+            pytest.exit(f"{nodeid} left the GPU with a failed assertion")
 
 
 class Calls:
@@ -249,15 +268,35 @@ def worker(options: argparse.Namespace) -> None:
         calls = swap(options.reference)
     if options.device:
         torch.set_default_device(options.device)
-    outcomes = Outcomes()
+    result = Path(options.result)
+    outcomes = Outcomes(json.loads(result.read_text())["outcome"] if result.exists() else ())
     settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]
     with running:
         pytest.main([*settings, *options.files], plugins=[outcomes])
-    Path(options.result).write_text(json.dumps({"outcome": outcomes.outcome, "calls": calls}))
+    found = {"outcome": outcomes.outcome, "calls": calls, "is_lost": outcomes.is_lost}
+    if result.exists():
+        found = joined(json.loads(result.read_text()), found)
+    result.write_text(json.dumps(found))
+    if outcomes.is_lost:
+        # Tensors cannot be freed any more.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The results of two processes that ran different tests."""
+    calls = before["calls"] | now["calls"]
+    for name in before["calls"].keys() & now["calls"].keys():
+        pairs = zip(before["calls"][name], now["calls"][name], strict=True)
+        calls[name] = [Counter(a) + Counter(b) if isinstance(a, dict) else a + b for a, b in pairs]
+    return {"outcome": before["outcome"] | now["outcome"], "calls": calls, "is_lost": now["is_lost"]}
 
 
 def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
-    """Run the tests in a process of their own: PyG generates code into its classes, which would leak otherwise."""
+    """Run the tests in processes of their own: PyG generates code into its classes, which would leak otherwise.
+
+    A test that loses the GPU ends its process; the next process goes on after it.
+    """
     result, log = folder / f"{which}.json", folder / f"{which}.log"
     command = [sys.executable, __file__, str(options.tests), "--worker", which, "--result", str(result)]
     command += ["--files", *options.files]
@@ -265,12 +304,15 @@ def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
     command += [f"--{flag}" for flag in ("reference", "accelerate") if getattr(options, flag)]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    is_lost = True
     with log.open("w") as stream:
-        subprocess.run(
-            command, cwd=options.tests, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
-        )
-    if not result.exists():
-        raise SystemExit(f"the run with {which} did not finish:\n{log.read_text()[-4000:]}")
+        while is_lost:
+            ended = subprocess.run(
+                command, cwd=options.tests, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+            )
+            if ended.returncode or not result.exists():
+                raise SystemExit(f"the run with {which} did not finish:\n{log.read_text()[-4000:]}")
+            is_lost = json.loads(result.read_text())["is_lost"]
     return {**json.loads(result.read_text()), "log": log.read_text()}
 
 

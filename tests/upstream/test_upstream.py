@@ -28,6 +28,13 @@ def test_layers():
     assert torch.nn.Sequential(torch.nn.Linear(3, 2))(X).shape == (4, 2)
 
 
+def test_that_loses_the_gpu():
+    def synchronize():
+        raise RuntimeError("device-side assert triggered")
+
+    torch.cuda.is_initialized, torch.cuda.synchronize = (lambda: True), synchronize
+
+
 def test_refused():
     assert Branching()(X, EDGES).shape == (4, 3)
 
@@ -51,7 +58,7 @@ def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path):
     done = subprocess.run([*command, "--accelerate", "--reference"], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "3 of 4 tests pass with PyG's classes, 1 of them fail with ours"
+    assert lines[0] == "3 of 5 tests pass with PyG's classes, 1 of them fail with ours"
     assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
     assert "ClusterGCNConv: 3 of 3 calls were compiled" in lines
     (refused,) = (line for line in lines if line.startswith("Branching: 0 of 1 calls were compiled"))
