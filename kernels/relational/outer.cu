@@ -120,14 +120,15 @@ segment_outer(i64 heads, const int* items, const int* gather_x, const int* gathe
             // Nobody reads the other stage any more, nor what the lists hold after the last of these barriers.
             __syncthreads();
             load(row + STAGE_ROWS);
-#if SPLIT
-            Sums stage_sums;
-            clear(stage_sums);
-#else
-            Sums& stage_sums = sums;
-#endif
 #pragma unroll
             for (int j = 0; j < STAGE_LINES / 8 / WARPS_K; ++j) {
+#if SPLIT
+                // Sums of more than one product lose too much: rows may differ by orders of magnitude.
+                Sums products;
+                clear(products);
+#else
+                Sums& products = sums;
+#endif
                 Left a[M_FRAGMENTS];
                 Right b[N_FRAGMENTS];
                 const int line = (j * WARPS_K + part) * 8 + lane_pos();
@@ -142,11 +143,11 @@ segment_outer(i64 heads, const int* items, const int* gather_x, const int* gathe
                 for (int i = 0; i < 2 * N_FRAGMENTS; ++i) {
                     set_word(b[i / 2], i % 2, rights[i % 2 * 4 * RIGHT_LINE + i / 2 * 8]);
                 }
-                multiply(stage_sums, a, b);
-            }
+                multiply(products, a, b);
 #if SPLIT
-            add(sums, stage_sums);
+                add(sums, products);
 #endif
+            }
             stage = stage == words ? words + STAGE_WORDS : words;
         }
     }
