@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cuda
 LEFT = {*REFUSED, *EDGE_MLP, "PANConv", "GMMConv", "PNAConv"} - {"HEATConv"}
 LEFT |= {f"user-{name}" for name in ("Gaussian", "Distances", "Einsteinian", "Corners")}
 """What kernels do not take: maps of what is computed per edge, numbers that change lanes, and what is refused."""
-NORMED = {"HypergraphConv", "SSGConv", "APPNP", "TAGConv", "GCNConv", "SGConv", "LGConv", "ARMAConv"}
+NORMED = {"HypergraphConv", "SSGConv", "APPNP", "TAGConv", "GCNConv", "SGConv", "LGConv", "ARMAConv", "MixHopConv"}
 """Layers whose norms PyG adds up in an order that differs from run to run on a GPU."""
 GRAPHS = ("self-loops", "isolated", "hub")
 

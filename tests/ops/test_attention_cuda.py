@@ -11,8 +11,7 @@ from torch.library import opcheck
 
 from pyg_dfgnn.dispatch.attention import row_split as dispatch_rows
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.ops import dot_attention
-from pyg_dfgnn.ops.attention import row_split
+from pyg_dfgnn.ops import dot_attention, traversal
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, tolerance
@@ -110,7 +109,7 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
         launches.append(kernel.entry)
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(row_split, "launch", counted)
+    monkeypatch.setattr(traversal, "launch", counted)
     torch.manual_seed(3)
     actual = problem.run()
     torch.manual_seed(3)
