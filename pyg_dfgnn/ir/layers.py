@@ -12,7 +12,18 @@ from typing import Any
 
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
-from pyg_dfgnn.ir.trace import Relational, Var, dot, leaky_relu, max_to, mean_to, relational, softmax, sum_to
+from pyg_dfgnn.ir.trace import (
+    Relational,
+    Var,
+    dot,
+    leaky_relu,
+    logsumexp_to,
+    max_to,
+    mean_to,
+    relational,
+    softmax,
+    sum_to,
+)
 
 REDUCE_TO = {"mean": mean_to, "sum": sum_to, "max": max_to}
 
@@ -99,6 +110,21 @@ def attend(k: Var, q: Var, v: Var, key: Var, value: Var, scale: Var) -> Var:
 def hgt_attention(k: S, q: D, v: S, key: R, value: R, scale: R):
     """The attention of HGT among keys, queries and values [H, C]; `scale` is [H]."""
     return attend(k, q, v, key, value, scale)
+
+
+@relational
+def hgt_features(x: S, xd: D, query: R, query_bias: R, target: R, offset: R, value: R, value_bias: R):
+    """The attention of HGT on features x [1, K], whose maps are multiplied with those of relations.
+
+    Logits are `<x_i Q_r + b_r, x_j> + <x_i, c_r> + d_r` and messages `x_j M_r + m_r`, for Q_r = `query` [1, K, K],
+    b_r = `query_bias` [1, K], c_r = `target` [1, K], d_r = `offset` [1], M_r = `value` [1, K, C], m_r = `value_bias`
+    [1, C]. The softmax is one among the sources of each relation, then one among the relations of a target.
+    """
+    logits = dot(xd @ query + query_bias, x)
+    mixed = sum_to(V, softmax(logits, among=V)[..., None] * x)
+    # What a target adds to all logits of a relation does not matter among these.
+    share = softmax(logsumexp_to(V, logits) + dot(xd, target) + offset, among=D, over=V)
+    return sum_to(D, share[..., None] * (mixed @ value + value_bias), over=V).view(-1)
 
 
 @cache
@@ -207,6 +233,7 @@ LAYERS: dict[str, Relational | Callable[..., Relational]] = {
     "heat_nodes": heat_nodes,
     "hetero_linear": hetero_linear,
     "hgt_attention": hgt_attention,
+    "hgt_features": hgt_features,
     "rgat": rgat,
     "rgcn_bases": rgcn_bases,
     "rgcn_max": rgcn_max,

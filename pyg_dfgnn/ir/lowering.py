@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
-from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, determines
+from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, U, V, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
@@ -236,7 +236,8 @@ class _Lowering:
             readers = set(self._readers_of(last))
             reader = min(readers)
             other = self.values[reader]
-            is_inner = self.kinds[reader] == "inline" and other.domain is value.domain
+            # A map to which a bias is added is part of a product.
+            is_inner = self.kinds[reader] == "inline" and other.op != "linear" and other.domain is value.domain
             if len(readers) > 1 or not is_inner or prod(other.shape) > prod(value.shape):
                 break
             last = reader
@@ -261,7 +262,7 @@ class _Lowering:
 
     def lowered(self) -> Lowered:
         self._schedule()
-        self._store_per_edge()
+        self._store_numbers()
         self._schedule()
         return self._finish()
 
@@ -406,16 +407,16 @@ class _Lowering:
         leaves = self.leaves(i, self.kept | targets)
         return not leaves & targets and all(j in read or determines(domain, self.values[j].domain) for j in leaves)
 
-    # What is stored per edge ---------------------------------------------------------------------------------------
+    # What is stored of numbers per head ----------------------------------------------------------------------------
 
-    def _store_per_edge(self) -> None:
-        """Choose numbers per head that are stored for each edge: what is read by several traversals, one of which would
-        gather vectors or many numbers for it alone.
+    def _store_numbers(self) -> None:
+        """Choose numbers per head that are stored for each edge or pair: what is read by several steps, one of which
+        would gather vectors or many numbers for it alone.
         """
-        candidates = [i for i in self.ids if self._is_narrow_edge_value(i)]
+        candidates = [i for i in self.ids if self._is_narrow(i)]
         for is_first in (True, False):
             for i in candidates if is_first else reversed(candidates):
-                readers = self._traversals_reading(i)
+                readers = self._steps_reading(i)
                 # The first of them computes it in any case.
                 costs = [self._read_for(i, draft) for draft in readers[1:]]
                 if is_first:
@@ -423,20 +424,22 @@ class _Lowering:
                 else:
                     is_costly = any(count >= _STORED_READS for _, count in costs)
                 if is_costly and i not in self.kept and len(readers) > 1:
-                    for chosen in (self.kept, self.stored, self.per_edge):
+                    on_edges = (self.stored, self.per_edge) if self.values[i].domain is E else ()
+                    for chosen in (self.kept, *on_edges):
                         chosen.add(i)
 
     def _read_for(self, i: int, draft: _Draft) -> tuple[int, int]:
-        """What a traversal gathers for a value of edges alone: numbers of the widest row, and how many rows."""
+        """What a step gathers for a value of edges or pairs alone: numbers of the widest row, and how many rows."""
         known = self.kept | {i}
         read = {leaf for target in draft.targets for leaf in self.leaves(target, known)}
         rows = [self.values[leaf] for leaf in self.leaves(i, self.kept) - read]
         widths = [prod(row.shape) for row in rows if not determines(draft.domain, row.domain)]
         return max(widths, default=0), len(widths)
 
-    def _is_narrow_edge_value(self, i: int) -> bool:
+    def _is_narrow(self, i: int) -> bool:
         value = self.values[i]
-        is_kind = self.kinds[i] == "inline" and value.domain is E and value.op not in ("view", "gather", "expand")
+        is_kind = self.kinds[i] == "inline" and value.op not in ("view", "gather", "expand")
+        is_kind &= value.domain in (E, U, V)
         if is_wide(value.shape, self.width) and prod(value.shape) > 1:
             return False
         width = max(map(prod, (self.values[leaf].shape for leaf in self.leaves(i, self.kept))), default=0)
@@ -451,11 +454,14 @@ class _Lowering:
         """Numbers of a row that are float32 and stored for edges: a number per head of what softmaxes range over."""
         return max([1, *(prod(self.values[i].shape) for i in self.ids if self._statistic(i) is not None)])
 
-    def _traversals_reading(self, i: int) -> list[_Draft]:
-        drafts = []
+    def _steps_reading(self, i: int) -> list[_Draft]:
+        """The kernels that compute a number of a pair, or the traversals that compute one of an edge."""
+        is_of_edge, drafts = self.values[i].domain is E, []
         for part in ("forward", "backward"):
             for draft in self.drafts[part]:
-                if draft.kind == "traversal" and draft.over is E and i in self._inlined(draft.targets):
+                is_kernel = draft.kind == "traversal" and (draft.over is E or not is_of_edge)
+                is_kernel |= draft.kind == "map" and not is_of_edge
+                if is_kernel and i in self._inlined(draft.targets):
                     drafts.append(draft)
         return drafts
 

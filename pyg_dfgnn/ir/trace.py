@@ -125,6 +125,12 @@ def softmax(x: Var, *, among: Domain, over: Domain = E) -> Var:
     return x.emit("softmax", attrs=(among, over))
 
 
+def logsumexp_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
+    """Return log(sum exp x) over the rows of `over` that belong to each row of `domain`, each of which has some."""
+    most = max_to(domain, x, over=over).emit("detach")
+    return most + sum_to(domain, (x - most).apply("exp"), over=over).apply("log")
+
+
 def dot(x: Var, y: Var) -> Var:
     """Return the sum over the last size of x y."""
     return x.emit("inner", y)

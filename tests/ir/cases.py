@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import D, E, One, R, Rows, S, U, V, concat, dot, max_to, mean_to, relational, softmax, sum_to, to
-from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
+from pyg_dfgnn.ir.layers import hgt, hgt_features, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.reference.zoo import EdgeList, edges, hub, many_relations, random
 
@@ -169,6 +169,16 @@ PROGRAMS: dict[str, Program] = {
         key=(4, 2, 2),
         value=(4, 2, 2),
         scale=(4,),
+    ),
+    "hgt-features": hgt_features.program(
+        x=(1, 4),
+        xd=(1, 4),
+        query=(1, 4, 4),
+        query_bias=(1, 4),
+        target=(1, 4),
+        offset=(1,),
+        value=(1, 4, 4),
+        value_bias=(1, 4),
     ),
     "film": film.program(x=(4,), xd=(3,), weight=(4, 5), gamma=(3, 5), beta=(3, 5)),
     "gatv2": gatv2.program(x=(4,), xd=(3,), edge=(2,), w=(4, 6), wd=(3, 6), we=(2, 6), att=(2, 3)),

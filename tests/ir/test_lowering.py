@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.ir import D, E, One, R, Rows, S, dot, interpret, relational, softmax, sum_to
+from pyg_dfgnn.ir import D, E, One, R, Rows, S, V, dot, interpret, relational, softmax, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.layers import rgat
@@ -94,6 +94,28 @@ def test_sums_over_the_same_rows_are_one_step():
     # Logits gather vectors and are read again.
     assert any(lowered.buffers[name].domain is E and lowered.buffers[name].is_exact for name in first.writes)
     assert "saved: " in str(lowered)
+
+
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_attention_on_features_reads_each_edge_once(has_backward):
+    """One pass gives the logits, the softmax within relations and what it weights; two passes give the gradients."""
+    drawn = case(LOWERED["hgt-features"], "dense")
+    wrt = tuple(drawn.inputs) if has_backward else ()
+    lowered = lower(optimise(drawn.program, drawn.rows.sizes, wrt=wrt)[-1].program, ("out",))
+    passes = [[step.domain for step in part if step.over is E] for part in (lowered.forward, lowered.backward)]
+    assert passes == [[V], [S, V] if has_backward else []]
+
+
+def test_numbers_of_pairs_are_stored_where_several_steps_read_them():
+    """One step takes a dot product of rows, the other reads the number."""
+
+    @relational
+    def dots(x: V, y: V):
+        return {"out": sum_to(D, dot(x, y), over=V), "total": sum_to(R, dot(x, y), over=V)}
+
+    lowered = lower(dots.program(x=(8,), y=(8,)), ("out", "total"))
+    assert [step.kind for step in lowered.forward if "x" in step.reads] == ["map"]
+    assert [step.domain for step in lowered.forward if step.kind == "traversal"] == [D, R]
 
 
 def test_without_gradients_nothing_is_saved():

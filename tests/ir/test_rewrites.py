@@ -86,6 +86,18 @@ def test_a_mean_is_made_before_the_map():
     assert scale_first(plain) == plain
 
 
+def test_a_share_is_multiplied_in_after_the_map():
+    """Another pass gives it, so that before the map it would take a pass over the pairs."""
+
+    @relational
+    def shared(x: S, weight: R, logits: V):
+        share = softmax(logits, among=D, over=V)
+        return sum_to(D, share * (sum_to(V, x) @ weight), over=V)
+
+    program = shared.program(x=(3,), weight=(3, 3), logits=(1,))
+    assert scale_first(program) == program
+
+
 def test_attention_is_applied_before_the_map():
     """The logits then are products with the folded weight, so that no row has been mapped per source and relation."""
     program = aggregate_first(RGAT, SIZES)

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import Domain, One, R, Td, Ts, determines, join
-from pyg_dfgnn.ir.program import Builder, Program, Value, broadcast, rewrite
+from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
 WEIGHTS = (One, R, Ts, Td)
 """Domains with few rows, on which weights are multiplied beforehand."""
@@ -30,7 +30,8 @@ def reorder(program: Program, sizes: Sizes) -> Program:
 def scale_first(program: Program) -> Program:
     """Return the program with c (x W) as (c x) W where x is a sum that nothing else reads and c one number per row.
 
-    The sum is stored with its factor, such as a mean's; the gradient of W then reads rows without one.
+    The sum is stored with its factor, such as a mean's, which no other reduction gives; the gradient of W then reads
+    rows without one.
     """
     values, uses = program.values, program.uses
 
@@ -41,6 +42,9 @@ def scale_first(program: Program) -> Program:
         if value.op == "mul" and values[inner].op != "linear":
             inner, scale = scale, inner
         if values[inner].op != "linear" or uses[inner] > 1 or prod(values[scale].shape) > 1:
+            return None
+        ancestors = Program("", values, (("", scale),)).live
+        if any(values[j].op in RANGED and values[j].op != "count" for j in ancestors):
             return None
         x, w = values[inner].args
         is_sum = values[x].op == "sum" and uses[x] == 1 and values[x].domain is value.domain
