@@ -81,10 +81,11 @@ EDGE_TYPES = [("a", "r", "b"), ("b", "s", "a"), ("b", "t", "b"), ("c", "u", "a")
 METADATA = (list(NODES), EDGE_TYPES)
 
 
-def hetero(generator=None):
-    """Features and edges of a small graph with duplicates and nodes without edges."""
+def hetero(generator=None, width=None):
+    """Features, of one width or of several, and edges of a small graph with duplicates and nodes without edges."""
     generator = generator or torch.Generator().manual_seed(2)
-    x_dict = {name: torch.randn(size, dtype=torch.float64, generator=generator) for name, size in NODES.items()}
+    sizes = {name: (size, width or own) for name, (size, own) in NODES.items()}
+    x_dict = {name: torch.randn(size, dtype=torch.float64, generator=generator) for name, size in sizes.items()}
     edges = {}
     for i, (source, relation, target) in enumerate(EDGE_TYPES):
         count = 0 if i == 4 else 20

@@ -7,6 +7,8 @@ from torch_geometric import EdgeIndex
 import pyg_dfgnn
 from pyg_dfgnn import Graph
 from pyg_dfgnn.datasets import entities, fb15k237
+from pyg_dfgnn.ir import E, S, U, V
+from pyg_dfgnn.ops.relational import rows_of
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.nn.parity import sparse_tensor
 from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
@@ -136,6 +138,31 @@ def test_rgat_dropout():
     (out, (_, alpha)), (expected, (_, expected_alpha)) = results
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(alpha, expected_alpha, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("missing", [(), ("c", "d")])
+def test_hgt_on_features(missing):
+    """With one head, and features as wide as the results, no row of keys, queries or values is made."""
+    x_dict, edges = hetero(width=8)
+    x_dict = {n: x for n, x in x_dict.items() if n not in missing}
+    edges = {t: e for t, e in edges.items() if not {t[0], t[-1]} & set(missing)}
+    convs = both("HGTConv", 8, 8, METADATA)
+    call = convs[0]._call(x_dict, edges)
+    graph = convs[0]._graph(call)
+    inputs = convs[0]._program(call, graph, x_dict)[1]
+    assert inputs["x"] is inputs["xd"] and inputs["x"].shape == (sum(map(len, x_dict.values())), 1, 8)
+    assert_same(convs, x_dict, edges)
+    # Where targets have many relations, rows of pairs cost more than those of nodes, most of all in a backward pass.
+    sizes = {**rows_of(graph).sizes, V: 60, U: 60, E: 100, S: 1}
+    assert not convs[0]._folds(x_dict, sizes)
+    with torch.no_grad():
+        assert convs[0]._folds(x_dict, sizes)
+    # Whoever looks at the maps has them called.
+    seen = []
+    for conv in convs:
+        conv.kqv_lin.lins["a"].register_forward_hook(lambda *_: seen.append(1))
+    assert_same(convs, x_dict, edges)
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -19,13 +19,14 @@ LAYERS = {
     "embeddings": ("RGCNConv", (EDGES.num_src, 8, EDGES.num_relations), {}),
     "film": ("FiLMConv", (8, 8, EDGES.num_relations), {}),
     "hgt": ("HGTConv", (WIDTHS, 8, METADATA), {"heads": 2}),
+    "hgt_features": ("HGTConv", (8, 8, METADATA), {}),
     "typed": ("HeteroLinear", (8, 8, 5), {}),
 }
 
 
 def arguments(key):
-    if key == "hgt":
-        return hetero()
+    if key.startswith("hgt"):
+        return hetero(width=None if key == "hgt" else 8)
     x = torch.randn(EDGES.num_src, 8, dtype=torch.float64)
     if key == "typed":
         return x, torch.arange(EDGES.num_src) % 4

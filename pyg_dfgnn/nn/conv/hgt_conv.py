@@ -1,20 +1,50 @@
 """Drop-in for PyG's HGTConv on a relational program."""
 
-from typing import Any
+from collections.abc import Mapping
+from functools import lru_cache
+from math import sqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, one_hot
 from torch_geometric.nn import conv
 from torch_geometric.typing import EdgeType, NodeType
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import Domain, E, S, U, V
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.joint import JointConv
-from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR
+from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR
 from pyg_dfgnn.nn.edges import Call
-from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
-from pyg_dfgnn.ops.relational import RowSet
+from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
+from pyg_dfgnn.ops.relational import RowSet, rows_of
+
+
+class _Moved(NamedTuple):
+    """Rows of features that the steps of a program read and write, and the layer around it, in multiples of domains."""
+
+    pairs: int
+    source_pairs: int
+    edges: int
+    nodes: int
+
+    def rows(self, sizes: Mapping[Domain, int]) -> int:
+        """Return the rows on a graph; those of targets are as many as those of sources."""
+        counts = sizes[V], sizes[U], sizes[E], sizes[S]
+        return sum(number * count for number, count in zip(self, counts, strict=True))
+
+
+# By whether there is a backward pass too: of `ir.lowering.lower`, and of the products of nodes and what joins these.
+_FEATURES = {False: _Moved(7, 0, 1, 4), True: _Moved(27, 0, 4, 12)}
+_PROJECTED = {False: _Moved(4, 2, 2, 12), True: _Moved(10, 8, 5, 30)}
+
+
+@lru_cache(16)
+def _selection(numbers: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Return the matrix [numbers, size] whose product with rows selects those of these numbers."""
+    with torch.inference_mode(False):
+        return one_hot(torch.tensor(numbers, device=device), size)
 
 
 class HGTConv(JointConv, conv.HGTConv):
@@ -39,15 +69,62 @@ class HGTConv(JointConv, conv.HGTConv):
     def _program(
         self, call: Call, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
-        heads, channels = self.heads, self.out_channels // self.heads
-        kqv = self.kqv_lin(x_dict)
-        projected = [kqv[name].tensor_split(3, dim=1) for name in call.edge_index.sizes]
-        k, q, v = (torch.cat(rows).view(-1, heads, channels) for rows in zip(*projected, strict=True))
+        heads, channels, names = self.heads, self.out_channels // self.heads, call.edge_index.sizes
         key, value = (
             layer.weight.view(heads, -1, channels, channels).transpose(0, 1) for layer in (self.k_rel, self.v_rel)
         )
         scale = torch.cat([self.p_rel["__".join(edge_type)] for edge_type in self.edge_types])
+        if isinstance(graph, Graph) and self._folds(x_dict, rows_of(graph).sizes):
+            x = torch.cat([x_dict[name] for name in names]).unsqueeze(1)
+            with torch.autocast(x.device.type, enabled=False):
+                return ("hgt_features",), {"x": x, "xd": x, **self._folded(key, value, scale)}
+        kqv = self.kqv_lin(x_dict)
+        projected = [kqv[name].tensor_split(3, dim=1) for name in names]
+        k, q, v = (torch.cat(rows).view(-1, heads, channels) for rows in zip(*projected, strict=True))
         return ("hgt_attention",), {"k": k, "q": q, "v": v, "key": key, "value": value, "scale": scale}
+
+    def _folds(self, x_dict: dict[NodeType, Tensor], sizes: Mapping[Domain, int]) -> bool:
+        """Whether the maps of node types are multiplied with those of relations, each of which has one type at an end.
+
+        Features then take the place of keys, queries and values, which moves fewer rows where targets have few
+        relations. Of several heads, each would have a row as wide as the features for every pair.
+        """
+        layer, size, has_backward = self.kqv_lin, self.out_channels, torch.is_grad_enabled()
+        return (
+            self.heads == 1
+            and all(x.size(1) == size for x in x_dict.values())
+            and type(layer) in HETERO_DICT_LINEAR
+            and "forward" not in layer.__dict__
+            and not has_hooks(layer)
+            and all(is_plain_layer(linear, LINEAR) for linear in layer.lins.values())
+            and all(lin.weight.shape == (3 * size, size) and lin.bias is not None for lin in layer.lins.values())
+            and _FEATURES[has_backward].rows(sizes) < _PROJECTED[has_backward].rows(sizes)
+        )
+
+    def _folded(self, key: Tensor, value: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of the program on features, from those on keys and values [R, 1, C, C]."""
+        size, types = self.out_channels, list(self.kqv_lin.lins)
+        layers = self.kqv_lin.lins.values()
+        # Affine maps of features as linear ones of features and a 1: [T, 3, C, C + 1].
+        weight, bias = (torch.stack([getattr(layer, part) for layer in layers]) for part in ("weight", "bias"))
+        maps = torch.cat([weight, bias.unsqueeze(2)], dim=2).view(len(types), 3, size, size + 1)
+        sources, targets = (
+            _selection(tuple(types.index(edge_type[end]) for edge_type in self.edge_types), len(types), maps.device)
+            for end in (0, -1)
+        )
+        # Not by index: the gradients of a type's maps are summed in a fixed order.
+        k, v = (torch.tensordot(sources.to(maps.dtype), maps[:, part], 1) for part in (0, 2))
+        q = torch.tensordot(targets.to(maps.dtype), maps[:, 1], 1)
+        logits = q.mT @ (key[:, 0].mT * (scale / sqrt(size)).unsqueeze(2)) @ k
+        messages = v.mT @ value[:, 0]
+        return {
+            "query": logits[:, None, :size, :size],
+            "query_bias": logits[:, None, size, :size],
+            "target": logits[:, None, :size, size],
+            "offset": logits[:, size, size, None],
+            "value": messages[:, None, :size],
+            "value_bias": messages[:, None, size],
+        }
 
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]

@@ -149,7 +149,7 @@ def typed_rows(
         raise ValueError(str(error).replace("'index'", f"'{name}'").replace("num_groups", "num_types")) from error
 
 
-HETERO_LINEAR = (dense.HeteroLinear, HeteroLinear)
+HETERO_LINEAR, LINEAR = (dense.HeteroLinear, HeteroLinear), (dense.Linear, Linear)
 
 
 class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
@@ -181,7 +181,7 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
         if len(keys) < MANY_TYPES:
             return [f"{len(keys)} types take a product each, {MANY_TYPES} and more are one"]
         layers, first = [self.lins[key] for key in keys], x_dict[keys[0]]
-        if not all(is_plain_layer(layer, (dense.Linear, Linear)) for layer in layers):
+        if not all(is_plain_layer(layer, LINEAR) for layer in layers):
             return ["a layer of one type is not PyG's Linear, has hooks, or has no weight before the first call"]
         if any(x_dict[key].shape[1:] != first.shape[1:] for key in keys):
             return ["the features have several widths"]
@@ -201,3 +201,6 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
         return scripted_twin(self, dense.HeteroDictLinear) if type(self) is HeteroDictLinear else self
+
+
+HETERO_DICT_LINEAR = (dense.HeteroDictLinear, HeteroDictLinear)
