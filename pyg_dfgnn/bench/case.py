@@ -228,6 +228,8 @@ class Family:
         implementations: Implementations by name, ours first.
         check_groups: The cases of the correctness grid, in groups whose kernels are compiled together.
         peers: Times of other packages.
+        beside: Implementation whose own error allows more where a bound is exceeded
+            (:data:`~pyg_dfgnn.reference.tolerances.BESIDE_PYG`); '' none: no kink of the operation is reached by a sum.
     """
 
     ops: tuple[str, ...]
@@ -237,6 +239,7 @@ class Family:
     implementations: Mapping[str, type[Implementation]]
     check_groups: Callable[[], Mapping[str, list[Case]]]
     peers: Callable[[], Iterable[Peer]] = field(default=tuple)
+    beside: str = ""
 
 
 def forward_backward(out: Tensor, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:

@@ -116,10 +116,15 @@ class Errors:
     hub: dict[str, float]
 
     @property
-    def worst(self) -> tuple[str, float]:
-        """The worst tensor and its error; 'x[hub]' is the hub's row of x; NaN counts as infinite."""
+    def named(self) -> dict[str, float]:
+        """All errors by name; 'x[hub]' is the hub's row of x; NaN counts as infinite."""
         errors = {**self.whole, **{f"{name}[hub]": value for name, value in self.hub.items()}}
-        errors = {name: value if value == value else float("inf") for name, value in errors.items()}
+        return {name: value if value == value else float("inf") for name, value in errors.items()}
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The worst tensor and its error."""
+        errors = self.named
         name = max(errors, key=lambda key: errors[key])
         return name, errors[name]
 

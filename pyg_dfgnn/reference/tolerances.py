@@ -1,17 +1,26 @@
 """How far a result may be from its float64 reference: one table for tests and bench.
 
 Import ``tolerance`` for one row, ``assert_close`` and ``assert_all_close`` to compare tensors, ``relative_error`` and
-``largest_errors`` for the two measures.
+``largest_errors`` for the two measures, ``worst_beside`` where PyG's own error decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FORWARD, BACKWARD = "forward", "backward"
+BESIDE_PYG = 2.0
+"""How many times as far from float64 as PyG's own layer, in the same dtype by the same measure, a result may be.
+
+That counts only beyond the bound of the table. A gradient has no bound of its own where its terms cancel, or where a
+value at a kink, as of ReLU, comes out of a sum: rounding decides on which side of the kink one of many values lies, and
+a whole term is there or not. Which values these are differs from one order of additions to another.
+"""
 
 
 class Tolerance(NamedTuple):
@@ -134,6 +143,34 @@ def largest_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> di
         scale = gradient if direction_of(name) == BACKWARD else largest[name]
         errors[name] = float(difference.max()) / (scale or 1.0) if difference.numel() else 0.0
     return errors
+
+
+class Excess(NamedTuple):
+    """The tensor that is furthest beyond what is allowed, its error and what is allowed."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all tensors are within what is allowed."""
+        return self.error <= self.allowed
+
+
+def worst_beside(errors: Mapping[str, float], bound: float, pygs: Mapping[str, float] | None = None) -> Excess:
+    """Return the tensor that is furthest beyond the bound or, where that is more, :data:`BESIDE_PYG` times PyG's error.
+
+    Args:
+        errors: Error of each tensor.
+        bound: Bound of the table.
+        pygs: Errors of PyG's own layer in the same dtype by the same measure; None: the bound alone counts.
+    """
+    own = {name: error for name, error in (pygs or {}).items() if isfinite(error)}
+    allowed = {name: max(bound, BESIDE_PYG * own.get(name, 0.0)) for name in errors}
+    known = {name: error if error == error else float("inf") for name, error in errors.items()}
+    name = max(known, key=lambda name: known[name] / allowed[name])
+    return Excess(name, known[name], allowed[name])
 
 
 def assert_close(

@@ -5,10 +5,11 @@ import pytest
 from pyg_dfgnn.bench import run
 from pyg_dfgnn.bench.case import forward_backward
 from pyg_dfgnn.bench.cases import case_of
-from pyg_dfgnn.bench.cases.messages import IMPLEMENTATIONS, LAYERS, Compiled, CompiledPyG, HandWritten, PyG
+from pyg_dfgnn.bench.cases.messages import IMPLEMENTATIONS, LAYERS, Compiled, CompiledPyG, HandWritten, MessageCase, PyG
 from pyg_dfgnn.bench.experiment import Experiment
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import rounded_problem
+from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.nn import messages
 from tests.bench.test_segment import QUICK, composed
 
@@ -47,7 +48,16 @@ def test_layers_that_do_not_fit_and_sizes_of_another_form_are_refused():
         case_of("le", "12")
 
 
-def test_a_wrong_layer_gets_no_time(tmp_path, monkeypatch):
+def measured(folder, op):
+    """The exit code of an experiment of one layer, and its rows in training by implementation."""
+    few = ["experiment=messages", "graphs=[e]", "sizes=[8]", f"ops=[{op}]", "implementations=[fused,pyg]"]
+    with messages.interpreted():
+        code = run.run(composed(*QUICK, *few, f"folder={folder}"))
+    (path,) = folder.rglob("messages.csv")
+    return code, {row["implementation"]: row for row in Table.read(path) if row["direction"] == "fwd+bwd"}
+
+
+def double_ours(monkeypatch):
     prepare = Compiled.prepare
 
     def doubled(self, case, graph, inputs):
@@ -55,5 +65,33 @@ def test_a_wrong_layer_gets_no_time(tmp_path, monkeypatch):
         return lambda: 2 * forward()
 
     monkeypatch.setattr(Compiled, "prepare", doubled)
-    few = ["experiment=messages", "graphs=[e]", "sizes=[8]", "ops=[le]", "implementations=[fused,pyg]"]
-    assert run.run(composed(*QUICK, *few, f"folder={tmp_path}")) == 1
+
+
+def test_a_wrong_layer_gets_no_time(tmp_path, monkeypatch):
+    double_ours(monkeypatch)
+    code, rows = measured(tmp_path, "le")
+    assert code == 1 and rows["fused"]["status"] == "WRONG" and rows["pyg"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_at_a_kink_the_error_of_pyg_decides(wrong, tmp_path, monkeypatch):
+    """Messages whose ReLU is at zero but for the rounding: each arithmetic has signs of its own."""
+    make_inputs = MessageCase.make_inputs
+
+    def at_the_kink(self, graph):
+        inputs = make_inputs(self, graph)
+        edges = inputs["edge"].double() @ inputs["lin.weight"].double().t() + inputs["lin.bias"].double()
+        inputs["x"][graph.edge_index[0]] = -edges.float()
+        return inputs
+
+    monkeypatch.setattr(MessageCase, "make_inputs", at_the_kink)
+    if wrong:
+        double_ours(monkeypatch)
+    code, rows = measured(tmp_path, "my_gine")
+    bound = case_of("my_gine", "8").bound("float32")
+    if wrong:
+        assert code == 1 and rows["fused"]["status"] == "WRONG"
+        return
+    assert code == 0 and rows["fused"]["status"] == rows["pyg"]["status"] == "ok"
+    # The row states what was allowed.
+    assert bound < float(rows["fused"]["error"]) <= float(rows["fused"]["bound"])

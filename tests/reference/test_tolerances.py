@@ -12,6 +12,7 @@ from pyg_dfgnn.reference.tolerances import (
     largest_errors,
     relative_error,
     tolerance,
+    worst_beside,
 )
 
 
@@ -31,6 +32,17 @@ def test_largest_errors():
     want = {"out": torch.tensor([1.0, -2.0]), "grad_x": torch.tensor([0.0, 1e-8]), "grad_w": torch.tensor([4.0])}
     got = {"out": torch.tensor([1.0, -1.0]), "grad_x": torch.tensor([1.0, 0.0]), "grad_w": torch.tensor([4.0])}
     assert largest_errors(got, want) == {"out": 0.5, "grad_x": 0.25, "grad_w": 0.0}
+
+
+def test_beyond_the_bound_the_error_of_pyg_decides():
+    errors, pygs = {"out": 3e-6, "grad_x": 5e-6}, {"out": 1e-6, "grad_x": 4e-6}
+    assert not worst_beside(errors, 2e-6).is_right
+    assert worst_beside(errors, 2e-6, pygs) == ("out", 3e-6, 2e-6)
+    assert worst_beside({**errors, "out": 1e-6}, 2e-6, pygs) == ("grad_x", 5e-6, 8e-6)
+    assert worst_beside({**errors, "out": 1e-6}, 2e-6, pygs).is_right
+    # What is not finite allows nothing and is never right.
+    assert worst_beside(errors, 2e-6, {"out": float("nan"), "grad_x": float("inf")}) == ("grad_x", 5e-6, 2e-6)
+    assert not worst_beside({"out": float("nan")}, 2e-6, {"out": 1.0}).is_right
 
 
 @pytest.mark.parametrize("op, dtype, direction", TOLERANCES)

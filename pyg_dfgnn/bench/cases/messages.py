@@ -396,4 +396,4 @@ def check_groups() -> dict[str, list[Case]]:
     return {}
 
 
-MESSAGES = Family(tuple(LAYERS), (), {}, MessageCase.of, IMPLEMENTATIONS, check_groups)
+MESSAGES = Family(tuple(LAYERS), (), {}, MessageCase.of, IMPLEMENTATIONS, check_groups, beside=PyG.name)
