@@ -154,6 +154,9 @@ def _stacked(value: Value, x: Tensor, rows: Rows) -> Tensor:
 
 
 def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: Rows) -> Tensor:
+    if value.domain is One and tensor.size(0) == 1:
+        # The gradient is a sum in pairs then, rather than one addition after another.
+        return tensor.expand(rows.sizes[domain], *tensor.shape[1:])
     return tensor if value.domain is domain else tensor.index_select(0, rows.index(domain, value.domain))
 
 
