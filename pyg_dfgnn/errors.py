@@ -30,6 +30,10 @@ class UnsupportedError(RuntimeError):
         return type(self), (self.reasons, self.what)
 
 
+class IdRangeError(IndexError, ValueError):
+    """An id of a node, relation or group points to no row: an IndexError, as PyG raises, and a ValueError."""
+
+
 class StaleError(RuntimeError):
     """What a captured step relies on has changed in a way that its replay cannot follow."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import check_dtype, check_range, check_shape
+from pyg_dfgnn.errors import IdRangeError, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import adjacency
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
@@ -72,13 +72,14 @@ def bounds_of(*ids: Tensor) -> list[Tensor]:
 
 
 def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) -> None:
-    """Raise ValueError if ids are out of range."""
+    """Raise IdRangeError if ids are out of range."""
     if num_edges == 0:
         return
     ends = (("source", "num_src", num_src, bounds[0], bounds[1]), ("target", "num_dst", num_dst, bounds[2], bounds[3]))
     for end, name, size, low, high in ends:
         if low < 0 or high >= size:
-            raise ValueError(f"'edge_index' needs {end} ids in [0, {name}={size}) (got {low} to {high})")
+            need = f"{end} ids in [0, {name}={size}) (got {low} to {high})"
+            raise IdRangeError(f"'edge_index' needs {need}: only those are valid indices")
 
 
 def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
@@ -218,7 +219,7 @@ def build_ptr(ptr: Tensor) -> Built:
 def _refuse_range(name: str, bounds: list[int], size_name: str, size: int, num_edges: int) -> None:
     low, high = bounds
     if num_edges and (low < 0 or high >= size):
-        raise ValueError(f"'{name}' needs values in [0, {size_name}={size}) (got {low} to {high})")
+        raise IdRangeError(f"'{name}' needs values in [0, {size_name}={size}) (got {low} to {high})")
 
 
 def add_loops(csr: Adjacency, base_facts: BatchFacts | None, num_loops: int) -> Built:

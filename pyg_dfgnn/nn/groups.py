@@ -93,10 +93,7 @@ def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> 
         return Graph.of_ptr(ptr)
     if dim_size is None:
         dim_size = int(index.max()) + 1 if index.numel() > 0 else 0
-    try:
-        return graph_of_index(index, dim_size)
-    except ValueError as error:
-        raise IndexError(str(error)) from error
+    return graph_of_index(index, dim_size)
 
 
 def rows_of(x: Tensor, dim: int) -> Tensor:

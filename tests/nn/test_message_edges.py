@@ -43,6 +43,20 @@ class Halved(Summed):
         return torch.cat([x_i[:, 2:], x_j[:, :2]], dim=-1).softmax(dim=-1)
 
 
+@pytest.mark.parametrize("bad", [-1, 6])
+@pytest.mark.parametrize("row", [0, 1])
+def test_ids_that_are_out_of_range_raise_an_index_error(row, bad):
+    edge_index = torch.randint(6, (2, 9))
+    edge_index[row, 4] = bad
+    plain, layer = Summed(), accelerate(Summed())
+    with messages.interpreted():
+        with pytest.raises(IndexError, match="valid indices"):
+            layer(torch.randn(6, 3), edge_index)
+    if row == 0:
+        with pytest.raises(IndexError, match="valid indices"):
+            plain(torch.randn(6, 3), edge_index)
+
+
 def test_edges_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
     built = []
     resolve = Graph.resolve

@@ -196,8 +196,8 @@ def test_edge_features_without_those_of_the_loops(score):
         (EdgeSet(torch.zeros(2, 5), 4, 3), TypeError, "'edge_index' needs dtype torch.int64 or torch.int32 (got "
          "torch.float32)"),
         (EdgeSet([[0], [0]], 4, 3), TypeError, "'edge_index' needs a torch.Tensor (got list [[0], [0]])"),
-        (EdgeSet(CASE.edge_index + 3, 4, 3), ValueError, "'edge_index' needs source ids in [0, num_src=4) (got 3 to "
-         "6)"),
+        (EdgeSet(CASE.edge_index + 3, 4, 3), IndexError, "'edge_index' needs source ids in [0, num_src=4) (got 3 to "
+         "6): only those are valid indices"),
         (EdgeSet(CASE.edge_index, 4, -3), ValueError, "'num_dst' needs a value in [0, 2147483647] (got -3)"),
     ],
     ids=["shape", "dtype", "type", "ids", "negative"],

@@ -146,7 +146,7 @@ def typed_rows(
     try:
         return rows_of_types(type_vec, layer.weight.size(0)), inputs
     except ValueError as error:
-        raise ValueError(str(error).replace("'index'", f"'{name}'").replace("num_groups", "num_types")) from error
+        raise type(error)(str(error).replace("'index'", f"'{name}'").replace("num_groups", "num_types")) from error
 
 
 HETERO_LINEAR, LINEAR = (dense.HeteroLinear, HeteroLinear), (dense.Linear, Linear)
