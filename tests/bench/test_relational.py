@@ -80,6 +80,20 @@ def test_implementations_agree_with_float64(implementation, op, name):
     assert error < case.bound("float32"), f"{worst}: {error:.2e}"
 
 
+@pytest.mark.parametrize("size", ["1x64", "8x16"])
+def test_no_logit_is_on_another_side_of_the_kink_than_in_float64(size):
+    graph, case = graph_of("aifb"), case_of("rgat", size)
+    logits = {}
+    for dtype in (torch.float32, torch.float64):
+        x, weight, q, k, _ = (tensor.to(dtype) for tensor in case.make_inputs(graph).values())
+        rows = torch.einsum("ni,rio->rno", x, weight)
+        keys, queries = rows @ k, torch.einsum("ni,rij->rnj", x, weight @ q)
+        source, target = graph.edge_index
+        logits[dtype] = keys[graph.edge_type, source] + queries[graph.edge_type, target]
+    assert logits[torch.float64].std() > 0.5
+    assert torch.equal(logits[torch.float32].double(), logits[torch.float64])
+
+
 @pytest.mark.parametrize("op", LAYERS)
 def test_the_reference_is_pyg_in_float64(op, monkeypatch):
     """Blocks of targets and all; the interpreter by our own passes agrees as well."""
