@@ -38,7 +38,16 @@ from pyg_dfgnn.dispatch.gemm import (
 )
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
-from pyg_dfgnn.runtime.launcher import Argument, Grid, Kernel, addresses, is_overridden, kernel_of, launch
+from pyg_dfgnn.runtime.launcher import (
+    Argument,
+    Grid,
+    Kernel,
+    addresses,
+    compiled_together,
+    is_overridden,
+    kernel_of,
+    launch,
+)
 from pyg_dfgnn.statements.spec import HOPPER, Spec
 
 MAX_ROWS = 1 << 15
@@ -502,13 +511,17 @@ def _backward(
     tile, sizes = backward_tile(rows), (layers, rows, features, channels)
     strips, of_weights = strips_of(True, *sizes, split, device), weight_grad(*sizes, split, device)
     division = split_k(tile, *sizes, device, of_weights, one_split)
-    x_plan = None if strips is None else _strips_plan(strips, rows, is_interleaved, device)
-    weights_plan = None
-    if of_weights is not None:
-        kernel, grid = _hopper_kernel("weight_grad", of_weights, is_interleaved), (division.weight_blocks, 1, 1)
-        weights_plan = _Plan(kernel, grid, of_weights.block, of_weights.shared_bytes, (rows, division.rows))
+    x_plan = weights_plan = None
+    with compiled_together(device):
+        if strips is not None:
+            x_plan = _strips_plan(strips, rows, is_interleaved, device)
+        if of_weights is not None:
+            kernel, grid = _hopper_kernel("weight_grad", of_weights, is_interleaved), (division.weight_blocks, 1, 1)
+            weights_plan = _Plan(kernel, grid, of_weights.block, of_weights.shared_bytes, (rows, division.rows))
+        if x_plan is None or weights_plan is None:
+            _kernel("backward", tile, layers, is_interleaved, split)
+        sums = _column_sum_plan(division.splits, layers * channels * (features + 1), division.splits, torch.float32)
     kernel = _kernel("backward", tile, layers, is_interleaved, split)
-    sums = _column_sum_plan(division.splits, layers * channels * (features + 1), division.splits, torch.float32)
     if one_split and device.type == "cuda" and not is_overridden():
         # A capture of the same gradients has partial sums to add, and no kernel can be loaded in it.
         with torch.cuda.device(device):
