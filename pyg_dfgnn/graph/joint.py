@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,73 +16,81 @@ from pyg_dfgnn.graph.build import bounds_of, refuse_ids
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.graph import Graph, _cache
 
+_layout, _version = attrgetter("layout"), attrgetter("_version")
 
-class Part(NamedTuple):
-    """The edges of one relation.
 
-    Attributes:
-        edge_index: Edges in any form that PyG takes, or a `Graph`; ids count within their node types.
-        relation: Number of the relation.
-        sources: First node and number of nodes of the sources' type.
-        targets: First node and number of nodes of the targets' type.
+def known_joint(edge_sets: Sequence[Any], numbers: tuple[int, ...]) -> Graph | None:
+    """Return what :func:`joint_graph` has kept of these edges, None if they are others or have been edited.
+
+    Nothing is asked of the edges one by one: that costs the host more than all launches where there are many relations.
     """
-
-    edge_index: Any
-    relation: int
-    sources: tuple[int, int]
-    targets: tuple[int, int]
+    anchors, versions = _anchors(edge_sets)
+    graph = _cache.get(_key(anchors, numbers), anchors, versions)
+    return None if graph is None else graph.on_this_stream()
 
 
-def joint_graph(parts: Sequence[Part], num_nodes: int, num_relations: int) -> Graph:
-    """The graph of all parts in their order, cached for as long as the edges of each live and stay unchanged.
+def joint_graph(edge_sets: Sequence[Any], numbers: tuple[int, ...]) -> Graph:
+    """The graph of all edge sets in their order, cached for as long as the edges of each live and stay unchanged.
 
     Args:
-        parts: At least one, all on one device.
-        num_nodes: Nodes of all types.
-        num_relations: Relations, also those without a part.
+        edge_sets: At least one, all on one device: edges of a relation in any form that PyG takes, or a `Graph`. Ids
+            count within their node types.
+        numbers: Nodes of all types; relations, also those without edges; then of each edge set its relation, and first
+            node and number of nodes of its sources and its targets.
 
     Raises:
         TypeError: Edges of another form, or ids of another dtype.
         ValueError: Another shape, or an id out of range.
     """
-    pairs = [_anchor(part.edge_index) for part in parts]
-    anchors, versions = [anchor for anchor, _ in pairs], [version for _, version in pairs]
-    key = ("joint", *map(id, anchors), *(part[1:] for part in parts), num_nodes, num_relations)
+    anchors, versions = _anchors(edge_sets)
+    key = _key(anchors, numbers)
     graph = _cache.get(key, anchors, versions)
     if graph is not None:
         return graph.on_this_stream()
+    num_nodes, num_relations, *rest = numbers
+    relations, *ends = (rest[place::5] for place in range(5))
     with torch.inference_mode(False), torch.no_grad():
-        edges = [_read(part) for part in parts]
+        edges = [_read(part, *sizes) for part, *sizes in zip(edge_sets, ends[1], ends[3], strict=True)]
         bounds = pull(*(bound for source, target in edges for bound in bounds_of(source, target)))
-        width = len(bounds) // len(parts)
-        for i, (part, (source, _)) in enumerate(zip(parts, edges)):
-            refuse_ids(bounds[i * width : (i + 1) * width], part.sources[1], part.targets[1], source.numel())
-        starts = [(part.sources[0], part.targets[0]) for part in parts]
+        width = len(bounds) // len(edges)
+        for i, (source, _) in enumerate(edges):
+            refuse_ids(bounds[i * width : (i + 1) * width], ends[1][i], ends[3][i], source.numel())
         edge_index = torch.cat(
-            [torch.stack([s + first, t + second]) for (s, t), (first, second) in zip(edges, starts)], dim=1
+            [torch.stack([s + first, t + second]) for (s, t), first, second in zip(edges, ends[0], ends[2])], dim=1
         )
-        relations = [source.new_full(source.shape, part.relation) for part, (source, _) in zip(parts, edges)]
-        graph = Graph.of(edge_index, num_nodes, edge_type=torch.cat(relations), num_relations=num_relations)
+        types = [source.new_full(source.shape, relation) for (source, _), relation in zip(edges, relations)]
+        graph = Graph.of(edge_index, num_nodes, edge_type=torch.cat(types), num_relations=num_relations)
     _cache.put(key, anchors, versions, graph)
     return graph
 
 
-def _anchor(edge_index: Any) -> tuple[Any, Hashable]:
+def _key(anchors: Sequence[Any], numbers: tuple[int, ...]) -> tuple[Hashable, ...]:
+    return "joint", tuple(map(id, anchors)), numbers
+
+
+def _anchors(edge_sets: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
     """What tells whether edges are still the same, as :func:`pyg_dfgnn.graph.forms.adjacency_anchor` does."""
+    if {*map(type, edge_sets)} == {Tensor} and {*map(_layout, edge_sets)} == {torch.strided}:
+        is_tracked = not any(map(Tensor.is_inference, edge_sets))
+        return edge_sets, tuple(map(_version, edge_sets)) if is_tracked else (None,)
+    pairs = [_anchor(edge_index) for edge_index in edge_sets]
+    return [anchor for anchor, _ in pairs], [version for _, version in pairs]
+
+
+def _anchor(edge_index: Any) -> tuple[Any, Hashable]:
     if isinstance(edge_index, Graph):
         return edge_index, 0
     if forms.is_adjacency(edge_index):
         return forms.adjacency_anchor(edge_index)
     tensor = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-    return tensor, version_of(tensor)
+    return tensor, version_of(tensor) if isinstance(tensor, Tensor) else None
 
 
-def _read(part: Part) -> tuple[Tensor, Tensor]:
-    edge_index = part.edge_index
+def _read(edge_index: Any, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
     if isinstance(edge_index, Graph):
         edge_index = edge_index.edge_index
     if forms.is_adjacency(edge_index):
-        edges = forms.read_adjacency(edge_index, part.sources[1], part.targets[1], False)
+        edges = forms.read_adjacency(edge_index, num_src, num_dst, False)
     else:
         edges = forms.read_tensor(edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index, False)
     return edges.source.long(), edges.target.long()

@@ -13,7 +13,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph.joint import Part, joint_graph
+from pyg_dfgnn.graph.joint import joint_graph, known_joint
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import reasons_of
 from tests.nn.relational import METADATA, NODES, hetero
@@ -292,11 +292,45 @@ def test_refused_edges_of_one_type():
 
 
 def test_joint_graph():
-    parts = [
-        Part(torch.tensor([[0, 1], [0, 0]]), 2, (0, 2), (2, 1)),
-        Part(Graph.of(torch.tensor([[0], [1]]), 1, 2), 0, (2, 1), (0, 2)),
-    ]
-    graph = joint_graph(parts, 3, 4)
+    edge_sets = [torch.tensor([[0, 1], [0, 0]]), Graph.of(torch.tensor([[0], [1]]), 1, 2)]
+    # Nodes, relations, then of each relation its number and its nodes.
+    numbers = 3, 4, *(2, 0, 2, 2, 1), *(0, 2, 1, 0, 2)
+    graph = joint_graph(edge_sets, numbers)
     assert graph.edge_index.tolist() == [[0, 1, 2], [2, 2, 1]] and graph.relation.tolist() == [2, 2, 0]
-    assert graph.num_relations == 4 and joint_graph(parts, 3, 4) is graph
-    assert joint_graph([parts[0]._replace(relation=1), parts[1]], 3, 4) is not graph
+    assert graph.num_relations == 4 and joint_graph(edge_sets, numbers) is graph
+    assert known_joint(edge_sets, numbers) is graph
+    assert known_joint(edge_sets, (3, 4, *(1, 0, 2, 2, 1), *(0, 2, 1, 0, 2))) is None
+    assert known_joint([edge_sets[0].clone(), edge_sets[1]], numbers) is None
+    edge_sets[0][0, 0] = 1
+    assert known_joint(edge_sets, numbers) is None
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("name", ["HANConv", "HGTConv"])
+def test_edges_are_asked_about_again_once_they_change(name, monkeypatch):
+    """A call on the edges, types and sizes of one before asks nothing about edges; any other one asks about each."""
+    conv, (x_dict, edges), asked = make(name), arguments(name), []
+    ask = type(conv)._edge_set_reasons
+    monkeypatch.setattr(type(conv), "_edge_set_reasons", lambda *args: asked.append(args[2]) or ask(*args))
+
+    def asked_by(x_dict, edges):
+        asked.clear()
+        conv(x_dict, edges)
+        return len(asked)
+
+    count = len(edges)
+    assert [asked_by(x_dict, edges), asked_by(x_dict, dict(edges))] == [count, 0]
+    first, second = list(edges)[:2]
+    assert asked_by(x_dict, {**edges, first: edges[first].clone()}) == count
+    assert asked_by(x_dict, {name: edges[name] for name in edges if name != second}) == count - 1
+    edges[first][:, 0] = 0
+    assert [asked_by(x_dict, edges), asked_by(x_dict, edges)] == [count, 0]
+    longer = {name: torch.cat([x, x[:1]]) for name, x in x_dict.items()}
+    assert asked_by(longer, edges) == count
+    with torch.inference_mode():
+        untracked = {name: edge_index.clone() for name, edge_index in edges.items()}
+        assert [asked_by(x_dict, untracked), asked_by(x_dict, untracked)] == [count, count]
+    edges[first].resize_(2, 0)
+    assert asked_by(x_dict, edges) == count
+    with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match="no int64 or int32"):
+        conv(x_dict, {**edges, first: edges[first].float()})

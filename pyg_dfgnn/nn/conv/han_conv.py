@@ -88,7 +88,7 @@ class HANConv(JointConv, conv.HANConv):
         """Return the semantic attention: the share of each relation in what its targets receive, [R]."""
         weight, bias, q = self.k_lin.weight.t(), self.k_lin.bias, self.q[0]
         scores = self._run(call, graph, ("han_scores",), {"z": z, "weight": weight, "bias": bias, "q": q})["out"]
-        edge_index, relations, sizes = call.edge_index
+        edge_index, relations, sizes = call.edge_index[:3]
         names = list(sizes)
         # Type of the targets of each relation; -1 where the call has no such edges.
         targets = tuple(names.index(edge_type[-1]) if edge_type in edge_index else -1 for edge_type in relations)

@@ -1,20 +1,20 @@
 """What the relational convs on dicts share: one node set of all types, one graph with edge types as relations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch_geometric.typing import EdgeType
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.joint import Part, joint_graph
+from pyg_dfgnn.graph.joint import joint_graph, known_joint
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
 from pyg_dfgnn.ops.relational import RowSet
-
-EdgeTypes = Sequence[tuple[str, str, str]]
 
 
 class Sets(NamedTuple):
@@ -24,11 +24,39 @@ class Sets(NamedTuple):
         edge_index: Edge type -> edges.
         relations: Edge type -> number, of all edge types of the conv.
         sizes: Node type -> number of nodes, in the order in which the joint nodes lie.
+        numbers: What :func:`~pyg_dfgnn.graph.joint.joint_graph` takes beside the edges.
+        graph: What it has made of these edges before; None if that is nothing.
     """
 
-    edge_index: dict[tuple[str, str, str], Any]
-    relations: dict[tuple[str, str, str], int]
+    edge_index: dict[EdgeType, Any]
+    relations: Mapping[EdgeType, int]
     sizes: dict[str, int]
+    numbers: tuple[int, ...] = ()
+    graph: Graph | None = None
+
+
+class _Numbered(NamedTuple):
+    """`relations` and `numbers` of :class:`Sets`, and edge types without parameters, or without features at an end."""
+
+    relations: Mapping[EdgeType, int]
+    numbers: tuple[int, ...]
+    unknown: tuple[EdgeType, ...]
+
+
+def _numbered(
+    names: tuple[EdgeType, ...], edge_types: tuple[EdgeType, ...], sizes: tuple[tuple[str, int], ...]
+) -> _Numbered:
+    counts = dict(sizes)
+    first = dict(zip(counts, accumulate(counts.values(), initial=0)))
+    relations = {name: number for number, name in enumerate(edge_types)}
+    unknown = tuple(n for n in names if n not in relations or n[0] not in counts or n[-1] not in counts)
+    numbers = [sum(counts.values()), len(relations)]
+    for name in names if not unknown else ():
+        numbers += [relations[name], first[name[0]], counts[name[0]], first[name[-1]], counts[name[-1]]]
+    return _Numbered(relations, tuple(numbers), unknown)
+
+
+_numbered_before = lru_cache(64)(_numbered)
 
 
 class JointConv(RelationalConv):
@@ -40,9 +68,9 @@ class JointConv(RelationalConv):
     def _ask_joint(
         self,
         x_dict: dict[str, Tensor],
-        edge_index_dict: dict[tuple[str, str, str], Any],
+        edge_index_dict: dict[EdgeType, Any],
         node_types: Sequence[str],
-        edge_types: EdgeTypes,
+        edge_types: Sequence[EdgeType],
         weight: Tensor,
         reasons: Sequence[str] = (),
     ) -> edges.Call:
@@ -76,27 +104,27 @@ class JointConv(RelationalConv):
         against += self._parameter_reasons(first, weight)
         if self.flow != "source_to_target":
             against.append(f"flow is {self.flow!r}")
-        sets = Sets(
-            edge_index_dict,
-            {name: number for number, name in enumerate(edge_types)},
-            {name: x.size(0) for name, x in nodes.items()},
-        )
+        sizes = {name: x.size(0) for name, x in nodes.items()}
+        number = _numbered if compiling else _numbered_before
+        relations, numbers, unknown = number(tuple(edge_index_dict), tuple(edge_types), tuple(sizes.items()))
+        against += [f"edge type {name} has no parameters, or no features at an end" for name in unknown]
         if not edge_index_dict:
             against.append("edge_index_dict is empty")
-        for edge_type, edge_index in edge_index_dict.items():
-            against += self._edge_set_reasons(sets, edge_type, edge_index, first.device)
+        edge_sets = tuple(edge_index_dict.values())
+        graph = None if compiling or unknown else known_joint(edge_sets, numbers)
+        sets = Sets(edge_index_dict, relations, sizes, numbers, graph)
+        # No graph is made of edges that something is against.
+        if graph is None or graph.device != first.device:
+            for edge_type in (name for name in edge_index_dict if name not in unknown):
+                against += self._edge_set_reasons(sets, edge_type, first.device)
         problem = self._storage_dtype(first), first.device
         against += reasons_on_device(type(self), first.device, *problem)
         return edges.Call(against, problem, sets, "dict")
 
-    def _edge_set_reasons(
-        self, sets: Sets, edge_type: tuple[str, str, str], edge_index: Any, device: torch.device
-    ) -> list[str]:
+    def _edge_set_reasons(self, sets: Sets, edge_type: EdgeType, device: torch.device) -> list[str]:
         """Return what the edges of one type have against the fused forward."""
-        source, target = edge_type[0], edge_type[-1]
-        if edge_type not in sets.relations or source not in sets.sizes or target not in sets.sizes:
-            return [f"edge type {edge_type} has no parameters, or no features at an end"]
-        form, sizes = edges.form_of(edge_index), [sets.sizes[source], sets.sizes[target]]
+        edge_index, sizes = sets.edge_index[edge_type], [sets.sizes[edge_type[0]], sets.sizes[edge_type[-1]]]
+        form = edges.form_of(edge_index)
         if form not in edges.FORMS:
             return [f"the edges of {edge_type} are a {form}"]
         if form != "tensor" and torch.compiler.is_compiling():
@@ -112,19 +140,11 @@ class JointConv(RelationalConv):
         return reasons
 
     def _graph(self, call: edges.Call) -> Graph | RowSet:
-        edge_index, relations, sizes = call.edge_index
-        first = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
-        num_nodes, num_relations = sum(sizes.values()), len(relations)
+        sets: Sets = call.edge_index
+        edge_sets = tuple(sets.edge_index.values())
         if torch.compiler.is_compiling():
-            numbers = [num_nodes, num_relations]
-            for name in edge_index:
-                numbers += [relations[name], first[name[0]], sizes[name[0]], first[name[-1]], sizes[name[-1]]]
-            return RowSet("joint", tuple(edge_index.values()), tuple(numbers))
-        parts = [
-            Part(index, relations[name], *((first[node], sizes[node]) for node in (name[0], name[-1])))
-            for name, index in edge_index.items()
-        ]
-        return joint_graph(parts, num_nodes, num_relations)
+            return RowSet("joint", edge_sets, sets.numbers)
+        return joint_graph(edge_sets, sets.numbers) if sets.graph is None else sets.graph
 
     def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
         plain = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.joint import Part, joint_graph
+from pyg_dfgnn.graph.joint import joint_graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir import D, Domain, E, One, Program, R, Rows, S
 from pyg_dfgnn.ir.domains import Ts
@@ -75,12 +75,7 @@ class RowSet(NamedTuple):
         if self.kind == "types":
             return Graph.of_index(first, *sizes)
         if self.kind == "joint":
-            num_nodes, num_relations, *rest = sizes
-            parts = [
-                Part(edges, rest[place], (rest[place + 1], rest[place + 2]), (rest[place + 3], rest[place + 4]))
-                for edges, place in zip(self.anchors, range(0, len(rest), 5), strict=True)
-            ]
-            return joint_graph(parts, num_nodes, num_relations)
+            return joint_graph(self.anchors, tuple(sizes))
         graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
