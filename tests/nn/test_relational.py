@@ -165,6 +165,13 @@ def test_hgt_on_features(missing):
     assert len(seen) == 2
 
 
+def test_hgt_with_computed_scales():
+    convs = both("HGTConv", {n: width for n, (_, width) in NODES.items()}, 8, METADATA)
+    for conv in convs:
+        torch.nn.utils.parametrize.register_parametrization(conv.p_rel, "a__r__b", torch.nn.Softplus())
+    assert_same(convs, *hetero())
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_hgt(heads):
     x_dict, edges = hetero()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, one_hot
 from torch_geometric.nn import conv
+from torch_geometric.nn.parameter_dict import ParameterDict
 from torch_geometric.typing import EdgeType, NodeType
 
 from pyg_dfgnn.graph import Graph
@@ -47,6 +48,12 @@ def _selection(numbers: tuple[int, ...], size: int, device: torch.device) -> Ten
         return one_hot(torch.tensor(numbers, device=device), size)
 
 
+@lru_cache(16)
+def _attributes(edge_types: tuple[EdgeType, ...]) -> list[str]:
+    """Return the names under which PyG's `ParameterDict` keeps the parameters of edge types."""
+    return [ParameterDict.to_internal_key("__".join(edge_type)) for edge_type in edge_types]
+
+
 class HGTConv(JointConv, conv.HGTConv):
     """PyG's `HGTConv` on one graph of all types: same arguments, parameters, results and gradients.
 
@@ -73,7 +80,7 @@ class HGTConv(JointConv, conv.HGTConv):
         key, value = (
             layer.weight.view(heads, -1, channels, channels).transpose(0, 1) for layer in (self.k_rel, self.v_rel)
         )
-        scale = torch.cat([self.p_rel["__".join(edge_type)] for edge_type in self.edge_types])
+        scale = torch.cat(self._priors())
         if isinstance(graph, Graph) and self._folds(x_dict, rows_of(graph).sizes):
             x = torch.cat([x_dict[name] for name in names]).unsqueeze(1)
             with torch.autocast(x.device.type, enabled=False):
@@ -82,6 +89,14 @@ class HGTConv(JointConv, conv.HGTConv):
         projected = [kqv[name].tensor_split(3, dim=1) for name in names]
         k, q, v = (torch.cat(rows).view(-1, heads, channels) for rows in zip(*projected, strict=True))
         return ("hgt_attention",), {"k": k, "q": q, "v": v, "key": key, "value": value, "scale": scale}
+
+    def _priors(self) -> list[Tensor]:
+        """Return the scales of the relations [1, H]."""
+        if torch.compiler.is_compiling():
+            return [self.p_rel["__".join(edge_type)] for edge_type in self.edge_types]
+        # Read from where modules keep them: PyG's dict, on torch's, takes a microsecond or two for each.
+        own = self.p_rel.__dict__["_parameters"]
+        return [own[key] if key in own else getattr(self.p_rel, key) for key in _attributes(tuple(self.edge_types))]
 
     def _folds(self, x_dict: dict[NodeType, Tensor], sizes: Mapping[Domain, int]) -> bool:
         """Whether the maps of node types are multiplied with those of relations, each of which has one type at an end.
