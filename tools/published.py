@@ -164,19 +164,21 @@ def segment() -> str:
 
 
 def segment_peers() -> str:
-    """Our times of aggregations beside the fastest right result of another package."""
-    return _measured("segment", tables.peers_table)
+    """Our times of aggregations beside the fastest right result of another package, on the GPU of those results."""
+    return _measured("segment", tables.peers_table, [GPU])
 
 
-def _measured(name: str, make: Callable[[list[Row]], str]) -> str:
+def _measured(name: str, make: Callable[[list[Row]], str], gpus: Sequence[str] = (GPU, OTHER_GPU)) -> str:
     """Return the table of an experiment for each GPU that it was measured on, or how it is measured."""
     folder, parts = ROOT / "results" / "bench", []
-    for path in (folder / gpu / f"{name}.csv" for gpu in (GPU, OTHER_GPU)):
+    for path in (folder / gpu / f"{name}.csv" for gpu in gpus):
         if path.exists():
             rows = [row for row in Table.read(path) if row["op"] != "graph"]
             parts.append(f"On {rows[0]['gpu']}:\n\n{make(rows)}")
-    how = f"Not measured yet: `python -m pyg_dfgnn.bench experiment={name}` writes `results/bench/*/{name}.csv`."
-    return "\n\n".join(parts) or how
+    if parts:
+        return "\n\n".join(parts)
+    path = (folder / gpus[0] / f"{name}.csv").relative_to(ROOT)
+    return f"Not measured yet: `python -m pyg_dfgnn.bench experiment={name}` writes `{path}`."
 
 
 def relational() -> str:

@@ -78,13 +78,17 @@ def times_faster(rows: Rows, baseline: str) -> dict[tuple[str, str, str, str], d
 
 
 def times_table(rows: Rows, state: str = "warm") -> str:
-    """Median milliseconds: one line per layer, size, direction and implementation, one column per graph."""
+    """Median milliseconds: one line per layer, size, direction and implementation that ran, one column per graph."""
     shown = [row for row in latest(rows) if row["state"] in (state, "") and row["op"] != "graph"]
     graphs = in_order(row["graph"] for row in shown)
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in shown:
         lines.setdefault((row["layer"], row["size"], row["direction"], label(row)), {})[row["graph"]] = row
-    body = [[*key, *(_cell(line.get(graph)) for graph in graphs)] for key, line in sorted(lines.items())]
+    body = [
+        [*key, *(_cell(line.get(graph)) for graph in graphs)]
+        for key, line in sorted(lines.items())
+        if not all(row["status"].startswith("not run") for row in line.values())
+    ]
     return markdown(["layer", "size", "direction", "implementation", *graphs], body)
 
 
