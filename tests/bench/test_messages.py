@@ -1,5 +1,7 @@
 """Timings of compiled messages: each implementation is right, and the experiment has what the family has."""
 
+from math import prod
+
 import pytest
 
 from pyg_dfgnn.bench import run
@@ -10,6 +12,10 @@ from pyg_dfgnn.bench.experiment import Experiment
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import rounded_problem
 from pyg_dfgnn.bench.results import Table
+from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
+from pyg_dfgnn.ir.lanes import MAX_SHORT
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import messages
 from tests.bench.test_segment import QUICK, composed
 
@@ -32,6 +38,23 @@ def test_implementations_agree_with_float64(op):
         assert error < case.bound("float32"), f"{kind.name}, {worst}: {error:.2e}"
     # Only ours is compiled, and whole.
     assert calls and all(name == "fused" and not why for name, why in calls), calls
+
+
+# Nothing takes GMMConv's three nested sizes.
+@pytest.mark.parametrize("op", [op for op in LAYERS if op != "gmm"])
+def test_no_buffer_has_the_features_of_an_edge(op):
+    """Forward and backward with gradients of all inputs, as wide as the bench measures it."""
+    graph, case, calls = benchmark_graph("e", "cpu", small=True), case_of(op, "64"), []
+    sizes = {One: 1, R: 1, S: 10_000, D: 10_000, U: 100_000, V: 100_000, E: 100_000}
+    with messages.interpreted():
+        messages.watchers.append(lambda layer, method, outcome, why: calls.append(outcome.trace.program))
+        Compiled().prepare(case, graph, case.make_inputs(graph))()
+        messages.watchers.pop()
+    assert calls
+    for program in calls:
+        lowered = lower(Passes().run(program, sizes, tuple(program.inputs)), [name for name, _ in program.outputs])
+        kept = {name: buffer.shape for name, buffer in lowered.buffers.items() if buffer.domain is E}
+        assert all(prod(shape) <= MAX_SHORT for shape in kept.values()), kept
 
 
 def test_the_experiment_runs_on_a_cpu_and_has_all_layers(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.lanes import MAX_SHORT
 from pyg_dfgnn.ir.torch_front.lookups import count_types, gather_counts, look_up
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
@@ -124,8 +125,15 @@ def _is_of_nodes(t: Tracer, number: int) -> bool:
 
 
 def _mapped(t: Tracer, x: int, weight: int) -> int:
-    """Return x W; of joined rows the sum of the parts' maps, so that those of gathered rows are maps of nodes."""
+    """Return x W; of joined rows the sum of the parts' maps, so that those of gathered rows are maps of nodes.
+
+    The same goes for sums and differences of gathered rows, but where a kernel maps short rows to longer ones in
+    registers.
+    """
     value, shape = t.builder.values[x], t.shape(x)
+    if value.op in ("add", "sub") and all(t.shape(arg) == shape and _is_of_nodes(t, arg) for arg in value.args):
+        if shape[-1] > MAX_SHORT or t.shape(weight)[-1] <= shape[-1]:
+            return t.emit(value.op, *(_mapped(t, arg, weight) for arg in value.args))
     joined = t.builder.values[value.args[0]] if value.op == "view" else value
     rank, is_same = len(t.shape(weight)), shape == tuple(n for n in joined.shape if n != 1) or joined is value
     if joined.op != "concat" or not is_same or not any(_is_of_nodes(t, arg) for arg in joined.args):
