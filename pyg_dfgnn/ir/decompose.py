@@ -11,9 +11,9 @@ from pyg_dfgnn.ir.domains import D, Domain, E, One
 from pyg_dfgnn.ir.interpreter import EPSILON
 from pyg_dfgnn.ir.lanes import folds_last
 from pyg_dfgnn.ir.narrow import normalised
-from pyg_dfgnn.ir.passes import common_subexpressions, remove_dead
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
+from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 
 def decompose(program: Program) -> Program:

@@ -34,6 +34,8 @@ class Domain(Enum):
 
 
 One, R, Ts, Td, S, D, U, V, E = Domain
+FEW = (One, R, Ts, Td)
+"""Domains with few rows, on which weights are."""
 
 _BELOW: dict[Domain, frozenset[Domain]] = {
     One: frozenset({One}),

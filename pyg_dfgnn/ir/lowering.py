@@ -22,15 +22,13 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
-from pyg_dfgnn.ir.domains import Domain, E, One, R, Td, Ts, U, V, determines
+from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 
-FEW = (One, R, Ts, Td)
-"""Domains with few rows."""
 ADD = "add"
 """The operator that adds a bias to a linear map."""
 _MOVES = ("permute", "concat", "slice", "pad", "matmul")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from pyg_dfgnn.ir.domains import D, Domain, E, R, S
+from pyg_dfgnn.ir.domains import FEW, D, Domain, E, R, S, determines
 from pyg_dfgnn.ir.program import Program, Shape
 
 
@@ -92,6 +92,22 @@ class Lowered:
         fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
         reads = dict.fromkeys(name for step in self.backward for name in step.reads)
         return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
+
+    def moved(self, sizes: Mapping[Domain, int]) -> int:
+        """Return how many numbers all steps read and write; a row is read as often as it is gathered.
+
+        Args:
+            sizes: Rows of each domain of the graph.
+        """
+        total = 0
+        for step in (*self.forward, *self.backward):
+            for buffer in (self.buffers[name] for name in step.reads):
+                rows = step.domain if determines(step.domain, buffer.domain) else step.over
+                is_whole = buffer.domain in FEW or step.kind == "dense"
+                total += sizes[buffer.domain if is_whole else rows] * prod(buffer.shape)
+            for buffer in (self.buffers[name] for name in step.writes):
+                total += sizes[buffer.domain] * prod(buffer.shape)
+        return total
 
     @cached_property
     def edge_rows(self) -> tuple[Buffer, ...]:

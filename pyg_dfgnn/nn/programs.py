@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.relational import unsupported_reasons
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.ir import One, Rows
+from pyg_dfgnn.ir import Domain, One, Rows
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.layers import Layer, layer_of
 from pyg_dfgnn.ir.lowering import lower
-from pyg_dfgnn.ir.passes import optimise
+from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn.gate import promoted_dtype, settle
 from pyg_dfgnn.ops.relational import RowSet, apply, apply_traced
 
@@ -55,6 +55,21 @@ def run(
     return {name: settle(x, dtype, False) for name, x in results.items()}
 
 
+def moved(
+    layer: Layer, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[Domain, int], wrt: Sequence[str] = ()
+) -> int:
+    """Return how many numbers the steps of a layer's program read and write, forward and backward.
+
+    Args:
+        layer: The layer.
+        shapes: Name of an input -> sizes of its rows.
+        sizes: Rows of each domain.
+        wrt: Inputs whose gradients are wanted.
+    """
+    program = layer_of(layer).program(**shapes)
+    return lower(Passes().run(program, sizes, wrt), dict(program.outputs)).moved(sizes)
+
+
 def explain(layer: Layer, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
     """Return the program that runs on rows for these inputs, after all passes, and its steps, for reading.
 
@@ -66,10 +81,10 @@ def explain(layer: Layer, rows: Rows, inputs: Mapping[str, Tensor], outputs: Seq
     outputs = tuple(name for name, _ in program.outputs) if outputs is None else outputs
     wrt = tuple(name for name, x in inputs.items() if x.requires_grad)
     try:
-        steps = lower(optimise(program, rows.sizes, wrt=wrt)[-1].program, outputs)
+        steps = lower(Passes().run(program, rows.sizes, wrt), outputs)
     except Refusal as refusal:
         raise UnsupportedError([str(refusal)]) from refusal
-    return f"{optimise(program, rows.sizes)[-1].program}\nsteps of {steps}"
+    return f"{Passes().run(program, rows.sizes)}\nsteps of {steps}"
 
 
 def kept_by_dropout(p: float, size: Sequence[int], like: Tensor) -> Tensor:

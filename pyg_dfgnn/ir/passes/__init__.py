@@ -3,13 +3,14 @@
 from pyg_dfgnn.ir.passes.compact import compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
-from pyg_dfgnn.ir.passes.pipeline import PASSES, Passes, Stage, optimise
-from pyg_dfgnn.ir.passes.simplify import common_subexpressions, remove_dead
+from pyg_dfgnn.ir.passes.pipeline import PASSES, Passes, RowCounts, Stage, optimise, rounded
 from pyg_dfgnn.ir.passes.sums import share_sums, split_concats
+from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 __all__ = [
     "PASSES",
     "Passes",
+    "RowCounts",
     "Stage",
     "aggregate_first",
     "common_subexpressions",
@@ -19,6 +20,7 @@ __all__ = [
     "optimise",
     "remove_dead",
     "reorder",
+    "rounded",
     "scale_first",
     "share_sums",
     "split_concats",

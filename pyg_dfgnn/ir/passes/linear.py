@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import Domain, One, R, Td, Ts, determines, join
+from pyg_dfgnn.ir.domains import FEW, Domain, determines, join
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
-WEIGHTS = (One, R, Ts, Td)
-"""Domains with few rows, on which weights are multiplied beforehand."""
 Sizes = Mapping[Domain, int]
 """Number of rows of each domain."""
 
@@ -172,7 +170,7 @@ def _product(program: Program, i: int) -> tuple[int, int] | None:
     for inner, other in (value.args, value.args[::-1]) if is_inner else (value.args,):
         if not _is_map(program, inner) or (is_inner and values[other].shape != values[inner].shape):
             continue
-        if join(_map_operands(program, inner)[1].domain, values[other].domain) in WEIGHTS:
+        if join(_map_operands(program, inner)[1].domain, values[other].domain) in FEW:
             return inner, other
     return None
 

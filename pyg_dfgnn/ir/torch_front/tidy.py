@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyg_dfgnn.ir.domains import Domain
 from pyg_dfgnn.ir.interpreter import EPSILON
-from pyg_dfgnn.ir.passes.simplify import remove_dead
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
+from pyg_dfgnn.ir.simplify import remove_dead
 
 _STEPS = ("div", "exp", "add")
 """The last operators of a softmax that is written out, from its end."""
