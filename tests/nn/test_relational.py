@@ -7,8 +7,9 @@ from torch_geometric import EdgeIndex
 import pyg_dfgnn
 from pyg_dfgnn import Graph
 from pyg_dfgnn.datasets import entities, fb15k237
-from pyg_dfgnn.ir import E, S, U, V
-from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.ir import D, E, One, R, S, U, V
+from pyg_dfgnn.ir.passes import rounded
+from pyg_dfgnn.nn.conv import hgt_conv
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.nn.parity import sparse_tensor
 from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
@@ -141,28 +142,45 @@ def test_rgat_dropout():
 
 
 @pytest.mark.parametrize("missing", [(), ("c", "d")])
-def test_hgt_on_features(missing):
+def test_hgt_on_features(missing, monkeypatch):
     """With one head, and features as wide as the results, no row of keys, queries or values is made."""
+    monkeypatch.setattr(hgt_conv, "_features_move_less", lambda *_: True)
     x_dict, edges = hetero(width=8)
     x_dict = {n: x for n, x in x_dict.items() if n not in missing}
     edges = {t: e for t, e in edges.items() if not {t[0], t[-1]} & set(missing)}
     convs = both("HGTConv", 8, 8, METADATA)
     call = convs[0]._call(x_dict, edges)
-    graph = convs[0]._graph(call)
-    inputs = convs[0]._program(call, graph, x_dict)[1]
+    inputs = convs[0]._program(call, convs[0]._graph(call), x_dict)[1]
     assert inputs["x"] is inputs["xd"] and inputs["x"].shape == (sum(map(len, x_dict.values())), 1, 8)
     assert_same(convs, x_dict, edges)
-    # Where targets have many relations, rows of pairs cost more than those of nodes, most of all in a backward pass.
-    sizes = {**rows_of(graph).sizes, V: 60, U: 60, E: 100, S: 1}
-    assert not convs[0]._folds(x_dict, sizes)
-    with torch.no_grad():
-        assert convs[0]._folds(x_dict, sizes)
     # Whoever looks at the maps has them called.
     seen = []
     for conv in convs:
         conv.kqv_lin.lins["a"].register_forward_hook(lambda *_: seen.append(1))
     assert_same(convs, x_dict, edges)
     assert len(seen) == 2
+
+
+def test_hgt_is_on_features_where_rows_are_fewer():
+    """Targets of few relations have few rows of pairs. Gradients have more of those than outputs have.
+
+    The maps of very many relations cost more than rows do.
+    """
+    sizes = {One: 1, R: 4, S: 2_000_000, D: 2_000_000, U: 3_200_000, V: 1_500_000, E: 21_000_000}
+    ways = ((False, False), (True, False), (True, True))
+
+    def chosen(**other):
+        known = {**sizes, **{domain: other.get(str(domain), size) for domain, size in sizes.items()}}
+        return [hgt_conv._features_move_less(rounded(known), 64, *way) for way in ways]
+
+    assert chosen() == [True, True, True]
+    assert chosen(U=8_000_000, V=8_000_000) == [True, True, False]
+    assert chosen(U=13_000_000, V=13_000_000) == [False, False, False]
+    assert chosen(R=200_000) == [False, False, False]
+    conv, x = pyg_dfgnn.nn.HGTConv(8, 8, METADATA), {name: torch.randn(9, 8) for name in NODES}
+    rows = {**sizes, R: len(METADATA[1])}
+    assert conv._folds(x, rows) and not pyg_dfgnn.nn.HGTConv(8, 8, METADATA, heads=2)._folds(x, rows)
+    assert not conv._folds({**x, "b": torch.randn(9, 7)}, rows)
 
 
 def test_hgt_with_computed_scales():

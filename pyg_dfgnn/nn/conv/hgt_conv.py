@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,32 +13,45 @@ from torch_geometric.nn.parameter_dict import ParameterDict
 from torch_geometric.typing import EdgeType, NodeType
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import Domain, E, S, U, V
+from pyg_dfgnn.ir import Domain, R, S
 from pyg_dfgnn.ir.layers import Layer
+from pyg_dfgnn.ir.passes import RowCounts, rounded
 from pyg_dfgnn.nn.conv.joint import JointConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
+from pyg_dfgnn.nn.programs import moved
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 
-
-class _Moved(NamedTuple):
-    """Rows of features that the steps of a program read and write, and the layer around it, in multiples of domains."""
-
-    pairs: int
-    source_pairs: int
-    edges: int
-    nodes: int
-
-    def rows(self, sizes: Mapping[Domain, int]) -> int:
-        """Return the rows on a graph; those of targets are as many as those of sources."""
-        counts = sizes[V], sizes[U], sizes[E], sizes[S]
-        return sum(number * count for number, count in zip(self, counts, strict=True))
+# What the layer moves around its program, by whether there is a backward pass too: of each node, in multiples of the
+# channels, and of each relation, in multiples of its matrix.
+_AROUND_FEATURES, _AROUND_PROJECTED = {False: (2, 15), True: (5, 45)}, {False: (10, 0), True: (24, 0)}
 
 
-# By whether there is a backward pass too: of `ir.lowering.lower`, and of the products of nodes and what joins these.
-_FEATURES = {False: _Moved(7, 0, 1, 4), True: _Moved(27, 0, 4, 12)}
-_PROJECTED = {False: _Moved(4, 2, 2, 12), True: _Moved(10, 8, 5, 30)}
+@lru_cache(256)
+def _features_move_less(sizes: RowCounts, size: int, has_backward: bool, has_gradient: bool) -> bool:
+    """Return whether features in place of keys, queries and values move fewer numbers.
+
+    Args:
+        sizes: Rows of each domain.
+        size: Channels.
+        has_backward: Whether parameters need gradients.
+        has_gradient: Whether features do.
+    """
+    rows, row, matrix, number = dict(sizes), (1, size), (1, size, size), (1,)
+    projected = {"k": row, "q": row, "v": row, "key": matrix, "value": matrix, "scale": number}
+    maps = {"query": matrix, "query_bias": row, "target": row, "offset": number, "value": matrix, "value_bias": row}
+    features = {"x": row, "xd": row}
+    wrt = (*maps, *(features if has_gradient else ())) if has_backward else ()
+    costs = []
+    for layer, shapes, gradients, around in (
+        ("hgt_features", {**features, **maps}, wrt, _AROUND_FEATURES),
+        ("hgt_attention", projected, tuple(projected) if has_backward else (), _AROUND_PROJECTED),
+    ):
+        of_nodes, of_relations = around[has_backward]
+        outside = of_nodes * size * rows[S] + of_relations * size**2 * rows[R]
+        costs.append(outside + moved((layer,), shapes, rows, gradients))
+    return costs[0] < costs[1]
 
 
 @lru_cache(16)
@@ -86,7 +99,7 @@ class HGTConv(JointConv, conv.HGTConv):
             with torch.autocast(x.device.type, enabled=False):
                 return ("hgt_features",), {"x": x, "xd": x, **self._folded(key, value, scale)}
         kqv = self.kqv_lin(x_dict)
-        projected = [kqv[name].tensor_split(3, dim=1) for name in names]
+        projected = [kqv[name].split(self.out_channels, dim=1) for name in names]
         k, q, v = (torch.cat(rows).view(-1, heads, channels) for rows in zip(*projected, strict=True))
         return ("hgt_attention",), {"k": k, "q": q, "v": v, "key": key, "value": value, "scale": scale}
 
@@ -105,6 +118,7 @@ class HGTConv(JointConv, conv.HGTConv):
         relations. Of several heads, each would have a row as wide as the features for every pair.
         """
         layer, size, has_backward = self.kqv_lin, self.out_channels, torch.is_grad_enabled()
+        has_gradient = any(x.requires_grad for x in x_dict.values())
         return (
             self.heads == 1
             and all(x.size(1) == size for x in x_dict.values())
@@ -113,7 +127,7 @@ class HGTConv(JointConv, conv.HGTConv):
             and not has_hooks(layer)
             and all(is_plain_layer(linear, LINEAR) for linear in layer.lins.values())
             and all(lin.weight.shape == (3 * size, size) and lin.bias is not None for lin in layer.lins.values())
-            and _FEATURES[has_backward].rows(sizes) < _PROJECTED[has_backward].rows(sizes)
+            and _features_move_less(rounded(sizes), size, has_backward, has_backward and has_gradient)
         )
 
     def _folded(self, key: Tensor, value: Tensor, scale: Tensor) -> dict[str, Tensor]:
