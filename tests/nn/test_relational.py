@@ -10,7 +10,9 @@ from pyg_dfgnn.datasets import entities, fb15k237
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.passes import rounded
 from pyg_dfgnn.nn.conv import hgt_conv
+from pyg_dfgnn.runtime import launcher
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
+from tests.kernels.emulated import emulated_device
 from tests.nn.parity import sparse_tensor
 from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
 
@@ -290,6 +292,20 @@ def test_entities(conv, name, tmp_path):
     data = real(entities, name, cache=tmp_path, download=False)
     convs = both(conv, 4, 3, int(data.edge_type.max()) + 1)
     assert_same(convs, draw(data.num_nodes, 4), data.edge_index, data.edge_type)
+
+
+def test_launches_of_rgcn(tmp_path):
+    """At most three forward and six backward; long rows and gradients of weights take a second one for their sums."""
+    data = real(entities, "AIFB", cache=tmp_path, download=False)
+    launched: list[str] = []
+    with emulated_device(), launcher.override(lambda spec, entry, *_: launched.append(entry)):
+        with pyg_dfgnn.settings(fallback="error"):
+            conv = pyg_dfgnn.nn.RGCNConv(64, 64, int(data.edge_type.max()) + 1)
+            x = torch.randn(data.num_nodes, 64, requires_grad=True)
+            out = conv(x, data.edge_index, data.edge_type)
+            forward = list(launched)
+            out.sum().backward()
+    assert 1 <= len(forward) <= 3 and 1 <= len(launched) - len(forward) <= 6, launched
 
 
 @pytest.mark.parametrize("conv", ["RGCNConv", "RGATConv"])
