@@ -60,10 +60,11 @@ _calls: list[tuple[weakref.ref[settings], dict[str, Any]]] = []
 
 
 class _Override(threading.local):
-    # A class attribute: every new thread starts without an override. Unlike a ContextVar, torch.compile can trace it.
-    settings: Settings | None = None
-    # What the blocks around it had: settings, and what was around these.
-    outer: tuple[Settings | None, Any] | None = None
+    # Runs in every new thread, which starts without an override. Unlike a ContextVar, torch.compile can trace it.
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        # What the blocks around it had: settings, and what was around these.
+        self.outer: tuple[Settings | None, Any] | None = None
 
 
 _override = _Override()
@@ -118,6 +119,17 @@ class settings:
         # Another thread may end the block, as a generator that is thrown away.
         if _override.outer is not None:
             _override.settings, _override.outer = _override.outer
+
+
+class quiet:
+    """A block whose fallbacks nobody is told of; torch.compile can trace it, as it cannot `settings`."""
+
+    def __enter__(self) -> None:
+        self._before = _override.settings
+        _override.settings = replace(current(), fallback="silent")
+
+    def __exit__(self, *exc: object) -> None:
+        _override.settings = self._before
 
 
 def _apply() -> None:

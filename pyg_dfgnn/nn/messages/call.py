@@ -51,7 +51,7 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 _hooks = itemgetter(*HOOKS)
 
 
-def _layer_reasons(layer: Any, call: Call) -> list[str]:
+def layer_reasons(layer: Any, call: Call) -> list[str]:
     """Return what the state of the layer and of torch have against compiled messages."""
     own = layer.__dict__
     reasons = transform_reasons()
@@ -79,7 +79,7 @@ def _layer_reasons(layer: Any, call: Call) -> list[str]:
 def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
     call = _read(layer, call)
-    reasons = _layer_reasons(layer, call)
+    reasons = layer_reasons(layer, call)
     reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
     outcome = Outcome()
     if not reasons and call.edge_index.size(1) > 0:

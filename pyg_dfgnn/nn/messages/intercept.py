@@ -16,6 +16,7 @@ from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
+from pyg_dfgnn.nn.messages.traced import call_traced
 from pyg_dfgnn.settings import current
 
 
@@ -89,13 +90,11 @@ def _generate(kind: type) -> None:
 
 def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self.__dict__.get(MARK) is None
-            or torch.compiler.is_compiling()
-            or not current().compile_messages
-            or len(args) > 1
-            or torch.jit.is_scripting()
-        ):
+        if self.__dict__.get(MARK) is None or torch.jit.is_scripting():
+            return own(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return call_traced(self, own, method, args, kwargs)
+        if torch.compiler.is_compiling() or not current().compile_messages or len(args) > 1:
             return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}

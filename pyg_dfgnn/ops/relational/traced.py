@@ -129,9 +129,9 @@ class _Programs:
         row_set = RowSet(known.kind, anchors, sizes, known.transposed)
         graph = row_set.graph()
         results = run(known.program, row_set.rows_of(graph), _by_name(known, inputs), known.wrt)
-        # Results of an operator share no memory.
+        # Results of an operator share no memory, and have the strides that tracers were told.
         taken = {tensor.data_ptr() for tensor in inputs if tensor is not None}
-        for place, result in enumerate(results):
+        for place, result in enumerate(map(Tensor.contiguous, results)):
             results[place] = result.clone() if result.data_ptr() in taken else result
             taken.add(result.data_ptr())
         return results
