@@ -78,6 +78,40 @@ def test_edges_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
     assert number not in edges_of_calls._made
 
 
+class Twice(Looped):
+    """Adds self-loops once and passes messages twice."""
+
+    def forward(self, x, edge_index):
+        edge_index = add_self_loops(edge_index, num_nodes=x.size(0))[0]
+        return self.propagate(edge_index, x=self.propagate(edge_index, x=x))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_edges_are_compared_once_per_forward(mode, monkeypatch):
+    compared, built = [], []
+    equal, resolve = torch.equal, Graph.resolve
+    monkeypatch.setattr(torch, "equal", lambda *tensors: compared.append(1) or equal(*tensors))
+    monkeypatch.setattr(Graph, "resolve", staticmethod(lambda *key: built.append(1) or resolve(*key)))
+    plain, layer, x, edge_index = Twice(), accelerate(Twice()), torch.randn(6, 3), torch.randint(6, (2, 9))
+    with messages.interpreted(), mode():
+        for call in range(4):
+            torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
+            if call == 2:
+                compared.clear(), built.clear()
+    # Tensors of inference mode have no version that tells whether they are as they were.
+    assert (len(compared), len(built)) == ((1, 0) if mode is torch.enable_grad else (2, 0))
+
+
+@pytest.mark.parametrize("run", [messages.interpreted, emulated_device])
+def test_edges_of_inference_mode(run):
+    plain, layer = Summed(), accelerate(Summed())
+    with run(), torch.inference_mode():
+        x, edge_index = torch.randn(6, 3), torch.randint(6, (2, 9))
+        for _ in range(3):
+            torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
+            edge_index[0, 4] = (edge_index[0, 4] + 1) % 6
+
+
 @pytest.mark.parametrize("run", [messages.interpreted, emulated_device])
 def test_edges_of_the_caller_are_not_kept(run):
     layer, x = accelerate(Summed()), torch.randn(6, 3)

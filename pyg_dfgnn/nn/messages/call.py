@@ -171,6 +171,7 @@ class _Runnable:
         self.layer, self.call, self.spec, self.trace, self.inputs = layer, call, spec, trace, inputs
         self.is_forward = layer.flow == "source_to_target"
         self.device = call.edge_index.device
+        self.graph: Graph | None = None
 
     @property
     def program(self) -> Program:
@@ -290,6 +291,8 @@ class _Runnable:
             graph = graph_of(self.layer, call.edge_index, num_src, num_dst, not self.is_forward, types)
         else:
             graph = Graph.of(call.edges, num_src, num_dst, flow=self.layer.flow)
+        # Nothing else keeps the graph of tensors of inference mode.
+        self.graph = graph
         return None if graph is None else rows_of(graph)
 
 

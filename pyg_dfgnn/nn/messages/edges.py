@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.graph import keep
 
 MOST_GRAPHS = 4
 """Graphs that are kept with a layer."""
@@ -79,13 +80,24 @@ def graph_of(
     entry = entries.get(kind)
     if isinstance(entry, _Made):
         if entry.has(tensors):
+            # For the next `propagate` of this forward, which need not wait then.
+            keep(entry.graph, tensors, sizes)
             return entry.graph.on_this_stream()
         entry = None
-    graph = Graph.resolve(*key)
     # Edges of the same sizes as others that are gone: the forward makes them. Others live with their owner.
     is_made = entry is not None and any(reference() is None for reference in entry)
+    kept = _with_versions(tensors) if is_made else tensors
+    graph = Graph.resolve(*kept, *sizes)
     if kind not in entries and len(entries) >= MOST_GRAPHS:
         entries.pop(next(iter(entries)))
-    versions = tuple(tensor._version for tensor in tensors)
-    entries[kind] = _Made(tensors, versions, graph) if is_made else tuple(map(weakref.ref, tensors))
+    if is_made:
+        entries[kind] = _Made(kept, tuple(tensor._version for tensor in kept), graph)
+    else:
+        entries[kind] = tuple(map(weakref.ref, tensors))
     return graph
+
+
+def _with_versions(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return tensors whose edits leave a trace: copies of those of inference mode."""
+    with torch.inference_mode(False):
+        return tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in tensors)
