@@ -165,15 +165,15 @@ def segment() -> str:
 
 def segment_peers() -> str:
     """Our times of aggregations beside the fastest right result of another package, on the GPU of those results."""
-    return _measured("segment", tables.peers_table, [GPU])
+    return _measured("segment", tables.peers_table, (GPU,))
 
 
 def _measured(name: str, make: Callable[[list[Row]], str], gpus: Sequence[str] = (GPU, OTHER_GPU)) -> str:
     """Return the table of an experiment for each GPU that it was measured on, or how it is measured."""
-    folder, parts = ROOT / "results" / "bench", []
+    folder, parts = ROOT / "results" / "bench", list[str]()
     for path in (folder / gpu / f"{name}.csv" for gpu in gpus):
         if path.exists():
-            rows = [row for row in Table.read(path) if row["op"] != "graph"]
+            rows: list[Row] = [row for row in Table.read(path) if row["op"] != "graph"]
             parts.append(f"On {rows[0]['gpu']}:\n\n{make(rows)}")
     if parts:
         return "\n\n".join(parts)

@@ -116,6 +116,10 @@ def _amax(t: Tracer, func: Any, x: Symbol, dim: Any = (), keepdim: bool = False)
 # Products -------------------------------------------------------------------------------------------------------------
 
 
+_SUMS = ("add", "sub")
+"""Pointwise operators that a map may be moved over."""
+
+
 def _is_of_nodes(t: Tracer, number: int) -> bool:
     """Whether a value on edges only moves numbers of one end."""
     value = t.builder.values[number]
@@ -131,7 +135,7 @@ def _mapped(t: Tracer, x: int, weight: int) -> int:
     registers.
     """
     value, shape = t.builder.values[x], t.shape(x)
-    if value.op in ("add", "sub") and all(t.shape(arg) == shape and _is_of_nodes(t, arg) for arg in value.args):
+    if value.op in _SUMS and all(t.shape(arg) == shape and _is_of_nodes(t, arg) for arg in value.args):
         if shape[-1] > MAX_SHORT or t.shape(weight)[-1] <= shape[-1]:
             return t.emit(value.op, *(_mapped(t, arg, weight) for arg in value.args))
     joined = t.builder.values[value.args[0]] if value.op == "view" else value
