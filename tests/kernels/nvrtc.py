@@ -2,10 +2,13 @@
 
 import functools
 import re
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from pyg_dfgnn.runtime.compiler import OPTIONS
 from pyg_dfgnn.statements.spec import Spec
+from tests.emu.loader import cache_folder, digest
 
 ARCHS = ("sm_80", "sm_90")
 
@@ -35,12 +38,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin with the compiler's log, warnings apart, and the usage of each entry."""
+    """The size of a cubin with the compiler's log, warnings apart, and the usage of each entry."""
 
-    cubin: bytes
+    cubin_bytes: int
     log: str
-    warnings: list[str]
-    usage: list[Usage]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [line for line in self.log.splitlines() if "warning" in line.lower()]
+
+    @property
+    def usage(self) -> list[Usage]:
+        return [_usage(*match.groups()) for match in _ENTRY.finditer(self.log)]
 
 
 @functools.cache
@@ -58,23 +67,32 @@ def missing() -> str | None:
 def compile_cubin(source: str, arch: str) -> Compiled:
     """Compiles with the options that a RawModule of the package gets, and asks ptxas to report.
 
+    What has compiled is kept on disk by the hash of all that goes into it, as the emulator keeps its libraries.
+
     Raises:
         RuntimeError: The text does not compile; the message is the log.
     """
     from cupy_backends.cuda.libs import nvrtc
 
     options = (*OPTIONS, f"-arch={arch}", "--device-as-default-execution-space", "--ptxas-options=-v")
+    kept = cache_folder() / f"{digest(source, *options, str(nvrtc.getVersion()))}.nvrtc"
+    if kept.exists():
+        size, _, log = kept.read_text().partition("\n")
+        return Compiled(int(size), log)
     program = nvrtc.createProgram(source, "kernel.cu", (), ())
     try:
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
-        log, cubin = nvrtc.getProgramLog(program).rstrip("\0\n"), nvrtc.getCUBIN(program)
+        compiled = Compiled(len(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program).rstrip("\0\n"))
     finally:
         nvrtc.destroyProgram(program)
-    warnings = [line for line in log.splitlines() if "warning" in line.lower()]
-    return Compiled(cubin, log, warnings, [_usage(*match.groups()) for match in _ENTRY.finditer(log)])
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        written = Path(scratch, "out")
+        written.write_text(f"{compiled.cubin_bytes}\n{compiled.log}")
+        written.replace(kept)
+    return compiled
 
 
 def _usage(entry: str, text: str) -> Usage:

@@ -32,7 +32,7 @@ from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from pyg_dfgnn.statements.spec import HOPPER, Spec
 from tests.kernels.block_mma_specs import block_mma_specs
-from tests.kernels.covering import Row, covering
+from tests.kernels.covering import Row, covering, covering_calls
 from tests.kernels.paper_specs import paper_specs
 from tests.kernels.relational_specs import relational_specs
 from tests.ops.problems import SCORES as FOUR
@@ -62,19 +62,14 @@ def spec_of(stem: str, score: str, constants: Mapping[str, int]) -> Spec:
     return Spec(f"attention/{stem}.cu", tuple(constants.items()), texts=SCORES[score].texts)
 
 
-def is_supported(row: Row) -> bool:
-    """The cosine score takes no edge features."""
-    return not (row["edge"] and row["score"] == "cosine")
-
-
 def attention_specs() -> list[Spec]:
     """A covering set of constants for each source of the attention kernels."""
     axes = {"score": FOUR, "dtype": DTYPES, "wide": (False, True), "shape": SHAPES}
-    options = covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported)
-    # Calls without edge features and dropout are capped at fewer registers.
-    plain = covering({**axes, "edge": [False], "dropout": [False]})
     dout_dlogit = covering({**axes, "score": ["add"], "edge": [False], "dropout": (False, True)})
-    passes = [(stem, direction, row) for stem, direction in DIRECTION_OF.items() for row in options + plain]
+    # Layouts that no other row has: three loads of a lane, and eight blocks on a multiprocessor.
+    plain = {"score": "add", "dtype": torch.float32, "wide": False, "edge": False, "dropout": False}
+    rows = covering_calls(axes) + [{**plain, "shape": shape} for shape in ((8, 40), (3, 7))]
+    passes = [(stem, direction, row) for stem, direction in DIRECTION_OF.items() for row in rows]
     passes += [("forward", "dout_dlogit", row) for row in dout_dlogit]
     return [
         spec_of(stem, row["score"], pass_constants(problem(row), direction, row["wide"]))
@@ -100,7 +95,9 @@ def block_specs() -> list[Spec]:
         "wide": (False, True),
     }
     specs = []
-    for row in covering({**axes, "edge": (False, True), "dropout": (False, True)}, is_supported):
+    # The score that reads least has most warps beside what it holds in shared memory.
+    least = {"score": "add", "dtype": torch.float16, "shape": (1, 128), "mode": "smem", "wide": False}
+    for row in [*covering_calls(axes), {**least, "edge": False, "dropout": False}]:
         for stem, direction in DIRECTION_OF.items():
             constants = in_mode(row["mode"], problem(row), direction, row["wide"])
             if row["mode"] == "smem":
