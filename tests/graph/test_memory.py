@@ -176,8 +176,9 @@ def near(width):
     return edge_index[:, torch.randperm(edge_index.size(1))]
 
 
-@pytest.fixture(params=["random", "near", "hub"])
+@pytest.fixture(scope="module", params=["random", "near", "hub"])
 def edge_index(request):
+    torch.manual_seed(0)
     if request.param == "near":
         return near(100)
     if request.param == "random":
