@@ -21,6 +21,7 @@ TINY = [
     "pace.steps=4",
     "pace.warm_up=2",
     "pace.wall_s=0",
+    "pace.rounds=2",
     "limit_s=null",
     "model.hidden_channels=8",
     "model.layers=2",
@@ -307,7 +308,7 @@ def test_latest_row_counts():
 def test_rows_of_another_setting_and_failures_do_not_count(options):
     first, other = options(), options("num_batches=3")
     # Turns do not change what a time is.
-    assert first.setting == options("pace.rounds=2").setting != other.setting
+    assert first.setting == options("pace.rounds=3").setting != other.setting
     cells = first.cells()
     rows = [
         {**first.provenance(), "dataset": cell.dataset, "backend": cell.backend.name, "status": "ok"} for cell in cells
