@@ -1,5 +1,5 @@
 # Each target builds .venv on its first call; PYTHON=/path/to/python uses a ready environment instead.
-#   make train ARGS="data=cora"     make test ARGS="tests/training -x"
+#   make train ARGS="data=cora"     make test ARGS="tests/training -x"     make test-full
 
 SYSTEM_PYTHON = python3
 PYTHON = .venv/bin/python
@@ -7,6 +7,7 @@ PYTHON = .venv/bin/python
 TORCH = torch==2.13.0
 JOBS = $(shell nproc 2>/dev/null || echo 1)
 ARGS =
+GRID = covering
 
 PIP = $(PYTHON) -m pip --quiet --quiet --disable-pip-version-check
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=25
@@ -17,13 +18,16 @@ RUN_ENV = .venv/run.stamp
 TEST_ENV = .venv/test.stamp
 endif
 
-.PHONY: train test test-gpu test-sparse lint types check bench clean
+.PHONY: train test test-full test-gpu test-sparse lint types check bench clean
 
 train: $(RUN_ENV)
 	$(PYTHON) train.py $(ARGS)
 
 test: $(TEST_ENV)
-	$(PYTEST) -n $(JOBS) -m "not cuda and not sparse" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not cuda and not sparse" --grid=$(GRID) $(ARGS)
+
+test-full: GRID = full
+test-full: test
 
 test-gpu: $(TEST_ENV)
 	$(PYTEST) -m cuda $(ARGS)

@@ -8,10 +8,18 @@ from torch._dynamo import trace_rules
 
 from pyg_dfgnn.reference.zoo import EdgeList, zoo
 from pyg_dfgnn.settings import Settings
+from tests import covering
 
 
 def pytest_addoption(parser):
     parser.addoption("--no-poison", action="store_true", help="leave the fresh buffers of pyg_dfgnn.ops as they come")
+    parser.addoption(
+        "--grid", choices=covering.GRIDS, default="covering", help="how many cases of each grid are tested"
+    )
+
+
+def pytest_configure(config):
+    covering.grid = config.getoption("grid")
 
 
 def pytest_collection_modifyitems(items):

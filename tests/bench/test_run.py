@@ -24,6 +24,7 @@ from pyg_dfgnn.bench.results import default_folder
 from pyg_dfgnn.bench.timing import Pace, Timer, Timing
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
+from tests.covering import extended
 from tests.kernels.emulated import emulated_device
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_results_of_a_gpu_alone_go_to_results():
     assert Experiment.of(composed("device=cpu")).folder.as_posix() == "outputs/bench"
 
 
-@pytest.mark.parametrize("name", [*FIGURES, "choice"])
+@pytest.mark.parametrize("name", extended(["fig9", "fig12", "choice"], sorted({*FIGURES} - {"fig9", "fig12"})))
 def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys):
     experiment = Experiment.of(composed(f"experiment={name}"))
     few = [f"graphs=[{','.join(experiment.graphs[:2])}]", f"ops=[{experiment.ops[0]}]", "sizes=[1x8,2x4]"]

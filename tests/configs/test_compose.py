@@ -70,7 +70,7 @@ def test_each_choice(group):
             check(config)
 
 
-@pytest.mark.parametrize(("model", "data"), zip(choices("model"), cycle(["cora", "cluster"])))
+@pytest.mark.parametrize(("model", "data"), list(zip(choices("model"), cycle(["cora", "cluster"]))))
 def test_any_data_with_any_model(data, model):
     """Each model with data that names another; with the default of the run above."""
     check(composed(f"data={data}", f"model={model}"))

@@ -13,10 +13,12 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.forms import read_tensor
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.reference.zoo import edges, hub, random, star, zoo
+from tests.covering import over
 from tests.graph.memory import PeakBytes, sorted_in_spans
 
 MOST_BYTES = 24
 """Bytes per edge that may be held beside CSR and CSC at any time."""
+BOTH = (False, True)
 CASES = [
     *zoo(),
     # A row over several spans, and nothing else.
@@ -50,10 +52,7 @@ def parts_of(case, by_source, self_loops):
     return list(tensors_of(parts))
 
 
-@pytest.mark.parametrize("spans", [1, 2, 16])
-@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-@pytest.mark.parametrize("by_source", [False, True], ids=["any-order", "by-source"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@over([("by_source", "self_loops", "spans")], case=CASES, by_source=BOTH, self_loops=BOTH, spans=(1, 2, 16))
 def test_spans_give_what_one_sort_gives(case, by_source, self_loops, spans, monkeypatch):
     want = parts_of(case, by_source, self_loops)
     with sorted_in_spans(monkeypatch, spans):
@@ -186,9 +185,7 @@ def edge_index(request):
     return torch.cat([random(NODES, NODES, EDGES // 2).edge_index, hub(EDGES // 2, NODES).edge_index], dim=1)
 
 
-@pytest.mark.parametrize("spans", [4, 16])
-@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
-@pytest.mark.parametrize("in_pieces", [False, True], ids=["tensor", "pieces"])
+@over(in_pieces=BOTH, self_loops=BOTH, spans=(4, 16))
 def test_bytes_of_building(edge_index, in_pieces, self_loops, spans, monkeypatch):
     num_edges = edge_index.size(1)
     with sorted_in_spans(monkeypatch, spans):
@@ -207,10 +204,10 @@ def test_bytes_of_building(edge_index, in_pieces, self_loops, spans, monkeypatch
     assert building.peak - csr > num_edges
 
 
-@pytest.mark.parametrize("score", ["dot", "add", "cosine"])
-@pytest.mark.parametrize(("heads", "dtype"), [(8, torch.bfloat16), (1, torch.float32)])
-def test_bytes_of_choosing(edge_index, score, heads, dtype, monkeypatch):
+@over(score=("dot", "add", "cosine"), heads_and_dtype=((8, torch.bfloat16), (1, torch.float32)))
+def test_bytes_of_choosing(edge_index, score, heads_and_dtype, monkeypatch):
     """Choosing for all three passes holds little and leaves next to nothing, whatever is taken."""
+    heads, dtype = heads_and_dtype
     problem = AttentionProblem(score, heads, 128 // heads, dtype, torch.device("cuda", 0), False, False)
     graph = Graph.of(edge_index, NODES)
     num_edges, sides = graph.num_edges, graph.csr.arrays + graph.csc.arrays
@@ -224,8 +221,7 @@ def test_bytes_of_choosing(edge_index, score, heads, dtype, monkeypatch):
     assert sum(left.values()) <= 4 * (NODES + 1)
 
 
-@pytest.mark.parametrize("spans", [4, 16])
-@pytest.mark.parametrize("domain", ["targets", "sources"])
+@over(domain=("targets", "sources"), spans=(4, 16))
 def test_bytes_of_what_is_taken(edge_index, domain, spans, monkeypatch):
     """Sweeps over blocks of columns, dense blocks and positions, with what of them is kept."""
     graph = Graph.of(edge_index, NODES)

@@ -1,6 +1,5 @@
 """The programs of RGCN, RGAT and HGT equal PyG's layers in float64, in outputs and all gradients."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch_geometric.nn import FastRGCNConv, HGTConv, RGATConv, RGCNConv
@@ -10,12 +9,10 @@ from pyg_dfgnn.ir import Rows, interpret
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.trace import Relational
+from tests.covering import over
 from tests.ir.cases import GRAPHS, TYPES, rows_named
 
-pytestmark = [
-    pytest.mark.parametrize("graph", GRAPHS),
-    pytest.mark.parametrize("is_optimised", [False, True], ids=["traced", "optimised"]),
-]
+WHERE = {"graph": tuple(GRAPHS), "is_optimised": (False, True)}
 
 
 def run(traced: Relational, graph: str, is_optimised: bool, **inputs: Tensor) -> dict[str, Tensor]:
@@ -54,9 +51,13 @@ def compare(conv: torch.nn.Module, leaves: dict[str, Tensor], got: dict[str, Ten
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"d_{n}: {text}")
 
 
-@pytest.mark.parametrize("conv_class", [RGCNConv, FastRGCNConv])
-@pytest.mark.parametrize("aggr", ["mean", "sum"])
-@pytest.mark.parametrize("num_bases", [None, 3], ids=["full", "bases"])
+@over(
+    [(*WHERE,), ("conv_class", "aggr", "num_bases", "is_optimised")],
+    **WHERE,
+    conv_class=(RGCNConv, FastRGCNConv),
+    aggr=("mean", "sum"),
+    num_bases=(None, 3),
+)
 def test_rgcn(graph, is_optimised, conv_class, aggr, num_bases):
     edges = GRAPHS[graph]
     torch.manual_seed(1)
@@ -74,12 +75,17 @@ def test_rgcn(graph, is_optimised, conv_class, aggr, num_bases):
     compare(conv, {"x": x}, {"out": out + x @ conv.root + conv.bias}, {"out": want})
 
 
-@pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])
-@pytest.mark.parametrize(
-    ("mode", "heads", "dim"),
-    [("additive-self-attention", 1, 1), ("additive-self-attention", 3, 1), ("multiplicative-self-attention", 2, 2)],
+MODES = (("additive-self-attention", 1, 1), ("additive-self-attention", 3, 1), ("multiplicative-self-attention", 2, 2))
+
+
+@over(
+    [(*WHERE,), ("mechanism", "mode", "is_optimised")],
+    **WHERE,
+    mechanism=("across-relation", "within-relation"),
+    mode=MODES,
 )
-def test_rgat(graph, is_optimised, mechanism, mode, heads, dim):
+def test_rgat(graph, is_optimised, mechanism, mode):
+    mode, heads, dim = mode
     edges = GRAPHS[graph]
     torch.manual_seed(1)
     conv = RGATConv(
@@ -96,7 +102,7 @@ def test_rgat(graph, is_optimised, mechanism, mode, heads, dim):
     )
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@over([(*WHERE,)], **WHERE, heads=(1, 4))
 def test_hgt(graph, is_optimised, heads):
     """The graph's nodes are typed in turn, and each of its relations is split by the types of its ends."""
     edges = GRAPHS[graph]

@@ -14,6 +14,7 @@ from pyg_dfgnn.ir.narrow import MAX_OUTER
 from pyg_dfgnn.ir.passes import PASSES, optimise
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.steps import Lowered
+from tests.covering import over
 from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
 from tests.ir.test_passes import compare_all
 from tests.ir.test_rewrites import SIZES
@@ -52,8 +53,7 @@ def run_steps(lowered: Lowered, rows: Rows, tensors: dict[str, torch.Tensor]) ->
     return results
 
 
-@pytest.mark.parametrize("graph", ALL_GRAPHS)
-@pytest.mark.parametrize("name", LOWERED)
+@over(name=tuple(LOWERED), graph=tuple(ALL_GRAPHS))
 def test_steps_give_values_and_gradients(name, graph):
     drawn = case(LOWERED[name], graph)
     inputs = {**drawn.inputs, **drawn.upstream_named("d_")}

@@ -8,6 +8,7 @@ import torch
 from pyg_dfgnn.ir import D, E, S, U, interpret, max_to, relational
 from pyg_dfgnn.ir.passes import PASSES, decompact, differentiate, optimise
 from pyg_dfgnn.ir.program import Program
+from tests.covering import over
 from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
 
 
@@ -36,8 +37,7 @@ def compare_all(what: str, got: dict[str, torch.Tensor], want: dict[str, torch.T
         compare(f"{name} after {what}", got[name], want[name])
 
 
-@pytest.mark.parametrize("graph", ALL_GRAPHS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@over(name=tuple(PROGRAMS), graph=tuple(ALL_GRAPHS))
 def test_passes_keep_values_and_gradients(name, graph):
     """By the sizes of the graph, and by sizes that make every rewrite pay; each program that comes out once."""
     drawn = case(PROGRAMS[name], graph)
@@ -53,8 +53,7 @@ def test_passes_keep_values_and_gradients(name, graph):
             compare_all(what, values_and_gradients(program, drawn), want)
 
 
-@pytest.mark.parametrize("graph", ALL_GRAPHS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@over(name=tuple(PROGRAMS), graph=tuple(ALL_GRAPHS))
 def test_pipeline_gives_values_and_gradients(name, graph):
     """With each pass switched off and with all of them, the differentiated program gives the gradients of autograd."""
     drawn = case(PROGRAMS[name], graph)

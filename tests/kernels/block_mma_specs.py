@@ -6,7 +6,7 @@ from pyg_dfgnn.dispatch.attention import block_mma
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements.spec import Spec
-from tests.kernels.covering import Row, covering
+from tests.covering import Row, covering
 
 # Wide and narrow rows, odd numbers of products, heads that share a thread block or do not.
 SHAPES = ((1, 128), (4, 64), (8, 16), (1, 32), (3, 24), (6, 8), (1, 96), (3, 40))
@@ -35,13 +35,10 @@ def taken(row: Row) -> bool:
 def block_mma_specs() -> list[Spec]:
     """A covering set of what dispatch plans for each source."""
     axes = {"score": ("dot", "cosine", "add"), "product": PRODUCTS, "shape": SHAPES, "size": SIZES}
-    rows = covering(axes, taken)
+    rows = covering(axes, taken, [("score", "product")])
     # Heads in pairs where other products have four.
-    rows += [
-        {"score": score, "product": (torch.float32, True), "shape": (8, 16), "size": size}
-        for score in ("dot", "cosine")
-        for size in ((64, 64), (70, 40))
-    ]
+    pairs = {"score": ("dot", "cosine"), "product": [(torch.float32, True)], "shape": [(8, 16)]}
+    rows += covering({**pairs, "size": ((64, 64), (70, 40))})
     graphs = {size: Graph.of(torch.ones(size).nonzero().t(), *size) for size in SIZES}
     return [
         Spec(

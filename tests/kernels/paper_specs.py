@@ -1,12 +1,14 @@
 """The specialised modules of the schedules `smmf` and `pmf` that stand for all of them."""
 
+import itertools
+
 import torch
 
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS, pmf, smmf
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements.spec import Spec
-from tests.kernels.covering import Row, covering_calls
+from tests.covering import Row, covering_calls
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((64, 1), (3, 7), (8, 16), (1, 128), (2, 131), (1, 512))
@@ -30,7 +32,7 @@ def paper_specs() -> list[Spec]:
         {"score": "add", "dtype": torch.float32, "shape": (8, 16), "edges": 20000, "edge": False, "dropout": False}
     )
     cases = [(*source, row) for source in SOURCES for row in rows]
-    cases += [("forward", candidate, row) for candidate, row in zip(ABLATIONS.values(), rows, strict=False)]
+    cases += [("forward", candidate, row) for candidate, row in zip(ABLATIONS.values(), itertools.cycle(rows))]
     return [
         candidate.specs(problem(row), direction, candidate.plan_pass(problem(row), direction, graphs[row["edges"]]))[0]
         for direction, candidate, row in cases

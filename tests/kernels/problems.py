@@ -8,7 +8,7 @@ import torch
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.tolerances import direction_of, largest_errors, tolerance
-from tests.kernels.covering import Row, covering
+from tests.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import Problem
 
@@ -80,10 +80,10 @@ def label(row: Row) -> str:
     )
 
 
-def cases(scores: Sequence[str], **axes: Sequence[Any]) -> list[Row]:
-    """Covers all pairs of values of the axes, and all triples with a score and whether it has edge features."""
+def cases(scores: Sequence[str], pairs: Sequence[Sequence[str]], **axes: Sequence[Any]) -> list[Row]:
+    """Covers the axes and `operands`, which are a score and whether it has edge features; see :func:`covering`."""
     operands = [(score, edge) for score in scores for edge in (False, True) if not (edge and score == "cosine")]
-    rows = covering({"operands": operands, **axes})
+    rows = covering({"operands": operands, **axes}, pairs=pairs)
     return [{"score": row["operands"][0], "edge": row["operands"][1], **row} for row in rows]
 
 

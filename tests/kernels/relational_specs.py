@@ -13,6 +13,7 @@ from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
+from tests.covering import extended
 from tests.ir.cases import edge_maps, joined_heads, rows_named
 
 
@@ -69,23 +70,26 @@ def maps_of(heads: int, channels: int, near: int, features: int) -> Program:
 PROGRAMS = (
     (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
     (rgat_of(4, 16, 64), torch.float32),
-    (without_attention(rgat_of(3, 7, 5)), torch.bfloat16),
-    (without_attention(rgat_of(4, 16, 64)), torch.float32),
     (hgt_of(8, 16, 64), torch.bfloat16),
-    (hgt_of(1, 128, 64), torch.float32),
     (functions.program(x=(4,), e=(4,)), torch.float32),
     (maps_of(4, 32, 3, 12), torch.float32),
-    (maps_of(1, 64, 3, 16), torch.float16),
     (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
-    (dropped(4, 16), torch.float32),
     (dropped(3, 7), torch.bfloat16),
+)
+# The same layers in other sizes and dtypes.
+MORE_PROGRAMS = (
+    (without_attention(rgat_of(3, 7, 5)), torch.bfloat16),
+    (without_attention(rgat_of(4, 16, 64)), torch.float32),
+    (hgt_of(1, 128, 64), torch.float32),
+    (maps_of(1, 64, 3, 16), torch.float16),
+    (dropped(4, 16), torch.float32),
 )
 
 
 def relational_specs() -> list[Spec]:
     """The kernels of the layers with their gradients, edges and rows in turn side by side in a warp."""
     specs = []
-    for program, dtype in PROGRAMS:
+    for program, dtype in extended(PROGRAMS, MORE_PROGRAMS):
         joint = optimise(program, rows_named("dense").sizes, wrt=program.features)[-1].program
         lowered = lower(joint, dict(program.outputs))
         exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}

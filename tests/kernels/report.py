@@ -2,6 +2,7 @@
 
 import argparse
 
+from tests import covering
 from tests.kernels.nvrtc import archs_of, compile_cubin
 from tests.kernels.specs import all_specs, label
 
@@ -12,6 +13,7 @@ def main() -> None:
     parser.add_argument("--path", default="", help="only sources whose path contains this")
     parser.add_argument("--name", default="", help="only modules whose name contains this, e.g. gatv2-H8")
     options = parser.parse_args()
+    covering.grid = "full"
     print(f"{'arch':6} {'entry':36} {'registers':>9} {'shared':>7} {'stack':>6} {'spills':>6}  module")
     for spec in dict.fromkeys(all_specs()):
         if options.path not in spec.path or options.name not in label(spec):

@@ -31,8 +31,8 @@ from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from pyg_dfgnn.statements.spec import HOPPER, Spec
+from tests.covering import Row, covering, covering_calls
 from tests.kernels.block_mma_specs import block_mma_specs
-from tests.kernels.covering import Row, covering, covering_calls
 from tests.kernels.paper_specs import paper_specs
 from tests.kernels.relational_specs import relational_specs
 from tests.ops.problems import SCORES as FOUR

@@ -15,6 +15,7 @@ from pyg_dfgnn.reference.tolerances import largest_errors, relative_error, toler
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD, SOURCES, TARGETS
 from pyg_dfgnn.statements.op import DIRECTIONS
+from tests.covering import Row, covering, over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.block_mma import (
@@ -34,7 +35,6 @@ from tests.kernels.block_mma import (
     products,
     run,
 )
-from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.passes import empty, launch, values_of
 from tests.kernels.problems import assert_largest_close
@@ -51,7 +51,7 @@ def fits(row: Row) -> bool:
 
 AXES = {"heads": (1, 2, 3, 8), "channels": (4, 8, 16, 20, 24, 40, 64, 128), "kind": tuple(KINDS)}
 CASES = sorted(
-    covering({"score": SCORES, **AXES, "graph": tuple(GRAPHS), "order": ORDERS}, fits),
+    covering({"score": SCORES, **AXES, "graph": tuple(GRAPHS), "order": ORDERS}, fits, [("score", "kind")]),
     key=lambda row: (row["score"], row["kind"]),
 )
 
@@ -86,9 +86,7 @@ def test_against_float64(row):
     (check_tf32 if row["kind"] == "tf32" else check_tiles)(problem, graph, row["order"])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["batch", "bipartite", "isolated"])
-@pytest.mark.parametrize("score", ["dot", "cosine"])
+@over([("score", "name")], score=("dot", "cosine"), name=("batch", "bipartite", "isolated"), order=ORDERS)
 def test_heads_in_pairs(score, name, order):
     """Of 16 channels, where products are rounded to TF32: four blocks of two heads."""
     graph = build_graph(name)
@@ -97,9 +95,10 @@ def test_heads_in_pairs(score, name, order):
     check_tf32(problem_of(score, graph, 8, 16), graph, order)
 
 
-@pytest.mark.parametrize(("heads", "channels"), [(1, 32), (3, 16), (2, 8)])
-def test_sums_over_a_long_segment(score, heads, channels):
+@over(score=SCORES, sizes=((1, 32), (3, 16), (2, 8)))
+def test_sums_over_a_long_segment(score, sizes):
     """Products of float32 are summed apart for each step."""
+    heads, channels = sizes
     torch.manual_seed(1)
     graph = long_graph()
     problem = problem_of(score, graph, heads, channels)
@@ -146,7 +145,7 @@ def test_rows_without_edges(score, listed, kind):
         assert not bool(actual["grad x_src"][alone].any()) and bool(alone.any())
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "tf32"])
+@over(score=SCORES, kind=("fp16", "bf16", "tf32"))
 def test_segments_and_listed_columns_agree(score, kind):
     """Two ways to lay out the columns of one graph."""
     problem = problem_of(score, build_graph("batch"), dtype=KINDS[kind])
@@ -281,12 +280,18 @@ def test_memory_layout_of_inputs(score, layout):
     check_tiles(problem, graph)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "tf32"])
-@pytest.mark.parametrize("name", ["isolated", "bipartite"])
+@over(
+    [("name", "kind")],
+    lambda row: (row["name"], row["kind"]) != ("bipartite", "fp32"),
+    score=SCORES,
+    name=("isolated", "bipartite"),
+    kind=("fp32", "bf16", "tf32"),
+)
 def test_every_number_of_the_results_is_written(score, name, kind):
-    """Also what other results do not show: row_stats, fp32 copy and bwd_row_stats, of rows without edges too."""
-    if (name, kind) == ("bipartite", "fp32"):
-        pytest.skip("listed columns take no full float32")
+    """Also what other results do not show: row_stats, fp32 copy and bwd_row_stats, of rows without edges too.
+
+    Listed columns take no full float32.
+    """
     graph, dtype = build_graph(name), KINDS[kind]
     problem = AttentionProblem(score, 2, 16, dtype, graph.device, edge=False, dropout=False, tf32=kind == "tf32")
     expected, actual = (passes(problem, graph, schedule) for schedule in ("row_split", "block_mma"))

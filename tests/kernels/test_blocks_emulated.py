@@ -14,9 +14,9 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
+from tests.covering import Row, covering, product
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
-from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import (
     NAMES,
@@ -47,7 +47,7 @@ def cases(graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: 
         "dropout": (0.0, 0.3),
         "order": ORDERS,
     }
-    rows = covering(axes, lambda row: not (row["edge"] and row["score"] == "cosine"))
+    rows = covering(axes, lambda row: not (row["edge"] and row["score"] == "cosine"), [("score", "edge")])
     return [{**row, "heads": row["shape"][0], "channels": row["shape"][1]} for row in rows]
 
 
@@ -170,8 +170,12 @@ NORM_GRAPHS = {
 
 
 NORM_CASES = [
-    *(("small_blocks", name, *case) for name in ("batch", "isolated", "node") for case in NORMS),
-    *(("joined", name, *case) for name in NORM_GRAPHS for case in NORMS + GROUPED_NORMS),
+    (schedule, row["name"], *row["case"])
+    for schedule, names, cases in (
+        ("small_blocks", ("batch", "isolated", "node"), NORMS),
+        ("joined", tuple(NORM_GRAPHS), NORMS + GROUPED_NORMS),
+    )
+    for row in product({"name": names, "case": cases})
 ]
 
 

@@ -8,10 +8,10 @@ from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.reference.zoo import zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
+from tests.covering import covering, over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels import problems
-from tests.kernels.covering import covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import GRAPHS, NAMES, batch_graph, build_graph, heavy_graph
 from tests.ops.problems import EdgeRows
@@ -48,7 +48,8 @@ CASES = covering(
         "dtype": tuple(NAMES),
         "dropout": (0.0, 0.4),
         "order": ORDERS,
-    }
+    },
+    pairs=[("dtype", "dropout")],
 )
 
 
@@ -68,8 +69,7 @@ def test_against_float64(row):
     assert passes <= set(launched)
 
 
-@pytest.mark.parametrize("sizes", [(3, 40, 7), (8, 40, 20)], ids=str)
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@over(sizes=((3, 40, 7), (8, 40, 20)), dtype=tuple(NAMES))
 def test_sweeps_over_column_blocks(dtype, sizes, monkeypatch):
     monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
     edges, num_src, num_dst = heavy_graph()
@@ -78,8 +78,7 @@ def test_sweeps_over_column_blocks(dtype, sizes, monkeypatch):
     assert launched.count("attention_forward") == 6 and launched.count("attention_backward_targets") == 3
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
-@pytest.mark.parametrize("sizes", [(8, 16, 8), (2, 20, 7)], ids=str)
+@over(sizes=((8, 16, 8), (2, 20, 7)), dtype=tuple(NAMES))
 def test_chunks_joined_in_a_block(sizes, dtype, monkeypatch):
     monkeypatch.undo()
     hub = [(j % 40, 3) for j in range(300)] + [(j, j) for j in range(40)]
@@ -89,8 +88,7 @@ def test_chunks_joined_in_a_block(sizes, dtype, monkeypatch):
     assert "attention_forward_merge" not in launched
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
-@pytest.mark.parametrize("sizes", [(8, 16, 8), (4, 12, 5)], ids=str)
+@over(sizes=((8, 16, 8), (4, 12, 5)), dtype=tuple(NAMES))
 def test_batches_in_shared_memory(sizes, dtype):
     settings(schedule="smem")
     graph = build_graph(*batch_graph())

@@ -8,6 +8,7 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
+from tests.covering import over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -48,7 +49,7 @@ AXES = {
     "dropout": (0.0, 0.4),
     "order": ORDERS,
 }
-CASES = cases(tuple(SCORES), **AXES)
+CASES = cases(tuple(SCORES), [("dropout", "graph")], **AXES)
 
 
 @pytest.mark.parametrize("row", CASES, ids=map(label, CASES))
@@ -66,16 +67,14 @@ def test_against_float64(row):
     assert ("attention_backward_targets" in launched) == ("attention_backward_targets" in passes)
 
 
-SCORE_AND_DTYPE = [
-    pytest.param(score, dtype, id=f"{score}-{NAMES[dtype]}")
-    for score, dtype in zip(SCORES, [*NAMES, torch.float32], strict=True)
-]
+SCORES_WITH_DTYPES = tuple(zip(SCORES, [*NAMES, torch.float32], strict=True))
+SCORE_AND_DTYPE = [pytest.param(score, dtype, id=f"{score}-{NAMES[dtype]}") for score, dtype in SCORES_WITH_DTYPES]
 
 
 # Several loads per lane, odd and even, and heads in groups of blocks.
-@pytest.mark.parametrize("shape", [(2, 131), (5, 33), (1, 512), (40, 4)], ids=lambda shape: "H{}-C{}".format(*shape))
-@pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
-def test_wide_rows(score, dtype, shape):
+@over(score_and_dtype=SCORES_WITH_DTYPES, shape=((2, 131), (5, 33), (1, 512), (40, 4)))
+def test_wide_rows(score_and_dtype, shape):
+    score, dtype = score_and_dtype
     graph = build_graph(*heavy_graph())
     check(problem_of(score, graph, *shape, dtype, edge=score != "cosine"), graph, dropout_p=0.3)
 

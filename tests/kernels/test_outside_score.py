@@ -15,8 +15,8 @@ from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements import scores
 from pyg_dfgnn.statements.scores import SUPERGAT_MX, SUPERGAT_SD, EdgeOperands, Score, register
+from tests.covering import covering
 from tests.emu.loader import compiler
-from tests.kernels.covering import covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import ARCHS, compile_cubin, missing
 from tests.kernels.problems import assert_largest_close, build_graph, heavy_graph, sparse_graph, square_graph
@@ -174,7 +174,8 @@ CASES = covering(
         "edge": (False, True),
         "dropout": (0.0, 0.4),
         "graph": (heavy_graph, sparse_graph, square_graph),
-    }
+    },
+    pairs=[("score", "edge")],
 )
 
 

@@ -12,9 +12,9 @@ from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.settings import settings
+from tests.covering import covering, over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
-from tests.kernels.covering import covering
 from tests.kernels.problems import GRAPHS, NAMES, build_graph, cases, check, heavy_graph, label, problem_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -37,7 +37,7 @@ AXES = {
     "dropout": (0.0, 0.4),
     "order": ORDERS,
 }
-CASES = cases(SCORES, **AXES)
+CASES = cases(SCORES, [("schedule", "operands")], **AXES)
 # Several loads per lane, odd and even, heads in groups of blocks, more heads than a warp has lanes.
 WIDE = covering(
     {
@@ -45,7 +45,8 @@ WIDE = covering(
         "score": SCORES,
         "dtype": tuple(NAMES),
         "shape": ((2, 131), (5, 33), (1, 512), (40, 4), (70, 1)),
-    }
+    },
+    pairs=[("schedule", "shape")],
 )
 
 
@@ -81,8 +82,7 @@ def test_wide_rows(row):
     check_schedule(row["schedule"], problem, graph, 0.3)
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("room_heads", [1, 2])
+@over(score=SCORES, room_heads=(1, 2))
 def test_heads_that_do_not_fit_in_one_block(score, room_heads, monkeypatch):
     """With little shared memory, heads go to blocks of their own and edges take their lanes."""
     graph = build_graph(*heavy_graph())
@@ -132,10 +132,10 @@ def test_another_schedule_may_take_the_sources(schedule, score, monkeypatch):
     assert f"attention_{schedule}_targets" in launched and "attention_backward_sources" in launched
 
 
-@pytest.mark.parametrize("name", list(ABLATIONS))
-@pytest.mark.parametrize(("score", "dtype"), list(zip(SCORES, NAMES, strict=True)), ids=str)
-def test_ablations(name, score, dtype):
+@over(name=tuple(ABLATIONS), score_and_dtype=tuple(zip(SCORES, NAMES, strict=True)))
+def test_ablations(name, score_and_dtype):
     """Each optimisation alone, switched off, leaves the results right."""
+    score, dtype = score_and_dtype
     graph = build_graph(*heavy_graph())
     problem = problem_of(score, graph, 3, 40, dtype, edge=score != "cosine")
     with settings(schedule=name, fallback="error"):

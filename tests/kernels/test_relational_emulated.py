@@ -12,6 +12,7 @@ from pyg_dfgnn.ir.passes import Passes, optimise
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ops.relational import apply, reasons_against, traversal
+from tests.covering import product
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.ir.cases import ALL_GRAPHS, case, gatv2, joined_heads, rows_named
@@ -33,8 +34,9 @@ LAYERS: dict[str, Program] = {
     "gatv2": gatv2.program(x=(8,), xd=(8,), edge=(8,), w=(8, 6), wd=(8, 6), we=(8, 6), att=(2, 3)),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
 }
+EVERY_GRAPH = product({"layer": ("rgcn", "rgat", "hgt"), "graph": tuple(ALL_GRAPHS)})
 RUNS = [
-    *((layer, torch.float32, graph) for layer in ("rgcn", "rgat", "hgt") for graph in ALL_GRAPHS),
+    *((row["layer"], torch.float32, row["graph"]) for row in EVERY_GRAPH),
     *(
         (name, torch.float32, graph)
         for name in ("heads", "maps")

@@ -10,9 +10,9 @@ from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.segment import MESSAGES, MOMENTS, STATS
+from tests.covering import Row, covering
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
-from tests.kernels.covering import Row, covering
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import GRAPHS, NAMES, assert_largest_close, build_graph
 
@@ -74,9 +74,15 @@ def label(row: Row) -> str:
 
 
 def rows() -> list[Row]:
-    """Every pair of values of what kernels are compiled for, each run in another way."""
-    runs = covering(RUNS)
-    return list(filter(is_possible, ({**row, **runs[i % len(runs)]} for i, row in enumerate(covering(AXES)))))
+    """What kernels are compiled for, each run in another way that is possible."""
+    runs, found = covering(RUNS), []
+    for row in covering(AXES, lambda row: is_possible({**row, "scaled": False})):
+        run = next(run for run in runs if is_possible({**row, **run}))
+        found.append({**row, **run})
+        # The next row takes another.
+        runs.remove(run)
+        runs.append(run)
+    return found
 
 
 @pytest.mark.parametrize("row", rows(), ids=label)

@@ -19,6 +19,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import DROP_INS, fallback
 from pyg_dfgnn.reference.tolerances import assert_all_close
+from tests.covering import over
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import reasons_of
@@ -84,9 +85,7 @@ def assert_equals_pyg(own, pygs, x, launches, dtype=torch.float32, wanted=None, 
 
 
 @needs_emulator
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", [*STATISTICS, "Mul"])
+@over([("name", "values")], name=(*STATISTICS, "Mul"), groups=tuple(GROUPS), values=tuple(VALUES))
 def test_statistics(name, groups, values):
     index, size = GROUPS[groups]
     x = VALUES[values]((index.numel(), CHANNELS))
@@ -112,8 +111,7 @@ def test_offsets(name, values):
 
 
 @needs_emulator
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", STATISTICS)
+@over(name=STATISTICS, dtype=(torch.bfloat16, torch.float16))
 def test_half_precision(name, dtype):
     index, size = GROUPS["unsorted"]
     x = VALUES["random"]((index.numel(), CHANNELS))
@@ -124,10 +122,10 @@ SHAPES = [((9,), -1), ((9,), 0), ((9, 4), 0), ((9, 4), -2), ((4, 9), 1), ((4, 9)
 
 
 @needs_emulator
-@pytest.mark.parametrize("shape, dim", [*SHAPES, ((9, 2, 3), 0), ((2, 9, 3, 1), -3)], ids=str)
-@pytest.mark.parametrize("name", ["Max", "Softmax"])
-def test_shapes(name, shape, dim):
+@over(name=("Max", "Softmax"), shape_and_dim=(*SHAPES, ((9, 2, 3), 0), ((2, 9, 3, 1), -3)))
+def test_shapes(name, shape_and_dim):
     """Any dimension, by an index or by offsets: PyG's plain torch has no offsets but of the first dimension."""
+    shape, dim = shape_and_dim
     index = torch.tensor([3, 0, 0, 3, 1, 3, 3, 5, 1])
     x = torch.randn(shape)
     assert_equals_pyg(make(name), make(name, aggr), x, None, index=index, dim=dim)

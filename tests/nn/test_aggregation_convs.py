@@ -11,6 +11,7 @@ from torch_geometric.nn.aggr import MultiAggregation
 from pyg_dfgnn import Graph
 from pyg_dfgnn.nn.edges import num_edges
 from pyg_dfgnn.ops import segment
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import AGGREGATION, LOOPED, PAIRS, arguments, both, rest_of
 from tests.nn.parity import BIPARTITE, EDGES, FORMS, NUM_NODES, adjacency, as_pyg_takes, assert_parity, simple
@@ -45,12 +46,14 @@ def exact(monkeypatch, fused_on_cpu):
     monkeypatch.setattr(segment, "of_degrees", of_degrees)
 
 
+UNWEIGHTED = ("SAGEConv", "GINConv", "GINEConv", "ResGatedGraphConv")
+"""Convs that take no weights of edges."""
+
 # Layers -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", AGGREGATION)
+@over(name=tuple(AGGREGATION), form=tuple(FORMS))
 def test_every_form_of_edge_index(name, form):
     edges = FORMS[form]()
     # PyG's product of a sparse matrix and features takes one dtype.
@@ -102,11 +105,15 @@ OPTIONS = {
 
 
 @pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
-@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
-@pytest.mark.parametrize("name,option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
-def test_every_option(name, option, flow, as_graph, weighted):
+@over(
+    [("option", "weighted"), ("flow", "as_graph", "weighted")],
+    option=[(name, option) for name in OPTIONS for option in OPTIONS[name]],
+    flow=("source_to_target", "target_to_source"),
+    as_graph=(False, True),
+    weighted=(False, True),
+)
+def test_every_option(option, flow, as_graph, weighted):
+    name, option = option
     convs = build(name, flow=flow, **OPTIONS[name][option])
     x = torch.randn(NUM_NODES, F_IN, dtype=torch.float64)
     edges = Graph.of(EDGES, NUM_NODES, flow=flow) if as_graph else EDGES
@@ -286,16 +293,18 @@ def test_cached_features_of_sg():
     torch.testing.assert_close(convs[0]._cached_x, convs[1]._cached_x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", AGGREGATION)
+@over(
+    [("name", "weighted"), ("weighted", "autocast", "dtype")],
+    lambda row: not (row["weighted"] and row["name"] in UNWEIGHTED),
+    name=tuple(AGGREGATION),
+    weighted=(False, True),
+    autocast=(False, True),
+    dtype=(torch.float32, torch.bfloat16),
+)
 def test_dtypes_are_those_of_pyg(name, weighted, autocast, dtype):
     conv, other = build(name, dtype=torch.float32 if autocast else dtype)
     x, rest = torch.randn(NUM_NODES, F_IN).to(dtype), before(name, dtype)
     edge_attr = after(name, EDGES.size(1), dtype)
-    if weighted and name in ("SAGEConv", "GINConv", "GINEConv", "ResGatedGraphConv"):
-        pytest.skip("takes no edge weights")
     edge_attr = (torch.rand(EDGES.size(1)) + 0.5,) if weighted else edge_attr
     outputs = []
     for layer, device in ((other, nullcontext()), (conv, emulated_device())):

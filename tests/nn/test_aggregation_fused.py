@@ -19,6 +19,7 @@ from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
 from pyg_dfgnn.nn import gate
 from pyg_dfgnn.reference.tolerances import relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
+from tests.covering import extended, over
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.test_static_emulated import batch_of
@@ -89,13 +90,15 @@ def assert_close(actual, expected, dtype=torch.float32):
         assert difference <= tolerance(dtype, direction, "segment").relative * (size or 1.0), (name, difference, size)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("name,options", CASES, ids=str)
-def test_outputs_and_gradients(name, options, graph, weighted):
-    if weighted and (name not in WEIGHTED or options.get("cached")):
-        pytest.skip("takes no edge weights, or would keep their gradients")
-    case = GRAPHS[graph]
+def takes_weights(row):
+    """Some convs take no edge weights, some would keep their gradients."""
+    name, options = row["layer"]
+    return not row["weighted"] or (name in WEIGHTED and not options.get("cached"))
+
+
+@over([("layer", "weighted")], takes_weights, layer=CASES, graph=tuple(GRAPHS), weighted=(False, True))
+def test_outputs_and_gradients(layer, graph, weighted):
+    (name, options), case = layer, GRAPHS[graph]
     conv, other = both(name, *arguments_of(name), dtype=torch.float32, **options)
     x = torch.randn(case.num_src, WIDTH)
     before, after = rest_of(name, x, case.num_edges)
@@ -114,8 +117,7 @@ def arguments_of(name):
     return arguments(name, WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", AGGREGATION)
+@over(name=tuple(AGGREGATION), dtype=(torch.bfloat16, torch.float16))
 def test_sixteen_bits(name, dtype):
     case = GRAPHS["random"]
     conv, other = both(name, *arguments_of(name), dtype=dtype)
@@ -198,13 +200,15 @@ def test_a_static_graph_found_without_loops_takes_none():
     assert launched and static.takes(plain) and not static.takes(looped)
 
 
+# One of each kind: self-loops, weights, no weights, features of edges, gates, the Laplacian.
+KINDS = ("GCNConv", "GraphConv", "SAGEConv", "GINEConv", "ResGatedGraphConv", "ChebConv")
+COMPILED = {"name": extended(KINDS, sorted({*AGGREGATION} - {*KINDS})), "weighted": (False, True)}
+
+
 @pytest.mark.filterwarnings("error:Dynamo detected")
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("name", AGGREGATION)
+@over([("name", "weighted")], lambda row: not row["weighted"] or row["name"] in WEIGHTED, **COMPILED)
 def test_compile(name, weighted):
     """Fused, but for weights of edges with self-loops and for the Laplacian, which take PyG's path."""
-    if weighted and name not in WEIGHTED:
-        pytest.skip("takes no edge weights")
     conv = make(name)
     x = torch.randn(NUM_NODES, FEATURES)
     before, after = rest_of(name, x, EDGES.size(1))

@@ -12,6 +12,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.reference.tolerances import assert_all_close, assert_close
 from pyg_dfgnn.reference.zoo import hub, random
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
 FEATURES = 6
@@ -36,10 +37,13 @@ def trained(conv, x, edge_index, call=None):
     return {"out": out.detach(), "x": leaf.grad, **grads}, out.grad_fn
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norms_before", [False, True], ids=["in_forward", "before"])
-@pytest.mark.parametrize("schedule", ["row_split", "auto"])
-@pytest.mark.parametrize("graph", GRAPHS, ids=str)
+@over(
+    [("schedule", "norms_before", "dtype")],
+    graph=GRAPHS,
+    schedule=("row_split", "auto"),
+    norms_before=(False, True),
+    dtype=(torch.float32, torch.bfloat16),
+)
 def test_outputs_and_gradients(graph, schedule, norms_before, dtype, monkeypatch):
     """In the second call as in the first, whether forward finds the norms or a kernel gives them before."""
     if norms_before:

@@ -12,6 +12,7 @@ from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import random
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
 ROWS, FEATURES = 30, 6
@@ -269,8 +270,7 @@ def compare(found, exact, theirs, cast):
         assert distances[0] <= max(bound, 2 * distances[1]), (name, distances, bound)
 
 
-@pytest.mark.parametrize("cast", HALVES)
-@pytest.mark.parametrize("key", CONVS)
+@over(key=tuple(CONVS), cast=HALVES)
 def test_convs(key, cast, schedule):
     conv, other = build(key)
     graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES)

@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
 NODES, FEATURES, EDGES = 12, 6, 40
@@ -67,19 +68,15 @@ def penalty_of_parameters(conv, x, edge_index):
     return out.sum() + sum(grad.square().sum() for grad in grads if grad is not None)
 
 
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("schedule", ["auto", "row_split"])
-@pytest.mark.parametrize(
-    "penalty, frozen",
-    [
-        (penalty_of_a_constant_gradient, False),
-        (penalty_of_a_constant_gradient, True),
-        (penalty_of_a_loss, False),
-        (penalty_of_a_loss, True),
-        (penalty_of_parameters, False),
-    ],
+@over(
+    [("name", "penalty"), ("name", "frozen"), ("penalty", "frozen")],
+    lambda row: not (row["frozen"] and row["penalty"] is penalty_of_parameters),
+    name=tuple(CONVS),
+    penalty=(penalty_of_a_constant_gradient, penalty_of_a_loss, penalty_of_parameters),
+    frozen=(False, True),
+    schedule=("auto", "row_split"),
+    cast=(False, True),
 )
-@pytest.mark.parametrize("name", CONVS)
 def test_a_second_derivative_is_refused(name, penalty, schedule, frozen, cast, device):
     conv, _ = pair(name, device)
     conv.requires_grad_(not frozen)

@@ -19,6 +19,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.gate import HOOKS, METHODS
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import EDGES, FEATURES, NAMES, NUM_NODES, make, reasons_of
 
@@ -66,9 +67,7 @@ def doubled(method, calls):
     return wrapper
 
 
-@pytest.mark.parametrize("where", ["instance", "class", "upstream"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@over([("name", "method")], name=tuple(NAMES), method=tuple(METHODS), where=("instance", "class", "upstream"))
 def test_a_replaced_method(name, method, where, x, monkeypatch):
     """After a fused call: PyG's conv with the method replaced alike gives the same, in as many calls of it."""
     kinds = [subclass(getattr(library, name)) for library in (ours, pyg)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pyg_dfgnn.nn as ours
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
 CONVS = {
@@ -14,8 +15,7 @@ CONVS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", CONVS)
+@over(name=tuple(CONVS), compiled=(False, True))
 def test_output_may_be_edited_in_place(name, compiled):
     conv = CONVS[name]()
     called = torch.compile(conv, backend="aot_eager", fullgraph=True) if compiled else conv

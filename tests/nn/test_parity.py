@@ -11,6 +11,7 @@ from torch_geometric import EdgeIndex
 
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
+from tests.covering import over
 from tests.nn.parity import (
     BIPARTITE,
     EDGES,
@@ -56,14 +57,17 @@ def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
         assert_same(a, b, f"result {i}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("name", DROP_INS)
+@over(
+    [("name", "form"), ("name", "loops"), ("form", "loops")],
+    # It adds no self-loops.
+    lambda row: not (row["loops"] and row["name"] == "TransformerConv"),
+    name=tuple(DROP_INS),
+    form=tuple(FORMS),
+    loops=(False, True),
+    dtype=(torch.float32, torch.float64),
+)
 def test_every_form_of_edge_index(name, form, loops, dtype):
     if name == "TransformerConv":
-        if loops:
-            pytest.skip("adds no self-loops")
         convs = build(name, F_SRC, CHANNELS, heads=HEADS, dtype=dtype)
     elif name == "AGNNConv":
         convs = build(name, add_self_loops=loops, dtype=dtype)
@@ -108,10 +112,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
-@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
-@pytest.mark.parametrize("name,option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
-def test_every_option(name, option, edge_dim, as_graph):
+@over(
+    [("edge_dim", "as_graph")],
+    option=[(name, option) for name in OPTIONS for option in OPTIONS[name]],
+    edge_dim=(None, EDGE_DIM),
+    as_graph=(False, True),
+)
+def test_every_option(option, edge_dim, as_graph):
+    name, option = option
     convs = build(name, F_SRC, CHANNELS, **{"heads": HEADS, "edge_dim": edge_dim, **OPTIONS[name][option]})
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
     args = (torch.randn(EDGES.size(1), EDGE_DIM, dtype=torch.float64),) if edge_dim else ()
@@ -127,11 +135,14 @@ def test_agnn_options(flow, requires_grad):
     assert_parity(convs, torch.randn(NUM_NODES, F_SRC, dtype=torch.float64), EDGES)
 
 
-@pytest.mark.parametrize("as_graph", [False, True], ids=["tensor", "graph"])
-@pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
-@pytest.mark.parametrize("name", ATTENTION)
+@over(
+    [("name", "flow", "loops", "edge_dim", "as_graph")],
+    name=tuple(ATTENTION),
+    flow=("source_to_target", "target_to_source"),
+    loops=(False, True),
+    edge_dim=(None, EDGE_DIM),
+    as_graph=(False, True),
+)
 def test_bipartite(name, flow, loops, edge_dim, as_graph):
     kwargs = {"heads": HEADS, "edge_dim": edge_dim, "flow": flow}
     if name != "TransformerConv":
@@ -220,9 +231,12 @@ FILL_VALUES = {
 }
 
 
-@pytest.mark.parametrize("form", ["tensor", "int32", "edge_index", "edge_index_by_col", "graph"])
-@pytest.mark.parametrize("fill", FILL_VALUES)
-@pytest.mark.parametrize("name", ["GATConv", "GATv2Conv"])
+@over(
+    [("name", "fill"), ("name", "form")],
+    name=("GATConv", "GATv2Conv"),
+    fill=tuple(FILL_VALUES),
+    form=("tensor", "int32", "edge_index", "edge_index_by_col", "graph"),
+)
 def test_fill_value_of_self_loops(name, fill, form):
     convs = build(name, F_SRC, CHANNELS, heads=HEADS, edge_dim=EDGE_DIM, fill_value=FILL_VALUES[fill])
     x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)

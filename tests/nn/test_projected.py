@@ -14,6 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import hub, random
+from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
 CONVS = {
@@ -69,8 +70,7 @@ def compare(found, expected):
     assert_all_close({name: (found[name], expected[name]) for name in expected})
 
 
-@pytest.mark.parametrize("key", CONVS)
-@pytest.mark.parametrize("graph", [random(30, 30, 140), hub(700)], ids=str)
+@over(key=tuple(CONVS), graph=(random(30, 30, 140), hub(700)))
 def test_outputs_and_gradients(key, graph):
     conv, oracle = build(key)
     x = torch.randn(graph.num_src, FEATURES)

@@ -183,31 +183,44 @@ def test_report():
 
 
 PROGRAM = """
-import torch, torch_geometric.nn as pyg, pyg_dfgnn
+import logging, os, sys
+import torch, torch_geometric.nn as pyg, pyg_dfgnn, pyg_dfgnn.nn
+
+child = 0
+for name, setup in {setups}.items():
+    print(f"\\n--- {name}", file=sys.stderr, flush=True)
+    child = os.fork()
+    if child == 0:
+        break
+    assert os.waitpid(child, 0)[1] == 0
+if child:
+    sys.exit()
 model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.SSGConv(3, 4, 0.1), pyg.Linear(3, 3)])
-{setup}
+exec(setup)
 pyg_dfgnn.accelerate(model)
 for conv in model[:2]:
     conv(torch.randn(4, 3), torch.tensor([[0, 1], [1, 0]]))
 """
 
 
-@pytest.mark.parametrize(
-    "setup, lines",
-    [
-        ("", 2),
-        ("pyg_dfgnn.settings(fallback='silent')", 0),
-        ("import logging; logging.basicConfig(level=logging.INFO)", 2),
-        ("import logging; logging.basicConfig(level=logging.WARNING)", 0),
-    ],
-    ids=["plain", "silent", "info", "warning"],
-)
-def test_what_a_script_prints(setup, lines):
+SETUPS = {
+    "plain": ("", 2),
+    "silent": ("pyg_dfgnn.settings(fallback='silent')", 0),
+    "info": ("logging.basicConfig(level=logging.INFO)", 2),
+    "warning": ("logging.basicConfig(level=logging.WARNING)", 0),
+}
+
+
+def test_what_a_script_prints():
     """Two lines without any set-up: what `accelerate` changed, and that PyG's code runs on a CPU."""
-    program = PROGRAM.replace("{setup}", setup)
+    program = PROGRAM.replace("{setups}", repr({name: setup for name, (setup, _) in SETUPS.items()}))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    shown = [line for line in done.stderr.splitlines() if "pyg_dfgnn" in line]
-    assert len(shown) == lines and not done.stdout
-    if lines:
-        assert "2 GATConv, 2 Linear" in shown[0] and "compiled: 1 SSGConv; left: none" in shown[0]
-        assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]
+    assert not done.stdout
+    parts = done.stderr.split("\n--- ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == list(SETUPS)
+    for part, (name, (_, lines)) in zip(parts, SETUPS.items(), strict=True):
+        shown = [line for line in part.splitlines() if "pyg_dfgnn" in line]
+        assert len(shown) == lines, (name, shown)
+        if lines:
+            assert "2 GATConv, 2 Linear" in shown[0] and "compiled: 1 SSGConv; left: none" in shown[0]
+            assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]
