@@ -47,7 +47,7 @@ def cases(graphs: tuple[str, ...], shapes: tuple[tuple[int, int], ...], scores: 
         "dropout": (0.0, 0.3),
         "order": ORDERS,
     }
-    rows = covering(axes, lambda row: not (row["edge"] and row["score"] == "cosine"), [("score", "edge")])
+    rows = covering(axes, lambda row: not (row["edge"] and row["score"] == "cosine"))
     return [{**row, "heads": row["shape"][0], "channels": row["shape"][1]} for row in rows]
 
 

@@ -21,7 +21,8 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
-from tests.ops.problems import DENSE, Problem, Recorder, assert_equal, pairs, problem_of
+from tests.covering import over
+from tests.ops.problems import DENSE, SCORES, Problem, Recorder, assert_equal, pairs, problem_of
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ def test_reference_path_equals_the_reference(score, dtype, full):
     assert_all_close(pairs(actual, problem.expected(keep)))
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_gradcheck(score, full):
     case = EdgeList("small", torch.tensor([[0, 1, 1, 2], [1, 1, 0, 1]]), 3, 2)
     problem = problem_of(score, case, full=full, dtype=torch.float64)
@@ -60,7 +61,7 @@ def test_float64_never_takes_the_kernels(score, fused):
     assert fused == []
 
 
-@pytest.mark.parametrize("case", [case for case in zoo() if case.edge_index.size(1) == 0], ids=str)
+@over(score=SCORES, case=[case for case in zoo() if case.edge_index.size(1) == 0])
 def test_without_edges(score, case, path):
     problem = problem_of(score, case)
     out, weights = problem.call(return_weights=True)
@@ -118,7 +119,7 @@ def test_target_and_source_in_one_tensor(path):
     torch.testing.assert_close(once, apart["grad x_src"] + apart["grad x_dst"])
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_gradient_through_the_weights(score, full, path):
     """A loss on output and weights together; asking for weights changes no bit of the output."""
     problem = problem_of(score, full=full)
@@ -142,7 +143,7 @@ def test_gradient_through_the_weights(score, full, path):
     assert_all_close(pairs(actual, expected), torch.float32)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_gradient_through_the_weights_where_operators_are_intercepted(score, full, fused):
     problem = problem_of(score, full=full)
     factor = torch.randn(problem.edge_index.size(1), problem.heads)
@@ -187,7 +188,7 @@ def small_cache(monkeypatch):
     monkeypatch.setattr(row_split, "ORDERED_EDGES", 4)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
     problem = problem_of(score, random(24, 10, 480, seed=4, name="denser"), full=full, channels=64)
     torch.manual_seed(3)

@@ -6,10 +6,11 @@ from torch.library import opcheck
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.reference.zoo import random
-from tests.ops.problems import SPARSE, Problem, Recorder, assert_equal, problem_of
+from tests.covering import extended, over
+from tests.ops.problems import SCORES, SPARSE, Problem, Recorder, assert_equal, problem_of
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_opcheck(score, full, fused):
     problem = problem_of(score, full=full)
     with Recorder() as recorder:
@@ -26,7 +27,7 @@ def compiled(function, **options):
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_compile(score, full, fused):
     problem = problem_of(score, full=full)
     torch.manual_seed(3)
@@ -38,6 +39,7 @@ def test_compile(score, full, fused):
         assert_equal(actual, expected)
 
 
+@pytest.mark.parametrize("score", extended(["gatv2"], ["dot", "cosine", "add"]))
 def test_compile_with_weights(score, fused):
     problem = problem_of(score)
     call = compiled(problem.op)
@@ -46,7 +48,7 @@ def test_compile_with_weights(score, fused):
     assert all(map(torch.equal, actual, expected))
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["source-first", "target-first"])
+@over(score=SCORES, transposed=(False, True))
 def test_compile_with_self_loops(score, transposed, fused):
     problem = problem_of(score)
     edges = EdgeSet(problem.edge_index, 8, 8, True, transposed)
@@ -56,6 +58,7 @@ def test_compile_with_self_loops(score, transposed, fused):
     assert_equal(problem.run(lambda **inputs: problem.op(edges, **inputs)), expected)
 
 
+@pytest.mark.parametrize("score", extended(["dot", "add"], ["cosine", "gatv2"]))
 def test_compile_once_for_all_sizes(score, fused):
     from torch._dynamo.utils import counters
 
@@ -78,7 +81,7 @@ SOURCES = {"dot": "key", "cosine": "x_src", "add": "alpha_src", "gatv2": "x_src"
 TARGETS = {"dot": "query", "cosine": "x_dst", "add": "alpha_dst", "gatv2": "x_dst"}
 
 
-@pytest.mark.parametrize("score", ["dot", "cosine", "gatv2"])
+@pytest.mark.parametrize("score", extended(["cosine"], ["dot", "gatv2"]))
 def test_compile_with_one_tensor_in_several_roles(score, fused):
     problem = problem_of(score)
     roles = [name for name in problem.inputs if name not in ("beta", "att")]

@@ -9,7 +9,8 @@ import torch
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.settings import settings
-from tests.ops.problems import SPARSE, Recorder, assert_equal, pairs, problem_of
+from tests.covering import over
+from tests.ops.problems import SCORES, SPARSE, Recorder, assert_equal, pairs, problem_of
 
 
 def strided(tensor):
@@ -71,9 +72,13 @@ def test_heads_side_by_side(score, path):
         )
 
 
-@pytest.mark.parametrize("intercepted", [False, True], ids=["eager", "intercepted"])
-@pytest.mark.parametrize("concat", [False, True], ids=["apart", "concat"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@over(
+    [("dtype", "concat", "intercepted"), ("score", "concat")],
+    score=SCORES,
+    dtype=(torch.float32, torch.bfloat16),
+    concat=(False, True),
+    intercepted=(False, True),
+)
 def test_an_editable_output(score, dtype, concat, intercepted, path):
     problem = problem_of(score, dtype=dtype)
     problem.grad_out = problem.grad_out.flatten(1) if concat else problem.grad_out
