@@ -19,6 +19,7 @@ from pyg_dfgnn.ops.attention.launchers import prepare
 from pyg_dfgnn.reference.zoo import hub, sbm
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.op import DIRECTIONS
+from tests.covering import over
 
 PROBLEM = AttentionProblem("dot", 2, 8, torch.float32, torch.device("cpu"), False, False)
 
@@ -49,8 +50,7 @@ def planned(schedule, direction, graph):
     return offers[schedule].plan
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("schedule", ["row_split", "swept", "smem", "block_mma", "smmf", "pmf"])
+@over(schedule=("row_split", "swept", "smem", "block_mma", "smmf", "pmf"), direction=DIRECTIONS)
 def test_what_has_an_address_stays(schedule, direction, pointed_to):
     """Two threads may make the same arrays of a graph at once, of which the graph keeps one."""
     case = hub(300) if schedule == "row_split" else sbm()

@@ -13,9 +13,10 @@ from pyg_dfgnn.ops.core import PreparedOp
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
+from tests.covering import over
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
-from tests.ops.problems import DENSE, SPARSE, op_and_shape, pairs, problem_of
+from tests.ops.problems import DENSE, SCORES, SPARSE, op_and_shape, pairs, problem_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
@@ -48,7 +49,7 @@ def timer(monkeypatch):
     return timer
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+@over(score=SCORES, full=(False, True))
 def test_values_and_gradients_stay(score, full, timer):
     problem = problem_of(score, DENSE, full=full)
     torch.manual_seed(3)
@@ -127,7 +128,7 @@ def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, capl
     assert "nothing is timed for a choice by autotune: too much" in caplog.text
 
 
-@pytest.mark.parametrize("directions", [dispatch.FORWARD, dispatch.BACKWARD], ids=lambda directions: directions[0])
+@over(score=SCORES, directions=(dispatch.FORWARD, dispatch.BACKWARD))
 def test_every_candidate_is_measured(score, directions, timer):
     """With edge features and dropout too, and in 16 bits."""
     problem = problem_of(score, DENSE)
