@@ -259,7 +259,7 @@ def segment_gemm_specs() -> list[Spec]:
         "fold": segment_gemm.FOLDS,
     }
     specs = []
-    for row in covering(axes, lambda row: row["fold"] != "rows" or row["product"] == "outer"):
+    for row in covering(axes, lambda row: row["fold"] != "rows" or row["product"] == "outer", [("product", "dtype")]):
         dtype, tf32 = (torch.float32, True) if row["dtype"] == "tf32" else (row["dtype"], False)
         sizes = (*row["sizes"], 8, row["fold"], dtype, torch.device("cuda"), tf32)
         problem = segment_gemm.SegmentGemmProblem(row["product"], *sizes)
