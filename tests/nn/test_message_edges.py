@@ -12,7 +12,7 @@ from pyg_dfgnn import accelerate, settings
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.messages import call as calls
-from pyg_dfgnn.nn.messages import edges as edges_of_calls
+from pyg_dfgnn.ops.relational import traced
 from tests.kernels.emulated import emulated_device
 
 
@@ -72,10 +72,10 @@ def test_edges_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
     # Edges of the same sizes are kept from the second call on, until others of these sizes come.
     assert counts == [1, 2, 2, 2, 3, 4, 5]
     number = id(layer)
-    assert number in edges_of_calls._made
+    assert number in calls._seen
     del layer
     gc.collect()
-    assert number not in edges_of_calls._made
+    assert number not in calls._seen
 
 
 class Twice(Looped):
@@ -100,6 +100,27 @@ def test_edges_are_compared_once_per_forward(mode, monkeypatch):
                 compared.clear(), built.clear()
     # Tensors of inference mode have no version that tells whether they are as they were.
     assert (len(compared), len(built)) == ((1, 0) if mode is torch.enable_grad else (2, 0))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_edges_that_a_compiled_forward_makes_are_known_by_what_they_are(monkeypatch):
+    built = []
+    resolve = Graph.resolve
+    monkeypatch.setattr(Graph, "resolve", staticmethod(lambda *key: built.append(1) or resolve(*key)))
+    monkeypatch.setattr(traced, "_seen", {})
+    plain, layer, x = Looped(), accelerate(Looped()), torch.randn(6, 3, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    first, second = torch.randint(6, (2, 9)), torch.randint(6, (2, 9))
+    counts = []
+    with messages.interpreted():
+        for edge_index in (first, first, first, first, second):
+            results = compiled(x, edge_index), plain(x, edge_index)
+            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*(torch.autograd.grad(result.sum(), x) for result in results))
+            del results
+            counts.append(len(built))
+    assert counts == [1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("run", [messages.interpreted, emulated_device])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
@@ -20,7 +22,6 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
-from pyg_dfgnn.nn.messages.edges import graph_of
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
@@ -30,6 +31,19 @@ from pyg_dfgnn.ops.relational import rows_of
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
 """Number of a program, device, and which inputs need gradients -> the program, which so stays alive, and reasons."""
 _MOST_REFUSED = 1024
+
+
+_seen: dict[int, tuple[weakref.ref[torch.nn.Module], Seen]] = {}
+"""Number of a layer -> the layer, and the edges that it was called with."""
+
+
+def seen_by(layer: torch.nn.Module) -> Seen:
+    """Return what is kept for a layer, for as long as it lives; layers need not be hashable."""
+    number = id(layer)
+    known = _seen.get(number)
+    if known is None or known[0]() is not layer:
+        known = _seen[number] = weakref.ref(layer, lambda _: _seen.pop(number, None)), {}
+    return known[1]
 
 
 class Outcome(NamedTuple):
@@ -288,7 +302,7 @@ class _Runnable:
             source, number = self.trace.types
             types = argument_of(call.kwargs, source), number
         if call.edges is call.edge_index or types is not None:
-            graph = graph_of(self.layer, call.edge_index, num_src, num_dst, not self.is_forward, types)
+            graph = graph_of(seen_by(self.layer), call.edge_index, num_src, num_dst, not self.is_forward, types)
         else:
             graph = Graph.of(call.edges, num_src, num_dst, flow=self.layer.flow)
         # Nothing else keeps the graph of tensors of inference mode.

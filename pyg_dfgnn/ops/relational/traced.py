@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.joint import joint_graph
+from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir import D, Domain, E, One, Program, R, Rows, S
 from pyg_dfgnn.ir.domains import Ts
@@ -27,6 +28,10 @@ from pyg_dfgnn.ops.relational.program import rows_of, run, selected
 
 KIND = "program"
 """What the names of the programs begin with."""
+
+
+_seen: Seen = {}
+"""The edges that the operator was called with, of all compiled graphs."""
 
 
 class RowSet(NamedTuple):
@@ -76,7 +81,10 @@ class RowSet(NamedTuple):
             return Graph.of_index(first, *sizes)
         if self.kind == "joint":
             return joint_graph(self.anchors, tuple(sizes))
-        graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
+        types = (others[0], sizes[2]) if others else None
+        graph = graph_of(_seen, first, sizes[0], sizes[1], self.transposed, types)
+        if graph is None:
+            graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
     def rows_of(self, graph: Graph) -> Rows:

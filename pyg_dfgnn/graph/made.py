@@ -1,4 +1,4 @@
-"""The graph of a call, found again by what the edges are where a layer makes them anew in each forward.
+"""The graph of edges that are found again by what they are, where a forward makes them anew in each call.
 
 Graphs are kept with the tensor that they were built from. A layer that adds self-loops in its forward passes another
 tensor each time: from the third call on, edges equal to those of an earlier call have that call's graph.
@@ -12,42 +12,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.graph import keep
+from pyg_dfgnn.graph.graph import Graph, keep
 
 MOST_GRAPHS = 4
-"""Graphs that are kept with a layer."""
+"""Graphs that are kept with a layer, and for all compiled graphs together."""
+Seen = dict[Any, Any]
+"""By the sizes of a graph the last edges, weakly, or edges with their graph."""
 
 
 class _Made(NamedTuple):
-    """Edges that a forward has made, and their types, at some versions, and their graph."""
+    """Edges that a forward has made, and their types, in copies that nobody edits, and their graph."""
 
     tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
     graph: Graph
 
     def has(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether other edges are these, as a number of the host, which waits for the device here."""
-        if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions)):
-            return False
-        return all(own is other or torch.equal(own, other) for own, other in zip(self.tensors, tensors))
-
-
-_made: dict[int, tuple[weakref.ref[torch.nn.Module], dict[Any, Any]]] = {}
-"""Number of a layer -> the layer, and by the sizes of a graph the last edges, weakly, or edges with their graph."""
-
-
-def _entries_of(layer: torch.nn.Module) -> dict[Any, Any]:
-    """Return what is kept for a layer, for as long as it lives; layers need not be hashable."""
-    number = id(layer)
-    known = _made.get(number)
-    if known is None or known[0]() is not layer:
-        known = _made[number] = weakref.ref(layer, lambda _: _made.pop(number, None)), {}
-    return known[1]
+        return all(torch.equal(own, other) for own, other in zip(self.tensors, tensors))
 
 
 def graph_of(
-    layer: torch.nn.Module,
+    seen: Seen,
     edge_index: Tensor,
     num_src: int,
     num_dst: int,
@@ -57,7 +42,7 @@ def graph_of(
     """Return the graph of a call's edges; None if only a look at them, for which the host waits, could tell.
 
     Args:
-        layer: The layer that is called.
+        seen: What earlier calls have left.
         edge_index: The edges, int64 or int32 [2, E].
         num_src: Number of sources.
         num_dst: Number of targets.
@@ -76,8 +61,7 @@ def graph_of(
     if edge_index.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     kind = *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors), *sizes
-    entries = _entries_of(layer)
-    entry = entries.get(kind)
+    entry = seen.get(kind)
     if isinstance(entry, _Made):
         if entry.has(tensors):
             # For the next `propagate` of this forward, which need not wait then.
@@ -86,18 +70,16 @@ def graph_of(
         entry = None
     # Edges of the same sizes as others that are gone: the forward makes them. Others live with their owner.
     is_made = entry is not None and any(reference() is None for reference in entry)
-    kept = _with_versions(tensors) if is_made else tensors
+    # A compiled graph writes to the memory of what it has made as soon as nothing in it reads that any more.
+    kept = _copies(tensors) if is_made else tensors
     graph = Graph.resolve(*kept, *sizes)
-    if kind not in entries and len(entries) >= MOST_GRAPHS:
-        entries.pop(next(iter(entries)))
-    if is_made:
-        entries[kind] = _Made(kept, tuple(tensor._version for tensor in kept), graph)
-    else:
-        entries[kind] = tuple(map(weakref.ref, tensors))
+    if kind not in seen and len(seen) >= MOST_GRAPHS:
+        seen.pop(next(iter(seen)))
+    seen[kind] = _Made(kept, graph) if is_made else tuple(map(weakref.ref, tensors))
     return graph
 
 
-def _with_versions(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return tensors whose edits leave a trace: copies of those of inference mode."""
+def _copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return copies whose edits would leave a trace, also of tensors of inference mode."""
     with torch.inference_mode(False):
-        return tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)
