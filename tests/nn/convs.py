@@ -9,11 +9,11 @@ from torch.nn import Linear, ReLU, Sequential
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 
-NORMALIZED = ["GCNConv", "GCN2Conv", "SGConv", "TAGConv", "APPNP", "ChebConv", "LGConv"]
+NORMALIZED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv"]
 PAIRS = ["GraphConv", "SAGEConv", "GINConv", "GINEConv", "ResGatedGraphConv"]
 AGGREGATION = [*NORMALIZED, *PAIRS]
 """The convs without attention: on a normalised adjacency, and those that take a pair of node sets."""
-LOOPED = ["GATConv", "GATv2Conv", "AGNNConv", "GCNConv", "GCN2Conv", "SGConv", "APPNP"]
+LOOPED = ["GATConv", "GATv2Conv", "AGNNConv", "GCNConv", "GCN2Conv", "SGConv", "SSGConv", "APPNP"]
 """The convs that replace self-loops."""
 NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv", "GCNConv", "SAGEConv"]
 """The convs of attention and two without it."""
@@ -27,7 +27,8 @@ def arguments(name, in_channels=FEATURES, out_channels=4):
         return ()
     if name in ("GINConv", "GINEConv"):
         return (Sequential(Linear(in_channels, 8), ReLU(), Linear(8, out_channels)),)
-    own = {"GCN2Conv": (in_channels, 0.3), "APPNP": (3, 0.2), "ChebConv": (in_channels, out_channels, 4)}
+    own = {"GCN2Conv": (in_channels, 0.3), "APPNP": (3, 0.2)}
+    own |= {"ChebConv": (in_channels, out_channels, 4), "SSGConv": (in_channels, out_channels, 0.3)}
     return own.get(name, (in_channels, out_channels))
 
 

@@ -91,6 +91,7 @@ OPTIONS = {
         "cached": {"cached": True},
     },
     "SGConv": {"plain": {}, "hops": {"K": 3}, "no_loops": {"add_self_loops": False}},
+    "SSGConv": {"plain": {}, "hops": {"K": 3}, "no_loops": {"add_self_loops": False}, "cached": {"cached": True}},
     "TAGConv": {"plain": {}, "not_normalized": {"normalize": False}, "no_bias": {"bias": False}, "hops": {"K": 1}},
     "APPNP": {
         "plain": {},

@@ -39,7 +39,7 @@ from tests.nn.convs import (
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
-WEIGHTED = ["GCNConv", "GCN2Conv", "SGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "GraphConv"]
+WEIGHTED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "GraphConv"]
 WIDTH = 8
 GRAPHS = {
     # Isolated nodes, duplicates, own self-loops; a hub; one node; no edge.

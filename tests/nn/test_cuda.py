@@ -34,6 +34,7 @@ CONVS = {
     "gine": ("GINEConv", (torch.nn.Linear(FEATURES, 16),), {"edge_dim": EDGE_DIM}),
     "gated": ("ResGatedGraphConv", (FEATURES, 16), {}),
     "sg": ("SGConv", (FEATURES, 16), {"K": 2}),
+    "ssg": ("SSGConv", (FEATURES, 16, 0.1), {"K": 2}),
     "tag_weighted": ("TAGConv", (FEATURES, 16), {}),
     "cheb": ("ChebConv", (FEATURES, 16, 3), {}),
 }

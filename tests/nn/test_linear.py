@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch_geometric.nn import MLP, dense
-from torch_geometric.nn import SSGConv as PyGConv
+from torch_geometric.nn import ClusterGCNConv as PyGConv
 
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
@@ -217,17 +217,17 @@ def test_lazy_hooks_and_copies(launched):
 def test_accelerate(launched):
     """Layers of a model, those in convs too, and the messages of other convs."""
     model = torch.nn.ModuleDict(
-        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12, 0.1), "torch": torch.nn.Linear(8, 4)}
+        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12), "torch": torch.nn.Linear(8, 4)}
     )
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
     with torch.no_grad():
         expected = model["mlp"](x), model["conv"](x, edges)
         pyg_dfgnn.accelerate(model)
-        assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin)] == [Linear] * 3
+        assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin_out)] == [Linear] * 3
         assert type(model["torch"]) is torch.nn.Linear and type(model["conv"]) is PyGConv
         torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges)), expected)
     # Messages that are sums of sources run on the kernels of aggregations.
-    assert sorted(launched) == [*["gemm_forward"] * 3, "segment_forward"]
+    assert sorted(launched) == [*["gemm_forward"] * 4, "segment_forward"]
 
 
 def test_inside_a_drop_in(launched):

@@ -30,13 +30,13 @@ class Model(torch.nn.Module):
         self.first = pyg.GATConv(4, 4, heads=2)
         self.mean = pyg.TransformerConv(8, 4, aggr="mean")
         self.norm = pyg.BatchNorm(4)
-        self.ssg = pyg.SSGConv(4, 4, 0.1, cached=True)
+        self.eg = pyg.EGConv(4, 4, num_heads=2, cached=True)
         self.wide = pyg.GATv2Conv(4, 600).double()
         self.idle = pyg.AGNNConv()
 
     def forward(self, x, edge_index):
         x = self.norm(self.mean(self.first(self.lin(x), edge_index), edge_index))
-        return self.wide(self.ssg(x, edge_index).double(), edge_index)
+        return self.wide(self.eg(x, edge_index).double(), edge_index)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
@@ -45,7 +45,7 @@ def test_accelerate(x):
         {
             "nested": torch.nn.ModuleList([torch.nn.Sequential(pyg.GATConv(3, 4)), pyg.AGNNConv()]),
             "model": pyg.GAT(3, 4, num_layers=2, v2=True),
-            "other": pyg.SSGConv(3, 4, 0.1),
+            "other": pyg.ClusterGCNConv(3, 4),
             "special": Special(3, 4),
         }
     ).eval()
@@ -55,7 +55,7 @@ def test_accelerate(x):
         assert pyg_dfgnn.accelerate(model) is model
     assert type(model["nested"][0][0]) is ours.GATConv and type(model["nested"][1]) is ours.AGNNConv
     assert all(type(conv) is ours.GATv2Conv for conv in model["model"].convs)
-    assert type(model["other"]) is pyg.SSGConv and type(model["special"]) is Special
+    assert type(model["other"]) is pyg.ClusterGCNConv and type(model["special"]) is Special
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     actual = model["nested"][0][0](x, EDGES), model["model"](x, EDGES)
     torch.testing.assert_close(actual, expected)
@@ -107,7 +107,7 @@ def test_describe_plan_under_autocast(name, x):
 
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
-    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.SSGConv(3, 4, 0.1), x, EDGES))
+    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.ClusterGCNConv(3, 4), x, EDGES))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 
@@ -119,15 +119,15 @@ def test_describe_plan_of_a_model(x):
     with emulated_device():
         description = pyg_dfgnn.describe_plan(model, x, EDGES)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(rng, torch.get_rng_state()) and model.ssg._cached_h is None
+    assert torch.equal(rng, torch.get_rng_state()) and model.eg._cached_edge_index is None
     layers = description.layers
     assert (
-        list(layers) == ["lin", "first", "mean", "ssg", "ssg.aggr_module", "ssg.lin", "wide", "idle"]
+        list(layers) == ["lin", "first", "mean", "eg", "eg.aggr_module", "eg.bases_lin", "eg.comb_lin", "wide", "idle"]
         and not description.fused
     )
     assert layers["first"].fused and layers["first"].plan is not None
     assert layers["mean"].reasons == ("aggr is 'mean', fused is sum",)
-    assert layers["ssg"].fused and "sum %4 E->D" in str(layers["ssg"])
+    assert layers["eg"].fused and "E->D" in str(layers["eg"])
     wide = " ".join(layers["wide"].reasons)
     assert len(layers["wide"].reasons) == 2 and "float64" in wide and "600 channels" in wide
     assert layers["idle"].reasons == ("this forward does not call the layer",)
@@ -170,16 +170,19 @@ def test_report():
     with pyg_dfgnn.settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     rows = {row.name: row for row in pyg_dfgnn.report(model)}
-    inside = ["ssg.aggr_module", "ssg.lin"], ["special.aggr_module", "special.lin"]
-    assert list(rows) == ["lin", "first", "mean", "ssg", *inside[0], "wide", "idle", "special", *inside[1]]
-    assert [name for name, row in rows.items() if not row.drop_in] == ["ssg", "special"]
-    assert rows["ssg"].state == rows["special"].state == "compiled" and not rows["ssg"].why
+    inside = (
+        [f"eg.{name}" for name in ("aggr_module", "bases_lin", "comb_lin")],
+        ["special.aggr_module", "special.lin"],
+    )
+    assert list(rows) == ["lin", "first", "mean", "eg", *inside[0], "wide", "idle", "special", *inside[1]]
+    assert [name for name, row in rows.items() if not row.drop_in] == ["eg", "special"]
+    assert rows["eg"].state == rows["special"].state == "compiled" and not rows["eg"].why
     assert "aggr is 'mean'" in rows["mean"].why and "float64" in rows["wide"].why and "600" in rows["wide"].why
     with emulated_device():
         assert {row.name for row in pyg_dfgnn.report(model) if row.why} == {"mean", "wide"}
     lines = str(pyg_dfgnn.report(model)).splitlines()
     assert lines[0].split() == ["module", "class", "state", "why"] and len(lines) == 1 + len(rows)
-    assert lines[4].split()[:3] == ["ssg", "SSGConv", "compiled"]
+    assert lines[4].split()[:3] == ["eg", "EGConv", "compiled"]
 
 
 PROGRAM = """
@@ -195,7 +198,7 @@ for name, setup in {setups}.items():
     assert os.waitpid(child, 0)[1] == 0
 if child:
     sys.exit()
-model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.SSGConv(3, 4, 0.1), pyg.Linear(3, 3)])
+model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.ClusterGCNConv(3, 4), pyg.Linear(3, 3)])
 exec(setup)
 pyg_dfgnn.accelerate(model)
 for conv in model[:2]:
@@ -222,5 +225,5 @@ def test_what_a_script_prints():
         shown = [line for line in part.splitlines() if "pyg_dfgnn" in line]
         assert len(shown) == lines, (name, shown)
         if lines:
-            assert "2 GATConv, 2 Linear" in shown[0] and "compiled: 1 SSGConv; left: none" in shown[0]
+            assert "2 GATConv, 3 Linear" in shown[0] and "compiled: 1 ClusterGCNConv; left: none" in shown[0]
             assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]

@@ -44,6 +44,7 @@ FILES = (
     "nn/conv/test_res_gated_graph_conv.py",
     "nn/conv/test_gcn2_conv.py",
     "nn/conv/test_sg_conv.py",
+    "nn/conv/test_ssg_conv.py",
     "nn/conv/test_tag_conv.py",
     "nn/conv/test_appnp.py",
     "nn/conv/test_cheb_conv.py",

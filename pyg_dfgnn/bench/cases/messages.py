@@ -158,7 +158,6 @@ LAYERS = {
     "mf": Layer("MFConv", lambda f: pyg.MFConv(f, f, max_degree=4)),
     "mix_hop": Layer("MixHopConv", lambda f: pyg.MixHopConv(f, f), "weight"),
     "simple": Layer("SimpleConv", lambda f: pyg.SimpleConv("mean"), "weight"),
-    "ssg": Layer("SSGConv", lambda f: pyg.SSGConv(f, f, alpha=0.1, K=2), "weight"),
     "gated_gcn": Layer("GatedGCN", GatedGCN),
     "edge_gate": Layer("edge gate", EdgeGate, "attr"),
     "temperature": Layer("softmax with temperature", Temperature),
@@ -179,6 +178,7 @@ LAYERS = {
         lambda f: ours.GINEConv(nn.Linear(f, f), edge_dim=EDGE),
     ),
     "my_res_gated": _restated("ResGatedGraphConv"),
+    "my_ssg": _restated("SSGConv", edge="weight", alpha=0.1, K=2),
     "my_transformer": _restated("TransformerConv", heads=HEADS),
 }
 

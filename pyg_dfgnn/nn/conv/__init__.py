@@ -22,6 +22,7 @@ from pyg_dfgnn.nn.conv.rgat_conv import RGATConv
 from pyg_dfgnn.nn.conv.rgcn_conv import FastRGCNConv, RGCNConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.conv.sg_conv import SGConv
+from pyg_dfgnn.nn.conv.ssg_conv import SSGConv
 from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
 from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
@@ -50,6 +51,7 @@ __all__ = [
     "ResGatedGraphConv",
     "SAGEConv",
     "SGConv",
+    "SSGConv",
     "SuperGATConv",
     "TAGConv",
     "TransformerConv",
