@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.typing import Adj
+from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
@@ -129,3 +129,26 @@ class NormalizedConv(AggregationConv):
         if by_node and graph.peek(key) is weight:
             return Sent(graph, scale=inverse_root_degree(graph), dtype=weight.dtype)
         return Sent(graph, weight, dtype=weight.dtype)
+
+
+class LinearHopsConv(NormalizedConv):
+    """A conv whose one linear map follows what it makes of several hops, which it keeps on demand."""
+
+    propagate_type = {"x": Tensor, "edge_weight": OptTensor}
+    lin: Any
+    _kept: str
+    """The attribute in which PyG keeps the rows before the map."""
+
+    def forward(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Tensor:
+        """PyG's forward, also on a `Graph`; see the class of the same name in `torch_geometric.nn`."""
+        kept: Tensor | None = getattr(self, self._kept)
+        if kept is not None:
+            return cast(Tensor, self.lin(kept.detach()))
+        call = self._call(x, edge_index, edge_weight)
+        if call.reasons:
+            return cast(Tensor, self._fall_back(call, x, edge_weight))
+        return cast(Tensor, self.lin(self._hops(self._normalized(call, x), x)))
+
+    def _hops(self, sent: Sent, x: Tensor) -> Tensor:
+        """Return the rows before the map, having kept them if asked to."""
+        raise NotImplementedError
