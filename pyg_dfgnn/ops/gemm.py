@@ -518,6 +518,7 @@ def _backward(
         if of_weights is not None:
             kernel, grid = _hopper_kernel("weight_grad", of_weights, is_interleaved), (division.weight_blocks, 1, 1)
             weights_plan = _Plan(kernel, grid, of_weights.block, of_weights.shared_bytes, (rows, division.rows))
+        # Nothing launches tiles where others compute both.
         if x_plan is None or weights_plan is None:
             _kernel("backward", tile, layers, is_interleaved, split)
         sums = _column_sum_plan(division.splits, layers * channels * (features + 1), division.splits, torch.float32)
