@@ -12,6 +12,6 @@ def check_groups() -> dict[str, list[Case]]:
     return {}
 
 
-RELATIONAL = Family(tuple(LAYERS), (), {}, RelationalCase.of, IMPLEMENTATIONS, check_groups, beside="pyg")
+RELATIONAL = Family(tuple(LAYERS), (), {}, RelationalCase.of, IMPLEMENTATIONS, check_groups)
 
 __all__ = ["IMPLEMENTATIONS", "LAYERS", "RELATIONAL", "RelationalCase"]
