@@ -3,6 +3,8 @@
 // X is [., heads, PLACES], Y [., heads, COLUMNS], b [T, heads, COLUMNS] or null, and W [T, w_heads, PLACES, COLUMNS], with
 // TRANSPOSED [T, w_heads, COLUMNS, PLACES]; one head of W may stand for all.
 //
+// Y is in storage numbers or, with EXACT, float32.
+//
 // Heads of W that share X may also lie side by side in one B, for heads = 1: COLUMNS = w_heads * HEAD_COLUMNS.
 //
 // A thread block takes the rows of an item, TILE_M at a time, and TILE_N columns of one head. The places come in chunks of
@@ -20,6 +22,12 @@
 #define STAGE_VECTORS (STAGE_CHUNKS * (LEFT_VECTORS + (HELD ? 0 : RIGHT_VECTORS)))
 #define TILES ((COLUMNS + TILE_N - 1) / TILE_N)
 #define ALIGNED (PLACES % VECTOR == 0)
+
+#if EXACT
+typedef float result_t;
+#else
+typedef storage_t result_t;
+#endif
 
 static_assert(STAGES >= 2 && LEFT_VECTORS % THREADS == 0, "each thread copies as much");
 
@@ -90,7 +98,7 @@ __device__ __forceinline__ void add_chunk(Sums& sums, const uint4* left, const u
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 segment_gemm(i64 heads, i64 w_heads, const int* items, const int* gather, const int* scatter, const storage_t* x,
-             const storage_t* w, const storage_t* bias, storage_t* y) {
+             const storage_t* w, const storage_t* bias, result_t* y) {
     __shared__ int from_rows[ITEM_ROWS], to_rows[ITEM_ROWS];
     const int groups = (int)heads * TILES, group = (int)blockIdx.x % groups;
     const Item item = item_of(items, groups);
@@ -193,7 +201,7 @@ segment_gemm(i64 heads, i64 w_heads, const int* items, const int* gather, const 
         for (int i = 0; i < 2 * M_FRAGMENTS; ++i) {
             const int row = first_row + 8 * i + lane / 4;
             if (row >= num_rows) continue;
-            storage_t* const line = y + ((to_rows[row] * heads + head) * COLUMNS + column);
+            result_t* const line = y + ((to_rows[row] * heads + head) * COLUMNS + column);
 #pragma unroll
             for (int n = 0; n < PIECES; ++n) {
                 float numbers[WIDTH];

@@ -60,34 +60,40 @@ __device__ __forceinline__ void set_word(Operand& operand, int i, u32 word) {
 // Stores COUNT numbers that follow each other, or the first `left` of them. ALIGNED: all or none exist, at a multiple of
 // their size.
 template <bool ALIGNED, int COUNT>
-__device__ __forceinline__ void store_numbers(storage_t* to, const float (&x)[COUNT], int left) {
+__device__ __forceinline__ void store_numbers(float* to, const float (&x)[COUNT], int left) {
     if constexpr (ALIGNED) {
         if (left <= 0) return;
-#if STORAGE == 0
         if constexpr (COUNT == 4) {
             *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
         } else {
             *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
         }
-#else
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (i < left) to[i] = x[i];
+        }
+    }
+}
+
+#if STORAGE != 0
+template <bool ALIGNED, int COUNT>
+__device__ __forceinline__ void store_numbers(storage_t* to, const float (&x)[COUNT], int left) {
+    if constexpr (ALIGNED) {
+        if (left <= 0) return;
         if constexpr (COUNT == 4) {
             *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]));
         } else {
             *reinterpret_cast<u32*>(to) = pack_pair(x[0], x[1]);
         }
-#endif
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            if (i >= left) continue;
-#if STORAGE == 0
-            to[i] = x[i];
-#else
-            to[i] = to_bits16(x[i]);
-#endif
+            if (i < left) to[i] = to_bits16(x[i]);
         }
     }
 }
+#endif
 
 struct Sums {
     float x[M_FRAGMENTS][N_FRAGMENTS][4];

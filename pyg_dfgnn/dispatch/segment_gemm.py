@@ -53,6 +53,7 @@ class SegmentGemmProblem:
         dtype: Dtype of rows and weights.
         device: Where they live.
         tf32: Whether factors may be rounded to TF32.
+        is_exact: Whether results of a linear map are float32 whatever the dtype.
     """
 
     product: str
@@ -63,6 +64,7 @@ class SegmentGemmProblem:
     dtype: torch.dtype
     device: torch.device
     tf32: bool = False
+    is_exact: bool = False
 
     @property
     def launch_heads(self) -> int:
@@ -164,6 +166,7 @@ def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> 
     constants = {
         "STORAGE": STORAGE[problem.dtype],
         "SPLIT": int(problem.split),
+        "EXACT": int(problem.is_exact),
         "PLACES": places,
         "COLUMNS": columns,
         "HEAD_COLUMNS": problem.features if is_transposed else problem.channels,

@@ -26,6 +26,7 @@ from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
+from pyg_dfgnn.ir.pointwise import COMPARISONS
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 
@@ -521,13 +522,24 @@ class _Lowering:
             steps[id(draft)] = Step(draft.kind, draft.domain, draft.over, *names, program)
         parts = {part: tuple(steps[id(d)] for d in self.drafts[part] if id(d) in steps) for part in self.drafts}
         stored = {i for i in known if i in read | result}
-        buffers = {self._name(i): self._buffer(i) for i in sorted(stored)}
+        compared = self._compared(stored - result, steps.values())
+        buffers = {self._name(i): self._buffer(i, i in compared) for i in sorted(stored)}
         outputs = {name: (self._name(self.base(i)), self.values[i].shape) for name, i in self.program.outputs}
         return Lowered(self.program.name, **parts, buffers=buffers, outputs=outputs)
 
-    def _buffer(self, i: int) -> Buffer:
+    def _compared(self, stored: set[int], steps: Collection[Step]) -> set[int]:
+        """Return the linear maps, but of edges, that kernels alone read, and from which gradients choose a branch.
+
+        Rounded, a number next to a kink lies on the wrong side of it, and its whole gradient is another one.
+        """
+        read = {j for i in self.ids if self.values[i].op in COMPARISONS for j in self.leaves(i, stored)}
+        multiplied = {name for step in steps if step.kind not in ("traversal", "map") for name in step.reads}
+        maps = {i for i in read & stored if self.kinds[i] == "linear" and self.values[i].domain is not E}
+        return {i for i in maps if self._name(i) not in multiplied}
+
+    def _buffer(self, i: int, is_compared: bool) -> Buffer:
         value, kind = self.values[i], self.kinds[i]
         is_row = kind in ("traversal", "inline") and value.domain not in FEW
         is_narrow = prod(value.shape) <= self.narrow or value.op == "max" or i in self.per_edge
-        is_exact = kind == "static" or (is_row and is_narrow)
+        is_exact = kind == "static" or (is_row and is_narrow) or is_compared
         return Buffer(self._name(i), value.domain, value.shape, is_exact)

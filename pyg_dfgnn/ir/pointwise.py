@@ -102,3 +102,5 @@ POINTWISE: dict[str, Pointwise] = {
     "softplus": _one(F.softplus, lambda e, x, k, y: e("sigmoid", x)),
 }
 """Name -> pointwise function."""
+COMPARISONS = ("between", "eq", "greater", "sign", "step")
+"""Those that jump, with which gradients choose their branch."""

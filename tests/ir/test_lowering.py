@@ -8,7 +8,7 @@ import torch
 from pyg_dfgnn.ir import D, E, One, R, Rows, S, V, dot, interpret, relational, softmax, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
-from pyg_dfgnn.ir.layers import rgat
+from pyg_dfgnn.ir.layers import film, rgat
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.narrow import MAX_OUTER
 from pyg_dfgnn.ir.passes import PASSES, optimise
@@ -116,6 +116,20 @@ def test_numbers_of_pairs_are_stored_where_several_steps_read_them():
     lowered = lower(dots.program(x=(8,), y=(8,)), ("out", "total"))
     assert [step.kind for step in lowered.forward if "x" in step.reads] == ["map"]
     assert [step.domain for step in lowered.forward if step.kind == "traversal"] == [D, R]
+
+
+@pytest.mark.parametrize("act,wrt,count", [("relu", True, 3), ("relu", False, 0), ("tanh", True, 0)])
+def test_maps_from_which_gradients_choose_a_branch_are_float32(act, wrt, count):
+    """Those of the sign of what a ReLU takes; what the maps' own gradients multiply is rounded."""
+    row, matrix, bias = (24,), (24, 16), (16,)
+    shapes = {"x": row, "xd": row, "weight": matrix, "gamma": matrix, "gamma_bias": bias, "beta": matrix}
+    program = film("mean", act).program(**shapes, beta_bias=bias)
+    joint = optimise(program, SIZES, wrt=tuple(program.inputs) if wrt else ())[-1].program
+    lowered = lower(joint, ("out",))
+    written = [lowered.buffers[n] for step in (*lowered.forward, *lowered.backward) for n in step.writes]
+    assert sum(buffer.is_exact and buffer.shape == bias for buffer in written) == count
+    read = {name for step in lowered.backward if step.is_by_relation for name in step.reads}
+    assert read and not any(lowered.buffers[n].is_exact for n in read) if wrt else not read
 
 
 def test_without_gradients_nothing_is_saved():

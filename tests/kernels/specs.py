@@ -257,12 +257,15 @@ def segment_gemm_specs() -> list[Spec]:
         "sizes": ((64, 64), (70, 3), (8, 96), (520, 40)),
         "dtype": (*DTYPES, "tf32"),
         "fold": segment_gemm.FOLDS,
+        "exact": (False, True),
     }
     specs = []
-    for row in covering(axes, lambda row: row["fold"] != "rows" or row["product"] == "outer", [("product", "dtype")]):
+    fits = {"outer": lambda row: not row["exact"]}
+    every = [("product", "dtype"), ("dtype", "exact")]
+    for row in covering(axes, lambda row: fits.get(row["product"], lambda row: row["fold"] != "rows")(row), every):
         dtype, tf32 = (torch.float32, True) if row["dtype"] == "tf32" else (row["dtype"], False)
         sizes = (*row["sizes"], 8, row["fold"], dtype, torch.device("cuda"), tf32)
-        problem = segment_gemm.SegmentGemmProblem(row["product"], *sizes)
+        problem = segment_gemm.SegmentGemmProblem(row["product"], *sizes, row["exact"])
         specs += segment_gemm.specs_of(problem, segment_gemm.plan_of(problem, 1 << 17, 100))
     return specs
 

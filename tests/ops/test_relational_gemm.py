@@ -86,8 +86,8 @@ def check_linear(
     want = reference.segment_linear(double(x), *args)
     if scatter is not None:
         want = torch.zeros(size, *want.shape[1:], dtype=torch.float64).index_copy_(0, scatter.long(), want)
-    assert y.dtype is dtype and y.isfinite().all()
-    assert_close("y", y, want, bound or dtype, op="gemm")
+    assert y.dtype is product.result and y.isfinite().all()
+    assert_close("y", y, want, bound or y.dtype, op="gemm")
     assert torch.equal(y, product(x, weight, bias))
     return y, want
 
@@ -135,6 +135,8 @@ LINEAR = {
     "272x64": ((272, 64, 1), {}),
     "3x70 bfloat16": ((3, 70, 4), {"dtype": torch.bfloat16}),
     "64x16 float16 shared": ((64, 16, 4), {"dtype": torch.float16, "shared": True}),
+    "64x16 float16 to float32": ((64, 16, 4), {"dtype": torch.float16, "is_exact": True}),
+    "70x3 bfloat16 to float32": ((70, 3, 1), {"dtype": torch.bfloat16, "is_exact": True, "with_bias": False}),
 }
 OUTER = {
     "64x64": ((64, 64, 1), {}),

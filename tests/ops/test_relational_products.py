@@ -41,7 +41,7 @@ def test_products_of_steps(name, off, graph):
         inputs = {n: t.squeeze(0) if lowered.buffers[n].domain is One else t for n, t in buffers.items()}
         (output,) = step.writes
         expected = interpret(step.program, drawn.rows, inputs)[output]
-        products.prepare(step, drawn.rows, torch.float64)(buffers)
+        products.prepare(step, (), drawn.rows, torch.float64)(buffers)
         torch.testing.assert_close(buffers[output].reshape(expected.shape), expected, msg=str(step))
 
 
@@ -54,4 +54,4 @@ def test_some_of_the_heads_are_refused():
     lowered = lower(joint(drawn), ("out",))
     (step,) = (step for step in lowered.forward if step.kind == "linear")
     with pytest.raises(Refusal, match="some of 6 heads"):
-        products.prepare(step, drawn.rows, torch.float64)
+        products.prepare(step, (), drawn.rows, torch.float64)

@@ -52,12 +52,20 @@ class _Product:
     """
 
     def __init__(
-        self, product: str, rows: TypedRows, features: int, channels: int, heads: int, dtype: torch.dtype, fold: str
+        self,
+        product: str,
+        rows: TypedRows,
+        features: int,
+        channels: int,
+        heads: int,
+        dtype: torch.dtype,
+        fold: str,
+        is_exact: bool = False,
     ) -> None:
         check_dtype("type_ptr", rows.type_ptr, torch.int32)
         self.features, self.channels, self.heads = features, channels, heads
         self.type_ptr, self.num_rows, self.num_types = rows.type_ptr, rows.num_rows, rows.num_types
-        self.device, self.dtype = rows.type_ptr.device, dtype
+        self.device, self.dtype, self.is_exact = rows.type_ptr.device, dtype, is_exact
         self._sizes = product, features, channels, heads, fold if heads > 1 else "none", dtype, self.device
         self._prepared: dict[bool, _Prepared] = {}
         self.reasons = unsupported_reasons(self.problem)
@@ -70,7 +78,7 @@ class _Product:
     @property
     def problem(self) -> SegmentGemmProblem:
         """The problem under torch's present settings."""
-        return SegmentGemmProblem(*self._sizes, tf32_allowed(self.dtype))
+        return SegmentGemmProblem(*self._sizes, tf32_allowed(self.dtype), self.is_exact)
 
     def prepared(self) -> _Prepared:
         """Return the launches under torch's present settings, made on first use."""
@@ -132,6 +140,10 @@ class SegmentLinear(_Product):
         gather: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
         scatter: Row of the result of each row, int32 [I], no number twice; None for rows as they are.
         num_results: Rows of the result where `scatter` names some of them: the others are zeros.
+        is_exact: Whether results are float32 whatever the dtype.
+
+    Attributes:
+        result: Dtype of the results.
 
     Raises:
         TypeError: `type_ptr` or a list has another dtype than int32.
@@ -151,9 +163,11 @@ class SegmentLinear(_Product):
         gather: Tensor | None = None,
         scatter: Tensor | None = None,
         num_results: int | None = None,
+        is_exact: bool = False,
     ) -> None:
         product = "transposed" if transposed else "linear"
-        super().__init__(product, rows, features, channels, heads, dtype, "columns" if shared else "none")
+        super().__init__(product, rows, features, channels, heads, dtype, "columns" if shared else "none", is_exact)
+        self.result = torch.float32 if is_exact else dtype
         self.transposed = transposed
         self.places, self.columns = (channels, features) if transposed else (features, channels)
         self.row_heads = 1 if shared else heads
@@ -188,10 +202,10 @@ class SegmentLinear(_Product):
         shape = self.num_results, heads, columns
         if out is None:
             is_whole = self.scatter is None or self.num_results == self.num_rows
-            out = x.new_empty(shape) if is_whole else x.new_zeros(shape)
+            out = (x.new_empty if is_whole else x.new_zeros)(shape, dtype=self.result)
         else:
             check_shape("out", out, shape, str(list(shape)))
-            check_dtype("out", out, self.dtype)
+            check_dtype("out", out, self.result)
             check_device("out", out, self.device)
             if not out.is_contiguous() or out.data_ptr() % 16:
                 raise ValueError("'out' needs contiguous memory from a multiple of 16 bytes on (got other memory)")
@@ -201,6 +215,8 @@ class SegmentLinear(_Product):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Write the results of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
         if self.reasons:
+            x, weight = x.to(self.result), weight.to(self.result)
+            bias = None if bias is None else bias.to(self.result)
             y = reference.segment_linear(x, weight, self.heads, self.type_ptr, self.gather, bias, self.transposed)
             if self.scatter is None:
                 out.copy_(y)

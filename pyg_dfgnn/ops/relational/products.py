@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 
 import torch
@@ -18,11 +18,12 @@ from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 _PAIRS = {U: "source_relations", V: "target_relations"}
 
 
-def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
+def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
     """Return the launch of a linear map or of a sum of outer products.
 
     Args:
         step: The step.
+        exact: Names of the buffers that are float32.
         rows: The rows of the domains.
         dtype: Dtype of the features.
 
@@ -80,13 +81,14 @@ def prepare(step: Step, rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, T
         shared=x_heads < heads,
         gather=gather[0],
         scatter=order,
+        is_exact=output in exact,
     )
     shape = rows.sizes[over], *root.shape
 
     def run_linear(buffers: dict[str, Tensor]) -> None:
         weight = y(buffers).view(-1, y_heads, features, channels)
         added = None if bias is None else bias(buffers).view(-1, heads, columns)
-        out = buffers[output] = weight.new_empty(shape)
+        out = buffers[output] = weight.new_empty(shape, dtype=linear.result)
         linear.run(x(buffers).view(-1, x_heads, places), weight, added, out.view(-1, heads, columns))
 
     return run_linear

@@ -119,7 +119,7 @@ class Prepared:
                 empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
                 run = partial(_launch, traversal.prepare(step, exact, compares, rows, self.dtype), empty)
             elif step.kind in ("linear", "outer"):
-                run = products.prepare(step, rows, self.dtype)
+                run = products.prepare(step, exact, rows, self.dtype)
             runs.append((run, sorted(done)))
         return runs[::-1]
 
