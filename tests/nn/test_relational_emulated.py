@@ -56,3 +56,28 @@ def test_outputs_and_gradients(key, is_compiled, monkeypatch):
         for n in names:
             difference = (actual[n].double() - expected[n]).norm().item()
             assert difference <= tolerance(torch.float32, direction, "relational").relative * size, n
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_film_choose_the_branch_of_float64(dtype):
+    """What its ReLUs take is not rounded to 16 bits: on the wrong side of 0, a hub's whole gradient is another one."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(250, (2, 4000), generator=generator)
+    edge_index[1, :1500] = 3
+    edge_type = torch.randint(19, (4000,), generator=generator)
+    x = torch.randn(300, 24, generator=generator, dtype=torch.float64)
+    torch.manual_seed(1)
+    layer, oracle = both("FiLMConv", 24, 16, 20, dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.data.mul_(0.6)
+    oracle.load_state_dict(layer.state_dict())
+    call = cast((x, edge_index, edge_type), dtype)
+    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+        actual = results_of(layer, *call)
+    expected = results_of(oracle.double(), *cast(call, torch.float64))
+    assert actual["out"].dtype is dtype
+    for direction, names in (("forward", ["out"]), ("backward", [n for n in expected if n != "out"])):
+        size = max(expected[n].norm().item() for n in names)
+        for n in names:
+            difference = (actual[n].double() - expected[n]).norm().item()
+            assert difference <= tolerance(dtype, direction, "relational").relative * size, n
