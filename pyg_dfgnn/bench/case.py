@@ -148,12 +148,14 @@ class Implementation:
         title: Name in tables and figures.
         dtypes: Names of the dtypes that it can be timed in.
         error_bound: Relative error above which its time is no result, if wider than the bound of the dtype.
+        is_ours: Whether it runs on kernels of this package, so that rows of other sources do not count.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     error_bound: ClassVar[float] = 2e-3
+    is_ours: ClassVar[bool] = False
 
     def predicted_bytes(self, case: Case, num_edges: int, training: bool) -> float:
         """Memory of the tensors that grow with the edges."""
@@ -176,6 +178,7 @@ class Fused(Implementation):
     title = "ours"
     dtypes = tuple(DTYPES)
     error_bound = 0.0
+    is_ours = True
 
     def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
         edges = compressed(graph)

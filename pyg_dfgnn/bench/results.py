@@ -18,7 +18,7 @@ import torch
 from pyg_dfgnn.paths import kernels_dir
 
 PACKAGE = Path(__file__).resolve().parents[1]
-MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph")
+MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph", "ir")
 """Rooms whose text, with that of the kernels, decides what a measurement is about."""
 
 

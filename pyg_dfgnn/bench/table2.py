@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pyg_dfgnn.bench import table2_report
 from pyg_dfgnn.bench.isolated import EndedError, results
+from pyg_dfgnn.bench.results import MEASURED_ROOMS as LAYER_ROOMS
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
     FROM_FLOAT64,
@@ -52,7 +53,7 @@ FIELDS = [
     *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
-MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph", "nn", "models", "training")
+MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
 Row = dict[str, Any]

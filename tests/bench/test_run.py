@@ -255,8 +255,12 @@ def test_a_run_times_all_layers_and_resumes(tmp_path, capsys):
     assert "| GT | 2x8 | fwd | PyG |" in capsys.readouterr().out
 
 
-def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch):
-    extra = ["graphs=[b]", "ops=[dot]", "directions=[fwd]", "dtypes=[float32]", "implementations=[fused,pyg]"]
+@pytest.mark.parametrize(
+    ("op", "size", "ours"), [("dot", "2x8", "fused"), ("my_gin", "8", "drop_in"), ("rgcn", "1x4", "hector")]
+)
+def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch, op, size, ours):
+    names = ["graphs=[b]", f"ops=[{op}]", f"sizes=[{size}]", f"implementations=[{ours},pyg]"]
+    extra = [*names, "directions=[fwd]", "dtypes=[float32]"]
     bench(tmp_path, *extra)
     first = read(tmp_path)
     (environment,) = [run.environment]
@@ -265,7 +269,7 @@ def test_rows_of_other_sources_are_measured_again(tmp_path, monkeypatch):
     rows = read(tmp_path)
     # New rows take the place of earlier ones; those of baselines stay.
     assert len(rows) == len(first)
-    assert {row["digest"] for row in rows if row["implementation"] == "fused" and row["op"] == "dot"} == {"changed"}
+    assert {row["digest"] for row in rows if row["implementation"] == ours and row["op"] == op} == {"changed"}
     assert [row for row in rows if row["implementation"] == "pyg"] == [r for r in first if r["implementation"] == "pyg"]
 
 

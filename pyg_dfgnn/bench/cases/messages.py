@@ -321,6 +321,7 @@ class Compiled(Implementation):
     title = "ours"
     dtypes = ("float32", "bfloat16", "float16")
     error_bound = 0.0
+    is_ours = True
 
     def prepare(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         module = self.layer(case, inputs["x"])

@@ -52,6 +52,7 @@ class Ours(RelationalImplementation):
     title = "ours"
     dtypes = tuple(DTYPES)
     error_bound = 0.0
+    is_ours = True
 
     def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         call = case.call(ours, Edges.of_list(graph))
@@ -122,6 +123,7 @@ class Hector(RelationalImplementation):
 
     name = "hector"
     title = "ours as Hector, plain"
+    is_ours = True
     passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder", "compact"}), frozenset())
 
     def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
