@@ -272,6 +272,8 @@ def worker(options: argparse.Namespace) -> None:
     result = Path(options.result)
     outcomes = Outcomes(json.loads(result.read_text())["outcome"] if result.exists() else ())
     settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]
+    # A file that needs what is not installed fails alone.
+    settings.append("--continue-on-collection-errors")
     with running:
         pytest.main([*settings, *options.files], plugins=[outcomes])
     found = {"outcome": outcomes.outcome, "calls": calls, "is_lost": outcomes.is_lost}
