@@ -56,9 +56,7 @@ class RowSplitTuning:
         unroll: Edges in flight; None for the default of the direction.
         min_blocks: Blocks per multiprocessor that the compiler makes room for, by bytes and features of a lane: 8 leave
             64 registers, 6 leave 80, 5 leave 96. An entry that is missing stands for 1.
-        packed_min_blocks: Entries that differ where lanes to spare take further rows.
         paired_min_blocks: Entries that differ for two edges side by side of heads that two lanes share.
-        ordered_min_blocks: Entries that differ for packed rows with the longest first and chunks joined in a block.
         edge_rows_min_blocks: ``min_blocks`` with rows of edges of which a lane holds up to four numbers: as many as
             cost no spill.
         saved_min_blocks: ``min_blocks`` of the forward pass that leaves dout_dlogit.
@@ -73,9 +71,7 @@ class RowSplitTuning:
     packed_loads: int | None = None
     unroll: Unroll | None = None
     min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
-    packed_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     paired_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
-    ordered_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     edge_rows_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     saved_min_blocks: Mapping[tuple[int, int], int] = field(default_factory=_nothing)
     four_loads: bool = False

@@ -82,7 +82,7 @@ def _elements(c: Mapping[str, int]) -> int:
     return c["LANE_HEADS"] * c["LANE_VECS"] * c["VEC"]
 
 
-def _min_blocks(direction: str, problem: AttentionProblem, lanes: Mapping[str, int], packed: bool) -> int:
+def _min_blocks(direction: str, problem: AttentionProblem, lanes: Mapping[str, int]) -> int:
     """Blocks per multiprocessor: as many as cost no spill in the loops, without edge features and dropout."""
     elements, tuning = _elements(lanes), _tuning(problem, direction)
     key = (problem.dtype.itemsize, elements)
@@ -92,17 +92,10 @@ def _min_blocks(direction: str, problem: AttentionProblem, lanes: Mapping[str, i
     if problem.edge or problem.dropout:
         return 1
     blocks = (tuning.saved_min_blocks if direction == "dout_dlogit" else tuning.min_blocks).get(key, 1)
-    if packed:
-        blocks = tuning.packed_min_blocks.get(key, blocks)
     if lanes["HEAD_LANES"] == lanes["EDGE_SLOTS"] == 2:
         blocks = tuning.paired_min_blocks.get(key, blocks)
     # Each head has a record of its own.
     return max(1, blocks - 1) if direction == "sources" and problem.heads > 1 and elements > 4 else blocks
-
-
-def ordered(problem: AttentionProblem, direction: str, constants: Mapping[str, int]) -> dict[str, int]:
-    """The constants with the longest rows first, which leaves packed rows no registers for as many blocks."""
-    return {**constants, "ORDERED": 1, "MIN_BLOCKS": _min_blocks(direction, problem, constants, packed=False)}
 
 
 def saves_dout_dlogit(score: str, edge: bool) -> bool:
@@ -129,7 +122,7 @@ def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> dic
         **sums,
         **lanes,
         "UNROLL": _unroll(direction, problem, _elements(lanes)),
-        "MIN_BLOCKS": _min_blocks(direction, problem, lanes, lanes["WARP_ROWS"] > 1),
+        "MIN_BLOCKS": _min_blocks(direction, problem, lanes),
         "ORDERED": 0,
         "JOINED": 0,
         "SMEM": 0,
@@ -274,7 +267,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
         return joined
     if rows.max_degree > max_edges:
         longest = min(max(max_edges, SUMMED_EDGES), ORDERED_EDGES)
-        return RowSplitPlan(ordered(problem, direction, constants), min(2 * max_edges, longest), 1)
+        return RowSplitPlan({**constants, "ORDERED": 1}, min(2 * max_edges, longest), 1)
     if constants["WARP_ROWS"] > 1:
         constants = with_whole_heads(problem, direction, constants, "packed")
     return RowSplitPlan(constants, max_edges, 1)
@@ -330,15 +323,13 @@ def _in_order(
     rows as they come, on an H200, with blocks of half the warps, as far as these
     can take the longest row. The layouts were chosen by times of 1 head of 128 there.
     """
-    fewer = ordered(problem, direction, {**constants, "WARPS": WARPS})
+    fewer = {**constants, "ORDERED": 1, "WARPS": WARPS, "MIN_BLOCKS": _min_blocks(direction, problem, constants)}
     itemsize, tuning = problem.dtype.itemsize, _tuning(problem, direction)
     plain = not problem.edge and not problem.dropout
     if plain and itemsize == 4 and tuning.four_loads:
         lanes = fitting_lanes(problem, 4, wide=False)
         if lanes["LANE_VECS"] == 4:
             fewer.update({**lanes, "UNROLL": 1, "MIN_BLOCKS": 1})
-    elif plain:
-        fewer["MIN_BLOCKS"] = tuning.ordered_min_blocks.get((itemsize, _elements(fewer)), fewer["MIN_BLOCKS"])
     length = joined_edges(rows, items_per_block(fewer))
     if length <= max_edges:
         return RowSplitPlan(fewer, length, 1)
