@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,29 +218,37 @@ def _time(row: Row | None) -> str:
 
 
 def messages() -> str:
-    """Milliseconds of compiled layers, forward / with backward, with the times faster than PyG, by graph."""
-    return _measured("messages", _messages)
+    """Milliseconds of compiled layers, forward / with backward, with the times faster than PyG and than compiled PyG."""
+    return _measured("messages", partial(_messages, "fused", ("pyg", "compile")))
 
 
-def _messages(rows: list[Row]) -> str:
+def restated() -> str:
+    """Milliseconds of drop-ins whose layers are restated, with the times faster than the compiled messages."""
+    return _measured("messages", partial(_messages, "drop_in", ("fused",)))
+
+
+def _messages(name: str, others: Sequence[str], rows: list[Row]) -> str:
+    """Milliseconds of an implementation, forward / with backward, with the times faster than others, by graph."""
     rows = tables.latest(rows)
     times = {(row["layer"], row["graph"], row["implementation"], row["direction"]): row for row in rows}
-    graphs, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("graph", "layer"))
+    graphs, layers = (list(dict.fromkeys(row[column] for row in rows)) for column in ("graph", "layer"))
 
-    def cell(layer: str, graph: str, name: str) -> str:
-        pairs = [(times.get((layer, graph, name, way)), times.get((layer, graph, "pyg", way))) for way in WAYS]
-        if not any(ours and not (name == "drop_in" and ours["status"].startswith("not run")) for ours, _ in pairs):
+    def faster(layer: str, graph: str, other: str, way: str) -> str:
+        ours, theirs = times.get((layer, graph, name, way)), times.get((layer, graph, other, way))
+        if ours is None or theirs is None or not ours["status"] == theirs["status"] == "ok":
+            return "-"
+        return f"{tables.milliseconds(theirs) / tables.milliseconds(ours):.2g}"
+
+    def cell(layer: str, graph: str) -> str:
+        found = [times.get((layer, graph, name, way)) for way in WAYS]
+        if not any(found) or (name == "drop_in" and all(row and row["status"].startswith("not run") for row in found)):
             return ""
-        shown = " / ".join(_time(ours) for ours, _ in pairs)
-        both = [(ours, pygs) for ours, pygs in pairs if ours and pygs and ours["status"] == pygs["status"] == "ok"]
-        factors = [f"{tables.milliseconds(pygs) / tables.milliseconds(ours):.2g}" for ours, pygs in both]
-        return f"{shown} ({' / '.join(factors)})" if len(factors) == len(pairs) else shown
+        factors = [" / ".join(faster(layer, graph, other, way) for way in WAYS) for other in others]
+        known = [factor for factor in factors if factor.strip("-/ ")]
+        return " / ".join(map(_time, found)) + (f" ({', '.join(known)})" if known else "")
 
-    body = [
-        [layer, *(cell(layer, graph, name) for graph in graphs for name in ("fused", "drop_in"))] for layer in layers
-    ]
-    head = [f"{graph}, {title}" for graph in graphs for title in ("compiled", "drop-in")]
-    return markdown(["layer", *head], body)
+    body = [[layer, *(cell(layer, graph) for graph in graphs)] for layer in layers]
+    return markdown(["layer", *graphs], [line for line in body if any(line[1:])])
 
 
 def conv_steps() -> str:
@@ -270,7 +279,7 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, relational, messages, conv_steps)},
+    **{make.__name__: make for make in (segment, segment_peers, relational, messages, restated, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""
