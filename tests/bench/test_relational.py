@@ -2,7 +2,9 @@
 
 import csv
 import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from pyg_dfgnn.bench.cases.relational.case import LAYERS, Edges
 from pyg_dfgnn.bench.cases.relational.implementations import (
     IMPLEMENTATIONS,
     CompiledPyG,
+    Fasten,
     FastPyG,
     Hector,
     HectorCompact,
@@ -78,6 +81,34 @@ def test_implementations_agree_with_float64(implementation, op, name):
         graph = graph_of("duplicates")
     worst, error = results(implementation, case, graph)[2].worst
     assert error < case.bound("float32"), f"{worst}: {error:.2e}"
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_rgcn_on_products_of_segments_agrees_with_float64(name, monkeypatch):
+    """FASTEN's own product needs a GPU; a plain one stands in for it."""
+
+    def product(rows, weight, kinds, engine):
+        return torch.bmm(rows[:, None], weight[kinds]).squeeze(1)
+
+    fasten = SimpleNamespace(compact_tensor_types=lambda data, types, **_: types, Engine=SimpleNamespace(AUTO=None))
+    fasten.ops = SimpleNamespace(fasten_segment_matmul=product)
+    monkeypatch.setitem(sys.modules, "fasten", fasten)
+    graph, case = graph_of(name), case_of("rgcn", "1x8")
+    assert Fasten().reasons(case, graph, True, float("inf")) == []
+    worst, error = results(Fasten(), case, graph)[2].worst
+    assert error < case.bound("float32"), f"{worst}: {error:.2e}"
+
+
+def test_fasten_says_why_it_cannot_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fasten", None)
+    few = ["graphs=[mag_like]", "sizes=[1x8]", "implementations=[fasten]", f"folder={tmp_path}"]
+    assert run.run(composed("experiment=relational", *QUICK, *few)) == 0
+    status = {row["op"]: row["status"] for row in rows_in(tmp_path)}
+    assert status == {
+        "rgcn": "not run: fasten is not installed",
+        "rgat": "not run: has no RGAT",
+        "hgt": "not run: has no HGT",
+    }
 
 
 @pytest.mark.parametrize("size", ["1x64", "8x16"])

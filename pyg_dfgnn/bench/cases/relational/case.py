@@ -125,7 +125,7 @@ class Layer:
     has_kink: bool = False
 
 
-def _counts_of(group: Tensor) -> Tensor:
+def counts_of(group: Tensor) -> Tensor:
     """The size of the group of each position."""
     _, inverse, counts = group.unique(return_inverse=True, return_counts=True)
     return counts[inverse]
@@ -154,7 +154,7 @@ def plain_rgcn(edge_index: Tensor, num_dst: int, inputs: Inputs, heads: int) -> 
     """W_0 x_i + b + the sum over relations of the mean of W_r x_j, by explicit pairs of target and relation."""
     source, target = edge_index
     kind, weight = inputs["edge_type"], inputs["weight"]
-    share = _counts_of(target * len(weight) + kind).to(weight.dtype).reciprocal()
+    share = counts_of(target * len(weight) + kind).to(weight.dtype).reciprocal()
     messages = _by_type(inputs["x"][source], weight, kind) * share[:, None]
     out = inputs["x_dst"] @ inputs["root"] + inputs["bias"]
     return out.index_add(0, target, messages)

@@ -1,7 +1,8 @@
-"""Relational layers as they are computed: by our drop-ins, by PyG, by torch.compile of PyG, by Hector's schedules."""
+"""Relational layers as they are computed: by our drop-ins, PyG, torch.compile of PyG, FASTEN and Hector's schedules."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor
+from torch_geometric.utils import scatter
 
 from pyg_dfgnn import nn as ours
 from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Forward, Implementation
-from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase
+from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase, counts_of
 from pyg_dfgnn.bench.graphs import compressed
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.ir import U
@@ -108,6 +110,50 @@ class CompiledPyG(PyG):
         return lambda: compiled(inputs)
 
 
+class Fasten(RelationalImplementation):
+    """RGCN on FASTEN's product of segments, whose factors are rounded to TF32 whatever torch allows.
+
+    As its layer does it, rows of sources are gathered in the order of relations, and products are scattered to targets.
+    That layer adds them up; a mean of each relation needs the share of each product first.
+
+    Source: https://github.com/Deep-Learning-Profiling-Tools/fasten, ``FastenRGCNConv``.
+    """
+
+    name = "fasten"
+    title = "FASTEN"
+    dtypes = ("float32", "tf32")
+    convs: ClassVar[Mapping[str, str]] = {"rgcn": "FastenRGCNConv"}
+
+    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
+        # Gradients of weights have parts, one for 32 edges where it tries its smallest tiles.
+        return edges.edge_type.numel() * case.width * (5 + case.width / 32 if training else 3)
+
+    def reasons(self, case: RelationalCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+        if reasons := super().reasons(case, graph, training, memory_bytes):
+            return reasons
+        try:
+            importlib.import_module(self.name)
+        except ImportError as error:
+            return ["fasten is not installed" if error.name == self.name else f"fasten cannot be imported: {error}"]
+        return []
+
+    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        fasten = importlib.import_module(self.name)
+        edges = Edges.of_list(graph)
+        kind, order = edges.edge_type.sort(stable=True)
+        source, target = edges.edge_index[:, order]
+        segments = fasten.compact_tensor_types(None, kind, is_sorted=True, device=graph.device)
+        share = counts_of(target * edges.num_relations + kind).float().reciprocal()[:, None]
+
+        def forward() -> Tensor:
+            x, weight = inputs["x"], inputs["weight"]
+            messages = fasten.ops.fasten_segment_matmul(x.index_select(0, source), weight, segments, fasten.Engine.AUTO)
+            out: Tensor = scatter(messages * share, target, dim_size=graph.num_dst, reduce="sum")
+            return out + torch.addmm(inputs["bias"], x, inputs["root"])
+
+        return forward
+
+
 class Hector(RelationalImplementation):
     """Our programs by the passes that Hector has, on generated kernels; on a CPU the interpreter runs them as traced.
 
@@ -195,5 +241,5 @@ class HectorReordered(Hector):
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Ours, PyG, FastPyG, CompiledPyG, Hector, HectorCompact, HectorReordered)
+    kind.name: kind for kind in (Ours, PyG, FastPyG, CompiledPyG, Fasten, Hector, HectorCompact, HectorReordered)
 }
