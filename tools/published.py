@@ -186,25 +186,35 @@ def relational() -> str:
     """Milliseconds of relational layers, forward and with backward, by schedule and implementation."""
     shown = (
         *(("fused", "replay"), ("fused", "warm"), ("hector_cf", "warm"), ("hector_c", "warm"), ("hector", "warm")),
-        *(("pyg", "warm"), ("pyg_fast", "warm")),
+        *(("pyg", "warm"), ("pyg_fast", "warm"), ("fasten", "warm")),
     )
+    lines = [(*line, "float32") for line in shown]
+    lines += [(*line, "tf32") for line in shown if line[0] in ("fused", "fasten")]
 
     def table(rows: list[Row]) -> str:
         rows = tables.latest(rows)
         times = {
-            (row["layer"], row["implementation"], row["state"] or "warm", row["graph"], row["direction"]): row
+            (
+                row["layer"],
+                row["implementation"],
+                row["state"] or "warm",
+                row["dtype"],
+                row["graph"],
+                row["direction"],
+            ): row
             for row in rows
         }
         graphs, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("graph", "layer"))
         body = []
         for layer in layers:
-            for implementation, state in shown:
+            for implementation, state, dtype in lines:
                 cells = []
                 for graph in graphs:
-                    pair = [times.get((layer, implementation, state, graph, way)) for way in ("fwd", "fwd+bwd")]
+                    pair = [times.get((layer, implementation, state, dtype, graph, way)) for way in WAYS]
                     cells.append(" / ".join(_time(row) for row in pair) if any(pair) else "")
                 if any(cell.strip(" /-") for cell in cells):
                     title = tables.TITLES[implementation] + (", replayed" if state == "replay" else "")
+                    title += ", TF32 allowed" if dtype == "tf32" else ""
                     body.append([layer, title, *cells])
         return markdown(["layer", "implementation", *graphs], body)
 
