@@ -228,7 +228,7 @@ def _time(row: Row | None) -> str:
 
 
 def messages() -> str:
-    """Milliseconds of compiled layers, forward / with backward, with the times faster than PyG and than compiled PyG."""
+    """Milliseconds of compiled layers, forward / with backward, with the times faster than PyG and compiled PyG."""
     return _measured("messages", partial(_messages, "fused", ("pyg", "compile")))
 
 
