@@ -255,6 +255,29 @@ class Updated(MessagePassing):
         return F.normalize(edge, dim=-1) * x_j
 
 
+class Normalized(MessagePassing):
+    """A gated layer that divides by the sum of its gates and counts targets by the rows of another argument."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.target, self.source = Linear(FEATURES, WIDTH), Linear(FEATURES, WIDTH)
+        self.value, self.edge = Linear(FEATURES, WIDTH), Linear(EDGE, WIDTH)
+
+    def forward(self, x, edge_index, edge_attr):
+        d, e, b = self.target(x), self.source(x), self.value(x)
+        out = self.propagate(edge_index, d=d, e=e, b=b, c=self.edge(edge_attr))
+        edge, self.edges = self.edges, None
+        return out, edge
+
+    def message(self, d_i, e_j, c):
+        self.edges = d_i + e_j + c
+        return self.edges.sigmoid()
+
+    def aggregate(self, inputs, index, b_j, b):
+        total = scatter(inputs * b_j, index, 0, b.shape[0], "sum")
+        return total / (scatter(inputs, index, 0, b.shape[0], "sum") + 1e-6)
+
+
 class Distances(MessagePassing):
     """EGNN-like: invariant messages of squared distances."""
 
@@ -314,6 +337,7 @@ USERS = {
     "SoftAggregated": (SoftAggregated, None),
     "Einsteinian": (Einsteinian, None),
     "Updated": (Updated, "edge_attr"),
+    "Normalized": (Normalized, "edge_attr"),
     "Distances": (Distances, "pos"),
     "Corners": (Corners, "edge_weight"),
 }

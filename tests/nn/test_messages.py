@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import scatter
 
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.drop_ins import MARK
@@ -326,6 +327,23 @@ def test_every_line_that_is_refused_is_listed():
 
     reasons = check(marked_layer(Several), X, EDGES, pyg=True).reasons
     assert len(reasons) == 2 and "bessel_j0" in reasons[0] and "bessel_j1" in reasons[1]
+
+
+def test_rows_of_sources_count_targets_where_both_are_as_many():
+    class Counted(MessagePassing):
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x, y=x if isinstance(x, tuple) else (x, x))
+
+        def message(self, x_j, y_i):
+            return x_j * y_i.sum(-1, keepdim=True)
+
+        def aggregate(self, inputs, index, y):
+            return scatter(inputs, index, dim=0, dim_size=y[0].size(0))
+
+    layer, edges = marked_layer(Counted), torch.tensor([[0, 5, 2, 3], [1, 2, 0, 4]])
+    for _ in range(2):
+        check(layer, (X, X.exp()), EDGES)
+        check(layer, (torch.randn(6, 4), X), edges, pyg=True)
 
 
 def test_errors_of_a_layer_are_pygs():

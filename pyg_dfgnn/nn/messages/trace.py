@@ -123,6 +123,16 @@ def clear() -> None:
 
 
 def trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
+    """Return a trace of this kind of call whose facts hold; where there is none for any numbers of sources and targets,
+    one for equal numbers, if the call has these.
+    """
+    bound = _trace_of(layer, call, spec)
+    if bound.trace.program is not None or spec.is_square or spec.sizes[0] != spec.sizes[1]:
+        return bound
+    return _trace_of(layer, call, spec._replace(key=(*spec.key, "square"), is_square=True))
+
+
+def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
     """Return a trace of this kind of call whose facts hold, from the cache or new."""
     known = _of_layer.get(layer)
     if known is None:
