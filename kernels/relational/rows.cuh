@@ -254,7 +254,8 @@ __device__ __forceinline__ HeadValues over_channels(const Lanes& l, const Term& 
 // The term(h, c) of each channel, or one number, T, joined over the heads, which all get the result.
 template <class Join, class T, class Term>
 __device__ __forceinline__ T over_heads(const Lanes& l, const Term& term) {
-    static_assert(GROUP_HEADS >= HEADS, "a group of lanes has to hold all heads");
+    // Of T, so that it is checked only where heads are joined.
+    static_assert(sizeof(T) == 0 || GROUP_HEADS >= HEADS, "a group of lanes has to hold all heads");
     T joined;
     for_each_number(joined, [&](float& x, int h, int c) {
         if (h > 0) return;
