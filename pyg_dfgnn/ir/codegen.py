@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, Refusal, find_lanes
+from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, Refusal, find_lanes, stored_row
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
@@ -220,12 +220,20 @@ class _Generator:
             terms = [self._operand(arg, scope, "HC") for arg in args]
             scope.lines.append(f"{declared} = {self._joined(key, ' * '.join(terms))};")
             return name
+        if value.op == "slice" and args[0][1].startswith(ROWS):
+            scope.lines.append(f"{declared} = {self._stored_row(key, scope)};")
+            return name
+        if value.op == "concat":
+            numbers = [self._operand(arg, scope, SHORT) for arg in args]
+            scope.lines += [f"{self._type(key)} {name};", *(f"{name}.x[{k}] = {x};" for k, x in enumerate(numbers))]
+            return name
         loop = "EACH_CHANNEL" if self._is_fragment(form) else "EACH_HEAD"
         if form == SHORT:
             loop = f"EACH_SHORT({prod(value.shape)})"
         expression = self._expression(i, [self._operand(arg, scope, form) for arg in args])
         if value.op == "slice":
-            expression = f"{self.text(args[0], scope)}.x[k + {value.attrs[0]}]"
+            place = value.attrs[0] if form != SHORT else f"k + {value.attrs[0]}"
+            expression = f"{self.text(args[0], scope)}.x[{place}]"
         scope.lines += [f"{self._type(key)} {name};", f"{loop} {self._element(name, form, form)} = {expression};"]
         return name
 
@@ -235,17 +243,29 @@ class _Generator:
         values, (x, weight) = self.values, self.lanes.args[key]
         rows = values[i].args[1]
         rows = values[rows].args[0] if form == SHORT else rows
-        kind, pointer = self._leaf((rows, weight))
+        name, pointer = self._weights((rows, weight), scope)
+        row = self.text((values[i].args[0], x), scope)
+        self.joins_heads |= form == SHORT and "H" in x
+        return f"{'project' if form == SHORT else 'spread'}({name}, {pointer}, {row}, l)"
+
+    def _weights(self, key: Key, scope: _Scope) -> tuple[str, str]:
+        """Load stored rows, if they are not there yet, and return their name and their pointer."""
+        (rows, weight), (kind, pointer) = key, self._leaf(key)
         name = f"w{rows}{weight.removeprefix(ROWS)}"
         if scope is self.edge:
-            self.weights[rows, weight] = f"{kind} {name};"
+            self.weights[key] = f"{kind} {name};"
             known, lines, name = self.own.lines, [f"{name}.load({pointer}, l);"], f"own.{name}"
         else:
             known, lines = scope.lines, [f"{kind} {name};", f"{name}.load({pointer}, l);"]
         known += [line for line in lines if line not in known]
-        row = self.text((values[i].args[0], x), scope)
-        self.joins_heads |= form == SHORT and "H" in x
-        return f"{'project' if form == SHORT else 'spread'}({name}, {pointer}, {row}, l)"
+        return name, pointer
+
+    def _stored_row(self, key: Key, scope: _Scope) -> str:
+        """The text of one of stored rows."""
+        stored = stored_row(self.values, key[0])
+        assert stored is not None
+        name, pointer = self._weights((stored[0], self.lanes.args[key][0]), scope)
+        return f"{name}.row({pointer}, {stored[1]}, l)"
 
     def _joined(self, key: Key, term: str) -> str:
         """The text of what joins the channels or heads of a term."""

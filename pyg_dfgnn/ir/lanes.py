@@ -1,13 +1,15 @@
 """How the values of one kernel lie on its lanes: every row is [H, C], [H], [C] or one number of the same H and C, or a
-short row [K] that every lane holds whole. Weights and sums of outer products are K rows.
+short row [K] that every lane holds whole. Weights, of which one row may be read alone, and sums of outer products are K
+rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
+from pyg_dfgnn.ir.domains import E, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS, Program, Shape, Value
 
@@ -44,6 +46,12 @@ class Lanes(NamedTuple):
     roots: dict[str, str]
 
 
+def lane_numbers(shape: Shape) -> int:
+    """Return how many float32 numbers of a row a lane holds: a load of up to four, or its share of a wide one."""
+    numbers = prod(shape)
+    return max(gcd(numbers, 4), -(-numbers // 32))
+
+
 SHORT, ROWS = "K", "K*"
 """Forms of a short row, and of what has a row for each of its numbers."""
 
@@ -68,14 +76,22 @@ def _candidates(program: Program) -> Iterable[tuple[int, int]]:
     values, live = program.values, program.live
     products = [i for i in live if values[i].op in ("linear", "outer")]
     matrices = {j for i in products for j in ((i,) if values[i].op == "outer" else values[i].args[1:])}
+    matrices |= {values[i].args[0] for i in live if stored_row(values, i) is not None}
     matrices |= {arg for i in matrices if values[i].op == "permute" for arg in values[i].args}
-    shapes = {_sizes(values[i].shape) for i in live - matrices}
+    parts = [i for i in live if values[i].op in ("slice", "concat")]
+    short = {j for i in parts for j in (_with_views(values, values[i].args[0]) if values[i].op == "slice" else {i})}
+    shapes = {_sizes(values[i].shape) for i in live - matrices - short} or {()}
     inner = {values[arg].shape[-1] for i in live for arg in values[i].args
              if values[i].op in JOINS and values[arg].shape}  # fmt: skip
     # Rows wider than the lanes may be short ones that every lane holds.
-    for width in sorted({prod(shape) for shape in shapes}, reverse=True)[: None if products else 1]:
+    for width in sorted({prod(shape) for shape in shapes}, reverse=True)[: None if products or parts else 1]:
         splits = {(prod(s[:k]), prod(s[k:])) for s in shapes if prod(s) == width for k in range(len(s) + 1)}
         yield from sorted(splits | {(width // channels, channels) for channels in inner if width % channels == 0})
+
+
+def _with_views(values: Sequence[Value], i: int) -> set[int]:
+    """A value and what it is a view of."""
+    return {i} | (_with_views(values, values[i].args[0]) if values[i].op == "view" else set[int]())
 
 
 def _sizes(shape: Shape) -> Shape:
@@ -148,6 +164,9 @@ class _Inference:
         if value.op == "slice" and len(value.shape) == 1:
             self.args[i, SHORT] = (self._short(value.args[0]),)
             return SHORT
+        if value.op == "concat" and all(values[arg].shape == (1,) for arg in value.args):
+            self.args[i, SHORT] = tuple(self._demand(arg, ("",)) for arg in value.args)
+            return SHORT
         if value.op != "input" and value.op not in (*POINTWISE, "view", "gather"):
             raise self._refuse(i, "has a row that does not fit the lanes")
         forms = []
@@ -206,6 +225,12 @@ class _Inference:
             rows = self._weight(weight, form)
             self.args[i, form] = self._short(x), rows
             return form
+        if value.op == "slice" and (stored := stored_row(self.program.values, i)) is not None:
+            self.args[i, form] = (self._weight(stored[0], form),)
+            return form
+        if value.op == "slice" and not form:
+            self.args[i, form] = (self._short(value.args[0]),)
+            return form
         ways = self._joined(i, labels, form) if value.op in JOINS else [list(self._operands(i, labels, form))]
         refusals = []
         for operands in ways:
@@ -258,6 +283,16 @@ class _Inference:
                     (arg, (*_aligned(labels, shape[:-1]), joined if shape[-1] > 1 else ""))
                     for arg, shape in zip(value.args, shapes)
                 ]
+
+
+def stored_row(values: Sequence[Value], i: int) -> tuple[int, int] | None:
+    """The stored rows of which a value is one that all edges share, and its number; None if it is no such row."""
+    value = values[i]
+    if value.op != "slice" or value.domain is not E or value.shape[1:] != (1,):
+        return None
+    turned = values[value.args[0]]
+    is_row = turned.op == "permute" and turned.domain is One and len(turned.shape) == 2
+    return (turned.args[0], value.attrs[0]) if is_row else None
 
 
 def _aligned(labels: tuple[str, ...], shape: Shape) -> tuple[str, ...]:

@@ -19,21 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, lru_cache
+from itertools import chain
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last
-from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_wide, width_of
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last, lane_numbers, stored_row
+from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_of_numbers, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
+from pyg_dfgnn.ir.unroll import unrolled
 
 ADD = "add"
 """The operator that adds a bias to a linear map."""
 _MOVES = ("permute", "concat", "slice", "pad", "matmul")
 """Operators that move numbers between lanes: torch runs them on nodes and pairs."""
+MAX_SUMS = 56
+"""Numbers that a lane adds up where sums are written out: with more, their terms would leave no registers."""
 _STORED = ("input", "dense", "linear", "traversal")
 """Kinds of values that are stored whatever reads them."""
 _INLINED_READS = 1.5
@@ -58,7 +62,14 @@ def lower(program: Program, outputs: Collection[str]) -> Lowered:
 # Batches of a kind have the same program: it is lowered once.
 @lru_cache(256)
 def _lowered(program: Program, outputs: frozenset[str]) -> Lowered:
-    return _Lowering(decompose(program), outputs).lowered()
+    decomposed, refusals = decompose(program), []
+    for way in chain([decomposed], unrolled(decomposed)):
+        try:
+            return _Lowering(way, outputs).lowered()
+        except Refusal as refusal:
+            refusals.append(refusal.with_traceback(None))
+    # Not kept by a name: with its traceback it would keep the frames of all callers.
+    raise refusals.pop(0)
 
 
 class _Draft:
@@ -78,6 +89,7 @@ class _Lowering:
             for arg in self.values[i].args:
                 self.readers[arg].add(i)
         self.products, self.width = find(program), width_of(program)
+        self.is_unrolled = any(stored_row(self.values, i) is not None for i in self.ids)
         self.kinds: dict[int, str] = {}
         for i in self.ids:
             self.kinds[i] = self._kind(i)
@@ -102,7 +114,7 @@ class _Lowering:
                 # One row of very many terms, which torch shares out better.
                 return "dense"
             return "outer" if value.op == "outer" and i not in self.products.outer else "traversal"
-        if self._is_transposed(i):
+        if self._is_transposed(i) or self._is_of_rows(i):
             return "inline"
         if value.domain in FEW:
             return "dense"
@@ -111,6 +123,8 @@ class _Lowering:
             self.kinds[product] = "inline"
             return "linear"
         if i in self.products.spread | self.products.project | self.products.parts:
+            return "inline"
+        if is_of_numbers(self.values, i) or stored_row(self.values, i) is not None:
             return "inline"
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
@@ -141,6 +155,11 @@ class _Lowering:
             and not self.readers[i] & self.products.spread
             and all(v.op == "matmul" or (v.op == "linear" and v.args[1] == i != v.args[0]) for v in readers)
         )
+
+    def _is_of_rows(self, i: int) -> bool:
+        """Whether a value is stored rows transposed, of which kernels read single ones where they lie."""
+        rows = [stored_row(self.values, reader) for reader in self.readers[i]]
+        return bool(rows) and None not in rows
 
     def _is_biased(self, i: int) -> bool:
         """Whether a value is a linear map, read by nothing else, and a bias by the type of the map's weight."""
@@ -361,6 +380,9 @@ class _Lowering:
 
     def _fits(self, targets: set[int]) -> bool:
         if sum(prod(self.values[i].shape) for i in targets & self.products.outer) > MAX_OUTER:
+            return False
+        sums = [self.values[i].shape for i in targets if self.kinds[i] == "traversal"]
+        if self.is_unrolled and sum(map(lane_numbers, sums)) > MAX_SUMS:
             return False
         try:
             self._find_lanes(targets)

@@ -119,6 +119,17 @@ def _is_outer(values: Sequence[Value], rows: Sequence[int], width: int) -> bool:
     return fits and _is_short(values, short, width) and _is_computed(values, wide)
 
 
+def is_of_numbers(values: Sequence[Value], i: int) -> bool:
+    """Whether a value of edges is a number of a row that every lane holds, or such a row that is made of numbers."""
+    value = values[i]
+    shapes = [values[arg].shape for arg in value.args]
+    if value.domain is not E or value.op not in ("slice", "concat"):
+        return False
+    if value.op == "slice":
+        return value.shape == (1,) and shapes[0][0] <= MAX_SHORT and _is_held(values, value.args[0])
+    return set(shapes) == {(1,)} and len(shapes) <= MAX_SHORT
+
+
 def _kind(values: Sequence[Value], i: int, width: int) -> str | None:
     """Which product in registers a value is; None if it is none."""
     value = values[i]

@@ -40,8 +40,7 @@ def test_implementations_agree_with_float64(op):
     assert calls and all(name == "fused" and not why for name, why in calls), calls
 
 
-# Nothing takes GMMConv's three nested sizes.
-@pytest.mark.parametrize("op", [op for op in LAYERS if op != "gmm"])
+@pytest.mark.parametrize("op", LAYERS)
 def test_no_buffer_has_the_features_of_an_edge(op):
     """Forward and backward with gradients of all inputs, as wide as the bench measures it."""
     graph, case, calls = benchmark_graph("e", "cpu", small=True), case_of(op, "64"), []

@@ -124,6 +124,27 @@ def edge_maps(x: S, xd: D, pos: S, posd: D, edge: E, w: One, wp: One, gate: One)
     return {"out": sum_to(D, alpha * rows), "most": max_to(D, hidden)}
 
 
+@relational
+def gaussians(x: S, edge: E, mu: One, sigma: One):
+    """Parts of the source, each weighted by a Gaussian of the coordinates of an edge."""
+    kernels, size = mu.shape
+    far = (edge.view(1, size) - mu) ** 2 * -0.5 / (sigma**2 + 1.0)
+    weight = far.emit("fold", attrs=((kernels, 1),)).apply("exp")
+    parts = x.view(kernels, -1) * weight
+    return sum_to(D, parts.emit("fold", attrs=((1, parts.shape[-1]),)).view(-1))
+
+
+@relational
+def many_gaussians(x: S, edge: E, mu: One, sigma: One, g: One):
+    """A matrix per edge, each number of which is a sum of Gaussians of the coordinates of the edge, on the source."""
+    features, channels, kernels, size = mu.shape
+    far = (edge.view(1, 1, 1, size) - mu) ** 2 * -0.5 / (sigma**2 + 1.0)
+    weight = far.emit("fold", attrs=((features, channels, kernels, 1),)).apply("exp").view(features, channels, kernels)
+    matrix = (weight * g).emit("fold", attrs=((features, channels, 1),)).view(features, channels)
+    product = x.view(features, 1) * matrix
+    return sum_to(D, product.emit("fold", attrs=((1, channels),)).view(-1))
+
+
 POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
 
 
@@ -186,6 +207,8 @@ PROGRAMS: dict[str, Program] = {
     "pairs": pairs.program(x=(3,), xd=(2,), weight=(5, 4)),
     "edge-maps": edge_maps.program(x=(8,), xd=(8,), pos=(3,), posd=(3,), edge=(5,), w=(5, 8), wp=(3, 8), gate=(8, 2)),
     "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
+    "gaussians": gaussians.program(x=(8,), edge=(3,), mu=(2, 3), sigma=(2, 3)),
+    "many-gaussians": many_gaussians.program(x=(5,), edge=(3,), mu=(5, 4, 2, 3), sigma=(5, 4, 2, 3), g=(5, 4, 2)),
     "pointwise": pointwise.program(x=(4,), e=(4,)),
 }
 for _mode in ("additive", "multiplicative"):

@@ -1,5 +1,6 @@
 """The steps of a lowered program, interpreted one after the other, give what the program gives."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from pyg_dfgnn.ir.passes import PASSES, optimise
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.steps import Lowered
 from tests.covering import over
-from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case
+from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case, gaussians, many_gaussians
 from tests.ir.test_passes import compare_all
 from tests.ir.test_rewrites import SIZES
 
@@ -83,6 +84,23 @@ def test_kernels_store_no_vector_per_edge(name):
     for step in (*lowered.forward, *lowered.backward):
         if step.kind in ("traversal", "map"):
             find_lanes(step.program)
+
+
+@pytest.mark.parametrize(("size", "passes"), [(8, [S, D]), (16, [S, D, D])])
+def test_sums_that_fill_the_registers_are_shared_out(size, passes):
+    """Two gradients of weights for each of two functions and so many coordinates."""
+    program = gaussians.program(x=(128,), edge=(size,), mu=(2, size), sigma=(2, size))
+    lowered = lower(optimise(program, SIZES, wrt=tuple(program.inputs))[-1].program, ("out",))
+    assert [step.domain for step in lowered.forward if step.over is E] == [D]
+    assert [step.domain for step in lowered.backward if step.over is E] == passes
+
+
+@pytest.mark.parametrize(("shape", "is_refused"), [((6, 4, 2, 3), False), ((16, 16, 3, 3), True)])
+def test_functions_of_edges_that_fill_the_registers_are_refused(shape, is_refused):
+    weights = {"mu": shape, "sigma": shape, "g": shape[:3]}
+    program = many_gaussians.program(x=shape[:1], edge=shape[3:], **weights)
+    with pytest.raises(Refusal, match="a row that does not fit the lanes") if is_refused else nullcontext():
+        lower(optimise(program, SIZES)[-1].program, ("out",))
 
 
 def test_sums_over_the_same_rows_are_one_step():

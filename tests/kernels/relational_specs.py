@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
 from tests.covering import extended
-from tests.ir.cases import edge_maps, joined_heads, rows_named
+from tests.ir.cases import edge_maps, gaussians, joined_heads, many_gaussians, rows_named
 
 
 @relational
@@ -67,6 +67,17 @@ def maps_of(heads: int, channels: int, near: int, features: int) -> Program:
     return edge_maps.program(x=(width,), xd=(width,), **short, gate=(width, heads))
 
 
+def gaussians_of(kernels: int, channels: int, size: int) -> Program:
+    """Sources weighted by Gaussians of so many coordinates."""
+    return gaussians.program(x=(kernels * channels,), edge=(size,), mu=(kernels, size), sigma=(kernels, size))
+
+
+def many_gaussians_of(features: int, channels: int, kernels: int, size: int) -> Program:
+    """Gaussians for each pair of a feature and a channel."""
+    shape = features, channels, kernels
+    return many_gaussians.program(x=(features,), edge=(size,), mu=(*shape, size), sigma=(*shape, size), g=shape)
+
+
 PROGRAMS = (
     (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
     (rgat_of(4, 16, 64), torch.float32),
@@ -75,6 +86,8 @@ PROGRAMS = (
     (maps_of(4, 32, 3, 12), torch.float32),
     (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
     (dropped(3, 7), torch.bfloat16),
+    (gaussians_of(2, 64, 8), torch.float32),
+    (many_gaussians_of(6, 4, 2, 3), torch.bfloat16),
 )
 # The same layers in other sizes and dtypes.
 MORE_PROGRAMS = (
@@ -83,6 +96,7 @@ MORE_PROGRAMS = (
     (hgt_of(1, 128, 64), torch.float32),
     (maps_of(1, 64, 3, 16), torch.float16),
     (dropped(4, 16), torch.float32),
+    (gaussians_of(2, 64, 16), torch.float32),
 )
 
 

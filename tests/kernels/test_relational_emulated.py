@@ -18,7 +18,15 @@ from tests.emu.loader import compiler
 from tests.ir.cases import ALL_GRAPHS, case, gatv2, joined_heads, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
-from tests.kernels.relational_specs import functions, hgt_of, maps_of, rgat_of, without_attention
+from tests.kernels.relational_specs import (
+    functions,
+    gaussians_of,
+    hgt_of,
+    many_gaussians_of,
+    maps_of,
+    rgat_of,
+    without_attention,
+)
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
@@ -32,6 +40,8 @@ LAYERS: dict[str, Program] = {
     "hgt": hgt_of(1, 8, 8),
     "maps": maps_of(5, 32, 3, 14),
     "gatv2": gatv2.program(x=(8,), xd=(8,), edge=(8,), w=(8, 6), wd=(8, 6), we=(8, 6), att=(2, 3)),
+    "gaussians": gaussians_of(2, 64, 8),
+    "many_gaussians": many_gaussians_of(6, 4, 2, 3),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
 }
 EVERY_GRAPH = product({"layer": ("rgcn", "rgat", "hgt"), "graph": tuple(ALL_GRAPHS)})
@@ -39,12 +49,14 @@ RUNS = [
     *((row["layer"], torch.float32, row["graph"]) for row in EVERY_GRAPH),
     *(
         (name, torch.float32, graph)
-        for name in ("heads", "maps")
+        for name in ("heads", "maps", "gaussians", "many_gaussians")
         for graph in ("hub", "duplicates", "dense", "no-edges-R3")
     ),
     # A maximum of one edge, which no rounding of logits moves to another.
     ("heads", torch.float16, "isolated-R4"),
     ("maps", torch.bfloat16, "isolated-R4"),
+    ("gaussians", torch.bfloat16, "duplicates"),
+    ("many_gaussians", torch.float16, "bipartite"),
     *(("gatv2", torch.bfloat16, graph) for graph in ("hub", "duplicates", "dense", "no-targets")),
     *(("rgcn_sum", torch.bfloat16, graph) for graph in ALL_GRAPHS),
 ]

@@ -11,7 +11,7 @@ from tests.nn.test_messages import CASES
 
 pytestmark = pytest.mark.cuda
 
-LEFT = {*REFUSED, *EDGE_MLP, "PANConv", "GMMConv", "PNAConv"} - {"HEATConv"}
+LEFT = {*REFUSED, *EDGE_MLP, "PANConv", "PNAConv"} - {"HEATConv"}
 LEFT |= {f"user-{name}" for name in ("Gaussian", "Distances", "Einsteinian", "Corners")}
 """What kernels do not take: maps of what is computed per edge, numbers that change lanes, and what is refused."""
 GRAPHS = ("self-loops", "isolated", "hub")
