@@ -24,7 +24,7 @@ from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes, folds_first, folds_last, lane_numbers, stored_row
+from pyg_dfgnn.ir.lanes import JOINS, MAX_JOINED, Refusal, find_lanes, folds_first, folds_last, lane_numbers, stored_row
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_of_numbers, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
@@ -209,6 +209,9 @@ class _Lowering:
         for i in self.ids:
             if self.kinds[i] == "inline" and self._is_read_often(i):
                 self.kept.add(i)
+            if self.kinds[i] == "inline" and self._is_joined_twice(i):
+                self.kept.add(i)
+                self.per_edge.add(i)
         for i in self.ids:
             if self.kinds[i] == "traversal":
                 self._keep_instead(i)
@@ -226,6 +229,20 @@ class _Lowering:
                 return False
             i = reader
         return True
+
+    def _is_joined_twice(self, i: int) -> bool:
+        """Whether numbers of an edge, which join the channels of more heads than a group holds, are joined in turn."""
+        value = self.values[i]
+        rows = max((prod(self.values[arg].shape) for arg in value.args), default=0)
+        if value.domain is not E or rows <= MAX_JOINED or not self._is_of_heads(i) or is_wide(value.shape, self.width):
+            return False
+        reached, waiting = set[int](), [i]
+        while waiting:
+            for reader in self.readers[waiting.pop()] - reached:
+                if self.values[reader].domain is E:
+                    reached.add(reader)
+                    waiting.append(reader)
+        return any(self.values[j].op in JOINS for j in reached)
 
     def _operand(self, i: int) -> int:
         """What is stored of the operand of a step that gathers by itself."""

@@ -96,6 +96,7 @@ MORE_PROGRAMS = (
     (hgt_of(1, 128, 64), torch.float32),
     (maps_of(1, 64, 3, 16), torch.float16),
     (dropped(4, 16), torch.float32),
+    (gaussians_of(25, 64, 2), torch.bfloat16),
     (gaussians_of(2, 64, 16), torch.float32),
 )
 

@@ -42,6 +42,8 @@ LAYERS: dict[str, Program] = {
     "gatv2": gatv2.program(x=(8,), xd=(8,), edge=(8,), w=(8, 6), wd=(8, 6), we=(8, 6), att=(2, 3)),
     "gaussians": gaussians_of(2, 64, 8),
     "many_gaussians": many_gaussians_of(6, 4, 2, 3),
+    # More numbers of a source than a group of lanes joins.
+    "wide_gaussians": gaussians_of(25, 32, 2),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
 }
 EVERY_GRAPH = product({"layer": ("rgcn", "rgat", "hgt"), "graph": tuple(ALL_GRAPHS)})
@@ -57,6 +59,7 @@ RUNS = [
     ("maps", torch.bfloat16, "isolated-R4"),
     ("gaussians", torch.bfloat16, "duplicates"),
     ("many_gaussians", torch.float16, "bipartite"),
+    ("wide_gaussians", torch.float32, "dense"),
     *(("gatv2", torch.bfloat16, graph) for graph in ("hub", "duplicates", "dense", "no-targets")),
     *(("rgcn_sum", torch.bfloat16, graph) for graph in ALL_GRAPHS),
 ]
