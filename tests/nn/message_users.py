@@ -278,6 +278,20 @@ class Normalized(MessagePassing):
         return total / (scatter(inputs, index, 0, b.shape[0], "sum") + 1e-6)
 
 
+class Uncounted(MessagePassing):
+    """A softmax that is told of no number of nodes, which it reads off the largest id."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.query, self.key = Linear(FEATURES, WIDTH), Linear(FEATURES, WIDTH)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, q=self.query(x), k=self.key(x))
+
+    def message(self, x_j, q_i, k_j, index):
+        return softmax((q_i * k_j).sum(dim=-1, keepdim=True), index) * x_j
+
+
 class Distances(MessagePassing):
     """EGNN-like: invariant messages of squared distances."""
 
@@ -338,6 +352,7 @@ USERS = {
     "Einsteinian": (Einsteinian, None),
     "Updated": (Updated, "edge_attr"),
     "Normalized": (Normalized, "edge_attr"),
+    "Uncounted": (Uncounted, None),
     "Distances": (Distances, "pos"),
     "Corners": (Corners, "edge_weight"),
 }

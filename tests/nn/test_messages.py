@@ -262,6 +262,8 @@ class Refused(MessagePassing):
             return self.norm(x_j)  # says why
         if self.kind == "ids":
             return x_j * index.view(-1, 1)  # says why
+        if self.kind == "largest":
+            return x_j / scatter(x_j, index)[index]  # says why
         if self.kind == "global":
             return x_j * UNKNOWN  # says why
         if self.kind == "entries":
@@ -278,7 +280,7 @@ class Refused(MessagePassing):
 
 UNKNOWN = torch.ones(4, dtype=torch.float64)
 KINDS = "branch item unsupported argument parameter all-edges size float-of-size position mask dropout random".split()
-KINDS += "statistics ids global entries requires-grad".split()
+KINDS += "statistics ids largest global entries requires-grad".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)

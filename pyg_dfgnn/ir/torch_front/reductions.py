@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch_geometric.utils import softmax
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.lanes import MAX_SHORT
@@ -45,7 +46,7 @@ def _reduced(t: Tracer, name: str, x: Symbol, dim: int, index: Symbol, source: A
     if dim != source.lead:
         raise t.stop(f"a reduction of dimension {dim}")
     if x.size(dim) != (t.sizes.sources if index.ids is S else t.sizes.targets) or x.dim() != source.dim():
-        raise t.stop("a reduction to another number of rows than there are nodes")
+        raise t.stop("a reduction to a number of rows that the graph does not give, as `dim_size` and `size_i` are")
     if source.row(x.shape) != source.sizes or (index.dim() != 1 and index.shape != source.shape):
         raise t.stop("ids or a result of another shape than what is reduced")
     if index.dim() == 1 != source.dim() and name.startswith("scatter"):
@@ -100,6 +101,18 @@ def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False
     folded = tuple(1 if d + skip in dims else n for d, n in enumerate(x.sizes))
     number = t.emit("fold", t.full(x), attrs=(folded,))
     return t.result(meta, t.emit("view", number, attrs=(x.row(meta.shape),)), x.rows)
+
+
+@names("max")
+def _max(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Any:
+    """The largest id, which PyG's functions take for the number of rows less one; a softmax is the same for any number
+    that no id reaches.
+    """
+    if x.ids not in (S, D) or args or kwargs:
+        return t.unknown(func, "max", (x, *args), kwargs, is_new=True)
+    if not t.is_called_by(softmax):
+        raise t.stop("the largest id decides how many rows there are: pass the number, such as `dim_size` or `size_i`")
+    return (t.sizes.sources if x.ids is S else t.sizes.targets) - 1
 
 
 @names("amax")

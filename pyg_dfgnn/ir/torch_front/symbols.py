@@ -291,6 +291,15 @@ class Tracer(TorchFunctionMode):
         name = frame.f_code.co_filename
         return name != self._own and ("/torch_geometric/" in name or "CollectArgs" in frame.f_globals)
 
+    def is_called_by(self, function: Any) -> bool:
+        """Whether a function of a library has led to the torch function that is traced."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and is_of_libraries(frame.f_code.co_filename):
+            if frame.f_code is function.__code__:
+                return True
+            frame = frame.f_back
+        return False
+
     # Refusing --------------------------------------------------------------------------------------------------------
 
     def refuse(self, what: str) -> None:
@@ -431,7 +440,7 @@ class Tracer(TorchFunctionMode):
         if in_place and (not tensors or tensors[0].shared):
             raise self.stop(f"`{name}` edits a tensor in place that is read elsewhere")
         if handler is None or (self.reasons and any(_is_lost(x) for x in tensors)):
-            return self._unknown(func, name, args, kwargs, is_new=handler is None)
+            return self.unknown(func, name, args, kwargs, is_new=handler is None)
         try:
             result = handler(self, func, *args, **kwargs)
         except (TypeError, ValueError, KeyError, AssertionError) as error:
@@ -464,7 +473,7 @@ class Tracer(TorchFunctionMode):
         meta = result.new_empty(result.shape, dtype=dtype)
         return Symbol.of(meta, result.number, result.rows, lead=result.lead, ids=result.ids, shared=result.shared)
 
-    def _unknown(self, func: Any, name: str, args: Any, kwargs: Any, *, is_new: bool) -> Any:
+    def unknown(self, func: Any, name: str, args: Any, kwargs: Any, *, is_new: bool) -> Any:
         """Refuse a function and go on, where its size can be told, to find what else stands in the way."""
         if is_new:
             self.refuse(f"`{name}` has no meaning in a program")
