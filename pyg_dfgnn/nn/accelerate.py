@@ -41,11 +41,12 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         The same model.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `only` or `skip` names layers by anything else than classes and names.
     """
     _check_module("model", model)
+    taken, left_out = _choices("only", only), _choices("skip", skip)
     named = model.named_modules()
-    chosen = [module for name, module in named if _is_in(only, name, module, True) and not _is_in(skip, name, module)]
+    chosen = [m for name, m in named if (only is None or _is_in(taken, name, m)) and not _is_in(left_out, name, m)]
     swapped = [module for module in chosen if type(module) in DROP_INS]
     ours = tuple(DROP_INS.values())
     inside = {part for module in model.modules() if isinstance(module, ours) for part in module.modules()}
@@ -72,10 +73,19 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     return model
 
 
-def _is_in(choice: Choice, name: str, module: torch.nn.Module, default: bool = False) -> bool:
+def _choices(name: str, choice: Choice) -> tuple[type | str, ...]:
+    """Return the classes and patterns of names in `only` or `skip`."""
     if choice is None:
-        return default
-    choices = (choice,) if isinstance(choice, (type, str)) else tuple(choice)
+        return ()
+    is_several = isinstance(choice, Iterable) and not isinstance(choice, (type, str))
+    choices: tuple[Any, ...] = tuple(choice) if is_several else (choice,)  # type: ignore[arg-type]
+    for entry in choices:
+        if not isinstance(entry, (type, str)):
+            raise TypeError(f"'{name}' needs a class, a name, or several of them (got {type(entry).__name__})")
+    return choices
+
+
+def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) -> bool:
     return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, c) for c in choices)
 
 
@@ -159,7 +169,8 @@ def describe_plan(
     if "" in rows:
         return _describe(*rows[""], device, *args, **kwargs)
     if not rows:
-        return Description(str(model), (f"{type(model).__name__} has no layer that passes messages, nor a linear one",))
+        why = f"{type(model).__name__} has no layer that passes messages, nor a linear one"
+        return Description(str(model), (why,))
     return Description(str(model), layers=dict(_layers(model, device, args, kwargs)))
 
 

@@ -79,6 +79,14 @@ def test_accelerate_wants_a_module(wrong):
         pyg_dfgnn.accelerate(wrong)
 
 
+@pytest.mark.parametrize("name", ["only", "skip"])
+@pytest.mark.parametrize("wrong", [pyg.AGNNConv(), 3, [pyg.AGNNConv, None]], ids=["layer", "number", "several"])
+def test_layers_are_chosen_by_classes_and_names(name, wrong):
+    got = "NoneType" if isinstance(wrong, list) else type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"'{name}' needs a class, a name, or several of them \(got {got}\)"):
+        pyg_dfgnn.accelerate(pyg.AGNNConv(), **{name: wrong})
+
+
 # describe_plan -------------------------------------------------------------------------------------------------------
 
 
