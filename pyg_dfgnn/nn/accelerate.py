@@ -89,6 +89,15 @@ def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) 
     return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, c) for c in choices)
 
 
+def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
+    """Yield the layers of a model; one whose messages are not compiled says why."""
+    for module, row in rows_of(model):
+        if row.state == "left" and isinstance(module, MessagePassing) and type(module) not in DROP_INS:
+            why = compilable(module) or "its messages are not compiled: call pyg_dfgnn.accelerate(model) first"
+            row = row._replace(why=f"{row.why}; {why}")
+        yield module, row
+
+
 def restore(model: Model) -> Model:
     """Undo :func:`accelerate`, in place: drop-ins become PyG's classes, and no messages are compiled any more.
 
@@ -142,7 +151,7 @@ def report(model: torch.nn.Module) -> Report:
         TypeError: `model` is not a module.
     """
     _check_module("model", model)
-    return Report(row for _, row in rows_of(model))
+    return Report(row for _, row in _rows(model))
 
 
 def describe_plan(
@@ -165,11 +174,11 @@ def describe_plan(
     """
     _check_module("model", model)
     device = None if device is None else torch.device(device)
-    rows = {row.name: (module, row) for module, row in rows_of(model)}
+    rows = {row.name: (module, row) for module, row in _rows(model)}
     if "" in rows:
         return _describe(*rows[""], device, *args, **kwargs)
     if not rows:
-        why = f"{type(model).__name__} has no layer that passes messages, nor a linear one"
+        why = f"{type(model).__name__} has no layer that passes messages, and none of PyG's linear layers"
         return Description(str(model), (why,))
     return Description(str(model), layers=dict(_layers(model, device, args, kwargs)))
 
@@ -191,7 +200,7 @@ def _layers(
     """
     model, grad = copy.deepcopy(model), torch.is_grad_enabled()
     layers: dict[str, Description] = {}
-    rows = {row.name: (module, row) for module, row in rows_of(model)}
+    rows = {row.name: (module, row) for module, row in _rows(model)}
     for name, (module, row) in rows.items():
 
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:

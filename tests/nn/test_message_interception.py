@@ -122,6 +122,7 @@ def test_a_layer_with_its_own_propagation_is_left(x):
     layer = pyg_dfgnn.accelerate(Custom())
     assert MARK not in layer.__dict__ and layer(x, EDGES) is x
     assert messages.compilable(layer) == "Custom defines 'propagate' itself"
+    assert "Custom defines 'propagate' itself" in pyg_dfgnn.report(layer)[0].why
 
 
 def test_copies_stay_compiled(x):

@@ -116,6 +116,7 @@ def test_describe_plan_under_autocast(name, x):
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.ClusterGCNConv(3, 4), x, EDGES))
+    assert "none of PyG's linear layers" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 
@@ -174,7 +175,9 @@ def test_report():
     model = Model()
     model.special = Special(3, 4)
     before = pyg_dfgnn.report(model)
-    assert not any(row.drop_in for row in before) and "accelerate" in before[0].why
+    assert not any(row.drop_in for row in before) and all(
+        "call pyg_dfgnn.accelerate(model)" in row.why for row in before
+    )
     with pyg_dfgnn.settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     rows = {row.name: row for row in pyg_dfgnn.report(model)}
