@@ -348,12 +348,19 @@ def capture_step(
         `print(step)` shows what was captured.
 
     Raises:
-        TypeError: `data` is of another kind.
+        TypeError: An argument is of another kind.
         UnsupportedError: The model is on a CPU where there is a GPU, under `settings(fallback="error")`.
         ValueError: The data are on another device, or model or optimizer cannot be captured.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"'model' needs a torch.nn.Module (got {type(model).__name__})")
     device = device_of(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"'optimizer' needs a torch.optim.Optimizer (got {type(optimizer).__name__})")
     check_optimizer(optimizer)
+    for name, function in {"loss": loss, "forward": forward or call_model}.items():
+        if not callable(function):
+            raise TypeError(f"'{name}' needs a function (got {type(function).__name__})")
     if isinstance(data, BaseData):
         for store in data.stores:
             for name, value in store.items():

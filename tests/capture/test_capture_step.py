@@ -463,6 +463,10 @@ def scattered():
     return model
 
 
+class NoModule:
+    parameters = list
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -470,6 +474,14 @@ def scattered():
         ({"optimizer": torch.optim.SGD}, ValueError, r"'optimizer' needs .* fused=True, as SGD .*\(got SGD\)"),
         ({"model": nn.Identity(), "optimizer": lambda _: None}, ValueError, r"'model' needs .* device \(got none\)"),
         ({"model": scattered()}, ValueError, r"'model' needs parameters on one device \(got .*meta"),
+        (
+            {"model": NoModule(), "optimizer": lambda _: None},
+            TypeError,
+            r"'model' needs a torch.nn.Module \(got NoModule",
+        ),
+        ({"optimizer": lambda _: "adam"}, TypeError, r"'optimizer' needs a torch.optim.Optimizer \(got str\)"),
+        ({"loss": 0.5}, TypeError, r"'loss' needs a function \(got float\)"),
+        ({"forward": "model"}, TypeError, r"'forward' needs a function \(got str\)"),
         ({"data": whole().to("meta")}, ValueError, r"'data.x' needs device cpu \(got meta\)"),
         ({"data": (1, 2)}, TypeError, r"'data' needs a Data, a DataLoader .* \(got tuple\)"),
         ({"data": torch.utils.data.DataLoader(range(4))}, TypeError, r"'data' needs .* \(got DataLoader of range\)"),
