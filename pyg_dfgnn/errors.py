@@ -43,7 +43,10 @@ def _given(value: Any) -> str:
 
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}" if value is not None else "None"
+    if value is None:
+        return "None"
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -80,6 +80,11 @@ def test_integer():
     assert message(ValueError, check_integer, "heads", 0, 1) == "'heads' needs a value >= 1 (got 0)"
 
 
+def test_a_long_value_is_cut():
+    got = message(TypeError, check_integer, "heads", list(range(1000)))
+    assert got.startswith("'heads' needs an integer (got list [0, 1, 2,") and got.endswith("...)") and len(got) < 130
+
+
 def test_bool():
     check_bool("concat", False)
     assert message(TypeError, check_bool, "concat", 1) == "'concat' needs True or False (got int 1)"
