@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import IdRangeError, check_dtype, check_range, check_shape
+from pyg_dfgnn.errors import IdRangeError, check_dtype, check_integer, check_shape
 from pyg_dfgnn.graph import adjacency
 from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
@@ -53,10 +53,11 @@ def check_sizes(num_src: int, num_dst: int) -> None:
     """Check both numbers of nodes.
 
     Raises:
+        TypeError: One is not an integer.
         ValueError: One is negative or exceeds 2^31 - 1.
     """
-    check_range("num_src", num_src, 0, INT32_MAX)
-    check_range("num_dst", num_dst, 0, INT32_MAX)
+    check_integer("num_src", num_src, 0, INT32_MAX)
+    check_integer("num_dst", num_dst, 0, INT32_MAX)
 
 
 def check_edges(num_edges: int, name: str = "edge_index") -> None:
@@ -121,7 +122,7 @@ def build_pieces(
 ) -> Built:
     """Build the CSR of edges that come in pieces (see :meth:`~pyg_dfgnn.graph.Graph.of_pieces`)."""
     num_loops = min(num_src, num_dst) if self_loops else 0
-    check_range("num_edges", num_edges, 0)
+    check_integer("num_edges", num_edges, 0)
     check_edges(num_edges + num_loops, "pieces")
     edges, bounds = _read_pieces(pieces, num_edges, device)
     source, target = (1, 0) if transposed else (0, 1)
@@ -163,7 +164,7 @@ def build_relation(edge_type: Tensor, num_edges: int, num_relations: int) -> Ten
         TypeError: `edge_type` is no int64 or int32 tensor.
         ValueError: It has another shape or a relation outside of [0, num_relations).
     """
-    check_range("num_relations", num_relations, 0, INT32_MAX)
+    check_integer("num_relations", num_relations, 0, INT32_MAX)
     check_shape("edge_type", edge_type, (num_edges,), f"[E={num_edges}]")
     check_dtype("edge_type", edge_type, INDEX_DTYPES)
     _refuse_range("edge_type", pull(*bounds_of(edge_type)), "num_relations", num_relations, num_edges)
@@ -179,7 +180,7 @@ def build_index(index: Tensor, num_groups: int) -> Built:
         TypeError: `index` is no int64 or int32 tensor.
         ValueError: It is not one-dimensional, or a group is outside of [0, num_groups).
     """
-    check_range("num_groups", num_groups, 0, INT32_MAX)
+    check_integer("num_groups", num_groups, 0, INT32_MAX)
     check_shape("index", index, ("E",), "[E]")
     check_dtype("index", index, INDEX_DTYPES)
     num_edges = index.numel()

@@ -198,6 +198,7 @@ def test_the_death_of_any_anchor_evicts(dies):
         (torch.tensor([-1, 0]), {}, ValueError, r"\(got -1 to 0\)"),
         (torch.zeros(2).long(), {"self_loops": True}, ValueError, "'self_loops' needs False with 'edge_type'"),
         (torch.zeros(2).long(), {"num_relations": -1}, ValueError, "'num_relations' needs a value in"),
+        (torch.zeros(2).long(), {"num_relations": 2.5}, TypeError, "'num_relations' needs an integer"),
     ],
 )
 def test_wrong_relations(edge_type, options, error, message):
@@ -269,6 +270,8 @@ def test_an_edited_or_dead_index_is_forgotten():
         ),
         (lambda: Graph.of_index([0, 1], 5), TypeError, "'index' needs a torch.Tensor"),
         (lambda: Graph.of_index(torch.zeros(2).long(), -1), ValueError, "'num_groups' needs a value in"),
+        (lambda: Graph.of_index(torch.zeros(2).long(), 1.5), TypeError, "'num_groups' needs an integer"),
+        (lambda: Graph.of(torch.zeros(2, 2).long(), 1.5), TypeError, r"'num_src' needs an integer \(got float 1.5\)"),
         (lambda: Graph.of_ptr(torch.tensor([0, 3, 1])), ValueError, r"'ptr' needs .* \(got one that descends by 2\)"),
         (lambda: Graph.of_ptr(torch.tensor([1, 3])), ValueError, r"'ptr' needs .* \(got one that begins at 1\)"),
         (
