@@ -40,7 +40,7 @@ class SortEdges(BaseTransform):
             TypeError: `data` is heterogeneous or has no integer tensor `edge_index`.
             ValueError: An id is out of range.
         """
-        edge_index, num_nodes = batch_edge_index(data), data.num_nodes
+        edge_index, num_nodes = batch_edge_index(data, "data"), data.num_nodes
         num_edges = edge_index.size(1)
         refuse_ids(pull(*bounds_of(*edge_index)), num_nodes, num_nodes, num_edges)
         order = edge_index[0].argsort(stable=True)
@@ -64,15 +64,19 @@ class SortEdges(BaseTransform):
         return data
 
 
-def batch_edge_index(batch: Any) -> Tensor:
+def batch_edge_index(batch: Any, name: str = "batch") -> Tensor:
     """Return the plain `edge_index` tensor of a homogeneous batch, the one that convs will be given.
+
+    Args:
+        batch: The batch, or one graph.
+        name: What the user calls it.
 
     Raises:
         TypeError: There is none.
     """
     edge_index = None if hasattr(batch, "edge_types") else getattr(batch, "edge_index", None)
     if not isinstance(edge_index, Tensor):
-        raise TypeError(f"'batch' needs one edge type with a tensor 'edge_index' (got {type(batch).__name__})")
+        raise TypeError(f"'{name}' needs one edge type with a tensor 'edge_index' (got {type(batch).__name__})")
     edge_index = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
     forms.check_edge_index(edge_index)
     return edge_index

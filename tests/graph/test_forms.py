@@ -305,5 +305,5 @@ def test_failed_build_leaves_nothing_behind():
 def test_heterogeneous_batch():
     with pytest.raises(TypeError, match="'batch' needs one edge type"):
         Graph.of_batch(HeteroData())
-    with pytest.raises(TypeError, match="'batch' needs one edge type"):
+    with pytest.raises(TypeError, match="'data' needs one edge type"):
         SortEdges()(HeteroData())
