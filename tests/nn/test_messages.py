@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import Linear, MessagePassing
 from torch_geometric.utils import scatter
 
-from pyg_dfgnn.nn import messages
+from pyg_dfgnn.nn import accelerate, messages
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import trace as tracing
 from pyg_dfgnn.reference.zoo import ZOO
@@ -346,6 +346,26 @@ def test_rows_of_sources_count_targets_where_both_are_as_many():
     for _ in range(2):
         check(layer, (X, X.exp()), EDGES)
         check(layer, (torch.randn(6, 4), X), edges, pyg=True)
+
+
+@pytest.mark.parametrize("lazy", [torch.nn.LazyLinear, lambda channels: Linear(-1, channels)], ids=["torch", "pyg"])
+def test_messages_are_traced_once_lazy_parameters_have_shapes(lazy):
+    class Lazy(MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.lin = lazy(4)
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return self.lin(x_j)
+
+    layer = accelerate(Lazy())
+    with messages.interpreted(), watched() as calls:
+        layer(X, EDGES)
+    assert calls[-1][3] == ["'lin.weight' has no shape before the first call"]
+    check(layer, X, EDGES)
 
 
 def test_errors_of_a_layer_are_pygs():

@@ -151,6 +151,10 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
         if len(bounds) >= MAX_TRACES:
             return Bound(refused(f"more than {MAX_TRACES} states of the layer were traced"), [], [], [])
         trace = _trace(layer, call, spec)
+        unset = [name for name, parameter in layer.named_parameters() if _has_no_shape(parameter)]
+        if trace.program is None and unset:
+            # Not kept: the shape is there in the next call.
+            return Bound(refused(f"'{unset[0]}' has no shape before the first call"), [], [], [])
         new = _bound(trace, layer)
         if new is None:
             return Bound(refused("the layer changes while its code is traced"), [], [], [])
@@ -185,8 +189,12 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
     return large._replace(program=None, reasons=(reason, *small.reasons))
 
 
+def _has_no_shape(parameter: Any) -> bool:
+    return isinstance(parameter, torch.nn.UninitializedParameter)
+
+
 def _shape(parameter: Any) -> Sequence[int]:
-    return () if isinstance(parameter, torch.nn.UninitializedParameter) else parameter.shape
+    return () if _has_no_shape(parameter) else parameter.shape
 
 
 def _numbers(key: Any) -> Iterator[int]:
