@@ -348,6 +348,24 @@ def test_rows_of_sources_count_targets_where_both_are_as_many():
         check(layer, (torch.randn(6, 4), X), edges, pyg=True)
 
 
+def test_a_refusal_for_a_parameter_holds_while_that_has_its_shape():
+    class Shaped(MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4))
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j):
+            return torch.special.bessel_j0(x_j) if self.weight.numel() == 4 else x_j * self.weight
+
+    layer = marked_layer(Shaped)
+    check(layer, X, EDGES, pyg=True)
+    layer.weight = torch.nn.Parameter(torch.randn(1))
+    check(layer, X, EDGES)
+
+
 @pytest.mark.parametrize("lazy", [torch.nn.LazyLinear, lambda channels: Linear(-1, channels)], ids=["torch", "pyg"])
 def test_messages_are_traced_once_lazy_parameters_have_shapes(lazy):
     class Lazy(MessagePassing):

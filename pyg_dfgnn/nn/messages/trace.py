@@ -251,11 +251,11 @@ def _once(
     reasons = [*tracer.reasons, *reads.reasons]
     checks, fixed = list(reads.checks.values()), list(reads.fixed.values())
     values, lines = tracer.builder.values, tracer.lines
+    paths = dict(shadow.tensors().values())
+    read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n in paths and n not in sources)
     if not reasons:
         program = tracer.builder.build(type(layer).__name__, outputs)
-        paths = dict(shadow.tensors().values())
         named = {name: sources.get(name, Source(name, is_argument=False)) for name in program.features}
-        read = tuple((n, paths[n].shape, paths[n].dtype) for n in tracer.inputs if n not in sources)
         tensors = [argument_of(call.kwargs, s) if s.is_argument else paths[s.name] for s in named.values()]
         dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
         # Kernels compute in float32 whatever the dtype, as autocast wants it.
@@ -265,7 +265,7 @@ def _once(
             trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed, types)
             return trace, values, lines
         reasons.append(f"{tracer.widest} is computed with, of inputs of {dtype}")
-    return refused(*dict.fromkeys(reasons))._replace(checks=checks, fixed=fixed), values, lines
+    return refused(*dict.fromkeys(reasons))._replace(tensors=read, checks=checks, fixed=fixed), values, lines
 
 
 def _arguments(tracer: Tracer, call: Call, spec: Spec, row_j: int) -> tuple[dict[str, Any], dict[str, Source]]:
