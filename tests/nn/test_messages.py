@@ -392,6 +392,8 @@ def test_errors_of_a_layer_are_pygs():
         layer(torch.randn(5, 3), EDGES)
     with messages.interpreted(), pytest.raises(ValueError, match="two-dimensional"):
         layer(X, EDGES[0])
+    with messages.interpreted(), pytest.raises(RuntimeError, match="same dtype"):
+        layer(X.float(), EDGES)
 
 
 @pytest.mark.parametrize("sort", [None, "col", "row"])

@@ -169,9 +169,17 @@ def _mapped(t: Tracer, x: int, weight: int) -> int:
     return total
 
 
+def _of_one_dtype(t: Tracer, *factors: Symbol) -> None:
+    """Refuse factors of several dtypes, which torch multiplies on meta tensors only."""
+    dtypes = list(dict.fromkeys(x.dtype for x in factors))
+    if len(dtypes) > 1 and not t.has_autocast:
+        raise t.stop(f"a product of {' and '.join(map(str, dtypes))}")
+
+
 @names("linear")
 def _linear(t: Tracer, func: Any, x: Symbol, weight: Any, bias: Any = None) -> Symbol:
     x, w = values(t, x, weight)
+    _of_one_dtype(t, x, w, *(() if bias is None else (t.symbol(bias),)))
     assert w.rows is None and w.dim() == 2 and x.size(-1) == w.size(1), "a weight that is no matrix of that size"
     # Torch's meta function of a product with a bias is one of Python.
     is_alike = x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == w.shape[:1])
@@ -184,6 +192,7 @@ def _linear(t: Tracer, func: Any, x: Symbol, weight: Any, bias: Any = None) -> S
 def matmul(t: Tracer, func: Any, x: Any, y: Any) -> Symbol:
     """Multiply rows, or the vectors or matrices in each row."""
     meta, (x, y) = func(x, y), values(t, x, y)
+    _of_one_dtype(t, x, y)
     rows, a, b = x.rows or y.rows, t.full(x), t.full(y)
     if rows is not None and (meta.dim() == 0 or t.domain_of_size(meta.size(0)) is not rows or y.dim() > x.dim() + 1):
         raise t.stop("a product over the rows")

@@ -291,6 +291,11 @@ class Tracer(TorchFunctionMode):
         name = frame.f_code.co_filename
         return name != self._own and ("/torch_geometric/" in name or "CollectArgs" in frame.f_globals)
 
+    @property
+    def has_autocast(self) -> bool:
+        """Whether products have autocast's dtype."""
+        return self._autocast is not None
+
     def is_called_by(self, function: Any) -> bool:
         """Whether a function of a library has led to the torch function that is traced."""
         frame: Any = sys._getframe(1)
