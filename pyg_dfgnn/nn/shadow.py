@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.ir.torch_front import is_of_libraries
+from pyg_dfgnn.ir.torch_front import Line, is_of_libraries, line_of_user
 from pyg_dfgnn.nn.drop_ins import upstream_of
 
 _NOTES, _ORIGINAL = "_pyg_dfgnn_notes", "_pyg_dfgnn_original"
@@ -74,13 +74,19 @@ def _unknown(value: Any) -> Any:
 class Reads:
     """What code has read while it was traced.
 
+    Args:
+        own: File of the traced class.
+
     Attributes:
         checks: Facts about the layer and its submodules.
         fixed: Facts about classes, functions and globals: (object, attribute, value).
         reasons: Reads whose changes could not be seen.
+        lines: Attribute that was set, with the path to its module -> the line that did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: str | None = None) -> None:
+        self.lines: dict[tuple[str, ...], Line] = {}
+        self._own = own
         self.checks: dict[tuple[Any, ...], Check] = {}
         self.fixed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.reasons: list[str] = []
@@ -99,6 +105,11 @@ class Reads:
         except TypeError as error:
             self.reasons.append(f"'self.{name}' is {error}")
         self._follow(value)
+
+    def wrote(self, path: tuple[str, ...], name: str, frame: types.FrameType) -> None:
+        """Note that a frame sets an attribute of a module."""
+        place = *path, name
+        self.lines[place] = line_of_user(self._own, frame)
 
     def hold(self, owner: Any, name: str, value: Any) -> None:
         """Note what an object other than the layer has under a name."""
@@ -239,8 +250,15 @@ def _recording(original: type) -> type:
             _note(own, notes, kind, name)
         return kind.__getattribute__(self, name)  # type: ignore[call-arg]
 
+    def write(self: Any, name: str, value: Any) -> None:
+        notes = object.__getattribute__(self, "__dict__").get(_NOTES)
+        if notes is not None:
+            notes[0].wrote(notes[1], name, sys._getframe(1))
+        kind.__setattr__(self, name, value)  # type: ignore[call-arg]
+
     body = {
         "__getattribute__": read,
+        "__setattr__": write,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         _ORIGINAL: original,
@@ -329,7 +347,7 @@ class Shadow:
                 hooked += [f"hooks are registered on {'.'.join(path)}"] if has_some else []
         return hooked
 
-    def written(self) -> tuple[dict[tuple[tuple[str, ...], str], Any], list[str]]:
+    def written(self, reads: Reads) -> tuple[dict[tuple[tuple[str, ...], str], Any], list[str]]:
         """Return the tensors that the code has left in attributes, and reasons for what else it has changed."""
         tensors: dict[tuple[tuple[str, ...], str], Any] = {}
         reasons = []
@@ -343,7 +361,10 @@ class Shadow:
                 if isinstance(new, Tensor) and key not in module._buffers:
                     tensors[path, key] = new
                 elif not (isinstance(new, _SIMPLE) and type(new) is type(old) and new == old):
-                    reasons.append(f"'self.{'.'.join((*path, key))}' is changed")
+                    for name in _changed_in(new, original) if key in _TABLES.values() else [key]:
+                        line = reads.lines.get((*path, name))
+                        where = "" if line is None else f"{line}: "
+                        reasons.append(f"{where}'self.{'.'.join((*path, name))}' is changed")
         return tensors, reasons
 
 
@@ -358,6 +379,11 @@ def _is_changed(copy: Any, original: Any) -> bool:
     if isinstance(copy, (list, set)) and isinstance(original, (list, set)):
         return [*map(id, copy)] != [*map(id, original)]
     return False
+
+
+def _changed_in(table: dict[str, Any], original: dict[str, Any]) -> list[str]:
+    """Return the names under which two tables of a module have other entries."""
+    return [name for name in table | original if table.get(name) is not original.get(name)]
 
 
 def _are_modules(table: dict[Any, Any]) -> bool:

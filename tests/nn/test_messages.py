@@ -225,6 +225,7 @@ class Refused(MessagePassing):
         super().__init__(aggr="add")
         self.kind, self.count, self.config = kind, 0, SimpleNamespace(p=2)
         self.norm, self.table = torch.nn.BatchNorm1d(4), torch.nn.Parameter(torch.randn(5, 4))
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x, edge_index):
         weight = torch.ones(edge_index.size(1))
@@ -272,7 +273,9 @@ class Refused(MessagePassing):
         if self.kind == "requires-grad":
             return x_j if x_j.requires_grad else 2 * x_j  # says why
         if self.kind == "counter":
-            self.count += 1
+            self.count += 1  # says why
+        if self.kind == "buffer":
+            self.seen = self.seen + 1  # says why
         if self.kind == "namespace":
             return x_j**self.config.p
         return x_j
@@ -298,7 +301,12 @@ def test_a_refusal_names_the_line(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("counter", "'self.count' is changed"), ("namespace", "'self.config' is a SimpleNamespace")]
+    ("kind", "reason"),
+    [
+        ("counter", "self.count += 1  # says why`: 'self.count' is changed"),
+        ("buffer", "self.seen = self.seen + 1  # says why`: 'self.seen' is changed"),
+        ("namespace", "'self.config' is a SimpleNamespace"),
+    ],
 )
 def test_state_that_cannot_be_followed_is_refused(kind, reason):
     layer = marked_layer(Refused, kind)

@@ -2,7 +2,27 @@
 
 from pyg_dfgnn.ir.torch_front import composed, facts, lookups, pointwise, reductions, shapes  # noqa: F401
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
-from pyg_dfgnn.ir.torch_front.symbols import Line, Refusal, Sizes, Symbol, Tracer, fake_sizes, is_of_libraries
+from pyg_dfgnn.ir.torch_front.symbols import (
+    Line,
+    Refusal,
+    Sizes,
+    Symbol,
+    Tracer,
+    fake_sizes,
+    is_of_libraries,
+    line_of_user,
+)
 from pyg_dfgnn.ir.torch_front.tidy import tidy
 
-__all__ = ["FUNCTIONS", "Line", "Refusal", "Sizes", "Symbol", "Tracer", "fake_sizes", "is_of_libraries", "tidy"]
+__all__ = [
+    "FUNCTIONS",
+    "Line",
+    "Refusal",
+    "Sizes",
+    "Symbol",
+    "Tracer",
+    "fake_sizes",
+    "is_of_libraries",
+    "line_of_user",
+    "tidy",
+]

@@ -148,13 +148,14 @@ class Line(NamedTuple):
         return f"{'/'.join(self.file.split('/')[-2:])}:{self.number} `{text}`"
 
 
-def line_of_user(own: str | None = None) -> Line:
+def line_of_user(own: str | None = None, frame: Any = None) -> Line:
     """Return the line of the innermost frame outside of torch, PyG and this package; none where that called the layer.
 
     Args:
         own: A file to stop at even if it is PyG's, that of the traced class.
+        frame: The frame to begin with; None for the caller's.
     """
-    frame: Any = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     of_pyg = None
     while frame is not None:
         name = frame.f_code.co_filename

@@ -209,10 +209,10 @@ def _once(
     layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool, keeps_lines: bool = False
 ) -> tuple[Trace, list[Value], dict[int, Line]]:
     """Return a trace that is to be tidied, its values and, if they are kept, the lines that asked for them."""
-    reads = Reads()
+    own_file = inspect.getsourcefile(type(layer))
+    reads = Reads(own_file)
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
-    own_file = inspect.getsourcefile(type(layer))
     tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file, keeps_lines)
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
@@ -236,7 +236,7 @@ def _once(
         with tracer, torch.enable_grad():
             returned = _run_own(layer, shadow.module, call, edge_index, size, arguments)
         tracer.reasons += shadow.hooked(reads)
-        attributes, changes = shadow.written()
+        attributes, changes = shadow.written(reads)
         tracer.reasons += changes
         leaves, tree = tree_flatten(returned)
         for k, leaf in enumerate(leaves):
