@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import Domain, E
+from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape
 
 
@@ -95,7 +97,12 @@ class Var:
         return self.emit("permute", attrs=(order,))
 
     def apply(self, function: str, *others: Any, attrs: Sequence[Any] = ()) -> Var:
-        """Return a function of :data:`~pyg_dfgnn.ir.pointwise.POINTWISE` of this and other operands."""
+        """Return a function of :data:`~pyg_dfgnn.ir.pointwise.POINTWISE` of this and other operands.
+
+        Raises:
+            ValueError: There is no such function.
+        """
+        check_choice("function", function, tuple(POINTWISE))
         return self.emit(function, *others, attrs=attrs)
 
 

@@ -107,6 +107,13 @@ def test_wrong_functions_are_refused():
         rgcn_mean.program(x=(3,))
 
     @relational
+    def unknown(x: S):
+        return x.apply("tan")
+
+    with pytest.raises(ValueError, match=r"'function' needs one of .*'tanh'.* \(got 'tan'\)"):
+        unknown.program(x=(3,))
+
+    @relational
     def nothing(x: S):
         return 3
 
