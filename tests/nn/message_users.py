@@ -292,6 +292,22 @@ class Uncounted(MessagePassing):
         return softmax((q_i * k_j).sum(dim=-1, keepdim=True), index) * x_j
 
 
+class Joined(MessagePassing):
+    """Attention as the paper on GAT states it: a vector per head on joined ends."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        self.lin = Linear(FEATURES, 2 * WIDTH, bias=False)
+        self.att = Parameter(torch.randn(1, 2, 2 * WIDTH))
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x).view(-1, 2, WIDTH))
+
+    def message(self, x_i, x_j, index, size_i):
+        logits = F.leaky_relu((torch.cat([x_i, x_j], dim=-1) * self.att).sum(dim=-1), 0.2)
+        return x_j * softmax(logits, index, num_nodes=size_i).unsqueeze(-1)
+
+
 class Distances(MessagePassing):
     """EGNN-like: invariant messages of squared distances."""
 
@@ -353,6 +369,7 @@ USERS = {
     "Updated": (Updated, "edge_attr"),
     "Normalized": (Normalized, "edge_attr"),
     "Uncounted": (Uncounted, None),
+    "Joined": (Joined, None),
     "Distances": (Distances, "pos"),
     "Corners": (Corners, "edge_weight"),
 }

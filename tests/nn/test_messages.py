@@ -476,7 +476,15 @@ def test_second_derivatives():
 
 KERNELS = extended(
     [
-        *("user-SignedAttention", "user-Differences", "user-Updated", "GCN2Conv", "FeaStConv", "RGATConv"),
+        *(
+            "user-SignedAttention",
+            "user-Differences",
+            "user-Updated",
+            "user-Joined",
+            "GCN2Conv",
+            "FeaStConv",
+            "RGATConv",
+        ),
         *("GENConv", "PointTransformerConv", "GATConv", "CGConv"),
     ],
     [

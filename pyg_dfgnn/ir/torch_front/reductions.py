@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,6 +90,18 @@ def _dims(t: Tracer, x: Symbol, dim: Any) -> list[int]:
     return [d % x.dim() for d in dims]
 
 
+def _inner(t: Tracer, x: int, y: int) -> int:
+    """Return <x, y>; of joined rows the sum of the parts' products, so that those of gathered rows are of nodes."""
+    for joined, other in ((x, y), (y, x)):
+        parts = t.builder.values[joined].args if t.builder.values[joined].op == "concat" else ()
+        if any(_is_of_nodes(t, part) for part in parts):
+            ends = list(accumulate(t.shape(part)[-1] for part in parts))
+            pieces = [t.emit("slice", other, attrs=(a, b)) for a, b in zip([0, *ends], ends)]
+            products = [_inner(t, part, piece) for part, piece in zip(parts, pieces)]
+            return reduce(lambda total, product: t.emit("add", total, product), products)
+    return t.emit("inner", x, y)
+
+
 @names("sum")
 def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Symbol:
     assert dtype is None, "a dtype"
@@ -95,7 +109,7 @@ def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False
     dims, skip, value = _dims(t, x, dim), x.rows is not None, t.value(x)
     if dims == [x.dim() - 1] and value.op == "mul" and all(t.shape(a)[-1:] == (x.size(-1),) for a in value.args):
         # Sizes that only broadcast stay open: the value has fewer numbers than the symbol then.
-        number = t.emit("inner", *value.args)
+        number = _inner(t, *value.args)
         number = t.emit("view", number, attrs=((*t.shape(number), 1),)) if keepdim else number
         return t.result(meta, number, x.rows)
     folded = tuple(1 if d + skip in dims else n for d, n in enumerate(x.sizes))
