@@ -91,7 +91,9 @@ class Lowered:
         """Buffers that the forward pass leaves for the backward pass, inputs among them."""
         fixed, written = {name for s in self.static for name in s.writes}, {n for s in self.backward for n in s.writes}
         reads = dict.fromkeys(name for step in self.backward for name in step.reads)
-        return tuple(n for n in reads if n not in written | fixed and not n.startswith("d_"))
+        # An input of the user's may be called as gradients are.
+        gradients = {f"d_{name}" for name in self.outputs}
+        return tuple(n for n in reads if n not in written | fixed | gradients)
 
     def moved(self, sizes: Mapping[Domain, int]) -> int:
         """Return how many numbers all steps read and write; a row is read as often as it is gathered.

@@ -156,6 +156,15 @@ def test_without_gradients_nothing_is_saved():
     assert lowered.backward == () and lowered.saved == ()
 
 
+def test_inputs_called_as_gradients_are_saved():
+    @relational
+    def gated(d_x: S, e: E):
+        return sum_to(D, d_x * e.apply("tanh"))
+
+    program = optimise(gated.program(d_x=(8,), e=(8,)), SIZES, wrt=("d_x", "e"))[-1].program
+    assert {"d_x", "e"} <= set(lower(program, ("out",)).saved)
+
+
 def test_softmax_weights_in_its_own_pass():
     """Unless the weights are asked for, and if what it weights is summed over the rows that it ranges over."""
     passes = {}
