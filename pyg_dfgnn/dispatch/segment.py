@@ -250,6 +250,8 @@ def _cusparse(algorithm: str) -> SimpleNamespace:
             reasons.append("cuSPARSE sums the features of the sources and nothing else")
         if problem.source_scaled or problem.target_scaled:
             reasons.append("scales would be values of the matrix, which it keeps")
+        if algorithm == "default" and problem.dtype.itemsize == 2:
+            reasons.append("the default algorithm of cuSPARSE adds up parts of a row in 16 bits")
         return reasons
 
     def cost(problem: SegmentProblem, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Cost:

@@ -135,14 +135,17 @@ def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
         assert text == "ok" if has_it else text.startswith("not run: has no ")
 
 
-def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path):
-    few = ["graphs=[h]", "ops=[sum]", "sizes=[8]", "dtypes=[float32]", "implementations=[fused]"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path, dtype):
+    few = ["graphs=[h]", "ops=[sum]", "sizes=[8]", f"dtypes=[{dtype}]", "implementations=[fused]"]
     with emulated_device():
         code, rows = rows_of(tmp_path, *few, "directions=[fwd]")
     by_schedule = {row["schedule"]: row for row in rows}
     assert code == 0 and by_schedule["row_split"]["ran"] == "forward=row_split sources=row_split"
     for name in ("cusparse", "cusparse_alg3"):
         assert by_schedule[name]["status"].startswith("not run: cuSPARSE needs a GPU")
+        # 16 bits are not enough for the parts of a row.
+        assert ("16 bits" in by_schedule[name]["status"]) is (name == "cusparse" and dtype == "bfloat16")
 
 
 def test_passes_are_timed_apart(tmp_path):

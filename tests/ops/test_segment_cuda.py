@@ -56,13 +56,15 @@ def test_against_float64(message, channels, case, dtype):
 def test_cusparse(schedule, dtype):
     case = CASES[1]
     inputs = inputs_of("copy", case, 64, dtype)
+    # The default algorithm adds up parts of a row in the dtype of the features.
+    is_taken = schedule == "cusparse_alg3" or dtype is torch.float32
     with settings(schedule=schedule, fallback="error"):
         for _ in range(2):
             graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
             actual = run(graph, inputs)
             expected = run(graph, {"x": inputs["x"].double()})
             assert_all_close({name: (actual[name], expected[name]) for name in actual}, dtype, "segment")
-    assert any("cusparse" in str(key) for key in graph._derived)
+    assert any("cusparse" in str(key) for key in graph._derived) is is_taken
 
 
 def test_capture_and_replay_on_other_features():
