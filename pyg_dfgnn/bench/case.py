@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from pyg_dfgnn.reference.tolerances import BACKWARD, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList
 
 Forward = Callable[[], Tensor]
+Call = Callable[[Inputs], Tensor]
 
 DTYPES = {
     "float32": torch.float32,
@@ -166,9 +168,28 @@ class Implementation:
         needed = self.predicted_bytes(case, graph.num_edges, training)
         return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
 
-    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
-        """A forward call on ``inputs``; work that is done once per graph is done here."""
+    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
+        """The output as a function of inputs like these; work that is done once per graph is done here."""
         raise NotImplementedError
+
+    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
+        """A forward call on ``inputs``."""
+        return partial(self.call(case, graph, inputs), inputs)
+
+
+class TorchCompiled(Implementation):
+    """``torch.compile`` of the call of the class that stands beside it as a base, PyG's."""
+
+    name = "compile"
+    title = "torch.compile of PyG"
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.backend = backend
+
+    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
+        torch._dynamo.reset()
+        compiled = torch.compile(self.call(case, graph, inputs), backend=self.backend, dynamic=False)
+        return lambda: compiled(inputs)
 
 
 class Fused(Implementation):
@@ -180,9 +201,8 @@ class Fused(Implementation):
     error_bound = 0.0
     is_ours = True
 
-    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
-        edges = compressed(graph)
-        return lambda: case.fused(edges, inputs)
+    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
+        return partial(case.fused, compressed(graph))
 
 
 @dataclass(frozen=True)

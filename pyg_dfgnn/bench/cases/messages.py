@@ -5,7 +5,6 @@ Every case is one layer as wide as its input. The layer in float64 is the refere
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,16 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Case, Family, Forward, Implementation, bytes_touched_once
+from pyg_dfgnn.bench.case import (
+    DTYPES,
+    Call,
+    Case,
+    Family,
+    Forward,
+    Implementation,
+    TorchCompiled,
+    bytes_touched_once,
+)
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import accelerate
 from pyg_dfgnn.reference.oracle import Errors, Inputs
@@ -361,30 +369,15 @@ class PyG(Implementation):
     dtypes = ("float32", "bfloat16")
     message_tensors: ClassVar[tuple[int, int]] = (4, 8)
 
-    def reasons(self, case: MessageCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        needed = 4.0 * graph.num_edges * case.channels * self.message_tensors[training]
-        return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
+    def predicted_bytes(self, case: MessageCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
+        return 4.0 * num_edges * case.channels * self.message_tensors[training]
 
-    def prepare(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        module = case.module(inputs["x"].device, inputs["x"].dtype)
-        return lambda: case.call(module, graph.edge_index, inputs)
+    def call(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        return partial(case.call, case.module(inputs["x"].device, inputs["x"].dtype), graph.edge_index)
 
 
-class CompiledPyG(PyG):
+class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of the layer as it is written."""
-
-    name = "compile"
-    title = "torch.compile of PyG"
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self.backend = backend
-
-    def prepare(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        torch._dynamo.reset()
-        module = copy.deepcopy(case.module(inputs["x"].device, inputs["x"].dtype))
-        call = partial(case.call, module)
-        compiled = torch.compile(call, backend=self.backend, dynamic=False)
-        return lambda: compiled(graph.edge_index, inputs)
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {

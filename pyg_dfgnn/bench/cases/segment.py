@@ -7,7 +7,7 @@ All of them take the same features and edges. Peers are times of other packages,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from pyg_dfgnn.bench.case import (
     DTYPES,
     INDEX_BYTES,
+    Call,
     Case,
     Family,
     Forward,
@@ -28,6 +29,7 @@ from pyg_dfgnn.bench.case import (
     Implementation,
     Peer,
     Times,
+    TorchCompiled,
     peers_of,
 )
 from pyg_dfgnn.bench.cases.sparse import Sparse
@@ -212,9 +214,6 @@ class Baseline(Implementation):
         return super().reasons(case, graph, training, memory_bytes)
 
 
-Call = Callable[[Inputs], Tensor]
-
-
 class PyG(Baseline):
     """PyG's aggregation modules on gathered messages."""
 
@@ -225,7 +224,7 @@ class PyG(Baseline):
         forward = 1 + case.aggregation.weighted + (len(case.aggregation.stats) > 1)
         return forward + training * (1 if case.aggregation.is_linear else 3)
 
-    def call(self, case: SegmentCase, graph: EdgeList) -> Call:
+    def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         stats = list(case.aggregation.stats)
         module = MultiAggregation(stats) if len(stats) > 1 else aggregation_resolver(stats[0])
         module.to(graph.device)
@@ -236,27 +235,12 @@ class PyG(Baseline):
 
         return call
 
-    def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        call = self.call(case, graph)
-        return lambda: call(inputs)
 
-
-class CompiledPyG(PyG):
+class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of the same call."""
-
-    name = "compile"
-    title = "torch.compile of PyG"
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self.backend = backend
 
     def message_tensors(self, case: SegmentCase, training: bool) -> int:
         return 0
-
-    def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        torch._dynamo.reset()
-        compiled = torch.compile(self.call(case, graph), backend=self.backend, dynamic=False)
-        return lambda: compiled(inputs)
 
 
 class _Product(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn
 
-from pyg_dfgnn.bench.case import MEMORY_FRACTION, Forward, Fused, Implementation
+from pyg_dfgnn.bench.case import MEMORY_FRACTION, Call, Forward, Fused, Implementation, TorchCompiled
 from pyg_dfgnn.bench.cases.attention.case import NEGATIVE_SLOPE, AttentionCase
 from pyg_dfgnn.bench.cases.sparse import Sparse
 from pyg_dfgnn.reference.oracle import Inputs
@@ -55,12 +55,9 @@ class PyG(AttentionImplementation):
             reasons.append("AGNNConv has one head")
         return reasons
 
-    def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        call = _call(case, graph)
-        return lambda: call(inputs)
-
-
-Call = Callable[[Inputs], Tensor]
+    def call(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        call = _PYG_CALLS[case.score](case, graph)
+        return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
 
 
 def _conv(kind: type[Any], graph: EdgeList, *args: Any, **options: Any) -> tuple[Any, Tensor, tuple[int, int]]:
@@ -118,28 +115,11 @@ _PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
 }
 
 
-def _call(case: AttentionCase, graph: EdgeList) -> Call:
-    call = _PYG_CALLS[case.score](case, graph)
-    return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
-
-
-class CompiledPyG(PyG):
+class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of the same call."""
-
-    name = "compile"
-    title = "torch.compile of PyG"
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self.backend = backend
 
     def message_tensors(self, case: AttentionCase, training: bool) -> float:
         return 0.0
-
-    def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        torch._dynamo.reset()
-        call = _call(case, graph)
-        compiled = torch.compile(call, backend=self.backend, dynamic=False)
-        return lambda: compiled(inputs)
 
 
 class _Dot:

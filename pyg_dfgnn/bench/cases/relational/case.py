@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, Case, bytes_touched_once
+from pyg_dfgnn.bench.case import DTYPES, Call, Case, bytes_touched_once
 from pyg_dfgnn.bench.graphs import NODE_TYPE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs, float64_reference
@@ -23,7 +23,6 @@ from pyg_dfgnn.reference.zoo import EdgeList
 
 EPSILON = 1e-16
 Shapes = Mapping[str, tuple[int, ...]]
-Call = Callable[[Inputs], Tensor]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Forward, Implementation
+from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Call, Forward, Implementation, TorchCompiled
 from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase, counts_of
 from pyg_dfgnn.bench.graphs import compressed
 from pyg_dfgnn.errors import UnsupportedError
@@ -56,9 +56,8 @@ class Ours(RelationalImplementation):
     error_bound = 0.0
     is_ours = True
 
-    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        call = case.call(ours, Edges.of_list(graph))
-        return lambda: call(inputs)
+    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        return case.call(ours, Edges.of_list(graph))
 
 
 class PyG(RelationalImplementation):
@@ -77,9 +76,8 @@ class PyG(RelationalImplementation):
         rows = sum(edges.sizes[source] for source, _ in edges.ends)
         return width * ((5 if training else 3) * rows + (6 if training else 4) * num_edges)
 
-    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        call = case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
-        return lambda: call(inputs)
+    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        return case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
 
 
 class FastPyG(PyG):
@@ -94,20 +92,8 @@ class FastPyG(PyG):
         return num_edges * (case.width * case.width * (2 if training else 1) + edges.num_relations + 2 * case.width)
 
 
-class CompiledPyG(PyG):
+class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of PyG's layers."""
-
-    name = "compile"
-    title = "torch.compile of PyG"
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self.backend = backend
-
-    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        torch._dynamo.reset()
-        call = case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
-        compiled = torch.compile(call, backend=self.backend, dynamic=False)
-        return lambda: compiled(inputs)
 
 
 class Fasten(RelationalImplementation):
