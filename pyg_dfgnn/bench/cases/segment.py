@@ -135,10 +135,6 @@ class SegmentCase(Case):
             inputs[name] = drawn.masked_fill_(drawn == 0, 1 / 64)
         return inputs
 
-    def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
-        generator = torch.Generator(device=graph.device).manual_seed(1)
-        return torch.randn(graph.num_dst, self.width, generator=generator, device=graph.device)
-
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
         message = "weight" if self.aggregation.weighted else "copy"
         out = aggregate(graph, inputs["x"], self.aggregation.stats, message=message, edge=inputs.get("edge"))

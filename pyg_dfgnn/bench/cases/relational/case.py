@@ -321,10 +321,6 @@ class RelationalCase(Case):
             inputs[name] = drawn.mul_(scale)
         return inputs
 
-    def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
-        generator = torch.Generator(device=graph.device).manual_seed(1)
-        return torch.randn(graph.num_dst, self.width, generator=generator, device=graph.device)
-
     def call(self, namespace: Any, edges: Edges, conv: str = "") -> Call:
         """A module of a namespace as a function of the inputs."""
         spec = self.spec
