@@ -8,6 +8,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import TypedLayer
+from pyg_dfgnn.settings import settings
 from tests.nn.convs import FEATURES, NUM_NODES
 
 
@@ -23,6 +24,15 @@ def fused_on_cpu(monkeypatch):
 def forget_logged(monkeypatch):
     """Reasons are logged once per process; start without a memory."""
     monkeypatch.setattr(fallback, "logged", set())
+
+
+@pytest.fixture
+def in_float64():
+    """Numbers are in float64 unless told otherwise, and what is left to PyG is not said."""
+    torch.set_default_dtype(torch.float64)
+    with settings(fallback="silent"):
+        yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

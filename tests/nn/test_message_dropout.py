@@ -26,6 +26,8 @@ from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
 from tests.nn.message_cases import EDGE, FEATURES, WIDTH, Case, outputs_and_gradients, twins, watched
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 @contextmanager
 def drawn_seeds():
@@ -103,14 +105,6 @@ PYGS = {
         lambda c, i: c({"a": i.x}, {("a", "to", "a"): i.edge_index})["a"],
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    with settings(fallback="silent"):
-        yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", PYGS)

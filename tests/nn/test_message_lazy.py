@@ -14,6 +14,8 @@ from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins, watched
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 class Kept(MessagePassing):
     """Attention that stays in an attribute, as a list, or is read before the forward ends."""
@@ -59,14 +61,6 @@ class Updated(MessagePassing):
 
     def message(self, x_j, gate):
         return gate * x_j
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    with settings(fallback="silent"):
-        yield
-    torch.set_default_dtype(torch.float32)
 
 
 def recorded(layer, *args, **kwargs):

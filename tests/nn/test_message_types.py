@@ -16,6 +16,7 @@ from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import twins, watched
 
+pytestmark = pytest.mark.usefixtures("in_float64")
 TYPES = 3
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 EDGES = torch.tensor([[0, 1, 2, 3, 3, 5, 0, 1], [1, 2, 0, 4, 4, 4, 1, 1]])
@@ -76,14 +77,6 @@ class Counted(MessagePassing):
         marks = F.one_hot(kind, TYPES).to(x_j.dtype)
         at_source = torch.zeros(size_j, TYPES).index_add(0, edge_index_j, marks).index_select(0, edge_index_j)
         return x_j / (at_target.gather(1, kind.view(-1, 1)) + 2 * at_source.gather(1, kind.unsqueeze(1)))
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    with settings(fallback="silent"):
-        yield
-    torch.set_default_dtype(torch.float32)
 
 
 def results(layer, x, *args):

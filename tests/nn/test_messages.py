@@ -25,16 +25,9 @@ from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, outputs_and_gradients, twins, watched
 from tests.nn.message_users import USERS, Modulated
 
+pytestmark = pytest.mark.usefixtures("in_float64")
 SQUARE = ("self-loops", "isolated", "duplicates")
 PAIRS = ("bipartite-wide", "bipartite-tall")
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    with settings(fallback="silent"):
-        yield
-    torch.set_default_dtype(torch.float32)
 
 
 def _user_case(name):
