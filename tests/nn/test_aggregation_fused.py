@@ -36,6 +36,7 @@ from tests.nn.convs import (
     reasons_of,
     rest_of,
 )
+from tests.nn.test_drop_in import HETERO_EDGES, HETERO_X
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
@@ -253,22 +254,6 @@ def test_compile_for_all_sizes_before_any_call(monkeypatch):
 
 
 @pytest.mark.parametrize("name", AGGREGATION)
-def test_same_class_surface(name):
-    convs = []
-    for library in (ours, pyg):
-        torch.manual_seed(5)
-        convs.append(make(name, library))
-    mine, theirs = convs
-    assert isinstance(mine, getattr(pyg, name)) and type(mine).__name__ == name and repr(mine) == repr(theirs)
-    assert list(mine.state_dict()) == list(theirs.state_dict())
-    assert all(map(torch.equal, mine.state_dict().values(), theirs.state_dict().values()))
-    for conv in convs:
-        torch.manual_seed(6)
-        conv.reset_parameters()
-    assert all(map(torch.equal, mine.state_dict().values(), theirs.state_dict().values()))
-
-
-@pytest.mark.parametrize("name", AGGREGATION)
 def test_copies_and_accelerate(name):
     conv = make(name, pyg)
     x = torch.randn(NUM_NODES, FEATURES)
@@ -397,12 +382,6 @@ def test_a_graph_in_which_the_other_side_has_no_features():
 
 
 def test_hetero_conv():
-    x = {"paper": torch.randn(6, 3), "author": torch.randn(4, 5)}
-    edge_index = {
-        ("paper", "cites", "paper"): torch.tensor([[0, 1, 2, 5], [3, 3, 0, 1]]),
-        ("author", "writes", "paper"): torch.tensor([[0, 1, 3, 3], [0, 1, 2, 5]]),
-        ("paper", "rev_writes", "author"): torch.tensor([[0, 1, 2, 5], [0, 1, 3, 3]]),
-    }
     results = []
     for library in (ours, pyg):
         torch.manual_seed(4)
@@ -413,7 +392,7 @@ def test_hetero_conv():
         }
         torch.manual_seed(5)
         with emulated_device() as launched:
-            results.append(HeteroConv(convs)(x, edge_index))
+            results.append(HeteroConv(convs)(HETERO_X, HETERO_EDGES))
         assert bool(launched) is (library is ours)
     for key, expected in results[1].items():
         torch.testing.assert_close(results[0][key], expected, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from torch_geometric.nn import HeteroConv, to_hetero
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from tests.covering import over
-from tests.nn.convs import EDGES, FEATURES, NAMES, NUM_NODES, make, reasons_of
+from tests.nn.convs import AGGREGATION, EDGES, FEATURES, NAMES, NUM_NODES, arguments, make, reasons_of
 
 OPTIONS = [
     ("GATConv", (3, 4), {"heads": 2}),
@@ -31,28 +31,25 @@ OPTIONS = [
     ("AGNNConv", (False,), {}),
     ("SuperGATConv", (3, 4), {"heads": 2}),
     ("SuperGATConv", (3, 4), {"attention_type": "SD", "concat": False}),
+    *((name, None, {}) for name in AGGREGATION),
 ]
-
-
-def pair(name, *args, **kwargs):
-    return getattr(ours, name)(*args, **kwargs), getattr(pyg, name)(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name,args,kwargs", OPTIONS)
 def test_same_class_surface(name, args, kwargs):
-    torch.manual_seed(5)
-    mine = getattr(ours, name)(*args, **kwargs)
-    torch.manual_seed(5)
-    theirs = getattr(pyg, name)(*args, **kwargs)
+    convs = []
+    for library in (ours, pyg):
+        torch.manual_seed(5)
+        convs.append(getattr(library, name)(*(arguments(name) if args is None else args), **kwargs))
+    mine, theirs = convs
     assert isinstance(mine, getattr(pyg, name)) and type(mine).__name__ == name
     assert repr(mine) == repr(theirs)
     state, expected = mine.state_dict(), theirs.state_dict()
     assert list(state) == list(expected)
     assert all(torch.equal(state[key], expected[key]) for key in state), "the same seed gives other parameters"
-    torch.manual_seed(6)
-    mine.reset_parameters()
-    torch.manual_seed(6)
-    theirs.reset_parameters()
+    for conv in convs:
+        torch.manual_seed(6)
+        conv.reset_parameters()
     assert all(torch.equal(a, b) for a, b in zip(mine.state_dict().values(), theirs.state_dict().values()))
     mine.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(mine.state_dict())
