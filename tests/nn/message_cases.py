@@ -236,6 +236,13 @@ REFUSED: dict[str, Case] = {
 """Classes whose messages are refused, with what the reason says."""
 
 
+def assert_results(actual: dict[str, Tensor], expected: dict[str, Tensor], **options: Any) -> None:
+    """Every result is the expected one of its name, by the options of `torch.testing.assert_close`."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        torch.testing.assert_close(actual[name], want, **options, msg=f"{name}: {{}}".format)
+
+
 @contextmanager
 def watched():
     """Yield the list of (layer, method, trace, reasons) of the calls of compiled layers inside."""

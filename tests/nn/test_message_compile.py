@@ -17,7 +17,7 @@ from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance
 from pyg_dfgnn.reference.zoo import ZOO
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
-from tests.nn.message_cases import outputs_and_gradients, twins
+from tests.nn.message_cases import assert_results, outputs_and_gradients, twins
 from tests.nn.test_messages import CASES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,9 +85,7 @@ def test_one_graph_for_all_sizes_equals_pyg(name, runs):
         expected = outputs_and_gradients(layer, case, ZOO[graph]())
         with messages.interpreted():
             actual = outputs_and_gradients(ours, case, ZOO[graph]())
-        assert actual.keys() == expected.keys()
-        for key, want in expected.items():
-            torch.testing.assert_close(actual[key], want, rtol=1e-9, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
+        assert_results(actual, expected, rtol=1e-9, atol=1e-11)
     assert counters["stats"]["unique_graphs"] == 1
     # Both directions of each program on each graph.
     assert len(runs) == len(GRAPHS) * 2 * (2 if name == "SGConv" else 1)

@@ -24,7 +24,7 @@ from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
-from tests.nn.message_cases import EDGE, FEATURES, WIDTH, Case, outputs_and_gradients, twins, watched
+from tests.nn.message_cases import EDGE, FEATURES, WIDTH, Case, assert_results, outputs_and_gradients, twins, watched
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -118,8 +118,7 @@ def test_results_are_pygs_under_the_mask_of_the_seed(name):
     assert all(trace.program is not None for _, _, trace, _ in seen) and len(seeds) == 1
     with masked((seeds[0], stream) for stream in range(5 if name == "everywhere" else 1)):
         expected = outputs_and_gradients(layer, case, graph)
-    for key, value in expected.items():
-        torch.testing.assert_close(results[key], value, rtol=1e-9, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
+    assert_results(results, expected, rtol=1e-9, atol=1e-11)
 
 
 RUNS = [(torch.float32, 2 * WIDTH, "self-loops"), (torch.bfloat16, 5, "hub")]

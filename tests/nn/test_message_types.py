@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import Builder
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
-from tests.nn.message_cases import twins, watched
+from tests.nn.message_cases import assert_results, twins, watched
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 TYPES = 3
@@ -92,8 +92,7 @@ def check(layer, marked, *args, x=X):
     with messages.interpreted(), watched() as calls:
         actual = results(marked, x, *args)
     assert calls[0][2].program is not None, calls[0][3]
-    for name, expected in results(layer, x, *args).items():
-        torch.testing.assert_close(actual[name], expected, msg=lambda m, n=name: f"{n}: {m}")
+    assert_results(actual, results(layer, x, *args))
     return calls[0][2]
 
 
@@ -113,10 +112,7 @@ def test_kernels_look_tables_up(dtype):
     expected = results(layer, X, EDGES, KIND)
     with emulated_device(), settings(fallback="error"):
         actual = results(marked.float(), X.float(), EDGES, KIND.to(dtype))
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name].double(), value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_results(actual, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 @pytest.mark.parametrize("run", [messages.interpreted, emulated_device])

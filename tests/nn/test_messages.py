@@ -22,7 +22,17 @@ from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
-from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, outputs_and_gradients, twins, watched
+from tests.nn.message_cases import (
+    EDGE_MLP,
+    REFUSED,
+    TRACED,
+    Case,
+    Inputs,
+    assert_results,
+    outputs_and_gradients,
+    twins,
+    watched,
+)
 from tests.nn.message_users import USERS, Modulated
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -57,9 +67,7 @@ def test_traced_messages_equal_pyg(name):
         expected = outputs_and_gradients(layer, case, ZOO[graph]())
         with messages.interpreted(), watched() as calls:
             results = outputs_and_gradients(marked, case, ZOO[graph]())
-        assert results.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(results[key], value, rtol=1e-9, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
+        assert_results(results, expected, rtol=1e-9, atol=1e-11)
         for _, _, trace, reasons in calls:
             assert [case.expected] == (["traced"] if trace is not None and trace.program is not None else reasons)
         assert calls
@@ -496,8 +504,7 @@ def test_kernels_run_messages(name):
     with emulated_device(), settings(fallback="error"), watched() as calls:
         results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
     assert calls and not any(reasons for *_, reasons in calls)
-    for key, value in expected.items():
-        torch.testing.assert_close(results[key].double(), value, rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+    assert_results(results, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
