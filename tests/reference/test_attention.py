@@ -23,6 +23,12 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+def assert_equals(conv, x, edge_attr, out, weights):
+    expected, (_, expected_weights) = conv(x, EDGE_INDEX, edge_attr, return_attention_weights=True)
+    assert_close(out, expected)
+    assert_close(weights, expected_weights)
+
+
 @pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
 @pytest.mark.parametrize("bipartite", [False, True])
 def test_add_attention_equals_gat_conv(edge_dim, bipartite):
@@ -37,11 +43,7 @@ def test_add_attention_equals_gat_conv(edge_dim, bipartite):
     out, weights = attention.add_attention(
         EDGE_INDEX, NUM_NODES, value, (value * conv.att_src).sum(-1), alpha_dst, alpha_edge=alpha_edge
     )
-    expected, (_, expected_weights) = conv(
-        (x_src, x_dst), EDGE_INDEX, edge_attr if edge_dim else None, return_attention_weights=True
-    )
-    assert_close(out.flatten(1), expected)
-    assert_close(weights, expected_weights)
+    assert_equals(conv, (x_src, x_dst), edge_attr if edge_dim else None, out.flatten(1), weights)
 
 
 @pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
@@ -58,11 +60,7 @@ def test_gatv2_attention_equals_gatv2_conv(edge_dim):
         edge=conv.lin_edge(edge_attr).view(-1, HEADS, CHANNELS) if edge_dim else None,
         negative_slope=0.3,
     )
-    expected, (_, expected_weights) = conv(
-        (x_src, x_dst), EDGE_INDEX, edge_attr if edge_dim else None, return_attention_weights=True
-    )
-    assert_close(out.flatten(1) + conv.bias, expected)
-    assert_close(weights, expected_weights)
+    assert_equals(conv, (x_src, x_dst), edge_attr if edge_dim else None, out.flatten(1) + conv.bias, weights)
 
 
 @pytest.mark.parametrize("edge_dim", [None, EDGE_DIM])
@@ -77,11 +75,7 @@ def test_dot_attention_equals_transformer_conv(edge_dim):
         conv.lin_value(x_src).view(-1, HEADS, CHANNELS),
         edge=conv.lin_edge(edge_attr).view(-1, HEADS, CHANNELS) if edge_dim else None,
     )
-    expected, (_, expected_weights) = conv(
-        (x_src, x_dst), EDGE_INDEX, edge_attr if edge_dim else None, return_attention_weights=True
-    )
-    assert_close(out.flatten(1), expected)
-    assert_close(weights, expected_weights)
+    assert_equals(conv, (x_src, x_dst), edge_attr if edge_dim else None, out.flatten(1), weights)
 
 
 def test_cosine_attention_equals_agnn_conv():
