@@ -8,7 +8,6 @@ errors replace the ones in ``results/check/<gpu>.csv``. Exit code: 0 all within 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from pyg_dfgnn.bench.cases import FAMILIES
 from pyg_dfgnn.bench.graphs import benchmark_graph, compressed
 from pyg_dfgnn.bench.prepare import collect_specs, in_force, rounded_problem
 from pyg_dfgnn.bench.results import Table, default_folder, file_stem, markdown, source_digest
+from pyg_dfgnn.bench.timing import RELEASED_ELEMENTS, Timer
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
@@ -323,7 +323,7 @@ class _Runner:
 
     def run(self) -> bool:
         """False when time ran out."""
-        graphs = self._graphs()
+        graphs, timer = self._graphs(), Timer(self.device)
         todo = self._todo(graphs)
         for name, points in todo.items():
             if self.options.workers > 0 and self.device.type == "cuda":
@@ -334,7 +334,10 @@ class _Runner:
                     print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
                     return False
                 self.table.append(check_point(case, graph, missing, self.op, keep_factors(case, graph)))
-                _after_case(case, graph)
+                # Surfaces a dead CUDA context at once.
+                timer.synchronize()
+                if graph.num_edges * case.width > RELEASED_ELEMENTS:
+                    timer.release()
         return True
 
     def _print(self, text: str) -> None:
@@ -370,16 +373,6 @@ class _Runner:
         specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
         self._print(f"{name}: {len(specs)} kernels to compile")
         precompile(specs, self.options.workers)
-
-
-def _after_case(case: Case, graph: EdgeList) -> None:
-    """Surfaces a dead CUDA context at once, and returns large blocks so that the next shape finds room."""
-    if graph.device.type != "cuda":
-        return
-    torch.cuda.synchronize(graph.device)
-    if graph.num_edges * case.width > 1 << 27:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pyg_dfgnn.bench.graphs import benchmark_graph, compare_with_recipe, compres
 from pyg_dfgnn.bench.isolated import EndedError, results
 from pyg_dfgnn.bench.prepare import collect_specs, in_force, rounded_problem
 from pyg_dfgnn.bench.results import Rows, Table, environment, file_stem, now
-from pyg_dfgnn.bench.timing import Call, Timer, Timing
+from pyg_dfgnn.bench.timing import RELEASED_ELEMENTS, Call, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
@@ -43,8 +43,6 @@ FIELDS = (
 
 FLUSHED_BELOW_BYTES = 300e6
 """Graphs with fewer compulsory forward bytes fit the cache: they are also timed flushed and as a replayed graph."""
-RELEASED_ELEMENTS = 1 << 27
-"""Features along all edges above which cached memory is given back between measurements."""
 ON_A_CPU = """\
 Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
 no speed-ups are drawn."""

@@ -23,6 +23,8 @@ FLUSH_BYTES = 256 << 20
 # queue is long) and the events measure the device alone; host time has its own column.
 SHORT_CALL_MS, HEAD_START_CALLS, HEAD_START_FACTOR = 5.0, 10, 1.5
 CYCLES_PER_MS = 2_000_000
+RELEASED_ELEMENTS = 1 << 27
+"""Features along all edges above which cached memory is given back between measurements."""
 
 
 @dataclass(frozen=True)
