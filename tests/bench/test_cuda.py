@@ -3,12 +3,10 @@
 import pytest
 
 from pyg_dfgnn.bench import run
-from pyg_dfgnn.bench.case import forward_backward
 from pyg_dfgnn.bench.cases.attention.baselines import Flex
 from pyg_dfgnn.bench.cases.attention.case import AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph
-from pyg_dfgnn.bench.prepare import rounded_problem
-from tests.bench.test_run import composed, read
+from tests.bench.quick import composed, read, results
 
 pytestmark = pytest.mark.cuda
 QUICK = ["pace.sampling_ms=1", "pace.min_repetitions=3", "device=cuda", "small=true", "workers=0"]
@@ -34,9 +32,5 @@ def test_all_states_and_implementations(tmp_path):
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_flex_attention_has_the_right_gradients(name):
     graph, case = benchmark_graph(name, "cuda", small=True), AttentionCase("dot", 2, 16)
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
-    expected = case.reference(graph, inputs, grad_out)
-    leaves = {key: tensor.requires_grad_() for key, tensor in inputs.items()}
-    actual = forward_backward(Flex().prepare(case, graph, leaves)(), leaves, grad_out)
-    worst, error = case.errors(graph, actual, expected, grad_out).worst
+    worst, error = results(Flex(), case, graph)[2].worst
     assert error < 2e-3, f"{worst}: {error:.2e}"

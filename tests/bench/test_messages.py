@@ -17,7 +17,7 @@ from pyg_dfgnn.ir.lanes import MAX_SHORT
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import messages
-from tests.bench.test_segment import QUICK, composed
+from tests.bench.quick import QUICK, composed
 
 
 @pytest.mark.parametrize("op", LAYERS)

@@ -1,6 +1,5 @@
 """Timings of relational layers: each implementation is right, a wrong one is refused, the experiment runs on a CPU."""
 
-import csv
 import os
 import sys
 from dataclasses import replace
@@ -9,12 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch_geometric.nn
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.bench import run
-from pyg_dfgnn.bench.case import forward_backward
 from pyg_dfgnn.bench.cases import case_of
 from pyg_dfgnn.bench.cases.relational.case import LAYERS, Edges
 from pyg_dfgnn.bench.cases.relational.implementations import (
@@ -30,37 +26,17 @@ from pyg_dfgnn.bench.cases.relational.implementations import (
 )
 from pyg_dfgnn.bench.experiment import Experiment
 from pyg_dfgnn.bench.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
-from pyg_dfgnn.bench.prepare import in_force, rounded_problem
+from pyg_dfgnn.bench.prepare import in_force
 from pyg_dfgnn.ir import E, Program, Rows, U, V
 from pyg_dfgnn.ir.layers import rgat
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.tolerances import tolerance
-from pyg_dfgnn.reference.zoo import ZOO, EdgeList
+from pyg_dfgnn.reference.zoo import EdgeList
+from tests.bench.quick import QUICK, composed, graph_of, layers_in, results
 from tests.datasets.real import SEARCH
 from tests.kernels.emulated import emulated_device
 
-QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
 KINDS = [Ours(), PyG(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]
 GRAPHS = ["mag_like", "aifb", "many-relations", "duplicates", "no-edges"]
-
-
-def composed(*overrides):
-    with initialize_config_dir(str(configs_dir() / "bench"), version_base="1.3"):
-        return OmegaConf.to_container(compose("bench", list(overrides)), resolve=True, throw_on_missing=True)
-
-
-def graph_of(name):
-    return ZOO[name]().shuffled() if name in ZOO else benchmark_graph(name, "cpu", small=True)
-
-
-def results(implementation, case, graph, dtype="float32"):
-    """Output and gradients of an implementation, and those of the reference."""
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
-    expected = case.reference(graph, inputs, grad_out)
-    leaves = {name: tensor.to(getattr(torch, dtype)).requires_grad_() for name, tensor in inputs.items()}
-    out = implementation.prepare(case, graph, leaves)()
-    actual = forward_backward(out, leaves, grad_out.to(out.dtype))
-    return actual, expected, case.errors(graph, actual, expected, grad_out)
 
 
 # Compiling takes long, and compiles PyG's code.
@@ -104,7 +80,7 @@ def test_fasten_says_why_it_cannot_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fasten", None)
     few = ["graphs=[mag_like]", "sizes=[1x8]", "implementations=[fasten]", f"folder={tmp_path}"]
     assert run.run(composed("experiment=relational", *QUICK, *few)) == 0
-    status = {row["op"]: row["status"] for row in rows_in(tmp_path)}
+    status = {row["op"]: row["status"] for row in layers_in(tmp_path)}
     assert status == {
         "rgcn": "not run: fasten is not installed",
         "rgat": "not run: has no RGAT",
@@ -199,20 +175,14 @@ def test_another_mean_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(pyg_dfgnn.nn, "RGCNConv", OneMean, raising=False)
     few = ["graphs=[mag_like]", "ops=[rgcn]", "sizes=[1x8]", "implementations=[fused]", f"folder={tmp_path}"]
     assert run.run(composed("experiment=relational", *QUICK, *few)) == 1
-    assert {row["status"] for row in rows_in(tmp_path)} == {"WRONG"}
-
-
-def rows_in(tmp_path):
-    (path,) = tmp_path.glob("*/*.csv")
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["op"] != "graph"]
+    assert {row["status"] for row in layers_in(tmp_path)} == {"WRONG"}
 
 
 def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
     names = "fused,pyg,pyg_fast,hector,hector_c,hector_cf"
     few = ["graphs=[mag_like]", "sizes=[1x8]", f"implementations=[{names}]", f"folder={tmp_path}"]
     assert run.run(composed("experiment=relational", *QUICK, *few)) == 0
-    rows = rows_in(tmp_path)
+    rows = layers_in(tmp_path)
     rounded = [row for row in rows if row["dtype"] == "tf32"]
     assert len(rows) - len(rounded) == 3 * 6 * 2
     # Ours alone may round, and is judged by another bound then.
@@ -229,10 +199,6 @@ def test_the_experiment_has_the_graphs_of_the_targets():
     experiment = Experiment.of(composed("experiment=relational"))
     assert experiment.graphs == ("aifb", "mutag", "fb15k237", "mag_like", "wikikg2_like")
     assert experiment.sizes == ("1x64",) and set(experiment.ops) == set(LAYERS)
-
-
-class _Large(EdgeList):
-    num_edges = 21_111_007
 
 
 def test_memory_guard_lists_what_cannot_fit():

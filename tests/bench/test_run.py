@@ -1,17 +1,14 @@
 """Timing: configs compose, the gate comes first, what cannot run is listed, runs resume, figures follow from files."""
 
-import csv
 import os
 import re
 import shlex
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench import isolated, plots, run, tables
-from pyg_dfgnn.bench.case import Fused, forward_backward
+from pyg_dfgnn.bench.case import Fused
 from pyg_dfgnn.bench.cases import PASSES
 from pyg_dfgnn.bench.cases.attention import IMPLEMENTATIONS
 from pyg_dfgnn.bench.cases.attention.baselines import CompiledPyG, Flex, PyG, Unfused
@@ -24,6 +21,7 @@ from pyg_dfgnn.bench.results import default_folder
 from pyg_dfgnn.bench.timing import Pace, Timer, Timing
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
+from tests.bench.quick import QUICK, composed, read, results
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
 
@@ -31,22 +29,10 @@ CPU = torch.device("cpu")
 CONFIGS = configs_dir() / "bench"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 FIGURES = ["fig9", "fig10a", "fig10b", "fig11", "fig12", "fig13", "fig14"]
-QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
-
-
-def composed(*overrides):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return OmegaConf.to_container(compose("bench", list(overrides)), resolve=True, throw_on_missing=True)
 
 
 def bench(tmp_path, *overrides):
     return run.run(composed(*QUICK, "sizes=[2x8]", f"folder={tmp_path}", *overrides))
-
-
-def read(tmp_path):
-    (path,) = tmp_path.glob("*/*.csv")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -139,11 +125,7 @@ def test_implementations_agree_with_float64(implementation, heads, score):
     reasons = implementation.reasons(case, graph, True, float("inf"))
     if reasons:
         pytest.skip("; ".join(reasons))
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
-    expected = case.reference(graph, inputs, grad_out)
-    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
-    actual = forward_backward(implementation.prepare(case, graph, leaves)(), leaves, grad_out)
-    name, error = case.errors(graph, actual, expected, grad_out).worst
+    name, error = results(implementation, case, graph)[2].worst
     assert error < 3e-6, f"{name}: {error:.2e}"
 
 

@@ -1,12 +1,9 @@
 """Timings of aggregations: each implementation is right, a wrong one is refused, and the experiment runs on a CPU."""
 
-import csv
 from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench import check, run, tables
 from pyg_dfgnn.bench.case import Fused, forward_backward
@@ -25,30 +22,18 @@ from pyg_dfgnn.bench.cases.segment import (
 from pyg_dfgnn.bench.experiment import Experiment
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import rounded_problem
-from pyg_dfgnn.paths import configs_dir
-from pyg_dfgnn.reference.zoo import ZOO, EdgeList
+from pyg_dfgnn.reference.zoo import EdgeList
+from tests.bench.quick import QUICK, composed, graph_of, layers_in
 from tests.kernels.emulated import emulated_device
 
-QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
 KINDS = [Fused(), PyG(), CompiledPyG("eager"), TorchCsr(), TorchMm(), SegmentReduce()]
 GRAPHS = ["h", "no-edges", "isolated", "bipartite-wide", "hub"]
-
-
-def composed(*overrides):
-    with initialize_config_dir(str(configs_dir() / "bench"), version_base="1.3"):
-        return OmegaConf.to_container(compose("bench", list(overrides)), resolve=True, throw_on_missing=True)
 
 
 def rows_of(tmp_path, *overrides):
     """Exit code and rows of a quick run, those of the graph's build left out."""
     code = run.run(composed("experiment=segment", *QUICK, f"folder={tmp_path}", *overrides))
-    (path,) = tmp_path.glob("*/*.csv")
-    with path.open(newline="") as file:
-        return code, [row for row in csv.DictReader(file) if row["op"] != "graph"]
-
-
-def graph_of(name):
-    return ZOO[name]().shuffled() if name in ZOO else benchmark_graph(name, "cpu", small=True)
+    return code, layers_in(tmp_path)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
