@@ -15,14 +15,13 @@ from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import loaders
-from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.trainer import Options
 from tests.capture.test_step import graph
 from tests.datasets.test_planetoid import write_raw
-from tests.training.test_run import assert_equal, history, parameters
+from tests.training.test_run import assert_close, assert_equal, history, interrupt_at, parameters
 
 CPU = torch.device("cpu")
 
@@ -120,9 +119,7 @@ def test_compiled_run_equals_the_eager_one(run, monkeypatch, backend):
     _, eager = run("eager", *same)
     _, compiled = run("compiled", *same, f"backend={backend}", "trainer.compile=true")
     assert seen == [True]
-    for row, want in zip(history(compiled), history(eager), strict=True):
-        for key, value in want.items():
-            assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key
+    assert_close(history(compiled), history(eager))
 
 
 def test_environment_of_a_run(run, caplog):
@@ -150,7 +147,7 @@ def test_refused(run, overrides, message):
 
 
 def test_a_request_to_end_interrupts_an_epoch(run, tmp_path, monkeypatch):
-    calls = _interrupt_at(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    calls = interrupt_at(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run("stopped", "trainer.checkpoint_every=100")
     monkeypatch.undo()
@@ -172,7 +169,7 @@ def test_interrupt_in_the_middle_of_an_epoch(run, monkeypatch, loader):
     same = {"resident": ["trainer.resident=true"], "workers": ["trainer.loader.num_workers=1"]}[loader]
     same += ["scheduler=cosine", "model.dropout=0.3", "trainer.checkpoint_every=100"]
     _, whole = run("whole", *same)
-    calls = _interrupt_at(monkeypatch, 7, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    calls = interrupt_at(monkeypatch, 7, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run("stopped", *same)
     monkeypatch.undo()
@@ -195,7 +192,7 @@ def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, nu
 
     whole = go("whole")
     # In training of the third epoch: two losses per epoch.
-    _interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
+    interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         go("stopped")
     monkeypatch.undo()
@@ -205,16 +202,3 @@ def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, nu
     assert history(resumed) == history(whole)
     for file in ("last.pt", "best.pt"):
         assert_equal(parameters(resumed, file), parameters(whole, file))
-
-
-def _interrupt_at(monkeypatch, count, interrupt):
-    cross_entropy, calls = step_module.cross_entropy, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == count:
-            interrupt()
-        return cross_entropy(*args, **kwargs)
-
-    monkeypatch.setattr(step_module, "cross_entropy", interrupted)
-    return calls

@@ -44,6 +44,27 @@ def assert_equal(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
+def assert_close(rows, expected):
+    """Histories of runs that differ by rounding."""
+    for row, want in zip(rows, expected, strict=True):
+        for key, value in want.items():
+            assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key
+
+
+def interrupt_at(monkeypatch, count, interrupt):
+    """Call `interrupt` at a loss by its number, of training or of validation; returns a list that grows by each."""
+    cross_entropy, calls = step_module.cross_entropy, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count:
+            interrupt()
+        return cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(step_module, "cross_entropy", interrupted)
+    return calls
+
+
 @pytest.mark.parametrize("backend", ["pyg", "auto"])
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_trains(run, model, backend):
@@ -70,9 +91,7 @@ def test_a_graph_takes_the_place_of_edges(tmp_path, model):
     options = [f"model={model}", "model.readout=true", "model.dropout=0"]
     held = trained_on_pieces(tmp_path / "held", *options, "backend=auto")
     plain = trained_on_pieces(tmp_path / "plain", *options, "backend=pyg", "data.task.as_graph=false")
-    for left, right in zip(held, plain, strict=True):
-        for key, value in right.items():
-            assert float(left[key]) == pytest.approx(float(value), rel=1e-3), key
+    assert_close(held, plain)
     summary = json.loads((tmp_path / "held" / "metrics.json").read_text())
     assert summary["task"] == "ogbn-papers100M-like" and summary["peak_memory_gb"] is None
 
@@ -84,8 +103,7 @@ def test_a_graph_in_place_of_edges_is_not_sampled(tmp_path):
 
 def test_backends_give_the_same_run(run):
     (_, pyg), (_, ours) = (run(backend, f"backend={backend}", "trainer.epochs=1") for backend in ("pyg", "auto"))
-    for key, value in history(pyg)[0].items():
-        assert float(history(ours)[0][key]) == pytest.approx(float(value), rel=1e-3), key
+    assert_close(history(ours), history(pyg))
 
 
 def test_captured_batches_of_all_graphs(run, monkeypatch):
@@ -98,9 +116,7 @@ def test_captured_batches_of_all_graphs(run, monkeypatch):
     assert not capacities
     _, captured = run("captured", *same, "trainer.cuda_graph=true")
     assert [capacity.num_graphs for capacity in capacities] == [6]
-    for row, want in zip(history(captured), history(eager), strict=True):
-        for key, value in want.items():
-            assert float(row[key]) == pytest.approx(float(value), rel=1e-3), key
+    assert_close(history(captured), history(eager))
 
 
 def test_loss_falls(run):
@@ -159,17 +175,8 @@ def test_seed_decides_a_run(run):
 def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, model, scheduler):
     overrides = [f"model={model}", f"scheduler={scheduler}", "trainer.checkpoint_every=100"]
     _, whole = run("whole", *overrides)
-
-    cross_entropy, calls = step_module.cross_entropy, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        # 3 training and 2 validation batches per epoch: in the middle of training in epoch 3.
-        if len(calls) == 12:
-            raise KeyboardInterrupt
-        return cross_entropy(*args, **kwargs)
-
-    monkeypatch.setattr(step_module, "cross_entropy", interrupted)
+    # 3 training and 2 validation batches per epoch: in the middle of training in epoch 3.
+    interrupt_at(monkeypatch, 12, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run("stopped", *overrides)
     monkeypatch.undo()
