@@ -37,14 +37,24 @@ def make(name, library=ours, in_channels=FEATURES, out_channels=4, **kwargs):
     return getattr(library, name)(*arguments(name, in_channels, out_channels), **kwargs)
 
 
-def both(name, *args, dtype=torch.float64, **kwargs):
-    """The conv of ours and of PyG with the same parameters."""
+def both(name, *args, dtype=torch.float64, std=0.5, **kwargs):
+    """The conv of ours and of PyG with the same random parameters."""
     args = args or arguments(name)
     convs = [getattr(library, name)(*copy.deepcopy(args), **kwargs).to(dtype) for library in (ours, pyg)]
     for parameter in convs[0].parameters():
-        parameter.data.normal_(std=0.5)
+        parameter.data.normal_(std=std)
     convs[1].load_state_dict(convs[0].state_dict())
     return convs
+
+
+def trained(conv, x, *rest, call=None):
+    """Output and gradients; a softmax does not see the key's bias."""
+    conv.zero_grad()
+    x = x.clone().requires_grad_()
+    out = (call or conv)(x, *rest)
+    out.sin().sum().backward()
+    grads = {name: p.grad for name, p in conv.named_parameters() if p.grad is not None and name != "lin_key.bias"}
+    return {"out": out.detach(), "x": x.grad, **grads}
 
 
 def rest_of(name, x, num_edges, width=None):

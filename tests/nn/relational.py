@@ -1,21 +1,11 @@
-"""Relational convs of ours and of PyG with equal parameters, hetero graphs, and the comparison of all results."""
+"""What tests of relational convs share: hetero graphs, and the comparison of all results with PyG's."""
 
 import pytest
 import torch
-import torch_geometric.nn as pyg
 from torch import Tensor
 
-import pyg_dfgnn.nn as ours
+from pyg_dfgnn.reference.tolerances import tolerance
 from tests.datasets.real import SEARCH
-
-
-def both(name, *args, dtype=torch.float64, **kwargs):
-    """The conv of ours and of PyG with equal random parameters."""
-    convs = [getattr(library, name)(*args, **kwargs).to(dtype) for library in (ours, pyg)]
-    for parameter in convs[0].parameters():
-        parameter.data.normal_(std=0.5)
-    convs[1].load_state_dict(convs[0].state_dict())
-    return convs
 
 
 def named(value, name="out"):
@@ -72,6 +62,17 @@ def assert_same(convs, *args, **kwargs):
         torch.testing.assert_close(
             actual[name], want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def assert_near(actual, expected, dtype, factor=1):
+    """No result is further from float64 than `factor` times the bound, by the norm of the largest of its direction."""
+    for direction, is_gradient in (("forward", False), ("backward", True)):
+        bound = factor * tolerance(dtype, direction, "relational").relative
+        names = [name for name in expected if name.startswith("d_") == is_gradient]
+        size = max(expected[name].norm().item() for name in names)
+        for name in names:
+            difference = (actual[name].double() - expected[name]).norm().item()
+            assert difference <= bound * size, (name, difference / size, bound)
 
 
 NODES = {"a": (10, 6), "b": (7, 5), "c": (4, 8), "d": (3, 2)}

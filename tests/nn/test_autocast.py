@@ -14,6 +14,7 @@ from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tol
 from pyg_dfgnn.reference.zoo import random
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
+from tests.nn.convs import both
 
 ROWS, FEATURES = 30, 6
 HALVES = [torch.bfloat16, torch.float16]
@@ -231,12 +232,7 @@ def schedule(request):
 
 def build(key):
     name, options = CONVS[key]
-    conv = getattr(ours, name)(FEATURES, 4, **options)
-    for parameter in conv.parameters():
-        parameter.data.normal_(std=0.3)
-    other = getattr(pyg, name)(FEATURES, 4, **options)
-    other.load_state_dict(conv.state_dict())
-    return conv, other
+    return both(name, FEATURES, 4, dtype=torch.float32, std=0.3, **options)
 
 
 def names_of(out):

@@ -21,7 +21,7 @@ from pyg_dfgnn.nn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.gate import HOOKS, METHODS
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
-from tests.nn.convs import EDGES, FEATURES, NAMES, NUM_NODES, make, reasons_of
+from tests.nn.convs import EDGES, FEATURES, NAMES, NUM_NODES, make, reasons_of, trained
 
 
 def pair(name, *libraries, **kwargs):
@@ -30,15 +30,6 @@ def pair(name, *libraries, **kwargs):
     for conv in convs[1:]:
         conv.load_state_dict(convs[0].state_dict())
     return convs
-
-
-def trained(conv, x, edge_index, *args):
-    """The output and its gradients."""
-    conv.zero_grad()
-    leaf = x.clone().requires_grad_()
-    out = conv(leaf, edge_index, *args)
-    out.sin().sum().backward()
-    return {"out": out.detach(), "x": leaf.grad, **{name: p.grad for name, p in conv.named_parameters()}}
 
 
 def assert_same(actual, expected):

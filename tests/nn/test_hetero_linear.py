@@ -8,8 +8,8 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from tests.nn.convs import reasons_of
-from tests.nn.relational import both, results_of
+from tests.nn.convs import both, reasons_of
+from tests.nn.relational import results_of
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu", "forget_logged")
 

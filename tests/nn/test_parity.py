@@ -1,17 +1,15 @@
 """The fused branch of every drop-in against PyG's own conv with the same parameters: outputs, weights, gradients."""
 
-import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch_geometric.nn as pyg
 from torch.nn.modules.module import register_module_forward_hook
 from torch_geometric import EdgeIndex
 
-import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from tests.covering import over
+from tests.nn.convs import both as build
 from tests.nn.parity import (
     BIPARTITE,
     EDGES,
@@ -29,18 +27,8 @@ from tests.nn.parity import (
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
 HEADS, CHANNELS, EDGE_DIM, F_SRC, F_DST = 3, 4, 2, 6, 5
-ATTENTION = {"GATConv": ours.GATConv, "GATv2Conv": ours.GATv2Conv, "TransformerConv": ours.TransformerConv}
-DROP_INS = {**ATTENTION, "AGNNConv": ours.AGNNConv}
-
-
-def build(name, *args, dtype=torch.float64, **kwargs):
-    """The drop-in and PyG's conv with the same parameters."""
-    ours_conv = DROP_INS[name](*args, **kwargs).to(dtype)
-    pyg_conv = getattr(pyg, name)(*args, **kwargs).to(dtype)
-    for parameter in ours_conv.parameters():
-        parameter.data.normal_()
-    pyg_conv.load_state_dict(ours_conv.state_dict())
-    return ours_conv, pyg_conv
+ATTENTION = ("GATConv", "GATv2Conv", "TransformerConv")
+DROP_INS = (*ATTENTION, "AGNNConv")
 
 
 def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
@@ -61,7 +49,7 @@ def assert_weights_parity(convs, x, edge_index, *args, **kwargs):
     [("name", "form"), ("name", "loops"), ("form", "loops")],
     # It adds no self-loops.
     lambda row: not (row["loops"] and row["name"] == "TransformerConv"),
-    name=tuple(DROP_INS),
+    name=DROP_INS,
     form=tuple(FORMS),
     loops=(False, True),
     dtype=(torch.float32, torch.float64),
@@ -137,7 +125,7 @@ def test_agnn_options(flow, requires_grad):
 
 @over(
     [("name", "flow", "loops", "edge_dim", "as_graph")],
-    name=tuple(ATTENTION),
+    name=ATTENTION,
     flow=("source_to_target", "target_to_source"),
     loops=(False, True),
     edge_dim=(None, EDGE_DIM),
@@ -405,10 +393,3 @@ def test_hooks_of_the_edge_transformation_are_called(kind):
         out.sum().backward()
     torch.testing.assert_close(out, plain)
     assert len(seen) == 1
-
-
-def test_copies_of_a_conv_agree():
-    for name in ATTENTION:
-        conv, _ = build(name, F_SRC, CHANNELS)
-        x = torch.randn(NUM_NODES, F_SRC, dtype=torch.float64)
-        torch.testing.assert_close(copy.deepcopy(conv)(x, EDGES), conv(x, EDGES))

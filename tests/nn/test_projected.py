@@ -16,6 +16,8 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import hub, random
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
+from tests.nn.convs import both
+from tests.nn.test_autocast import names_of
 
 CONVS = {
     "transformer": ("TransformerConv", {"heads": 2}),
@@ -39,11 +41,7 @@ def rows():
 
 def build(key, channels=4):
     name, options = CONVS[key]
-    conv = getattr(ours, name)(FEATURES, channels, **options)
-    for parameter in conv.parameters():
-        parameter.data.normal_(std=0.3)
-    oracle = getattr(pyg, name)(FEATURES, channels, **options)
-    oracle.load_state_dict(conv.state_dict())
+    conv, oracle = both(name, FEATURES, channels, dtype=torch.float32, std=0.3, **options)
     return conv, oracle.double()
 
 
@@ -51,11 +49,7 @@ def trained(conv, x, edge_index):
     """Output and gradients, and the node of autograd of the attention."""
     x = x.clone().requires_grad_()
     out = conv(x, edge_index)
-    names, nodes = set(), [out.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        names.add(node.name())
-        nodes += [each for each, _ in node.next_functions if each is not None]
+    names = names_of(out)
     torch.manual_seed(1)
     (out * torch.randn(out.shape).to(out.dtype)).sum().backward()
     grads = {name: p.grad for name, p in conv.named_parameters() if p.grad is not None}

@@ -13,8 +13,9 @@ from pyg_dfgnn.nn.conv import hgt_conv
 from pyg_dfgnn.runtime import launcher
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.kernels.emulated import emulated_device
+from tests.nn.convs import both
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
+from tests.nn.relational import METADATA, NODES, assert_same, hetero, real
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 

@@ -7,8 +7,9 @@ from torch.nn import ELU, LeakyReLU, SiLU, Tanh
 from pyg_dfgnn.datasets import imdb
 from pyg_dfgnn.reference.zoo import many_relations
 from tests.ir.cases import ALL_GRAPHS
+from tests.nn.convs import both
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, both, hetero, real
+from tests.nn.relational import METADATA, NODES, assert_same, hetero, real
 from tests.nn.test_relational import (
     FORMS,
     GRAPH,

@@ -14,7 +14,8 @@ from pyg_dfgnn.ops.function import ops
 from pyg_dfgnn.ops.relational.traced import KIND
 from tests.covering import extended
 from tests.ir.cases import GRAPHS
-from tests.nn.relational import METADATA, NODES, both, hetero, results_of
+from tests.nn.convs import both
+from tests.nn.relational import METADATA, NODES, hetero, results_of
 
 NUM_RELATIONS = GRAPHS["relations-12"].num_relations
 WIDTHS = {name: width for name, (_, width) in NODES.items()}

@@ -5,11 +5,11 @@ import torch
 
 import pyg_dfgnn
 from pyg_dfgnn.nn.conv import hgt_conv
-from pyg_dfgnn.reference.tolerances import tolerance
 from tests.emu.loader import compiler
 from tests.ir.cases import GRAPHS
 from tests.kernels.emulated import emulated_device
-from tests.nn.relational import METADATA, NODES, both, cast, hetero, results_of
+from tests.nn.convs import both
+from tests.nn.relational import METADATA, NODES, assert_near, cast, hetero, results_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
@@ -48,14 +48,7 @@ def test_outputs_and_gradients(key, is_compiled, monkeypatch):
     assert "relational_traversal" in launched and (key == "embeddings" or "segment_gemm" in launched)
     expected = results_of(oracle.double(), *cast(cast(call, torch.float32), torch.float64))
     assert list(actual) == list(expected)
-    for direction, names in (
-        ("forward", [n for n in expected if not n.startswith("d_")]),
-        ("backward", [n for n in expected if n.startswith("d_")]),
-    ):
-        size = max(expected[n].norm().item() for n in names)
-        for n in names:
-            difference = (actual[n].double() - expected[n]).norm().item()
-            assert difference <= tolerance(torch.float32, direction, "relational").relative * size, n
+    assert_near(actual, expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -76,8 +69,4 @@ def test_gradients_of_film_choose_the_branch_of_float64(dtype):
         actual = results_of(layer, *call)
     expected = results_of(oracle.double(), *cast(call, torch.float64))
     assert actual["out"].dtype is dtype
-    for direction, names in (("forward", ["out"]), ("backward", [n for n in expected if n != "out"])):
-        size = max(expected[n].norm().item() for n in names)
-        for n in names:
-            difference = (actual[n].double() - expected[n]).norm().item()
-            assert difference <= tolerance(dtype, direction, "relational").relative * size, n
+    assert_near(actual, expected, dtype)

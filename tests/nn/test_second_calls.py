@@ -16,6 +16,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from tests.kernels.emulated import emulated_device
+from tests.nn.convs import both, trained
 
 NODES, FEATURES = 12, 8
 BOTH = pytest.mark.parametrize("name", ["GATv2Conv", "TransformerConv"])
@@ -42,21 +43,7 @@ def edge_index():
 
 def build(name, **options):
     """The conv and PyG's, with the same parameters."""
-    conv, oracle = (getattr(library, name)(FEATURES, 4, heads=2, **SKIP[name], **options) for library in (ours, pyg))
-    for parameter in conv.parameters():
-        parameter.data.normal_(std=0.3)
-    oracle.load_state_dict(conv.state_dict())
-    return conv, oracle
-
-
-def trained(conv, x, *rest, call=None):
-    """Output and gradients; a softmax does not see the key's bias."""
-    conv.zero_grad()
-    x = x.clone().requires_grad_()
-    out = (call or conv)(x, *rest)
-    out.sin().sum().backward()
-    grads = {name: p.grad for name, p in conv.named_parameters() if p.grad is not None and name != "lin_key.bias"}
-    return {"out": out.detach(), "x": x.grad, **grads}
+    return both(name, FEATURES, 4, dtype=torch.float32, std=0.3, heads=2, **SKIP[name], **options)
 
 
 def outcome(call, *given):
@@ -75,12 +62,12 @@ def assert_same(found, expected):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def assert_passes(conv, oracle, x, edge_index, fused):
-    """Check that the result is PyG's, and computed by kernels or not."""
+def assert_passes(conv, oracle, x, *rest, call=None):
+    """Check that the result is PyG's, and computed by kernels."""
     with emulated_device() as launched:
-        found = trained(conv, x, edge_index)
-    assert ("attention_forward" in launched) is fused
-    assert_same(found, trained(oracle, x, edge_index))
+        found = trained(conv, x, *rest, call=call)
+    assert "attention_forward" in launched
+    assert_same(found, trained(oracle, x, *rest))
 
 
 def first_call(conv, *given):
@@ -158,7 +145,7 @@ def test_a_changed_layer(name, change, x, edge_index):
     first_call(conv, x, edge_index)
     for each in (conv, oracle):
         LAYERS[change](each, LAYER[name])
-    assert_passes(conv, oracle, x, edge_index, fused=True)
+    assert_passes(conv, oracle, x, edge_index)
 
 
 def unaligned(tensor):
@@ -216,9 +203,7 @@ def test_a_weight_that_moves_between_the_passes(name, x, edge_index):
         weight.data = weight.data.t().contiguous().t()
         return out
 
-    with emulated_device():
-        found = trained(conv, x, edge_index, call=call)
-    assert_same(found, trained(oracle, x, edge_index))
+    assert_passes(conv, oracle, x, edge_index, call=call)
 
 
 @BOTH
@@ -249,7 +234,7 @@ def test_convs_on_one_graph(name, x, edge_index):
                     found = conv(x, edge_index)
                 assert_same(found, oracle(x, edge_index))
     for conv, oracle in pairs:
-        assert_passes(conv, oracle, x, edge_index, fused=True)
+        assert_passes(conv, oracle, x, edge_index)
 
 
 UNPACK = {
@@ -269,7 +254,7 @@ def test_saved_tensors_that_come_back_elsewhere(name, unpack, sizes, x, edge_ind
     conv, oracle = build(name)
     first_call(conv, x, edge_index)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, change):
-        assert_passes(conv, oracle, x, edge_index, fused=True)
+        assert_passes(conv, oracle, x, edge_index)
 
 
 @pytest.mark.parametrize("unpack", UNPACK)
@@ -311,7 +296,7 @@ def test_a_changed_option(name, options, x, edge_index):
         for key, value in options.items():
             setattr(each, key, value)
     assert not torch.allclose(before, trained(oracle, x, edge_index)["out"])
-    assert_passes(conv, oracle, x, edge_index, fused=True)
+    assert_passes(conv, oracle, x, edge_index)
 
 
 def test_edge_features_later(x, edge_index):
@@ -324,16 +309,14 @@ def test_edge_features_later(x, edge_index):
     with emulated_device(), pytest.raises(AssertionError):
         conv(x, edge_index)
     edge_attr = torch.randn(40, 3)
-    with emulated_device():
-        found = trained(conv, x, edge_index, edge_attr)
-    assert_same(found, trained(oracle, x, edge_index, edge_attr))
+    assert_passes(conv, oracle, x, edge_index, edge_attr)
 
 
 @BOTH
 def test_dropout_in_training_alone(name, x, edge_index):
     conv, oracle = build(name, dropout=0.9)
     first_call(conv, x, edge_index)
-    assert_passes(conv.eval(), oracle.eval(), x, edge_index, fused=True)
+    assert_passes(conv.eval(), oracle.eval(), x, edge_index)
     with emulated_device():
         results = [conv.train()(x, edge_index) for _ in range(2)]
     assert not torch.equal(*results)
@@ -459,7 +442,7 @@ def test_gradients_twice_and_of_less(name, x, edge_index):
     first_call(conv, x, edge_index)
     for each in (conv, oracle):
         each.requires_grad_(False)
-    assert_passes(conv, oracle, x, edge_index, fused=True)
+    assert_passes(conv, oracle, x, edge_index)
     leaf = x.clone().requires_grad_()
     with emulated_device():
         loss = conv(leaf, edge_index).sin().sum()
@@ -471,9 +454,7 @@ def test_gradients_twice_and_of_less(name, x, edge_index):
 def test_checkpoint_of_a_first_call(name, x, edge_index):
     """The forward pass and its repetition save the same tensors in the same order."""
     conv, oracle = build(name)
-    with emulated_device():
-        found = trained(conv, x, edge_index, call=lambda *given: checkpoint(conv, *given, use_reentrant=False))
-    assert_same(found, trained(oracle, x, edge_index))
+    assert_passes(conv, oracle, x, edge_index, call=lambda *given: checkpoint(conv, *given, use_reentrant=False))
 
 
 def test_random_numbers_are_drawn_in_one_order(x, edge_index):
