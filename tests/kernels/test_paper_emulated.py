@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import paper
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
@@ -15,6 +14,7 @@ from pyg_dfgnn.settings import settings
 from tests.covering import covering, over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
+from tests.kernels.block_mma import mix
 from tests.kernels.problems import GRAPHS, NAMES, build_graph, cases, check, heavy_graph, label, problem_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -120,14 +120,7 @@ def test_another_schedule_may_take_the_sources(schedule, score, monkeypatch):
     """The records of the pass over targets are those of `row_split`."""
     graph = build_graph(*heavy_graph())
     problem = problem_of(score, graph, 3, 8)
-    choose = dispatch.choose
-
-    def mixed(family, problem, graph, directions, current, **options):
-        chosen = choose(family, problem, graph, directions, current, **options)
-        rows = choose(family, problem, graph, directions, replace(current, schedule="row_split"), **options)
-        return tuple(b if a.direction == "sources" else a for a, b in zip(chosen, rows, strict=True))
-
-    monkeypatch.setattr(dispatch, "choose", mixed)
+    mix(monkeypatch, ("sources",))
     launched = check(problem, graph, 0.3)
     assert f"attention_{schedule}_targets" in launched and "attention_backward_sources" in launched
 

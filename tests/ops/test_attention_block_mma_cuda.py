@@ -1,7 +1,6 @@
 """The schedule `block_mma` on a GPU: against float64 and `row_split`, TF32, capture, torch.compile and streams."""
 
 import os
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -15,6 +14,7 @@ from pyg_dfgnn.reference.zoo import EdgeList, sbm
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
+from tests.kernels.block_mma import products
 from tests.ops.problems import Problem, assert_like_rows, pairs
 from tests.ops.test_attention_cuda import DEVICE, SLEEP_CYCLES, assert_equal, capture, compiled
 
@@ -73,17 +73,6 @@ def problem_of(score, case=SBM, heads=8, channels=16, dtype=torch.float32):
     return problem
 
 
-@contextmanager
-def tf32():
-    """Lets matrix products of float32 be rounded, as `torch.set_float32_matmul_precision("high")` does."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled_kernels():
     """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
@@ -93,7 +82,7 @@ def compiled_kernels():
             with settings(schedule=schedule):
                 problem_of(score, case, *setup).run()
         for score, size, case in product(SCORES, SIZES, CASES):
-            with settings(schedule="block_mma"), tf32():
+            with settings(schedule="block_mma"), products("tf32"):
                 problem_of(score, case, *size).run()
     precompile(specs, workers=min(16, os.cpu_count() or 1))
 
@@ -145,7 +134,7 @@ def test_tf32(score, size, case):
     """Within the bound of TF32 where torch allows it, and beyond that of float32: it was taken."""
     problem = problem_of(score, case, *size)
     expected = problem.expected()
-    with tf32():
+    with products("tf32"):
         actual = problem.run()
     assert_matches(problem, actual, expected, "tf32")
     assert relative_error(actual["out"], expected["out"]) > 4 * tolerance(torch.float32).relative
