@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.tolerances import direction_of, largest_errors, tolerance
 from tests.covering import Row, covering
 from tests.kernels.emulated import emulated_device
@@ -133,15 +132,12 @@ def check(
     """
     problem.dropout_p = dropout_p
     with emulated_device(order, seed=1) as launched:
-        torch.manual_seed(5)
-        actual = problem.run()
-        torch.manual_seed(5)
+        actual = problem.run(seed=5)
         with torch.no_grad():
-            out, actual["weights"] = problem.call(return_weights=True)
+            out, actual["weights"] = problem.call(seed=5, return_weights=True)
     assert not same_order or torch.equal(out, actual["out"]), "two runs differ"
     actual["out without gradients"] = out
-    torch.manual_seed(5)
-    expected = problem.expected(problem.keep(draw_seed(out.device)) if dropout_p > 0.0 else None)
+    expected = problem.expected(problem.kept(seed=5))
     expected["out without gradients"] = expected["out"]
     assert_largest_close(problem.dtype, actual, expected, op, exact_weights=exact_weights)
     return launched

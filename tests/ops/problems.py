@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.ops.attention.functional import op_by_role
+from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.reference.problems import draw_grad_out, draw_inputs
-from pyg_dfgnn.reference.tolerances import tolerance
+from pyg_dfgnn.reference.tolerances import assert_all_close, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, random
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import inputs_of
@@ -88,16 +90,34 @@ class Problem:
     def reference(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return getattr(reference, f"{self.score}_attention")
 
-    def call(self, **changes: Any) -> Any:
-        """The op on the inputs, some of them changed."""
+    def call(self, seed: int | None = None, **changes: Any) -> Any:
+        """The op on the inputs, some of them changed; under a seed if one is given."""
+        if seed is not None:
+            torch.manual_seed(seed)
         return self.op(self.graph, **{**self.inputs, "dropout_p": self.dropout_p, **changes})
 
-    def run(self, call: Callable[..., Any] | None = None, **inputs: Tensor) -> dict[str, Tensor]:
-        """Output and the gradient of every input, by name, of `call(**inputs)` (the op by default)."""
+    def run(
+        self, call: Callable[..., Any] | None = None, seed: int | None = None, **inputs: Tensor
+    ) -> dict[str, Tensor]:
+        """Output and the gradient of every input, by name, of `call(**inputs)` (the op by default), under a seed."""
+        if seed is not None:
+            torch.manual_seed(seed)
         inputs = {name: tensor.detach().requires_grad_() for name, tensor in {**self.inputs, **inputs}.items()}
         out = self.call(**inputs) if call is None else call(**inputs)
         grads = torch.autograd.grad(out, list(inputs.values()), self.grad_out.to(out.dtype))
         return {"out": out.detach(), **{f"grad {name}": grad for name, grad in zip(inputs, grads, strict=True)}}
+
+    def run_with_weights(self, seed: int) -> dict[str, Tensor]:
+        """What :meth:`run` gives, and the weights of another call under that seed, whose output has the same bits."""
+        results = self.run(seed=seed)
+        out, results["weights"] = self.call(seed, return_weights=True)
+        assert torch.equal(out, results["out"])
+        return results
+
+    def kept(self, seed: int) -> Tensor | None:
+        """The dropout factors [E, H] of calls under this seed, None without dropout."""
+        torch.manual_seed(seed)
+        return self.keep(draw_seed(self.device)) if self.dropout_p else None
 
     def keep(self, seed: Tensor) -> Tensor:
         """The dropout factors [E, H] that a call draws from this seed."""
@@ -157,14 +177,53 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def assert_like_rows(problem: "Problem", actual: dict[str, Tensor]) -> None:
     """Every result as `row_split` has it, up to the rounding of both; dropout as under the seed 3."""
     with settings(schedule="row_split"):
-        torch.manual_seed(3)
-        expected = problem.run()
+        expected = problem.run(seed=3)
     bound = 2 * tolerance(problem.dtype).relative
     largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")
     for name, tensor in actual.items():
         scale = expected[name].norm() if name == "out" else largest
         difference = (tensor.double() - expected[name].double()).norm()
         assert difference <= bound * scale, f"{name}: {float(difference / scale):.1e}"
+
+
+def check_opcheck(problem: "Problem") -> set[str]:
+    """`torch.library.opcheck` of every operator of a call, forward, backward and weights; returns their programs."""
+    with Recorder() as recorder:
+        problem.run()
+        problem.call(return_weights=True)
+    assert {func.name() for func, *_ in recorder.calls} == {"pyg_dfgnn::run"}
+    for (func, _), args in recorder.calls.items():
+        opcheck(func, args)
+    return {program for _, program in recorder.calls}
+
+
+def check_gradient_through_the_weights(problem: "Problem") -> None:
+    """A loss on output and weights together; asking for weights changes no bit of the output."""
+    factor = torch.randn(problem.edge_index.size(1), problem.heads)
+
+    def both(result: tuple[Tensor, Tensor]) -> Tensor:
+        out, weights = result
+        return torch.cat([out.flatten(), (weights * factor.to(weights.dtype)).flatten()])
+
+    problem.grad_out = torch.cat([problem.grad_out.flatten(), torch.ones(factor.numel())])
+    actual = problem.run(lambda **inputs: both(problem.call(seed=3, **inputs, return_weights=True)))
+    assert torch.equal(problem.call(seed=3).flatten(), actual["out"][: -factor.numel()])
+    keep = problem.kept(seed=3)
+    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
+    nodes = problem.edge_index, problem.case.num_dst
+    expected = problem.run(lambda **inputs: both(problem.reference(*nodes, **inputs, keep=keep)), **inputs)
+    assert_all_close(pairs(actual, expected), torch.float32)
+
+
+def check_each_gradient_alone(problem: "Problem") -> None:
+    """Whatever subset of the inputs needs a gradient, it is the same."""
+    everything = problem.run(seed=3)
+    for name, tensor in problem.inputs.items():
+        leaf = tensor.clone().requires_grad_()
+        out = problem.call(seed=3, **{name: leaf})
+        assert torch.equal(out, everything["out"])
+        (grad,) = torch.autograd.grad(out, leaf, problem.grad_out)
+        assert torch.equal(grad, everything[f"grad {name}"]), name
 
 
 def pairs(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -15,14 +15,22 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import core as op_core
 from pyg_dfgnn.ops import function as op_function
 from pyg_dfgnn.ops import prepared
-from pyg_dfgnn.ops.core import draw_seed
-from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
 from tests.covering import over
-from tests.ops.problems import DENSE, SCORES, Problem, Recorder, assert_equal, pairs, problem_of
+from tests.ops.problems import (
+    DENSE,
+    SCORES,
+    Problem,
+    Recorder,
+    assert_equal,
+    check_each_gradient_alone,
+    check_gradient_through_the_weights,
+    pairs,
+    problem_of,
+)
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
@@ -31,15 +39,9 @@ from tests.ops.problems import DENSE, SCORES, Problem, Recorder, assert_equal, p
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_reference_path_equals_the_reference(score, dtype, full):
     problem = problem_of(score, full=full, dtype=dtype)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    out, actual["weights"] = problem.call(return_weights=True)
-    assert torch.equal(out, actual["out"])
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed(torch.device("cpu"))) if full else None
+    actual = problem.run_with_weights(seed=3)
     assert {tensor.dtype for tensor in actual.values()} == {dtype}
-    assert_all_close(pairs(actual, problem.expected(keep)))
+    assert_all_close(pairs(actual, problem.expected(problem.kept(seed=3))))
 
 
 @over(score=SCORES, full=(False, True))
@@ -48,8 +50,7 @@ def test_gradcheck(score, full):
     problem = problem_of(score, case, full=full, dtype=torch.float64)
 
     def call(*tensors):
-        torch.manual_seed(1)
-        return problem.call(**dict(zip(problem.inputs, tensors, strict=True)))
+        return problem.call(seed=1, **dict(zip(problem.inputs, tensors, strict=True)))
 
     tensors = [tensor.requires_grad_() for tensor in problem.inputs.values()]
     assert torch.autograd.gradcheck(call, tensors)
@@ -101,8 +102,7 @@ def test_the_vector_of_gatv2_as_a_module_holds_it(path):
     for vector in (problem.inputs["att"], problem.inputs["att"][None]):
         for _ in range(2):
             # The second time the kernels are known.
-            torch.manual_seed(3)
-            results.append(problem.run(att=vector))
+            results.append(problem.run(seed=3, att=vector))
         assert results[-1]["grad att"].shape == vector.shape
         results[-1]["weights"] = problem.call(att=vector, dropout_p=0.0, return_weights=True)[1]
     assert_equal(results[1], results[3] | {"grad att": results[3]["grad att"][0]})
@@ -121,26 +121,7 @@ def test_target_and_source_in_one_tensor(path):
 
 @over(score=SCORES, full=(False, True))
 def test_gradient_through_the_weights(score, full, path):
-    """A loss on output and weights together; asking for weights changes no bit of the output."""
-    problem = problem_of(score, full=full)
-    factor = torch.randn(problem.edge_index.size(1), problem.heads)
-
-    def both(result):
-        out, weights = result
-        return torch.cat([out.flatten(), (weights * factor.to(weights.dtype)).flatten()])
-
-    problem.grad_out = torch.cat([problem.grad_out.flatten(), torch.ones(factor.numel())])
-    torch.manual_seed(3)
-    actual = problem.run(lambda **inputs: both(problem.call(**inputs, return_weights=True)))
-    torch.manual_seed(3)
-    assert torch.equal(problem.call().flatten(), actual["out"][: -factor.numel()])
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed("cpu")) if full else None
-    function = getattr(reference, f"{score}_attention")
-    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
-    nodes = problem.edge_index, problem.case.num_dst
-    expected = problem.run(lambda **inputs: both(function(*nodes, **inputs, keep=keep)), **inputs)
-    assert_all_close(pairs(actual, expected), torch.float32)
+    check_gradient_through_the_weights(problem_of(score, full=full))
 
 
 @over(score=SCORES, full=(False, True))
@@ -153,8 +134,7 @@ def test_gradient_through_the_weights_where_operators_are_intercepted(score, ful
         out, weights = problem.call(**inputs, return_weights=True)
         return out.square().sum() + (factor * weights).sum()
 
-    torch.manual_seed(3)
-    expected = problem.run(loss)
+    expected = problem.run(loss, seed=3)
     torch.manual_seed(3)
     with Recorder() as recorder:
         assert_equal(problem.run(loss), expected)
@@ -191,37 +171,21 @@ def small_cache(monkeypatch):
 @over(score=SCORES, full=(False, True))
 def test_sweeps_over_blocks_of_columns(score, full, fused, small_cache):
     problem = problem_of(score, random(24, 10, 480, seed=4, name="denser"), full=full, channels=64)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    out, actual["weights"] = problem.call(return_weights=True)
-    assert torch.equal(out, actual["out"])
+    actual = problem.run_with_weights(seed=3)
     # Two forward passes, one backward pass.
     for entry, passes in (("forward", 2), ("backward_targets", 1), ("backward_sources", 1)):
         if entry == "backward_targets" and score == "add" and not full:
             assert fused.count("attention_backward_nodes") == 1
         else:
             assert fused.count(f"attention_{entry}") > passes and f"attention_{entry}_merge" in fused
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed(torch.device("cpu"))) if full else None
-    assert_all_close(pairs(actual, problem.expected(keep)))
+    assert_all_close(pairs(actual, problem.expected(problem.kept(seed=3))))
 
 
 # Autograd -------------------------------------------------------------------------------------------------------------
 
 
 def test_each_gradient_alone(score, path):
-    """Whatever subset of the inputs needs a gradient, it is the same."""
-    problem = problem_of(score, full=True)
-    torch.manual_seed(3)
-    everything = problem.run()
-    for name, tensor in problem.inputs.items():
-        leaf = tensor.clone().requires_grad_()
-        torch.manual_seed(3)
-        out = problem.call(**{name: leaf})
-        assert torch.equal(out, everything["out"])
-        (grad,) = torch.autograd.grad(out, leaf, problem.grad_out)
-        assert torch.equal(grad, everything[f"grad {name}"]), name
+    check_each_gradient_alone(problem_of(score, full=True))
 
 
 def test_no_gradient_is_asked_for(score, path):
@@ -338,10 +302,8 @@ def test_double_backward_of_the_reference_path(score):
 
 def test_repeated_runs_are_equal_bit_by_bit(score, path):
     problem = problem_of(score, DENSE, full=True)
-    torch.manual_seed(3)
-    first = problem.run()
-    torch.manual_seed(3)
-    assert_equal(problem.run(), first)
+    first = problem.run(seed=3)
+    assert_equal(problem.run(seed=3), first)
 
 
 def test_the_graph_is_built_once(score, fused, monkeypatch):
@@ -411,8 +373,7 @@ def test_the_seed_decides_the_mask(score, path):
     problem = problem_of(score, full=True)
 
     def weights(seed):
-        torch.manual_seed(seed)
-        return problem.call(return_weights=True)[1]
+        return problem.call(seed=seed, return_weights=True)[1]
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1) == 0, weights(2) == 0)
@@ -429,8 +390,7 @@ def test_dropout_statistics(p, path):
     plain = problem.call(dropout_p=0.0, return_weights=True)[1]
     masks = []
     for seed in range(4):
-        torch.manual_seed(seed)
-        ratio = problem.call(return_weights=True)[1] / plain
+        ratio = problem.call(seed=seed, return_weights=True)[1] / plain
         torch.testing.assert_close(ratio[ratio > 0], torch.full_like(ratio[ratio > 0], 1 / (1 - p)))
         masks.append((ratio > 0).float())
     kept = torch.stack(masks)

@@ -2,24 +2,17 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.reference.zoo import random
 from tests.covering import extended, over
-from tests.ops.problems import SCORES, SPARSE, Problem, Recorder, assert_equal, problem_of
+from tests.ops.problems import SCORES, SPARSE, Problem, assert_equal, check_opcheck, problem_of
 
 
 @over(score=SCORES, full=(False, True))
 def test_opcheck(score, full, fused):
-    problem = problem_of(score, full=full)
-    with Recorder() as recorder:
-        problem.run()
-        problem.call(return_weights=True)
-    assert {func.name() for func, _ in recorder.calls} == {"pyg_dfgnn::run"}
-    assert {program.split(":")[1] for _, program in recorder.calls} == {"forward", "backward", "edge"}
-    for (func, _), args in recorder.calls.items():
-        opcheck(func, args)
+    programs = check_opcheck(problem_of(score, full=full))
+    assert {program.split(":")[1] for program in programs} == {"forward", "backward", "edge"}
 
 
 def compiled(function, **options):
@@ -30,12 +23,10 @@ def compiled(function, **options):
 @over(score=SCORES, full=(False, True))
 def test_compile(score, full, fused):
     problem = problem_of(score, full=full)
-    torch.manual_seed(3)
-    expected = problem.run()
+    expected = problem.run(seed=3)
     call = compiled(problem.op)
     for _ in range(2):
-        torch.manual_seed(3)
-        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=problem.dropout_p))
+        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=problem.dropout_p), seed=3)
         assert_equal(actual, expected)
 
 

@@ -7,17 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from pyg_dfgnn.dispatch.attention import row_split as dispatch_rows
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.ops import dot_attention, traversal
-from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, hub, random, zoo
 from pyg_dfgnn.runtime import launcher
-from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, Recorder, assert_equal, pairs
+from tests.ops.problems import DENSE, SCORES, SPARSE, Problem, assert_equal, check_opcheck, pairs
 
 pytestmark = pytest.mark.cuda
 
@@ -85,16 +83,10 @@ def assert_matches(problem, actual, keep=None):
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"H{s[0]}-C{s[1]}-{s[2]}{'-full' if s[3] else ''}")
 def test_against_float64(score, setup, case):
     problem = setup_of(score, case, *setup)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    out, actual["weights"] = problem.call(return_weights=True)
-    assert torch.equal(out, actual["out"]) and out.dtype == problem.dtype
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
-    assert_matches(problem, actual, keep)
-    torch.manual_seed(3)
-    assert_equal(problem.run(), actual)
+    actual = problem.run_with_weights(seed=3)
+    assert actual["out"].dtype == problem.dtype
+    assert_matches(problem, actual, problem.kept(seed=3))
+    assert_equal(problem.run(seed=3), actual)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
@@ -110,17 +102,14 @@ def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
         launch(kernel, *arguments)
 
     monkeypatch.setattr(traversal, "launch", counted)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    actual["weights"] = problem.call(return_weights=True)[1]
+    actual = problem.run(seed=3)
+    actual["weights"] = problem.call(seed=3, return_weights=True)[1]
     # With `dout_dlogit` of the forward pass at hand, the pass over targets reads nodes only.
     targets = 0 if score == "add" and not full else 1
     for entry, passes in (("forward", 2), ("backward_targets", targets), ("backward_sources", 1)):
         assert launches.count(f"attention_{entry}") == 3 * passes
         assert (f"attention_{entry}_merge" in launches) == (passes > 0)
-    torch.manual_seed(3)
-    assert_matches(problem, actual, problem.keep(draw_seed(DEVICE)) if full else None)
+    assert_matches(problem, actual, problem.kept(seed=3))
 
 
 def test_float64_takes_the_reference(score):
@@ -155,8 +144,7 @@ def test_deterministic_mode(score):
     try:
         results = []
         for _ in range(3):
-            torch.manual_seed(3)
-            results.append(problem.run())
+            results.append(problem.run(seed=3))
     finally:
         torch.use_deterministic_algorithms(False)
     for other in results[1:]:
@@ -204,13 +192,8 @@ def test_more_elements_than_int32_counts():
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_opcheck(score, full):
-    problem = problem_of(score, full=full)
-    with Recorder() as recorder:
-        problem.run()
-        problem.call(return_weights=True)
-    assert {program.split(":")[1] for _, program in recorder.calls} == {"forward", "backward", "edge"}
-    for (func, _), args in recorder.calls.items():
-        opcheck(func, args)
+    programs = check_opcheck(problem_of(score, full=full))
+    assert {program.split(":")[1] for program in programs} == {"forward", "backward", "edge"}
 
 
 def compiled(function, **options):

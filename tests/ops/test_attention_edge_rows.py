@@ -2,16 +2,22 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.statements.attention import inputs_of
 from pyg_dfgnn.statements.scores import DOT
-from tests.ops.problems import DENSE, SPARSE, EdgeRows, Recorder, pairs
+from tests.ops.problems import (
+    DENSE,
+    SPARSE,
+    EdgeRows,
+    check_each_gradient_alone,
+    check_gradient_through_the_weights,
+    check_opcheck,
+    pairs,
+)
 
 
 def problem_of(**options):
@@ -22,14 +28,8 @@ def problem_of(**options):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_against_float64(dtype, dropout_p, path):
     problem = problem_of(dtype=dtype, dropout_p=dropout_p)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    out, actual["weights"] = problem.call(return_weights=True)
-    assert torch.equal(out, actual["out"])
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed("cpu")) if dropout_p else None
-    assert_all_close(pairs(actual, problem.expected(keep)))
+    actual = problem.run_with_weights(seed=3)
+    assert_all_close(pairs(actual, problem.expected(problem.kept(seed=3))))
 
 
 def test_heads_side_by_side(path):
@@ -51,14 +51,7 @@ def test_wide_rows_become_vectors(heads, channels, edge_channels, path):
 
 
 def test_each_gradient_alone(path):
-    problem = problem_of(dropout_p=0.5)
-    torch.manual_seed(3)
-    everything = problem.run()
-    for name, tensor in problem.inputs.items():
-        leaf = tensor.clone().requires_grad_()
-        torch.manual_seed(3)
-        (grad,) = torch.autograd.grad(problem.call(**{name: leaf}), leaf, problem.grad_out)
-        assert torch.equal(grad, everything[f"grad {name}"]), name
+    check_each_gradient_alone(problem_of(dropout_p=0.5))
 
 
 def outputs_of(problem):
@@ -98,44 +91,24 @@ def test_outputs_may_be_edited_in_place(place, fused):
 
 
 def test_gradient_through_the_weights(path):
-    problem = problem_of(case=SPARSE)
-    factor = torch.randn(problem.edge_index.size(1), problem.heads)
-
-    def both(result):
-        out, weights = result
-        return torch.cat([out.flatten(), (weights * factor.to(weights.dtype)).flatten()])
-
-    problem.grad_out = torch.cat([problem.grad_out.flatten(), torch.ones(factor.numel())])
-    actual = problem.run(lambda **inputs: both(problem.call(**inputs, return_weights=True)))
-    inputs = {name: tensor.double() for name, tensor in problem.inputs.items()}
-    nodes = problem.edge_index, problem.case.num_dst
-    expected = problem.run(lambda **inputs: both(problem.reference(*nodes, **inputs)), **inputs)
-    assert_all_close(pairs(actual, expected), torch.float32)
+    check_gradient_through_the_weights(problem_of(case=SPARSE))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_compile(dropout_p, fused):
     problem = problem_of(dropout_p=dropout_p)
-    torch.manual_seed(3)
-    expected = problem.run()
+    expected = problem.run(seed=3)
     torch._dynamo.reset()
     call = torch.compile(problem.op, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        torch.manual_seed(3)
-        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=dropout_p))
+        actual = problem.run(lambda **inputs: call(problem.edges, **inputs, dropout_p=dropout_p), seed=3)
         # Traced, torch multiplies by the matrices of the heads.
         assert_all_close(pairs(actual, expected))
 
 
 def test_opcheck(fused):
-    problem = problem_of()
-    with Recorder() as recorder:
-        problem.run()
-        problem.call(return_weights=True)
-    assert {program.split(":")[0] for _, program in recorder.calls} == {"attention/dot/edge_rows"}
-    assert len(recorder.calls) >= 3
-    for (func, _), args in recorder.calls.items():
-        opcheck(func, args)
+    programs = check_opcheck(problem_of())
+    assert {program.split(":")[0] for program in programs} == {"attention/dot/edge_rows"} and len(programs) >= 3
 
 
 def test_autotune_measures_all_passes(fused, monkeypatch):

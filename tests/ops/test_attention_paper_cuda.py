@@ -10,12 +10,11 @@ from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import DENSE, assert_like_rows
-from tests.ops.test_attention_cuda import CASES, DEVICE, SETUPS, assert_equal, assert_matches, problem_of, setup_of
+from tests.ops.test_attention_cuda import CASES, SETUPS, assert_equal, assert_matches, problem_of, setup_of
 
 pytestmark = pytest.mark.cuda
 
@@ -61,13 +60,10 @@ def score(request):
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"H{s[0]}-C{s[1]}-{s[2]}{'-full' if s[3] else ''}")
 def test_against_float64_and_rows(schedule, score, setup, case):
     problem = setup_of(score, case, *setup)
-    torch.manual_seed(3)
-    actual = problem.run()
-    torch.manual_seed(3)
-    keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
+    actual = problem.run(seed=3)
+    keep = problem.kept(seed=3)
     assert_like_rows(problem, actual)
-    torch.manual_seed(3)
-    assert_equal(problem.run(), actual)
+    assert_equal(problem.run(seed=3), actual)
     try:
         assert_matches(problem, actual, keep)
     except AssertionError as error:
@@ -80,8 +76,7 @@ def test_against_float64_and_rows(schedule, score, setup, case):
 def test_super_nodes(schedule, score, heads):
     """More than 48 KiB of shared memory, forward and backward, also for several heads."""
     problem = problem_of(score, SUPER_NODES, heads=heads, channels=16)
-    torch.manual_seed(3)
-    actual = problem.run()
+    actual = problem.run(seed=3)
     assert_like_rows(problem, actual)
 
 

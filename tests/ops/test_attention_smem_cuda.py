@@ -8,7 +8,6 @@ import torch
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import plan_pass
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.zoo import hub, sbm, skewed
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
@@ -52,18 +51,12 @@ def test_against_float64(score, schedule, case):
     for setup in SETUPS:
         problem = setup_of(score, case, *setup)
         with settings(schedule=schedule, fallback="error"):
-            torch.manual_seed(3)
-            actual = problem.run()
-            torch.manual_seed(3)
-            out = problem.call()
-            torch.manual_seed(3)
-            also_out, actual["weights"] = problem.call(return_weights=True)
+            actual = problem.run(seed=3)
+            out = problem.call(seed=3)
+            also_out, actual["weights"] = problem.call(seed=3, return_weights=True)
             assert torch.equal(also_out, out)
-            torch.manual_seed(3)
-            keep = problem.keep(draw_seed(DEVICE)) if problem.dropout_p else None
-            assert_matches(problem, actual, keep)
-            torch.manual_seed(3)
-            assert_equal(problem.run(), actual)
+            assert_matches(problem, actual, problem.kept(seed=3))
+            assert_equal(problem.run(seed=3), actual)
 
 
 @pytest.mark.parametrize("case", SKEWED, ids=str)
