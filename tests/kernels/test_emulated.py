@@ -19,7 +19,6 @@ from tests.kernels.problems import (
     build_graph,
     cases,
     check,
-    dense_graph,
     heavy_graph,
     label,
     problem_of,
@@ -132,24 +131,6 @@ def test_without_target_scalars():
     graph = build_graph(*heavy_graph())
     problem = problem_of("add", graph, 2, 6, torch.float32, edge=True)
     del problem.inputs["alpha_dst"]
-    check(problem, graph, 0.0)
-
-
-@pytest.mark.parametrize("layout", ["strided", "misaligned"])
-def test_memory_layout_of_inputs(layout):
-    graph = build_graph(*dense_graph())
-    problem = problem_of("dot", graph, 2, 8, torch.bfloat16, edge=True)
-    for name, tensor in problem.inputs.items():
-        wider = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
-        shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-        problem.inputs[name] = (wider[..., ::2] if layout == "strided" else shifted).copy_(tensor)
-    check(problem, graph, 0.0)
-
-
-def test_gradients_of_strided_and_partial_outputs():
-    graph = build_graph(*heavy_graph())
-    problem = problem_of("gatv2", graph, 2, 8, torch.float32, edge=True)
-    problem.grad_out = torch.randn(8, 2, graph.num_dst).permute(2, 1, 0)
     check(problem, graph, 0.0)
 
 

@@ -25,14 +25,17 @@ def reversed_axes(tensor):
     return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
 
 
-@pytest.mark.parametrize("layout", [strided, misaligned, reversed_axes], ids=lambda layout: layout.__name__)
-def test_layouts(score, layout, fused):
-    problem = problem_of(score, full=True)
-    torch.manual_seed(3)
-    expected = problem.run()
+@over(
+    [("score", "layout"), ("layout", "dtype")],
+    score=SCORES,
+    layout=(strided, misaligned, reversed_axes),
+    dtype=(torch.float32, torch.bfloat16),
+)
+def test_layouts(score, layout, dtype, fused):
+    problem = problem_of(score, full=True, dtype=dtype)
+    expected = problem.run(seed=3)
     problem.grad_out = layout(problem.grad_out)
-    torch.manual_seed(3)
-    assert_equal(problem.run(**{name: layout(tensor) for name, tensor in problem.inputs.items()}), expected)
+    assert_equal(problem.run(seed=3, **{name: layout(tensor) for name, tensor in problem.inputs.items()}), expected)
     assert fused
 
 
@@ -41,11 +44,9 @@ def test_expanded_tensors(score, fused):
     problem = problem_of(score, full=True)
     rows = {name: tensor[:1].expand_as(tensor) for name, tensor in problem.inputs.items()}
     problem.grad_out = torch.ones(()).expand_as(problem.grad_out)
-    torch.manual_seed(3)
-    actual = problem.run(**rows)
+    actual = problem.run(seed=3, **rows)
     problem.grad_out = problem.grad_out.clone()
-    torch.manual_seed(3)
-    assert_equal(actual, problem.run(**{name: tensor.clone() for name, tensor in rows.items()}))
+    assert_equal(actual, problem.run(seed=3, **{name: tensor.clone() for name, tensor in rows.items()}))
 
 
 def test_inputs_are_not_changed(score, fused):
@@ -59,10 +60,8 @@ def test_inputs_are_not_changed(score, fused):
 
 def test_heads_side_by_side(score, path):
     problem = problem_of(score, full=True)
-    torch.manual_seed(3)
-    expected = problem.run()
-    torch.manual_seed(3)
-    out, weights = problem.call(concat=True, return_weights=True)
+    expected = problem.run(seed=3)
+    out, weights = problem.call(seed=3, concat=True, return_weights=True)
     assert torch.equal(out, expected["out"].flatten(1)) and weights.dim() == 2
     for _ in range(2):
         # The second time the kernels are known.
