@@ -250,7 +250,8 @@ class Family:
         pass_of_kernel: Word in the path of a kernel -> the pass that it belongs to.
         case: Makes a case of an operation and a size; raises a ValueError for a size of another form.
         implementations: Implementations by name, ours first.
-        check_groups: The cases of the correctness grid, in groups whose kernels are compiled together.
+        check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
+            none, the rows of every experiment are checked all the same.
         peers: Times of other packages.
         beside: Implementation whose own error allows more where a bound is exceeded
             (:data:`~pyg_dfgnn.reference.tolerances.BESIDE_PYG`); '' none: no kink of the operation is reached by a sum.
@@ -261,7 +262,7 @@ class Family:
     pass_of_kernel: Mapping[str, str]
     case: Callable[[str, str], Case]
     implementations: Mapping[str, type[Implementation]]
-    check_groups: Callable[[], Mapping[str, list[Case]]]
+    check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
     peers: Callable[[], Iterable[Peer]] = field(default=tuple)
     beside: str = ""
 
