@@ -1,11 +1,15 @@
 """Layers as users write them, each a `MessagePassing` of its own."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch.nn import BatchNorm1d, LayerNorm, Linear, Parameter
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 from torch_geometric.utils import degree, scatter, softmax
+
+from pyg_dfgnn.bench.cases.messages import Temperature
 
 FEATURES, WIDTH, EDGE = 6, 4, 3
 
@@ -79,21 +83,6 @@ class SignedAttention(MessagePassing):
     def message(self, x_i, x_j, norm_i, norm_j):
         weight = torch.tanh(self.gate(torch.cat([x_i, x_j], dim=1)))
         return norm_i * norm_j * weight * x_j
-
-
-class Temperature(MessagePassing):
-    """A softmax with a learnt temperature."""
-
-    def __init__(self):
-        super().__init__(aggr="add")
-        self.log_t, self.att = Parameter(torch.zeros(1)), Parameter(torch.randn(1, FEATURES))
-
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=x)
-
-    def message(self, x_i, x_j, index, ptr, size_i):
-        score = (self.att * F.silu(x_i + x_j)).sum(dim=-1) * self.log_t.exp()
-        return x_j * softmax(score, index, ptr, size_i).view(-1, 1)
 
 
 class Gaussian(MessagePassing):
@@ -356,7 +345,7 @@ USERS = {
     "EdgeGate": (EdgeGate, "edge_attr"),
     "SigmoidHeads": (SigmoidHeads, "edge_weight"),
     "SignedAttention": (SignedAttention, None),
-    "Temperature": (Temperature, None),
+    "Temperature": (partial(Temperature, FEATURES), None),
     "Gaussian": (Gaussian, "pos"),
     "Embedded": (Embedded, "edge_type"),
     "Modulated": (Modulated, None),

@@ -141,7 +141,7 @@ def test_copies_stay_compiled(x):
 
 
 def test_a_saved_model_is_compiled_in_another_process(tmp_path):
-    layer, x = pyg_dfgnn.accelerate(Temperature()), torch.randn(5, FEATURES)
+    layer, x = pyg_dfgnn.accelerate(Temperature(FEATURES)), torch.randn(5, FEATURES)
     torch.save((layer, x, calls_of(layer, x, EDGES)[0]), tmp_path / "model.pt")
     code = f"""
 import sys, torch
