@@ -1,8 +1,9 @@
 """The cache never serves a stale graph, never keeps a tensor alive, and stays small."""
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -245,30 +246,22 @@ def test_built_in_inference_mode_serves_training(edge_index):
 
 def test_threads():
     shared = [random(30, 30, 200, seed=seed).edge_index for seed in range(4)]
-    failures = []
-    start = threading.Barrier(8)
+    start = Barrier(8)
 
     def work(number):
-        try:
-            start.wait()
-            for step in range(60):
-                edge_index = shared[(number + step) % 4]
-                graph = Graph.of(edge_index, 30, self_loops=bool(step % 2))
-                want = with_loops(edge_index, 30, 30) if step % 2 else edge_index
-                assert torch.equal(graph.edge_index, want) and graph.csc.num_edges == want.size(1)
-                own = random(9, 9, 20, seed=1000 * number + step).edge_index
-                assert torch.equal(Graph.of(own, 9).csr.col[Graph.of(own, 9).csr.perm.argsort()].long(), own[0])
-                if step % 20 == 19:
-                    Graph.clear_cache()
-        except BaseException as error:
-            failures.append(error)
+        start.wait()
+        for step in range(60):
+            edge_index = shared[(number + step) % 4]
+            graph = Graph.of(edge_index, 30, self_loops=bool(step % 2))
+            want = with_loops(edge_index, 30, 30) if step % 2 else edge_index
+            assert torch.equal(graph.edge_index, want) and graph.csc.num_edges == want.size(1)
+            own = random(9, 9, 20, seed=1000 * number + step).edge_index
+            assert torch.equal(Graph.of(own, 9).csr.col[Graph.of(own, 9).csr.perm.argsort()].long(), own[0])
+            if step % 20 == 19:
+                Graph.clear_cache()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
 
 
 def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypatch):

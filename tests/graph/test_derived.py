@@ -1,7 +1,8 @@
 """What a graph keeps: values by key and their bytes, adjacencies over domains; graphs of an index or of offsets."""
 
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -43,18 +44,15 @@ def test_a_failed_build_leaves_nothing(graph):
 
 
 def test_threads_that_build_at_once_get_one_value(graph):
-    both_build, values = threading.Barrier(2), []
+    both_build = Barrier(2)
 
     def build():
         both_build.wait()
         return torch.zeros(3)
 
-    threads = [threading.Thread(target=lambda: values.append(graph.derived("a", build))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert values[0] is values[1] is graph.derived("a", build)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: graph.derived("a", build), range(2))
+    assert first is second is graph.derived("a", build)
 
 
 def test_values_depend_on_their_anchors(graph):
