@@ -8,6 +8,8 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import TypedLayer
+from pyg_dfgnn.ops.function import ops
+from pyg_dfgnn.ops.relational.traced import KIND
 from pyg_dfgnn.settings import settings
 from tests.nn.convs import FEATURES, NUM_NODES
 
@@ -33,6 +35,15 @@ def in_float64():
     with settings(fallback="silent"):
         yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The arguments of all that the operator of programs has run, a program's name first."""
+    taken, programs = [], type(ops[KIND])
+    run = programs.run
+    monkeypatch.setattr(programs, "run", lambda self, *args: taken.append(args) or run(self, *args))
+    return taken
 
 
 @pytest.fixture

@@ -58,15 +58,6 @@ def compiled(module):
     return torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """The arguments of all that the operator has run."""
-    taken, programs = [], type(ops[KIND])
-    run = programs.run
-    monkeypatch.setattr(programs, "run", lambda self, *args: taken.append(args) or run(self, *args))
-    return taken
-
-
 @pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.usefixtures("fused_on_cpu")
 @pytest.mark.parametrize(
