@@ -8,6 +8,7 @@ import torch
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import direction_of, largest_errors, tolerance
 from tests.covering import Row, covering
+from tests.emu import ORDERS
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import Problem
 
@@ -48,6 +49,15 @@ def batch_graph() -> tuple[list[tuple[int, int]], int, int]:
 
 GRAPHS = {
     graph.__name__.removesuffix("_graph"): graph for graph in (sparse_graph, heavy_graph, dense_graph, square_graph)
+}
+
+AXES = {
+    "graph": tuple(GRAPHS),
+    "heads": (1, 3, 8),
+    "channels": (1, 7, 16, 40),
+    "dtype": tuple(NAMES),
+    "dropout": (0.0, 0.4),
+    "order": ORDERS,
 }
 
 

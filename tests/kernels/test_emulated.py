@@ -13,6 +13,7 @@ from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import (
+    AXES,
     GRAPHS,
     NAMES,
     assert_largest_close,
@@ -40,14 +41,6 @@ def small_chunks(monkeypatch, default_settings):
     torch.manual_seed(0)
 
 
-AXES = {
-    "graph": tuple(GRAPHS),
-    "heads": (1, 3, 8),
-    "channels": (1, 7, 16, 40),
-    "dtype": tuple(NAMES),
-    "dropout": (0.0, 0.4),
-    "order": ORDERS,
-}
 CASES = cases(tuple(SCORES), [("dropout", "graph")], **AXES)
 
 
