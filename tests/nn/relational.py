@@ -77,6 +77,7 @@ def assert_near(actual, expected, dtype, factor=1):
 
 NODES = {"a": (10, 6), "b": (7, 5), "c": (4, 8), "d": (3, 2)}
 """Node type -> number of nodes, and of features."""
+WIDTHS = {name: width for name, (_, width) in NODES.items()}
 EDGE_TYPES = [("a", "r", "b"), ("b", "s", "a"), ("b", "t", "b"), ("c", "u", "a"), ("a", "v", "b"), ("d", "w", "c")]
 """No edge leads to `d`; those of the last two types are none, and those of a hub."""
 METADATA = (list(NODES), EDGE_TYPES)

@@ -15,7 +15,7 @@ from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import both
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, hetero, real
+from tests.nn.relational import METADATA, NODES, WIDTHS, assert_same, hetero, real
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
@@ -187,7 +187,7 @@ def test_hgt_is_on_features_where_rows_are_fewer():
 
 
 def test_hgt_with_computed_scales():
-    convs = both("HGTConv", {n: width for n, (_, width) in NODES.items()}, 8, METADATA)
+    convs = both("HGTConv", WIDTHS, 8, METADATA)
     for conv in convs:
         torch.nn.utils.parametrize.register_parametrization(conv.p_rel, "a__r__b", torch.nn.Softplus())
     assert_same(convs, *hetero())
@@ -196,8 +196,7 @@ def test_hgt_with_computed_scales():
 @pytest.mark.parametrize("heads", [1, 4])
 def test_hgt(heads):
     x_dict, edges = hetero()
-    in_channels = {name: width for name, (_, width) in NODES.items()}
-    convs = both("HGTConv", in_channels, 8, METADATA, heads=heads)
+    convs = both("HGTConv", WIDTHS, 8, METADATA, heads=heads)
     assert_same(convs, x_dict, edges)
     # Without some node types and their edges, and without any edge.
     some = {n: x_dict[n] for n in "ba"}, {t: edges[t] for t in METADATA[1][:3]}
@@ -271,7 +270,7 @@ def test_relations_beside_a_matrix(layout, options):
 @pytest.mark.parametrize("form", ["int32", "EdgeIndex", "Graph", "csr"])
 def test_forms_of_edges_in_dicts(form):
     x_dict, edges = hetero()
-    convs = both("HGTConv", {name: width for name, (_, width) in NODES.items()}, 8, METADATA, heads=2)
+    convs = both("HGTConv", WIDTHS, 8, METADATA, heads=2)
     sizes = {t: (NODES[t[0]][0], NODES[t[2]][0]) for t in edges}
     edges = {t: torch.unique(e, dim=1).contiguous() for t, e in edges.items()}
     passed = {

@@ -9,7 +9,7 @@ from pyg_dfgnn.reference.zoo import many_relations
 from tests.ir.cases import ALL_GRAPHS
 from tests.nn.convs import both
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, assert_same, hetero, real
+from tests.nn.relational import METADATA, NODES, WIDTHS, assert_same, hetero, real
 from tests.nn.test_relational import (
     FORMS,
     GRAPH,
@@ -60,7 +60,7 @@ def test_programs_have_kernels(name, options):
 @pytest.mark.parametrize("heads", [1, 4])
 def test_programs_on_dicts_have_kernels(name, heads):
     x_dict, edges = hetero()
-    conv = both(name, {node: width for node, (_, width) in NODES.items()}, 8, METADATA, heads=heads)[0]
+    conv = both(name, WIDTHS, 8, METADATA, heads=heads)[0]
     assert_has_kernels(conv, {node: x.float() for node, x in x_dict.items()}, edges)
 
 
@@ -134,8 +134,7 @@ def test_film_on_a_sparse_tensor(num_relations):
 @pytest.mark.parametrize("heads", [1, 4])
 def test_han(heads):
     x_dict, edges = hetero()
-    in_channels = {name: width for name, (_, width) in NODES.items()}
-    convs = both("HANConv", in_channels, 8, METADATA, heads=heads)
+    convs = both("HANConv", WIDTHS, 8, METADATA, heads=heads)
     assert_same(convs, x_dict, edges)
     assert_same(convs, x_dict, edges, return_semantic_attention_weights=True)
     # Without some node types and their edges, in another order, without any edge, and with an empty node type.

@@ -16,11 +16,10 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph.joint import joint_graph, known_joint
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import reasons_of
-from tests.nn.relational import METADATA, NODES, hetero
+from tests.nn.relational import METADATA, NODES, WIDTHS, hetero
 
 EDGES = GRAPHS["relations-12"]
 NUM_NODES, NUM_RELATIONS = EDGES.num_src, EDGES.num_relations
-WIDTHS = {name: width for name, (_, width) in NODES.items()}
 TYPED = {
     "RGCNConv": ((6, 4, NUM_RELATIONS), {}),
     "FastRGCNConv": ((6, 4, NUM_RELATIONS), {"num_bases": 2}),

@@ -15,10 +15,9 @@ from pyg_dfgnn.ops.relational.traced import KIND
 from tests.covering import extended
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import both
-from tests.nn.relational import METADATA, NODES, hetero, results_of
+from tests.nn.relational import METADATA, WIDTHS, hetero, results_of
 
 NUM_RELATIONS = GRAPHS["relations-12"].num_relations
-WIDTHS = {name: width for name, (_, width) in NODES.items()}
 LAYERS = {
     "rgcn": ("RGCNConv", (6, 4, NUM_RELATIONS), {}),
     "rgcn bases": ("RGCNConv", (6, 4, NUM_RELATIONS), {"num_bases": 2}),

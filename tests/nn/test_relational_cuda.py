@@ -10,12 +10,11 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.nn.conv import hgt_conv
 from pyg_dfgnn.reference.tolerances import tolerance
-from tests.nn.relational import METADATA, NODES, assert_near, cast, copied, hetero, named, results_of
+from tests.nn.relational import METADATA, WIDTHS, assert_near, cast, copied, hetero, named, results_of
 
 pytestmark = pytest.mark.cuda
 
 NUM_NODES, NUM_RELATIONS, EDGE_DIM = 300, 20, 5
-WIDTHS = {name: width for name, (_, width) in NODES.items()}
 MULTIPLICATIVE, WITHIN = {"attention_mode": "multiplicative-self-attention"}, {"attention_mechanism": "within-relation"}
 TYPED = {
     "rgcn": ("RGCNConv", (24, 16, NUM_RELATIONS), {}),

@@ -9,12 +9,11 @@ from tests.emu.loader import compiler
 from tests.ir.cases import GRAPHS
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import both
-from tests.nn.relational import METADATA, NODES, assert_near, cast, hetero, results_of
+from tests.nn.relational import METADATA, WIDTHS, assert_near, cast, hetero, results_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
 EDGES = GRAPHS["relations-12"]
-WIDTHS = {name: width for name, (_, width) in NODES.items()}
 LAYERS = {
     "rgcn": ("RGCNConv", (8, 8, EDGES.num_relations), {}),
     "embeddings": ("RGCNConv", (EDGES.num_src, 8, EDGES.num_relations), {}),
