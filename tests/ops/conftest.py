@@ -1,13 +1,14 @@
 """Settings common to the tests of the operators."""
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch._functorch.config
 from filelock import FileLock
 from torch._inductor import config
 
+from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.emu.loader import compiler
@@ -54,16 +55,23 @@ def score(request):
 
 @pytest.fixture(scope="module")
 def compile_once(request, tmp_path_factory):
-    """Compiles the kernels of a module in parallel, once for all test processes: the others find them on disk."""
+    """A context whose launches are recorded instead of made, and whose kernels are compiled in parallel at its end.
+
+    Once for all test processes: the others find them on disk.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     done = shared / f"{request.module.__name__}.compiled"
 
-    def run(specs):
+    @contextmanager
+    def recorded():
+        specs = {}
+        with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+            yield
         with FileLock(f"{done}.lock"):
             if not done.exists():
                 precompile(specs, workers=min(16, os.cpu_count() or 1))
                 done.touch()
 
-    return run
+    return recorded

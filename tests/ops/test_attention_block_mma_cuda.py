@@ -1,6 +1,5 @@
 """The schedule `block_mma` on a GPU: against float64 and `row_split`, TF32, capture, torch.compile and streams."""
 
-import os
 from itertools import product
 
 import pytest
@@ -11,8 +10,6 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, sbm
-from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
 from tests.kernels.block_mma import products
 from tests.ops.problems import Problem, assert_like_rows, pairs
@@ -74,17 +71,15 @@ def problem_of(score, case=SBM, heads=8, channels=16, dtype=torch.float32):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_kernels():
-    """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
-    specs = {}
-    with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+def compiled_kernels(compile_once):
+    """What the grid needs, found by running it."""
+    with compile_once():
         for schedule, score, (setup, case) in product(("block_mma", "row_split"), SCORES, GRID):
             with settings(schedule=schedule):
                 problem_of(score, case, *setup).run()
         for score, size, case in product(SCORES, SIZES, CASES):
             with settings(schedule="block_mma"), products("tf32"):
                 problem_of(score, case, *size).run()
-    precompile(specs, workers=min(16, os.cpu_count() or 1))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import DENSE, assert_like_rows
 from tests.ops.test_attention_cuda import CASES, SETUPS, assert_equal, assert_matches, problem_of, setup_of
@@ -36,13 +35,11 @@ SUPER_NODES = EdgeList(
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_kernels(compile_once):
-    """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
-    specs = {}
-    with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+    """What the grid needs, found by running it."""
+    with compile_once():
         for schedule, score, setup, case in product((*SCHEDULES, "row_split"), SCORES, SETUPS, [*CASES, DENSE]):
             with settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
-    compile_once(specs)
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -9,7 +9,6 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import plan_pass
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, sbm, skewed
-from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.ops.problems import SCORES
 from tests.ops.test_attention_block_mma_cuda import superpixels
@@ -37,13 +36,11 @@ GRID = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_kernels(compile_once):
-    """Compiles what the grid needs in parallel, found by running it with every launch recorded instead of made."""
-    specs = {}
-    with launcher.override(lambda spec, *launched: specs.setdefault(spec)):
+    """What the grid needs, found by running it."""
+    with compile_once():
         for score, setup, (schedule, case) in product(SCORES, SETUPS, GRID):
             with settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
-    compile_once(specs)
 
 
 @pytest.mark.parametrize(("schedule", "case"), GRID, ids=str)
