@@ -260,14 +260,6 @@ def test_compile_for_cuda_graphs(score):
         assert_equal({name: tensor.clone() for name, tensor in actual.items()}, problem.run())
 
 
-def test_double_backward_is_refused(score):
-    problem = problem_of(score)
-    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
-    grads = torch.autograd.grad(problem.call(**inputs).square().sum(), list(inputs.values()), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(grad.square().sum() for grad in grads).backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(dtype):
     """A linear layer gives 16-bit features, its product with a parameter float32 scalars; both go in together."""
