@@ -3,11 +3,11 @@
 from itertools import cycle
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.paths import configs_dir
+from tests.configs.train import train_config
 
 GROUPS = ("optimizer", "scheduler", "trainer", "model", "backend")
 WHOLE_GRAPH = (
@@ -39,8 +39,7 @@ def choices(group):
 
 
 def composed(*overrides):
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        cfg = compose("train", [*overrides, "paths.run=run"])
+    cfg = train_config(*overrides, "paths.run=run")
     return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
@@ -125,8 +124,7 @@ def test_a_graph_that_fills_a_gpu_is_trained_in_16_bits_for_its_labelled_nodes(n
 def test_runs_of_a_second_have_folders_of_their_own():
     dirs = set()
     for _ in range(2):
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            dirs.add(compose("train", return_hydra_config=True).hydra.sweep.dir)
+        dirs.add(train_config(return_hydra_config=True).hydra.sweep.dir)
     assert len(dirs) == 2
     config = OmegaConf.load(configs_dir() / "hydra" / "default.yaml")
     run, sweep = (OmegaConf.to_container(config, resolve=False)[mode]["dir"].split("/") for mode in ("run", "sweep"))

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.paths import configs_dir
+from tests.configs.train import train_config
 from tests.datasets.real import SEARCH
 from tools import published_sizes
 from tools.published_sizes import DATA, TABLE_1, Entry, Size, describe, deviations, load, size_of
@@ -38,8 +38,7 @@ def test_entries_and_configs_agree():
 
 @pytest.mark.parametrize("name", [*REAL, *RELATIONAL])
 def test_real_files_have_the_published_counts(name, tmp_path):
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        task_config = compose("train", [f"data={name}"]).data.task
+    task_config = train_config(f"data={name}").data.task
     make = instantiate(task_config, _partial_=True)
     changes = {"search": SEARCH, "cache": tmp_path, "download": False}
     try:

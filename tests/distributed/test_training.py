@@ -4,15 +4,14 @@ import csv
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch_geometric import typing
 from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training.run import train
+from tests.configs.train import train_config
 from tests.datasets.test_planetoid import write_raw
 
 # Batches of 4, 4 and 1 graphs: in the last one a process goes without.
@@ -31,8 +30,7 @@ COMMON = [*SGD, "backend=auto", "device=cpu", "trainer.epochs=3", "scheduler=con
 
 
 def run(folder, *overrides, group=None):
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        return train(compose("train", [*COMMON, *overrides, f"paths.run={folder}"]), group)
+    return train(train_config(*COMMON, *overrides, f"paths.run={folder}"), group)
 
 
 def history(folder):

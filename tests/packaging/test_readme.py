@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from pyg_dfgnn.nn import DROP_INS, GATConv
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
 from pyg_dfgnn.statements import scores
+from tests.configs.train import train_config
 from tools import published
 
 ROOT = Path(__file__).parents[2]
@@ -107,8 +107,7 @@ def test_own_score(capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command):
     overrides = [word.split(",")[0] for word in shlex.split(command) if word not in ("-m", "--help")]
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        compose("train", overrides)
+    train_config(*overrides)
 
 
 def rows_of(name):

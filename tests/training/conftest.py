@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
+from tests.configs.train import train_config
 
 TINY = [
     "backend=pyg",
@@ -28,8 +27,7 @@ def configure(tmp_path):
     """configure(folder, *overrides) -> config of a tiny PATTERN run with that run folder."""
 
     def make(folder="run", *overrides):
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            return compose("train", [*TINY, f"paths.run={tmp_path / folder}", *overrides])
+        return train_config(*TINY, f"paths.run={tmp_path / folder}", *overrides)
 
     return make
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
+from tests.configs.train import train_config
 from tests.datasets.real import SEARCH
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
@@ -30,8 +30,7 @@ MODEL = {"hidden_channels": 4, "heads": 2, "layers": 2}
 
 def tiny(experiment, folder):
     """The config of an experiment with everything small."""
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        cfg = compose("train", [f"experiment={experiment}", f"paths.run={folder}", "device=cpu", "trainer.epochs=1"])
+    cfg = train_config(f"experiment={experiment}", f"paths.run={folder}", "device=cpu", "trainer.epochs=1")
     task = cfg.data.task
     task.update(TASKS.get(task._target_.split(".")[-1], {}))
     OmegaConf.update(cfg, "paths.cache", str(folder / "cache"))

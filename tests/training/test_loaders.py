@@ -7,19 +7,18 @@ import signal
 import pytest
 import torch
 import torch_geometric.typing
-from hydra import compose, initialize_config_dir
 from torch_geometric.data import Batch
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.trainer import Options
 from tests.capture.test_step import graph
+from tests.configs.train import train_config
 from tests.datasets.test_planetoid import write_raw
 from tests.training.test_run import assert_close, assert_equal, history, interrupt_at, parameters
 
@@ -186,8 +185,7 @@ def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, nu
     same += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
 
     def go(folder, *overrides):
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            train(compose("train", [*same, f"paths.run={tmp_path / folder}", *overrides]))
+        train(train_config(*same, f"paths.run={tmp_path / folder}", *overrides))
         return tmp_path / folder
 
     whole = go("whole")

@@ -5,17 +5,16 @@ import json
 import pytest
 import torch
 import torch_geometric.nn
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.datasets.relational import link_task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.models import HGT, RGAT, RGCN, DistMult
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.loaders import query_batches
 from pyg_dfgnn.training.metrics import RankScore
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import Objective
+from tests.configs.train import train_config
 from tests.datasets.test_relational import write_aifb
 
 CPU = torch.device("cpu")
@@ -23,8 +22,7 @@ QUICK = ["backend=pyg", "device=cpu", "trainer.progress=false"]
 
 
 def run(tmp_path, *overrides):
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        cfg = compose("train", [*QUICK, f"paths.run={tmp_path / 'run'}", *overrides])
+    cfg = train_config(*QUICK, f"paths.run={tmp_path / 'run'}", *overrides)
     OmegaConf.update(cfg, "paths.data", [str(tmp_path)])
     OmegaConf.update(cfg, "paths.cache", str(tmp_path / "cache"))
     return train(cfg), json.loads((tmp_path / "run" / "metrics.json").read_text())

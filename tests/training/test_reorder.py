@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
+from tests.configs.train import train_config
 
 
 def losses(folder):
@@ -23,8 +22,7 @@ def whole_graph(tmp_path):
     def go(folder, *overrides):
         words = ["data=reddit_like_small", "data.task.scale=0.002", "model.dropout=0", "trainer.epochs=3"]
         words += ["device=cpu", "trainer.progress=false", f"paths.run={tmp_path / folder}"]
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            train(compose("train", [*words, f"paths.cache={tmp_path / 'cache'}", *overrides]))
+        train(train_config(*words, f"paths.cache={tmp_path / 'cache'}", *overrides))
         return tmp_path / folder
 
     return go

@@ -7,16 +7,15 @@ import sys
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
 from tests.capture.test_step import HostRecorder
+from tests.configs.train import train_config
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
@@ -81,8 +80,7 @@ LARGE = ["data=papers100M_like_small", "data.task.scale=2e-5", "data.task.max_de
 def trained_on_pieces(folder, *overrides):
     """History of two epochs on a graph from pieces, composed as train.py composes it."""
     same = ["trainer.precision=fp32", "trainer.epochs=2", "trainer.progress=false", "device=cpu", f"paths.run={folder}"]
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        train(compose("train", [*LARGE, *same, *overrides]))
+    train(train_config(*LARGE, *same, *overrides))
     return history(folder)
 
 
@@ -247,13 +245,12 @@ def test_whole_graph(tmp_path):
     write_raw(tmp_path / "Cora" / "raw")
     overrides = ["data=cora", "backend=pyg", "device=cpu", "trainer.epochs=6", "trainer.progress=false"]
     overrides += [f"paths.data=[{tmp_path}]", f"paths.cache={tmp_path / 'cache'}"]
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        for folder in ("a", "b"):
-            train(compose("train", [*overrides, f"paths.run={tmp_path / folder}"]))
-        # A checkpoint in the middle, gone on from.
-        train(compose("train", [*overrides, f"paths.run={tmp_path / 'half'}", "trainer.epochs=3"]))
-        resumed = [f"resume={tmp_path / 'half'}", f"paths.run={tmp_path / 'resumed'}"]
-        train(compose("train", [*overrides, *resumed]))
+    for folder in ("a", "b"):
+        train(train_config(*overrides, f"paths.run={tmp_path / folder}"))
+    # A checkpoint in the middle, gone on from.
+    train(train_config(*overrides, f"paths.run={tmp_path / 'half'}", "trainer.epochs=3"))
+    resumed = [f"resume={tmp_path / 'half'}", f"paths.run={tmp_path / 'resumed'}"]
+    train(train_config(*overrides, *resumed))
     assert history(tmp_path / "a") == history(tmp_path / "b") == history(tmp_path / "resumed")
     summary = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert (
@@ -266,8 +263,7 @@ def test_whole_graph(tmp_path):
 def test_cora_needs_no_more_than_its_name(tmp_path):
     overrides = ["data=cora", "device=cpu", "trainer.epochs=40", "trainer.progress=false", f"paths.run={tmp_path}"]
     overrides += [f"paths.data={SEARCH}", f"paths.cache={tmp_path / 'cache'}", "data.task.download=false"]
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        cfg = compose("train", overrides)
+    cfg = train_config(*overrides)
     try:
         assert train(cfg) > 0.7
     except (FileNotFoundError, ModuleNotFoundError) as error:
@@ -378,8 +374,7 @@ def test_overrides_of_a_checkpoint(run):
 
 def test_composed_config_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        cfg = compose("train", [*TINY, "trainer.epochs=1"])
+    cfg = train_config(*TINY, "trainer.epochs=1")
     train(cfg)
     (folder,) = (tmp_path / "outputs").iterdir()
     assert (folder / "metrics.json").is_file()
@@ -389,9 +384,8 @@ def test_command_of_a_resumed_run(tmp_path, monkeypatch):
     job = HydraConfig.instance()
     monkeypatch.setattr(job, "cfg", None)
     assert resume_command(tmp_path) == f"resume={tmp_path}"
-    with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-        overrides = ["seed=3", "resume=before", "trainer.sampler={num_neighbors: [4], batch_size: 2}"]
-        job.set_config(compose("train", [*overrides, "hydra.job.chdir=false"], return_hydra_config=True))
+    overrides = ["seed=3", "resume=before", "trainer.sampler={num_neighbors: [4], batch_size: 2}"]
+    job.set_config(train_config(*overrides, "hydra.job.chdir=false", return_hydra_config=True))
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-O", *sys.argv])
     arguments = f"seed=3 'trainer.sampler={{num_neighbors: [4], batch_size: 2}}' resume={tmp_path}"

@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.loaders import Seeds, sampled
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import train
 from tests.capture.test_step import graph
+from tests.configs.train import train_config
 from tests.training.test_run import assert_close, assert_equal, history, parameters
 
 pytest.importorskip("torch_sparse")
@@ -34,8 +33,7 @@ def run(tmp_path):
         ]
         small += ["trainer.sampler.num_neighbors=[5,3]", "trainer.sampler.batch_size=64", "trainer.progress=false"]
         small += [f"paths.cache={tmp_path / 'cache'}", f"paths.run={tmp_path / folder}"]
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            train(compose("train", [*small, *overrides]))
+        train(train_config(*small, *overrides))
         return tmp_path / folder
 
     return go
