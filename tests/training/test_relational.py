@@ -170,7 +170,8 @@ def test_models_give_logits_of_some_nodes(heads):
     edges, edge_index, edge_type = graph_of_one_type()
     nodes, x = torch.tensor([4, 1]), torch.randn(6, 5)
     hgt = HGT(5, 3, torch_geometric.nn, hidden_channels=8, heads=heads).eval()
-    assert torch.equal(hgt({"node": x}, edges, nodes), hgt({"node": x}, edges)[nodes])
+    # A product of fewer rows may be summed in another order.
+    torch.testing.assert_close(hgt({"node": x}, edges, nodes), hgt({"node": x}, edges)[nodes])
     for model, features in (
         (RGCN(6, 3, torch_geometric.nn, num_relations=3, num_bases=2), None),
         (RGCN(5, 3, torch_geometric.nn, num_relations=3, conv="FastRGCNConv", norm="layer", readout=True), x),
@@ -179,7 +180,8 @@ def test_models_give_logits_of_some_nodes(heads):
         model.eval()
         logits = model(features, edge_index, edge_type=edge_type)
         assert logits.shape == (6, 3)
-        assert torch.equal(model(features, edge_index, edge_type=edge_type, nodes=nodes), logits[nodes])
+        some = model(features, edge_index, edge_type=edge_type, nodes=nodes)
+        torch.testing.assert_close(some, logits[nodes])
 
 
 def test_distmult_needs_queries():
