@@ -42,10 +42,15 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
 
     Raises:
         TypeError: `model` is not a module, or `only` or `skip` names layers by anything else than classes and names.
+        ValueError: No layer of `model` has a name in `only` or `skip`.
     """
     _check_module("model", model)
     taken, left_out = _choices("only", only), _choices("skip", skip)
-    named = model.named_modules()
+    named = list(model.named_modules())
+    for argument, choices in (("only", taken), ("skip", left_out)):
+        for name in choices:
+            if isinstance(name, str) and not any(fnmatch(known, name) for known, _ in named):
+                raise ValueError(f"{argument!r} needs names of layers of the model (got {name!r}, which no layer has)")
     chosen = [m for name, m in named if (only is None or _is_in(taken, name, m)) and not _is_in(left_out, name, m)]
     swapped = [module for module in chosen if type(module) in DROP_INS]
     ours = tuple(DROP_INS.values())

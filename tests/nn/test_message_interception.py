@@ -167,6 +167,14 @@ def test_subclasses_of_a_compiled_class_are_their_own(first, x):
     assert compiled == [plain]
 
 
+@pytest.mark.parametrize("argument", ["only", "skip"])
+def test_names_that_no_layer_has_are_refused(argument):
+    model = Net()
+    with pytest.raises(ValueError, match=rf"'{argument}' needs names of layers .* \(got 'frist', which no layer has\)"):
+        pyg_dfgnn.accelerate(model, **{argument: ["second", "frist"]})
+    assert not any("_pyg_dfgnn" in name for module in model.modules() for name in vars(module))
+
+
 def test_explainers_see_pygs_path(x):
     model = pyg_dfgnn.accelerate(Net(), skip=pyg.GATConv)
     calls_of(model, x, EDGES)
