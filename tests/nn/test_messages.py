@@ -271,6 +271,8 @@ class Refused(MessagePassing):
         if self.kind == "entries":
             x_j[:, 0] = 0  # says why
             return x_j
+        if self.kind == "rounded":
+            return x_j.half().to(x_j.dtype)  # says why
         if self.kind == "requires-grad":
             return x_j if x_j.requires_grad else 2 * x_j  # says why
         if self.kind == "counter":
@@ -284,7 +286,7 @@ class Refused(MessagePassing):
 
 UNKNOWN = torch.ones(4, dtype=torch.float64)
 KINDS = "branch item unsupported argument parameter all-edges size float-of-size position mask dropout random".split()
-KINDS += "statistics ids largest global entries requires-grad".split()
+KINDS += "statistics ids largest global entries rounded requires-grad".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -132,7 +132,9 @@ def _converted(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Sy
     is_plain = not args and not kwargs and func.__name__ in ("to", "type")
     meta = x if is_plain else func(x, *args, **kwargs)
     are_types = isinstance(x.ids, Types) and meta.dtype in (torch.int64, torch.int32)
-    if meta.dtype is not x.dtype and not (meta.dtype.is_floating_point or are_types):
+    # A program has one floating dtype, in which nothing is rounded on the way.
+    is_exact = x.dtype.is_floating_point and not t.has_autocast
+    if meta.dtype is not x.dtype and (is_exact or not (meta.dtype.is_floating_point or are_types)):
         raise t.stop(f"a conversion of {x.dtype} to {meta.dtype}")
     is_new = func.__name__ == "clone" or meta.dtype is not x.dtype
     x.shared |= not is_new
