@@ -18,7 +18,18 @@ POINTWISE point_abs(float x) { return fabsf(x); }
 POINTWISE point_exp(float x) { return expf(x); }
 POINTWISE point_log(float x) { return logf(x); }
 POINTWISE point_sqrt(float x) { return sqrtf(x); }
-POINTWISE point_pow(float x, float exponent) { return powf(x, exponent); }
+// The exponent is a constant. Those that torch writes as products or roots cost some 70 instructions less than powf.
+POINTWISE point_pow(float x, float exponent) {
+    return exponent == 0.0f    ? 1.0f
+           : exponent == 0.5f  ? sqrtf(x)
+           : exponent == 1.0f  ? x
+           : exponent == 2.0f  ? x * x
+           : exponent == 3.0f  ? x * x * x
+           : exponent == -0.5f ? 1.0f / sqrtf(x)
+           : exponent == -1.0f ? 1.0f / x
+           : exponent == -2.0f ? 1.0f / (x * x)
+                               : powf(x, exponent);
+}
 POINTWISE point_sin(float x) { return sinf(x); }
 POINTWISE point_cos(float x) { return cosf(x); }
 POINTWISE point_erf(float x) { return erff(x); }

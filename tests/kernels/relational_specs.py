@@ -26,6 +26,8 @@ def functions(x: S, e: E):
         out = out + (x - e).apply(name)
     for name in ("eq", "greater", "maximum"):
         out = out + x.apply(name, e)
+    for exponent in (-2, -1, -0.5, 0, 0.5, 1, 2, 2.5):
+        out = out + (y + 0.5).apply("pow", attrs=(exponent,))
     positive = x.apply("greater", e)
     out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
     return sum_to(D, out + x.apply("between", attrs=(-0.1, 1.0)) + (x / e).apply("leaky_relu", attrs=(0.2,)))
