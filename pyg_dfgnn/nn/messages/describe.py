@@ -20,6 +20,8 @@ from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running, stored_reasons
 from pyg_dfgnn.nn.messages.call import Outcome, watchers
+from pyg_dfgnn.nn.messages.kept import names_of
+from pyg_dfgnn.nn.messages.spec import original
 from pyg_dfgnn.settings import settings
 
 
@@ -61,6 +63,8 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         plan, against = _plan(program, rows, dtype, names, rows.device if device is None else device, has_grad)
         reasons += against
         plans.append(plan)
+    if functions := names_of(original(type(layer).forward)):
+        plans.append(f"what {', '.join(functions)} returns is kept while the arguments live unchanged")
     return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
 
 

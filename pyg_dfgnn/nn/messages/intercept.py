@@ -14,6 +14,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages.call import call_layer
+from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.traced import call_traced
@@ -66,10 +67,12 @@ def _in_front(own: Callable[..., Any], kind: type, run: Callable[..., Any]) -> C
 
 
 def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    forward = keeping(own, kind)
+
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        return run_forward(own, self, *args, **kwargs)
+        return run_forward(forward, self, *args, **kwargs)
 
     return _in_front(own, kind, run)
 

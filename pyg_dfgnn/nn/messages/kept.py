@@ -1,0 +1,135 @@
+"""Edges that a forward makes of others, kept: PyG's functions of edges give again what an equal earlier call gave.
+
+Such a function launches a dozen kernels and waits for the device, and it returns new tensors each time, whose graph is
+found by another wait. While the forward of a compiled layer runs, stand-ins take the place of those that it names. They
+return the very tensors of an earlier call for as long as its arguments live unchanged.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
+
+from pyg_dfgnn.graph.cache import GraphCache
+from pyg_dfgnn.graph.derived import Derived
+from pyg_dfgnn.nn.gate import transform_reasons
+from pyg_dfgnn.settings import current
+
+FUNCTIONS = (gcn_norm, add_self_loops, remove_self_loops, add_remaining_self_loops)
+"""Functions of edges and plain values that return a pair and read nothing else."""
+MOST_KEPT = 32
+"""Calls whose results are kept, of all layers together."""
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+_MADE = "made"
+_Made = tuple[list[Any], list[tuple[Tensor, int]]]
+"""What a function has returned, with the place of an argument for it, and the tensors with their versions."""
+_kept: GraphCache[Derived] = GraphCache(MOST_KEPT)
+
+
+def names_of(forward: Any) -> list[str]:
+    """Return the names by which a function calls functions of edges, none if it edits its globals or asks for them."""
+    if type(forward) is not FunctionType:
+        return []
+    steps = [step for code in _codes(forward.__code__) for step in dis.get_instructions(code)]
+    names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+    if names & {"globals", "eval", "exec"} or any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in steps):
+        return []
+    return sorted(name for name in names if any(forward.__globals__.get(name) is function for function in FUNCTIONS))
+
+
+def keeping(forward: Any, kind: type) -> Any:
+    """Return the forward of a class as a function that calls the stand-ins; the forward itself if it needs none."""
+    if not names_of(forward):
+        return forward
+    # Names replaced in the module would show to TorchScript, pickles and whoever imports them. Globals of its own
+    # show to nobody but torch.compile, which takes them for a plain dict and is told to skip this copy of the code.
+    code, own = forward.__code__.replace(), _Globals(forward.__globals__, kind)
+    function = FunctionType(code, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return torch.compiler.disable(function, recursive=False)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a module as they are when they are read, but for stand-ins.
+
+    Python reads globals through `__getitem__` where they are no plain dict. What reads them otherwise, such as imports,
+    sees them as they were.
+
+    Args:
+        module: The globals.
+        kind: Class whose forward reads them. Layers of others share nothing with it: they may edit what they are given.
+    """
+
+    def __init__(self, module: dict[str, Any], kind: type) -> None:
+        super().__init__(module)
+        self._module = module
+        self._stand_ins: dict[int, Any] = {id(function): partial(_call, kind, function) for function in FUNCTIONS}
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._module[name]
+        return self._stand_ins.get(id(value), value)
+
+
+def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return what an equal earlier call of a function gave in the forward of a class, or call it."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    given = (*args, *kwargs.values())
+    tensors: list[Tensor] = []
+    facts: list[Any] = [kind, function, len(args), *kwargs, torch.get_default_dtype()]
+    for value in given:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            facts.append(id(value))
+        elif type(value) in _PLAIN:
+            facts += type(value), value
+        else:
+            return function(*args, **kwargs)
+    if not tensors or not _may_keep(tensors):
+        return function(*args, **kwargs)
+    device = tensors[0].device
+    facts.append(torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type))
+    key, versions = tuple(facts), [tensor._version for tensor in tensors]
+
+    def make() -> _Made:
+        # An argument that is returned would keep itself alive: its place stands for it.
+        returned = function(*args, **kwargs)
+        parts = [next((k for k, value in enumerate(given) if value is part), part) for part in returned]
+        return parts, [(part, part._version) for part in parts if isinstance(part, Tensor)]
+
+    # Made without gradients and inference mode; other streams wait for it, as for what graphs keep.
+    made = _kept.get(key, tensors, versions)
+    parts, seen = made.derived(_MADE, make) if made is not None else ([], [])
+    if made is None or any(part._version != version or part.requires_grad for part, version in seen):
+        made = Derived(device)
+        parts, _ = made.derived(_MADE, make)
+        _kept.put(key, tensors, versions, made)
+    return tuple(given[part] if type(part) is int else part for part in parts)
+
+
+def _may_keep(tensors: list[Tensor]) -> bool:
+    """Whether a call may be given what an equal one gave, and others what it gives."""
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+            return False
+        if tensor.requires_grad or tensor.is_inference():
+            return False
+    if not current().compile_messages or transform_reasons() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
