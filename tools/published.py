@@ -270,11 +270,11 @@ def conv_steps() -> str:
             continue
         rows = {(row["dataset"], row["backend"]): row for row in steps_of(model)}
         for dataset in dict.fromkeys(dataset for dataset, _ in rows):
-            cells = [_step(rows.get((dataset, backend))) for backend in BACKENDS]
+            cells = [_step(rows.get((dataset, backend))) for backend in ("pyg", *BACKENDS)]
             body.append([f"`{model.removesuffix('_stack')}`", dataset, *cells])
     if not body:
         return "Not measured yet: `python tools/measure.py` writes `results/table2/*_stack-*.csv`."
-    return markdown(["model", "data set", *BACKENDS.values()], body)
+    return markdown(["model", "data set", "PyG", *BACKENDS.values()], body)
 
 
 def _step(row: Row | None) -> str:
