@@ -315,3 +315,18 @@ def folds_first(values: Sequence[Value], i: int) -> bool:
     shape = values[value.args[0]].shape
     kept = [size for size in value.shape if size != 1]
     return prod(shape) <= MAX_JOINED and [size for size in shape if size != 1][-len(kept) or len(shape) :] == kept
+
+
+def folds(values: Sequence[Value], i: int) -> bool:
+    """Whether lanes can add up what a fold sums."""
+    return folds_last(values, i) or folds_first(values, i)
+
+
+def is_of_heads(values: Sequence[Value], i: int) -> bool:
+    """Whether a value joins the channels of each head."""
+    return values[i].op == "inner" or (values[i].op == "fold" and folds_last(values, i))
+
+
+def joins_few(values: Sequence[Value], i: int) -> bool:
+    """Whether a value of an edge joins the channels of each head, to as many numbers as a short row has at most."""
+    return values[i].domain is E and is_of_heads(values, i) and prod(values[i].shape) <= MAX_SHORT

@@ -24,7 +24,17 @@ from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
-from pyg_dfgnn.ir.lanes import JOINS, MAX_JOINED, Refusal, find_lanes, folds_first, folds_last, lane_numbers, stored_row
+from pyg_dfgnn.ir.lanes import (
+    JOINS,
+    MAX_JOINED,
+    Refusal,
+    find_lanes,
+    folds,
+    is_of_heads,
+    joins_few,
+    lane_numbers,
+    stored_row,
+)
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_of_numbers, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
@@ -63,9 +73,10 @@ def lower(program: Program, outputs: Collection[str]) -> Lowered:
 @lru_cache(256)
 def _lowered(program: Program, outputs: frozenset[str]) -> Lowered:
     decomposed, refusals = decompose(program), []
-    for way in chain([decomposed], unrolled(decomposed)):
+    ways = chain([(decomposed, False)], ((way, False) for way in unrolled(decomposed)), [(decomposed, True)])
+    for way, joins_apart in ways:
         try:
-            return _Lowering(way, outputs).lowered()
+            return _Lowering(way, outputs, joins_apart).lowered()
         except Refusal as refusal:
             refusals.append(refusal.with_traceback(None))
     # Not kept by a name: with its traceback it would keep the frames of all callers.
@@ -80,7 +91,11 @@ class _Draft:
 
 
 class _Lowering:
-    def __init__(self, program: Program, outputs: frozenset[str]) -> None:
+    """The steps of a program while they are found. With `joins_apart` what joins the channels of heads of an edge, as
+    of queries and keys, is stored by steps of its own: no kernel can hold it beside values of another width.
+    """
+
+    def __init__(self, program: Program, outputs: frozenset[str], joins_apart: bool) -> None:
         self.program, self.values, self.outputs = program, program.values, outputs
         self.ids = sorted(program.live)
         self.forward = Program("", self.values, tuple((n, i) for n, i in program.outputs if n in outputs)).live
@@ -89,6 +104,7 @@ class _Lowering:
             for arg in self.values[i].args:
                 self.readers[arg].add(i)
         self.products, self.width = find(program), width_of(program)
+        self.joins_apart = joins_apart
         self.is_unrolled = any(stored_row(self.values, i) is not None for i in self.ids)
         self.kinds: dict[int, str] = {}
         for i in self.ids:
@@ -129,7 +145,7 @@ class _Lowering:
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
             return "dense" if is_dense else "linear"
-        if value.op in _MOVES or (value.op == "fold" and value.domain is not E and not self._folds_in_lanes(i)):
+        if value.op in _MOVES or (value.op == "fold" and value.domain is not E and not folds(self.values, i)):
             is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
             if value.domain is E or is_matrix:
                 why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
@@ -138,9 +154,6 @@ class _Lowering:
         if prod(value.shape) == 1 and {self.kinds[arg] for arg in value.args} <= {"const", "static"}:
             return "static"
         return "inline"
-
-    def _folds_in_lanes(self, i: int) -> bool:
-        return folds_last(self.values, i) or folds_first(self.values, i)
 
     def _is_transposed(self, i: int) -> bool:
         """Whether a value is weights transposed, as which products read them where they lie."""
@@ -203,6 +216,8 @@ class _Lowering:
         self.operands = {operand for i in products for operand in self._product_operands(i)} - consts
         short = {i for i in self.products.project if not self._is_added(i)}
         short |= {i for i in self.products.rows if self.kinds[i] == "inline"}
+        if self.joins_apart:
+            short |= {i for i in self.ids if self.kinds[i] == "inline" and joins_few(self.values, i)}
         self.operands |= short - {self.base(i) for _, i in self.program.outputs}
         self.per_edge |= short & self.operands
         self.kept |= self.operands | {self.base(i) for _, i in self.program.outputs} - consts
@@ -234,7 +249,12 @@ class _Lowering:
         """Whether numbers of an edge, which join the channels of more heads than a group holds, are joined in turn."""
         value = self.values[i]
         rows = max((prod(self.values[arg].shape) for arg in value.args), default=0)
-        if value.domain is not E or rows <= MAX_JOINED or not self._is_of_heads(i) or is_wide(value.shape, self.width):
+        if (
+            value.domain is not E
+            or rows <= MAX_JOINED
+            or not is_of_heads(self.values, i)
+            or is_wide(value.shape, self.width)
+        ):
             return False
         reached, waiting = set[int](), [i]
         while waiting:
@@ -458,7 +478,7 @@ class _Lowering:
                 # The first of them computes it in any case.
                 costs = [self._read_for(i, draft) for draft in readers[1:]]
                 if is_first:
-                    is_costly = self._is_of_heads(i) and any(width > self.narrow for width, _ in costs)
+                    is_costly = is_of_heads(self.values, i) and any(width > self.narrow for width, _ in costs)
                 else:
                     is_costly = any(count >= _STORED_READS for _, count in costs)
                 if is_costly and i not in self.kept and len(readers) > 1:
@@ -481,11 +501,7 @@ class _Lowering:
         if is_wide(value.shape, self.width) and prod(value.shape) > 1:
             return False
         width = max(map(prod, (self.values[leaf].shape for leaf in self.leaves(i, self.kept))), default=0)
-        return is_kind and (self._is_of_heads(i) or prod(value.shape) <= self.narrow < max(width, 2) + 1)
-
-    def _is_of_heads(self, i: int) -> bool:
-        """Whether a value joins the channels of each head."""
-        return self.values[i].op == "inner" or (self.values[i].op == "fold" and folds_last(self.values, i))
+        return is_kind and (is_of_heads(self.values, i) or prod(value.shape) <= self.narrow < max(width, 2) + 1)
 
     @cached_property
     def narrow(self) -> int:

@@ -125,6 +125,13 @@ def edge_maps(x: S, xd: D, pos: S, posd: D, edge: E, w: One, wp: One, gate: One)
 
 
 @relational
+def queries(q: D, k: S, x: S):
+    """Attention of two heads whose queries and keys have another width than what they weight."""
+    alpha = softmax(dot(q.view(2, -1), k.view(2, -1)), among=D)
+    return sum_to(D, (alpha[..., None] * x.view(2, -1)).view(-1))
+
+
+@relational
 def gaussians(x: S, edge: E, mu: One, sigma: One):
     """Parts of the source, each weighted by a Gaussian of the coordinates of an edge."""
     kernels, size = mu.shape
@@ -206,6 +213,7 @@ PROGRAMS: dict[str, Program] = {
     "logits": logits.program(x=(4,), xd=(4,), weight=(4, 6), att=(6,)),
     "pairs": pairs.program(x=(3,), xd=(2,), weight=(5, 4)),
     "edge-maps": edge_maps.program(x=(8,), xd=(8,), pos=(3,), posd=(3,), edge=(5,), w=(5, 8), wp=(3, 8), gate=(8, 2)),
+    "queries": queries.program(q=(6,), k=(6,), x=(10,)),
     "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
     "gaussians": gaussians.program(x=(8,), edge=(3,), mu=(2, 3), sigma=(2, 3)),
     "many-gaussians": many_gaussians.program(x=(5,), edge=(3,), mu=(5, 4, 2, 3), sigma=(5, 4, 2, 3), g=(5, 4, 2)),

@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
 from tests.covering import extended
-from tests.ir.cases import edge_maps, gaussians, joined_heads, many_gaussians, rows_named
+from tests.ir.cases import edge_maps, gaussians, joined_heads, many_gaussians, queries, rows_named
 
 
 @relational
@@ -88,6 +88,7 @@ PROGRAMS = (
     (maps_of(4, 32, 3, 12), torch.float32),
     (joined_heads.program(x=(512,), xd=(8,), gate=(8, 64)), torch.bfloat16),
     (dropped(3, 7), torch.bfloat16),
+    (queries.program(q=(16,), k=(16,), x=(128,)), torch.float16),
     (gaussians_of(2, 64, 8), torch.float32),
     (many_gaussians_of(6, 4, 2, 3), torch.bfloat16),
 )

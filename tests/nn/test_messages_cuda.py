@@ -12,9 +12,8 @@ from tests.nn.test_messages import CASES
 pytestmark = pytest.mark.cuda
 
 LEFT = {*REFUSED, *EDGE_MLP, "PANConv", "PNAConv"} - {"HEATConv"}
-LEFT |= {f"user-{name}" for name in ("Gaussian", "Distances", "Einsteinian", "Corners", "Uncounted")}
-"""What kernels do not take: maps of what is computed per edge, numbers that change lanes, dot products of other widths
-than what they weight, and what is refused."""
+LEFT |= {f"user-{name}" for name in ("Gaussian", "Distances", "Einsteinian", "Corners")}
+"""What kernels do not take: maps of what is computed per edge, numbers that change lanes, and what is refused."""
 GRAPHS = ("self-loops", "isolated", "hub")
 
 
