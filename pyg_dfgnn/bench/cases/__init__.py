@@ -14,7 +14,7 @@ FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in fami
 """Name of an operation -> its family."""
 TITLES = {name: kind.title for family in FAMILIES for name, kind in family.implementations.items()}
 """Name of an implementation -> its name in tables and figures, which all families agree in."""
-OURS = tuple({name for family in FAMILIES for name, kind in family.implementations.items() if kind.is_ours})
+OURS = frozenset(name for family in FAMILIES for name, kind in family.implementations.items() if kind.is_ours)
 """The implementations that run on kernels of this package."""
 PASSES = tuple(dict.fromkeys(name for family in FAMILIES for name in family.passes))
 
