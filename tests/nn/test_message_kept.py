@@ -202,13 +202,33 @@ def test_other_arguments_make_other_edges(x, edge_index):
     torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
 
 
-def test_weights_that_take_a_gradient_get_it(x, edge_index):
-    weight = torch.rand(9, requires_grad=True)
+@pytest.mark.parametrize("learnt", [True, False])
+def test_self_loops_are_found_once_for_weights_that_are_new_in_each_call(learnt, x, edge_index, made):
+    edge_index[1, :2] = edge_index[0, :2] = torch.tensor([2, 5])
     plain, layer = Weighted(), accelerate(Weighted())
-    for _ in range(3):
-        results = [torch.autograd.grad(each(x, edge_index, weight)[0].sum(), weight) for each in (layer, plain)]
-        torch.testing.assert_close(*results)
-    assert not kept._kept.entries
+    layer(x, edge_index, torch.rand(9, requires_grad=learnt))
+    edges = set()
+    for options in ({}, {"improved": True}, {"flow": "target_to_source"}, {"dtype": torch.float32}):
+        weight = torch.rand(9, requires_grad=learnt)
+        made.clear()
+        results = layer(x, edge_index, weight, **options)
+        assert not any(call[0] is edge_index for call in made)
+        torch.testing.assert_close(results, plain(x, edge_index, weight, **options))
+        edges.add(id(results[1]))
+        if learnt:
+            grads = [torch.autograd.grad(each(x, edge_index, weight)[0].sum(), weight) for each in (layer, plain)]
+            torch.testing.assert_close(*grads)
+    assert len(edges) == 1
+    edge_index[0, 3] = (edge_index[0, 3] + 1) % 6
+    weight = torch.rand(9, requires_grad=learnt)
+    torch.testing.assert_close(layer(x, edge_index, weight), plain(x, edge_index, weight))
+
+
+def test_weights_of_another_number_than_the_edges_are_refused(x, edge_index):
+    layer = accelerate(Weighted())
+    for size in (8, 10):
+        with pytest.raises(IndexError, match="mask"):
+            layer(x, edge_index, torch.rand(size, requires_grad=True))
 
 
 def test_inference_mode(x, edge_index):

@@ -2,7 +2,8 @@
 
 Such a function launches a dozen kernels and waits for the device, and it returns new tensors each time, whose graph is
 found by another wait. While the forward of a compiled layer runs, stand-ins take the place of those that it names. They
-return the very tensors of an earlier call for as long as its arguments live unchanged.
+return the very tensors of an earlier call for as long as its arguments live unchanged. Of a norm whose weights are
+learnt or new, the edges with self-loops are kept and the weights are computed anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -29,6 +31,7 @@ MOST_KEPT = 32
 """Calls whose results are kept, of all layers together."""
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 _MADE = "made"
+_NORM = signature(gcn_norm)
 _Made = tuple[list[Any], list[tuple[Tensor, int]]]
 """What a function has returned, with the place of an argument for it, and the tensors with their versions."""
 _kept: GraphCache[Derived] = GraphCache(MOST_KEPT)
@@ -101,6 +104,8 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
             facts += type(value), value
         else:
             return function(*args, **kwargs)
+    if function is gcn_norm:
+        function = partial(_norm, kind)
     if not tensors or not _may_keep(tensors):
         return function(*args, **kwargs)
     device = tensors[0].device
@@ -121,6 +126,26 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
         parts, _ = made.derived(_MADE, make)
         _kept.put(key, tensors, versions, made)
     return tuple(given[part] if type(part) is int else part for part in parts)
+
+
+def _norm(kind: type, /, *args: Any, **kwargs: Any) -> Any:
+    """Return what `gcn_norm` does, with self-loops that are found once for the edges, whatever their weights are."""
+    call = _NORM.bind(*args, **kwargs)
+    call.apply_defaults()
+    edge_index, weight, num_nodes, improved, adds_loops, *others = call.args
+    is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided and type(num_nodes) is int
+    if not adds_loops or not is_plain or weight is None or weight.shape != edge_index.shape[1:]:
+        return gcn_norm(*args, **kwargs)
+    edge_index, places = _call(kind, _with_loops, edge_index, num_nodes)
+    weight = torch.cat([weight, weight.new_full((1,), 2.0 if improved else 1.0)]).index_select(0, places)
+    return gcn_norm(edge_index, weight, num_nodes, improved, False, *others)
+
+
+def _with_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Return edges with the self-loops that they lack, and the place of each one's weight; E for a new self-loop."""
+    num_edges = edge_index.size(1)
+    places = torch.arange(num_edges, device=edge_index.device)
+    return add_remaining_self_loops(edge_index, places, num_edges, num_nodes)  # type: ignore[no-any-return]
 
 
 def _may_keep(tensors: list[Tensor]) -> bool:
