@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -128,7 +129,8 @@ _SWEPT_EDGES = 32
 """Edges that the average row needs in each block of columns: each sweep reads and writes the state of every row."""
 
 
-def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[str, int]:
+@cache
+def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> Mapping[str, int]:
     """Return the constants of a pass.
 
     Args:
@@ -142,7 +144,7 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[st
     looks_up = direction == "sources" and problem.count(EXTREMES) > 0
     in_flight = (16 if looks_up else 32) // (elements * max(1, problem.fragments(direction) // 2))
     unroll = max(1, min(2 if looks_up else 4, in_flight))
-    return {
+    found = {
         **problem.constants,
         **lanes,
         "ARGS": int(direction == "args"),
@@ -154,6 +156,7 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> dict[st
         "SMEM": 0,
         "IN_SHARED": 0,
     }
+    return MappingProxyType(found)
 
 
 def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:

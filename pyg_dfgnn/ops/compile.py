@@ -6,6 +6,8 @@ function's text holds the allocations and the arguments of each launch, in the o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -80,6 +82,11 @@ class Text:
             self.lines.append(f"    {address} = {name}.data_ptr()")
         self.arguments[name] = address
 
+    def named(self, name: str, value: Any) -> str:
+        """Name an object: what differs from graph to graph stays out of the text, which then is compiled once."""
+        self.names[name] = value
+        return name
+
     def fresh(self, name: str, expression: str) -> None:
         """Allocate a tensor, and make its address an argument of launches."""
         self.lines.append(f"{name} = {expression}")
@@ -103,7 +110,8 @@ class Text:
         # A static graph has room for more edges than there are.
         make = "zeros" if value.domain == "edges" and self.shape.is_static else "empty"
         if value.like and value.domain == "blocks":
-            self.fresh(value.name, f"{value.like}.new_empty(({blocks}, *{value.like}.shape))")
+            rows = self.named(f"{value.name}_blocks", blocks)
+            self.fresh(value.name, f"{value.like}.new_empty(({rows}, *{value.like}.shape))")
         elif value.like:
             self.fresh(value.name, f"torch.{make}_like({value.like})")
         else:
@@ -112,23 +120,30 @@ class Text:
             if value.name in names and "concat" in self.flags:
                 sizes = (sizes[0], self.shape.heads * self.shape.channels)
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
-            self.fresh(value.name, f"{near}.new_{make}({sizes}{dtype})")
+            self.fresh(value.name, f"{near}.new_{make}({self.named(f'{value.name}_sizes', sizes)}{dtype})")
 
     def launch(self, place: int, stated: Pass, run: Any, handed: str = "") -> str:
         """Launch a pass; returns the name of what it hands to the next one."""
         nothing = "0" if self.is_cuda else "None"
         arguments = ", ".join(self.arguments.get(name, nothing) for name in stated.arguments)
-        self.names[f"pass_{place}"] = run
-        self.lines.append(f"handed_{place} = pass_{place}(({arguments},){', ' + handed if handed else ''})")
+        self.lines.append(
+            f"handed_{place} = {self.named(f'pass_{place}', run)}(({arguments},){', ' + handed if handed else ''})"
+        )
         return f"handed_{place}"
 
     def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
         """Compile the function."""
         body = "\n    ".join([*self.lines, f"return ({', '.join(results)},)"])
         text = f"def run({', '.join(parameters)}):\n    {body}\n"
-        exec(compile(text, f"<{self.statement.name}>", "exec"), self.names)  # noqa: S102
+        exec(_code(text, self.statement.name), self.names)  # noqa: S102
         run: Callable[..., Any] = self.names["run"]
         return run
+
+
+@cache
+def _code(text: str, name: str) -> CodeType:
+    """Return a text as bytecode."""
+    return compile(text, f"<{name}>", "exec")
 
 
 def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Sequence[Any]) -> Callable[..., Any]:
@@ -204,11 +219,10 @@ def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
         if use == "ignores":
             continue
         if use == "writes":
-            sizes = text.shape.sizes(derived.value)
+            sizes = text.named(f"{name}_sizes", text.shape.sizes(derived.value))
             text.fresh(name, f"{derived.source}.new_empty({sizes}, dtype=torch.{derived.value.dtype})")
         else:
-            text.names[f"derive_{name}"] = text.shape.derive(derived)
-            text.fresh(name, f"derive_{name}({derived.source})")
+            text.fresh(name, f"{text.named(f'derive_{name}', text.shape.derive(derived))}({derived.source})")
 
 
 def _backward(

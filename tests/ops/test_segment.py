@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from pyg_dfgnn.dispatch.segment import CusparsePlan, SegmentProblem
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops import compile as compiled
 from pyg_dfgnn.ops import segment
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
@@ -141,6 +142,27 @@ def test_a_call_finds_its_plan_again(fused):
     known = dict(graph.peek("plans"))
     aggregate(graph, x.clone(), "mean")
     assert graph.peek("plans") == known
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_graphs_of_other_sizes_compile_no_text_anew(message, fused, monkeypatch):
+    """A batch of a training run is a new graph in each step."""
+    stats = "sum" if message == "gate" else ("sum", "max", "std")
+
+    def call(edge_index, sizes):
+        tensors = operands(message)
+        if sizes != SIZES:
+            tensors = {name: tensor.repeat(2, *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items()}
+        graph = Graph.of(edge_index, *sizes)
+        with_gradients(lambda **tensors: aggregate(graph, stats=stats, message=message, **tensors), tensors)
+
+    call(EDGE_INDEX.clone(), SIZES)
+    texts = []
+    monkeypatch.setattr(
+        compiled, "compile", lambda text, *args: texts.append(text) or compile(text, *args), raising=False
+    )
+    call(EDGE_INDEX.repeat(1, 2), tuple(2 * size for size in SIZES))
+    assert not texts
 
 
 @pytest.mark.parametrize("message", MESSAGES)
