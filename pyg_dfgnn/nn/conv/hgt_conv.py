@@ -17,10 +17,12 @@ from pyg_dfgnn.ir import Domain, R, S
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.ir.passes import RowCounts, rounded
 from pyg_dfgnn.nn.conv.joint import JointConv
-from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR
+from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import moved
+from pyg_dfgnn.ops.eager import is_eager
+from pyg_dfgnn.ops.gated_residual import gated_residual
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 
 # What the layer moves around its program, by whether there is a backward pass too: of each node, in multiples of the
@@ -52,6 +54,16 @@ def _features_move_less(sizes: RowCounts, size: int, has_backward: bool, has_gra
         outside = of_nodes * size * rows[S] + of_relations * size**2 * rows[R]
         costs.append(outside + moved((layer,), shapes, rows, gradients))
     return costs[0] < costs[1]
+
+
+def _is_products(layer: Any) -> bool:
+    """Return whether calling a `HeteroDictLinear` is a product and a bias for each type, and nothing else."""
+    return (
+        type(layer) in HETERO_DICT_LINEAR
+        and "forward" not in layer.__dict__
+        and not has_hooks(layer)
+        and all(is_plain_layer(linear, LINEAR) and linear.bias is not None for linear in layer.lins.values())
+    )
 
 
 @lru_cache(16)
@@ -122,11 +134,8 @@ class HGTConv(JointConv, conv.HGTConv):
         return (
             self.heads == 1
             and all(x.size(1) == size for x in x_dict.values())
-            and type(layer) in HETERO_DICT_LINEAR
-            and "forward" not in layer.__dict__
-            and not has_hooks(layer)
-            and all(is_plain_layer(linear, LINEAR) for linear in layer.lins.values())
-            and all(lin.weight.shape == (3 * size, size) and lin.bias is not None for lin in layer.lins.values())
+            and _is_products(layer)
+            and all(lin.weight.shape == (3 * size, size) for lin in layer.lins.values())
             and _features_move_less(rounded(sizes), size, has_backward, has_backward and has_gradient)
         )
 
@@ -166,16 +175,33 @@ class HGTConv(JointConv, conv.HGTConv):
         graph = self._graph(call)
         out = self._run(call, graph, *self._program(call, graph, x_dict))["out"]
         sizes = call.edge_index.sizes
-        received: dict[NodeType, Tensor | None] = {
-            name: gelu(rows)
+        received = {
+            name: rows
             for name, rows in zip(sizes, out.split(list(sizes.values())), strict=True)
             if name in self.dst_node_types
         }
-        mapped = self.out_lin(received)
+        if self._ends_in_one(received, x_dict):
+            lins = self.out_lin.lins
+            return {
+                name: gated_residual(rows, lins[name].weight, lins[name].bias, self.skip[name], x_dict[name])
+                for name, rows in received.items()
+            }
+        mapped = self.out_lin({name: gelu(rows) for name, rows in received.items()})
         for name in received:
             x, out = x_dict[name], mapped[name]
             if out.size(-1) == x.size(-1):
                 share = self.skip[name].sigmoid()
                 out = share * out + (1 - share) * x
             received[name] = out
-        return received
+        return dict(received)
+
+    def _ends_in_one(self, received: Mapping[NodeType, Tensor], x_dict: Mapping[NodeType, Tensor]) -> bool:
+        """Whether what follows the program is one function for each node type, which saves less for backward."""
+        if not is_eager() or len(received) >= MANY_TYPES or not _is_products(self.out_lin):
+            return False
+        return all(
+            x_dict[name].size(1) == rows.size(1)
+            and rows.dtype == x_dict[name].dtype == self.out_lin.lins[name].weight.dtype
+            and not torch.is_autocast_enabled(rows.device.type)
+            for name, rows in received.items()
+        )
