@@ -171,15 +171,16 @@ def test_losses_near_those_in_float64_are_accepted(table, capsys, drift):
     assert [rows[0][name] for name in FROM_FLOAT64] == ["", ""]
 
 
-@pytest.mark.parametrize("pyg", [1.0, 1.1, 1.3])
-def test_losses_far_from_those_in_float64_are_wrong(table, drift, pyg):
+@pytest.mark.parametrize(("pyg", "is_right"), [(1.0, False), (1.05, False), (1.3, True)])
+def test_losses_far_from_those_in_float64_are_judged_beside_pygs(table, drift, pyg, is_right):
     drift(pyg=pyg, unfused=1.2)
     code, rows = table("backends=[pyg,unfused]")
-    assert code == 1 and rows[1]["status"].startswith("WRONG: loss difference") and rows[1]["step_ms"] == ""
-    assert "loss from float64" in rows[1]["status"] and float(rows[1]["gradient_difference"]) < 1e-4
-    # Also where the reference is farther.
+    assert (code == 0) is (rows[1]["status"] == "ok") is (rows[1]["step_ms"] != "") is is_right
+    assert is_right or rows[1]["status"].startswith("WRONG: loss difference")
+    assert is_right or "loss from float64" in rows[1]["status"]
+    assert float(rows[1]["gradient_difference"]) < 1e-4
     ours, theirs = (float(rows[1][name]) for name in FROM_FLOAT64)
-    assert ours > 1e-3 and (theirs > ours) is (pyg > 1.2)
+    assert ours > 1e-3 and (ours <= 2 * theirs) is is_right
 
 
 def test_without_memory_for_float64_the_bound_counts(table, monkeypatch, drift):
