@@ -162,6 +162,21 @@ def test_script(launched, caplog, forget_logged):
     torch.testing.assert_close(scripted(x), layer(x))
 
 
+@pytest.mark.parametrize("name", ["Linear", "HeteroLinear", "HeteroDictLinear"])
+def test_script_where_a_drop_in_has_taken_the_name_of_pygs_class(name, monkeypatch):
+    ours = getattr(pyg_dfgnn.nn, name)
+    make = {
+        "Linear": lambda: (ours(8, 12), torch.randn(9, 8)),
+        "HeteroLinear": lambda: (ours(8, 12, 3), torch.randn(9, 8), torch.arange(9) % 3),
+        "HeteroDictLinear": lambda: (ours({"a": 8, "b": 4}, 12), {"a": torch.randn(9, 8), "b": torch.randn(2, 4)}),
+    }
+    # TorchScript reads no function that fills new tensors with NaN.
+    monkeypatch.undo()
+    monkeypatch.setattr(dense, name, ours)
+    layer, *inputs = make[name]()
+    torch.testing.assert_close(torch.jit.script(layer)(*inputs), layer(*inputs))
+
+
 def test_script_of_a_subclass():
     class Positive(Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, dense.HeteroLinear) if type(self) is HeteroLinear else self
+        return scripted_twin(self, HeteroLinear.__bases__[-1]) if type(self) is HeteroLinear else self
 
 
 def typed_rows(
@@ -200,7 +200,7 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, dense.HeteroDictLinear) if type(self) is HeteroDictLinear else self
+        return scripted_twin(self, HeteroDictLinear.__bases__[-1]) if type(self) is HeteroDictLinear else self
 
 
 HETERO_DICT_LINEAR = (dense.HeteroDictLinear, HeteroDictLinear)

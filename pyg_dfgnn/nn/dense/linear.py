@@ -71,4 +71,4 @@ class Linear(dense.Linear):
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, dense.Linear) if type(self) is Linear else self
+        return scripted_twin(self, Linear.__bases__[-1]) if type(self) is Linear else self
