@@ -13,7 +13,6 @@ from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
-    SUMMED_EDGES,
     RowSplitPlan,
     lane_constants,
     max_edges_of,
@@ -178,7 +177,7 @@ def _plan_pass(problem: SegmentProblem, direction: str, graph: Graph) -> RowSpli
         blocks = 1
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
     if blocks > 1 or rows.max_degree > max_edges:
-        longest = ORDERED_EDGES if blocks > 1 else max(max_edges, SUMMED_EDGES // 2)
+        longest = ORDERED_EDGES if blocks > 1 else max_edges
         return RowSplitPlan({**constants, "ORDERED": 1}, longest, max(1, blocks))
     return RowSplitPlan(constants, max_edges, 1)
 
