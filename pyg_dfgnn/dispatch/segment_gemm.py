@@ -205,7 +205,8 @@ def _plan_outer(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> S
         "WARPS_M": warps_m,
         "WARPS_N": warps_n,
         "WARPS_K": _WARPS // (warps_m * warps_n),
-        "MIN_BLOCKS": 3 if tile_m * tile_n == 4096 else 4,
+        # More would spill.
+        "MIN_BLOCKS": 4 if tile_m * tile_n < 4096 else 2 if problem.split else 3,
     }
     groups = problem.launch_heads * _ceil_div(features, tile_m) * _ceil_div(channels, tile_n)
     # Each type has an item that is not full.
