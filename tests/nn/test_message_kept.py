@@ -204,7 +204,8 @@ def test_other_arguments_make_other_edges(x, edge_index):
 
 @pytest.mark.parametrize("learnt", [True, False])
 def test_self_loops_are_found_once_for_weights_that_are_new_in_each_call(learnt, x, edge_index, made):
-    edge_index[1, :2] = edge_index[0, :2] = torch.tensor([2, 5])
+    # Two self-loops of one node: PyG takes the weight of one, and gives both its gradient.
+    edge_index[1, :3] = edge_index[0, :3] = torch.tensor([2, 5, 2])
     plain, layer = Weighted(), accelerate(Weighted())
     layer(x, edge_index, torch.rand(9, requires_grad=learnt))
     edges = set()

@@ -136,16 +136,20 @@ def _norm(kind: type, /, *args: Any, **kwargs: Any) -> Any:
     is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided and type(num_nodes) is int
     if not adds_loops or not is_plain or weight is None or weight.shape != edge_index.shape[1:]:
         return gcn_norm(*args, **kwargs)
-    edge_index, places = _call(kind, _with_loops, edge_index, num_nodes)
-    weight = torch.cat([weight, weight.new_full((1,), 2.0 if improved else 1.0)]).index_select(0, places)
-    return gcn_norm(edge_index, weight, num_nodes, improved, False, *others)
+    looped, kept, loops, nodes = _call(kind, _with_loops, edge_index, num_nodes)
+    new = weight.new_full((num_nodes,), 2.0 if improved else 1.0)
+    if loops.numel():
+        # As PyG does, also where a node has several: the last counts, and each gets its gradient.
+        weight, new = weight.index_select(0, kept), new.index_put((nodes,), weight.index_select(0, loops))
+    return gcn_norm(looped, torch.cat([weight, new]), num_nodes, improved, False, *others)
 
 
-def _with_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return edges with the self-loops that they lack, and the place of each one's weight; E for a new self-loop."""
-    num_edges = edge_index.size(1)
-    places = torch.arange(num_edges, device=edge_index.device)
-    return add_remaining_self_loops(edge_index, places, num_edges, num_nodes)  # type: ignore[no-any-return]
+def _with_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    """Return edges with a self-loop per node behind all others; which edges are none, which are, and of what nodes."""
+    looped, _ = add_remaining_self_loops(edge_index, None, num_nodes=num_nodes)
+    source, target = edge_index
+    loops = (source == target).nonzero().view(-1)
+    return looped, (source != target).nonzero().view(-1), loops, source[loops].long()
 
 
 def _may_keep(tensors: list[Tensor]) -> bool:
