@@ -58,7 +58,7 @@ def test_cusparse(schedule, dtype):
     inputs = inputs_of("copy", case, 64, dtype)
     # The default algorithm adds up parts of a row in the dtype of the features.
     is_taken = schedule == "cusparse_alg3" or dtype is torch.float32
-    with settings(schedule=schedule, fallback="error"):
+    with settings(schedule=schedule, fallback="error" if is_taken else "silent"):
         for _ in range(2):
             graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
             actual = run(graph, inputs)
