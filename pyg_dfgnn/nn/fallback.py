@@ -2,13 +2,16 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.settings import current
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 NO_DEVICE = "the tensors are not on a CUDA device"
 SCRIPTED = "torch.jit.script puts PyG's own class in its place"
@@ -70,3 +73,14 @@ def scripted_twin(module: nn.Module, upstream: type[nn.Module]) -> nn.Module:
     twin: nn.Module = object.__new__(upstream)
     twin.__dict__.update(module.__dict__)
     return twin
+
+
+def scripts(upstream: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator of a function in whose place `torch.jit.script` compiles PyG's function."""
+
+    def mark(function: F) -> F:
+        # torch.jit asks functions for this too.
+        vars(function)["__prepare_scriptable__"] = lambda: upstream
+        return function
+
+    return mark

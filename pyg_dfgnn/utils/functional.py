@@ -1,12 +1,15 @@
 """PyG's `scatter`, `segment` and `softmax` for users' own layers: fused on CUDA, PyG's code elsewhere."""
 
 from torch import Tensor
+from torch_geometric.utils import scatter as pygs_scatter
 from torch_geometric.utils import segment as pygs_segment
 from torch_geometric.utils import softmax as pygs_softmax
 
 from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn.fallback import scripts
 
 
+@scripts(pygs_scatter)
 def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum") -> Tensor:
     """PyG's `scatter`: reduce the values of each group.
 
@@ -27,6 +30,7 @@ def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = Non
     return groups.scatter(src, index, dim, dim_size, reduce)
 
 
+@scripts(pygs_segment)
 def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
     """PyG's `segment`: reduce ranges of the first dimension; ties of a maximum or minimum share gradients evenly.
 
@@ -46,6 +50,7 @@ def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
     return groups.reduce(src, None, ptr, None, 0, (reduce,))[0]
 
 
+@scripts(pygs_softmax)
 def softmax(
     src: Tensor,
     index: Tensor | None = None,

@@ -11,6 +11,7 @@ from torch_geometric.index import ptr2index
 import pyg_dfgnn
 from pyg_dfgnn import utils
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.nn.pool import global_add_pool, global_max_pool, global_mean_pool
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -63,6 +64,23 @@ def values(groups, *rest):
 def test_signature(name):
     own, pygs = (list(inspect.signature(getattr(library, name)).parameters.values()) for library in (utils, pyg))
     assert [(each.name, each.default) for each in own] == [(each.name, each.default) for each in pygs]
+
+
+def reduced(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """What a user may script."""
+    return utils.scatter(x, group, 0, 3, "mean") + utils.softmax(x, group, None, 3).sum(0) + global_max_pool(x, group)
+
+
+def test_torchscript_compiles_pygs_functions(monkeypatch):
+    # TorchScript reads no function that fills new tensors with NaN.
+    monkeypatch.undo()
+    x, group = torch.randn(5, 2), torch.tensor([2, 0, 0, 1, 2])
+    torch.testing.assert_close(torch.jit.script(reduced)(x, group), reduced(x, group))
+    for function in (utils.scatter, global_add_pool, global_mean_pool, global_max_pool):
+        torch.testing.assert_close(torch.jit.script(function)(x, group), function(x, group))
+    torch.testing.assert_close(torch.jit.script(utils.softmax)(x, group), utils.softmax(x, group))
+    ptr = torch.tensor([0, 2, 2, 5])
+    torch.testing.assert_close(torch.jit.script(utils.segment)(x, ptr), utils.segment(x, ptr))
 
 
 # Softmax --------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from torch import Tensor
 from torch_geometric.nn import pool
 
+from pyg_dfgnn.nn.fallback import scripts
 from pyg_dfgnn.nn.groups import scatter
 
 
+@scripts(pool.global_add_pool)
 def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None) -> Tensor:
     """PyG's `global_add_pool`: the sum over the nodes of each graph.
 
@@ -20,11 +22,13 @@ def global_add_pool(x: Tensor, batch: Tensor | None, size: int | None = None) ->
     return pool.global_add_pool(x, None, size) if batch is None else _pool("global_add_pool", x, batch, size, "sum")
 
 
+@scripts(pool.global_mean_pool)
 def global_mean_pool(x: Tensor, batch: Tensor | None, size: int | None = None) -> Tensor:
     """PyG's `global_mean_pool`: the mean over the nodes of each graph; see :func:`global_add_pool`."""
     return pool.global_mean_pool(x, None, size) if batch is None else _pool("global_mean_pool", x, batch, size, "mean")
 
 
+@scripts(pool.global_max_pool)
 def global_max_pool(x: Tensor, batch: Tensor | None, size: int | None = None) -> Tensor:
     """PyG's `global_max_pool`: the maximum over the nodes of each graph; see :func:`global_add_pool`."""
     return pool.global_max_pool(x, None, size) if batch is None else _pool("global_max_pool", x, batch, size, "max")
