@@ -235,7 +235,7 @@ def worst_errors(rows: Sequence[Mapping[str, str]]) -> list[Row]:
                     "not_run": not_run,
                     "failed": failed,
                     "worst_error": "" if largest is None else largest[column],
-                    "bound": cases[0]["bound"],
+                    "bound": next((case["bound"] for case in cases if case["bound"]), ""),
                     "worst_case": "" if largest is None else f"{largest['case']} on {largest['graph']}",
                     "digest": digest,
                 }
