@@ -5,6 +5,7 @@ import cProfile
 import inspect
 import math
 import pstats
+import re
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import Linear, MessagePassing
 from torch_geometric.utils import scatter
 
+from pyg_dfgnn import describe_plan
 from pyg_dfgnn.nn import accelerate, messages
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import trace as tracing
@@ -519,6 +521,39 @@ def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
         marked.float()
         outputs_and_gradients(marked, case, graph, torch.float32)
     assert not launched
-    assert "rows of edges are mapped, which kernels would store" in calls[-1][-1][0]
+    reason = r"edge_conv.py:\d+ `return self.nn\(.*`: rows of edges are mapped, which kernels would store"
+    assert re.search(reason, calls[-1][-1][0])
     for key, value in expected.items():
         assert torch.equal(results[key], value)
+
+
+class NoKernel(MessagePassing):
+    """Messages that trace and that no kernel takes, for the sake of one line."""
+
+    def __init__(self, kind):
+        super().__init__(aggr="add")
+        self.kind, self.lin = kind, torch.nn.Linear(64, 64)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        gate = torch.sigmoid(x_i)
+        if self.kind == "matrices":
+            x_j = (x_i.view(-1, 8, 8) @ x_j.view(-1, 8, 8)).view(-1, 64)  # matrices
+        if self.kind == "mapped":
+            x_j = self.lin(torch.relu(x_i + x_j))  # mapped
+        return gate * x_j
+
+
+@pytest.mark.parametrize("kind", ["matrices", "mapped"])
+def test_what_kernels_refuse_names_the_line(kind):
+    x, edge_index = torch.randn(5, 64, dtype=torch.float32), torch.randint(5, (2, 9))
+    plain = NoKernel(kind).float()
+    layer = accelerate(copy.deepcopy(plain))
+    with emulated_device(), settings(fallback="silent"), watched() as calls:
+        torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
+    lines, first = inspect.getsourcelines(NoKernel)
+    line = next(k for k, text in enumerate(lines) if text.endswith(f"# {kind}\n"))
+    for reasons in (calls[0][-1], describe_plan(layer, x, edge_index, device="cuda").reasons):
+        assert f"test_messages.py:{first + line} `{lines[line].strip()}`: " in reasons[0]

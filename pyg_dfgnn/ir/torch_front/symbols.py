@@ -200,13 +200,12 @@ class Tracer(TorchFunctionMode):
         device: Where the edges are, which code may ask.
         autocast: Device type and dtype that products have under autocast; None without it.
         own: File of the traced class, whose lines reasons may name.
-        keeps_lines: Whether the line that asked for each value is noted, which takes time.
 
     Attributes:
         builder: The program so far.
         reasons: What was refused so far.
         inputs: Names of the module's tensors that were read.
-        lines: Id of a value -> the line that asked for it, if they are kept.
+        lines: Id of a value -> the line that asked for it.
         widest: The floating dtype that torch's promotion has led to.
         streams: How many masks of dropout there are.
         types: Name of the argument with types of edges that are looked up, and their number; None if there is none.
@@ -220,7 +219,6 @@ class Tracer(TorchFunctionMode):
         device: torch.device,
         autocast: tuple[str, torch.dtype] | None = None,
         own: str | None = None,
-        keeps_lines: bool = False,
     ) -> None:
         super().__init__()
         self.builder, self.sizes = Builder(share=True), sizes
@@ -233,7 +231,6 @@ class Tracer(TorchFunctionMode):
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
-        self._keeps_lines = keeps_lines
         self._flow = (S, D)
 
     # What tracing begins with ----------------------------------------------------------------------------------------
@@ -332,8 +329,7 @@ class Tracer(TorchFunctionMode):
         if op == "view" and self.builder.values[ids[0]].op == "view":
             ids[0] = self.builder.values[ids[0]].args[0]
         number = self.builder.emit(op, *ids, attrs=attrs)
-        if self._keeps_lines:
-            self.lines.setdefault(number, line_of_user(self._own))
+        self.lines.setdefault(number, line_of_user(self._own))
         return number
 
     def shape(self, number: int) -> tuple[int, ...]:

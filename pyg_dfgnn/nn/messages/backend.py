@@ -13,7 +13,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.ir.steps import Buffer
+from pyg_dfgnn.nn.messages.refusals import stored_reasons
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for
 
@@ -30,12 +30,6 @@ class Backend(NamedTuple):
     reasons: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Sequence[str]]
     apply: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
     devices: Collection[str] | None
-
-
-def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
-    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
-    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
 
 
 _matched: dict[tuple[Any, ...], tuple[Program, Match | None]] = {}

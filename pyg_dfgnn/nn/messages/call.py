@@ -23,6 +23,7 @@ from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
+from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
 from pyg_dfgnn.ops.core import draw_seed
@@ -278,6 +279,8 @@ class _Runnable:
             return None
         against = backend().reasons(program, rows, inputs, names)
         if against:
+            wrt = [name for name, needed in zip(inputs, needs) if needed]
+            against = with_lines(self.layer, program, rows.sizes, wrt, names, against)
             # The next call needs no graph to be told.
             if len(_refused) < _MOST_REFUSED:
                 _refused[kind] = program, tuple(against)

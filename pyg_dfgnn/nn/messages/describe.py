@@ -11,16 +11,14 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.relational import unsupported_reasons
-from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import lower
-from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import NO_DEVICE
-from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running, stored_reasons
+from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
 from pyg_dfgnn.nn.messages.call import Outcome, watchers
 from pyg_dfgnn.nn.messages.kept import names_of
+from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import original
 from pyg_dfgnn.settings import settings
 
@@ -60,7 +58,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         watchers.remove(watch)
     reasons, plans = [*refused] if is_called else ["this forward does not pass messages"], []
     for (_, names), (program, rows, dtype) in runs.items():
-        plan, against = _plan(program, rows, dtype, names, rows.device if device is None else device, has_grad)
+        plan, against = _plan(layer, program, rows, dtype, names, rows.device if device is None else device, has_grad)
         reasons += against
         plans.append(plan)
     if functions := names_of(original(type(layer).forward)):
@@ -69,20 +67,22 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
 
 
 def _plan(
-    program: Program, rows: Rows, dtype: torch.dtype, names: Sequence[str], device: torch.device, has_grad: bool
+    layer: Any,
+    program: Program,
+    rows: Rows,
+    dtype: torch.dtype,
+    names: Sequence[str],
+    device: torch.device,
+    has_grad: bool,
 ) -> tuple[str, Sequence[str]]:
-    """Return the steps that a device would run for some outputs of a program, and what is in their way."""
+    """Return the steps that a device would run for some outputs of a layer's program, and what is in their way."""
     if device.type not in fused_device_types:
         return str(program), (NO_DEVICE,)
     reasons = unsupported_reasons(dtype, device)
     family = match_of(program, dtype, device, names)
     if family is not None:
         return f"{program}\nwhich is {family.name}: hand-written kernels run it", reasons
-    outputs = dict(program.outputs)
-    program = Program(program.name, program.values, tuple((name, outputs[name]) for name in names))
     wrt = program.features if has_grad else ()
-    try:
-        lowered = lower(Passes().run(program, rows.sizes, wrt), list(names))
-    except Refusal as refusal:
-        return str(program), [*reasons, str(refusal)]
-    return str(lowered), [*reasons, *stored_reasons(lowered.edge_rows)]
+    steps, against = lowered(program, rows.sizes, wrt, names)
+    against = with_lines(layer, program, rows.sizes, wrt, names, against)
+    return str(program if steps is None else steps), [*reasons, *against]

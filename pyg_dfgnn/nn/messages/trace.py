@@ -6,8 +6,9 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ class Trace(NamedTuple):
         checks: Facts about the layer.
         fixed: Facts about classes, functions and globals.
         types: The argument with types of edges that tables are looked up by, and their number; None if there is none.
+        drafted: The program value by value as the code asked for them; None with reasons.
+        lines: Value of the drafted program -> the line that asked for it.
     """
 
     program: Program | None
@@ -72,6 +75,8 @@ class Trace(NamedTuple):
     checks: list[Check]
     fixed: list[tuple[Any, str, Any]]
     types: tuple[Source, int] | None = None
+    drafted: Program | None = None
+    lines: Mapping[int, Line] = MappingProxyType({})
 
     def __str__(self) -> str:
         return str(self.program)
@@ -163,6 +168,12 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
         return new
 
 
+def trace_with(layer: Any, program: Program) -> Trace | None:
+    """Return a trace of the layer's class that has become a program."""
+    traces = (trace for shared in _of_class.get(type(layer), {}).values() for trace in shared)
+    return next((trace for trace in traces if trace.program is program), None)
+
+
 def refused(*reasons: str) -> Trace:
     return Trace(None, reasons, {}, None, {}, torch.float32, (), (), [], [])
 
@@ -178,13 +189,12 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
     """Trace the layer's code with small and with large numbers of rows; both must agree."""
     taken = {n for key in spec.key for n in _numbers(key)} | {n for p in layer.parameters() for n in _shape(p)}
     small, values, _ = _once(layer, call, spec, taken, large=False)
-    large, others, _ = _once(layer, call, spec, taken, large=True)
+    large, others, lines = _once(layer, call, spec, taken, large=True)
     if large.program is None:
         return large
     if small.program == large.program and values == others:
-        return large._replace(program=tidy(large.program))
+        return large._replace(program=tidy(large.program), drafted=large.program, lines=lines)
     different = next((i for i, (value, other) in enumerate(zip_longest(values, others)) if value != other), -1)
-    _, _, lines = _once(layer, call, spec, taken, large=True, keeps_lines=True)
     reason = f"{lines.get(different, 'the call')}: what is computed depends on the number of edges or nodes"
     return large._replace(program=None, reasons=(reason, *small.reasons))
 
@@ -206,14 +216,14 @@ def _numbers(key: Any) -> Iterator[int]:
 
 
 def _once(
-    layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool, keeps_lines: bool = False
+    layer: Any, call: Call, spec: Spec, taken: set[int], *, large: bool
 ) -> tuple[Trace, list[Value], dict[int, Line]]:
-    """Return a trace that is to be tidied, its values and, if they are kept, the lines that asked for them."""
+    """Return a trace that is to be tidied, its values and the lines that asked for them."""
     own_file = inspect.getsourcefile(type(layer))
     reads = Reads(own_file)
     shadow = Shadow(layer, reads, _IGNORED)
     fakes = fake_sizes(taken, spec.is_square, large=large)
-    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file, keeps_lines)
+    tracer = Tracer(FUNCTIONS, shadow.tensors(), fakes, call.edge_index.device, spec.autocast, own_file)
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)

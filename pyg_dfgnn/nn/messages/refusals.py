@@ -1,0 +1,62 @@
+"""Which line of a layer's code it is that no kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyg_dfgnn.ir.domains import D, Domain, E
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import Lowered, lower
+from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.program import Builder, Program
+from pyg_dfgnn.ir.steps import Buffer
+from pyg_dfgnn.ir.torch_front import tidy
+from pyg_dfgnn.nn.messages.trace import trace_with
+
+
+def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
+    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
+
+
+def lowered(
+    program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str], outputs: Sequence[str]
+) -> tuple[Lowered | None, list[str]]:
+    """Return the steps for some outputs of a program and their gradients, or None, and what is against them."""
+    every = dict(program.outputs)
+    program = Program(program.name, program.values, tuple((name, every[name]) for name in outputs))
+    try:
+        steps = lower(Passes().run(program, sizes, tuple(wrt)), list(outputs))
+    except Refusal as refusal:
+        return None, [str(refusal)]
+    return steps, stored_reasons(steps.edge_rows)
+
+
+def with_lines(
+    layer: Any,
+    program: Program,
+    sizes: Mapping[Domain, int],
+    wrt: Sequence[str],
+    outputs: Sequence[str],
+    reasons: Sequence[str],
+) -> list[str]:
+    """Return the reasons against a program of a layer, those of its code with the line that brings them in.
+
+    That is the line of the first value with which the program up to there, summed over the edges, is refused.
+    """
+    trace = trace_with(layer, program)
+    if trace is None or trace.drafted is None:
+        return list(reasons)
+    _, against = lowered(program, sizes, wrt, outputs)
+    if not set(against) & set(reasons):
+        return list(reasons)
+    values, live = trace.drafted.values, trace.drafted.live
+    for number in sorted(live & trace.lines.keys()):
+        builder = Builder(values=list(values[: number + 1]))
+        root = builder.emit("sum", number, attrs=(D, E)) if values[number].domain is E else number
+        part = tidy(builder.build(program.name, {"part": root}))
+        if lowered(part, sizes, [name for name in wrt if name in part.inputs], ["part"])[1]:
+            return [f"{trace.lines[number]}: {reason}" if reason in against else reason for reason in reasons]
+    return list(reasons)
