@@ -11,7 +11,8 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -122,8 +123,14 @@ class Reads:
                 self._entry(kind, name, base.__dict__[name], set(), f"'{kind.__name__}.{name}'", kind)
                 return
 
-    def function(self, function: Any, kind: type | None = None) -> None:
-        """Note a function's code and, of a user's, the globals, defaults, cells and helpers that it names."""
+    def function(self, function: Any, kind: type | None = None, *, of_class: bool = False) -> None:
+        """Note a function's code and, of a user's, the globals, defaults, cells and helpers that it names.
+
+        Args:
+            function: The function; anything else is not followed.
+            kind: Class of the layer whose method it is.
+            of_class: Whether it is given the class in place of the layer.
+        """
         if not isinstance(function, types.FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -131,11 +138,15 @@ class Reads:
         code = function.__code__
         if is_of_libraries(code.co_filename):
             return
+        names, loaded = set(_names_in(code)), set(_loaded_in(code))
         self.hold(function, "__code__", code)
         self.hold(function, "__defaults__", function.__defaults__)
         self.hold(function, "__kwdefaults__", function.__kwdefaults__)
-        names, loaded = set(_names_in(code)), set(_loaded_in(code))
-        for name in sorted(names & _MODES):
+        defaults = enumerate([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
+        for place, value in ((place, value) for place, value in defaults if not isinstance(value, _SIMPLE)):
+            self._named(_Held(value), "value", value, names, f"default {place} of {function.__qualname__}")
+        builtin = loaded - function.__globals__.keys()
+        for name in sorted((names & _MODES) | (builtin & _UNSEEN)):
             self.reasons.append(f"{function.__qualname__} asks for {name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             if name == "__class__":
@@ -147,15 +158,16 @@ class Reads:
         for name in loaded & function.__globals__.keys():
             owner = _Namespace.of(function.__globals__)
             self._named(owner, name, function.__globals__[name], names, f"the global '{name}'")
-        for base in kind.__mro__ if kind is not None and "super" in loaded else ():
-            for name in names & base.__dict__.keys():
+        of_class = of_class or bool(builtin & {"super", "type"}) or "__class__" in names
+        for base in kind.__mro__ if kind is not None and of_class else ():
+            for name in filter(_is_plain_name, names & base.__dict__.keys()):
                 self._entry(base, name, base.__dict__[name], names, f"'{base.__name__}.{name}'", kind)
 
     def _entry(self, owner: Any, name: str, entry: Any, names: set[str], what: str, kind: type | None = None) -> None:
         """Note what a class or a module has under a name."""
         inner = getattr(entry, "fget", None) or getattr(entry, "__func__", None)
         if inner is not None:
-            self.function(inner, kind)
+            self.function(inner, kind, of_class=isinstance(entry, classmethod))
         elif isinstance(entry, types.FunctionType):
             self.hold(owner, name, entry)
             self.function(entry, kind)
@@ -167,6 +179,9 @@ class Reads:
     def _named(self, owner: Any, name: str, value: Any, names: set[str], what: str) -> None:
         if isinstance(value, (Tensor, torch.nn.Module)):
             self.hold(owner, name, value)
+            return
+        if unseen := _unseen_in(value, names):
+            self.reasons.append(f"{what} is asked for {unseen}")
             return
         try:
             self.hold(owner, name, frozen(value))
@@ -191,6 +206,10 @@ class Reads:
             self.function(value)
 
 
+def _is_plain_name(name: str) -> bool:
+    return not (name.startswith("__") and name.endswith("__"))
+
+
 class _Namespace:
     """The globals of a module by attribute; one object per dictionary, so that checks of it are found again."""
 
@@ -207,11 +226,36 @@ class _Namespace:
         return cls._known.setdefault(id(table), cls(table))
 
 
+class _Held:
+    """An object by attribute, to be compared with what it was."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 def _is_library(value: Any) -> bool:
     """Whether a module, or the module of a class, is no user's."""
     module = value if isinstance(value, types.ModuleType) else sys.modules.get(value.__module__)
     name = getattr(module, "__name__", "builtins")
-    return name in _STANDARD or is_of_libraries(getattr(module, "__file__", None) or "<built-in>")
+    if name in _STANDARD or name in sys.builtin_module_names:
+        return True
+    # A notebook, and a module that a program makes, have no file.
+    file = getattr(module, "__file__", None)
+    return file is not None and is_of_libraries(file)
+
+
+def _unseen_in(value: Any, names: set[str]) -> str:
+    """Return what code with these names may ask a module or a function of the standard library for, whose answer
+    changes unseen; '' if nothing.
+    """
+    if isinstance(value, types.ModuleType):
+        asked = names & _ANSWERS.get(value.__name__, frozenset[str]())
+        return f"'{value.__name__}.{min(asked)}'" if asked else ""
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        name, owner = getattr(value, "__name__", ""), getattr(value, "__self__", None)
+        module = str(getattr(value, "__module__", None) or type(owner).__module__)
+        return f"'{module}.{name}'" if name in _ANSWERS.get(module, ()) else ""
+    return ""
 
 
 _STANDARD = frozenset({"math", "numpy", "functools", "itertools", "operator", "copy", "typing", "warnings"})
@@ -219,6 +263,20 @@ _STANDARD = frozenset({"math", "numpy", "functools", "itertools", "operator", "c
 
 _MODES = frozenset("is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_compiling is_scripting".split())
 """What a trace would answer once for all calls."""
+_UNSEEN = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
+"""Builtin functions by which code reads what its names do not tell."""
+_RANDOM = "random uniform gauss normalvariate randint randrange choice choices sample shuffle getrandbits betavariate"
+_ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "os": frozenset({"getenv", "getenvb", "environ", "environb", "getpid", "urandom"}),
+        "sys": frozenset({"modules", "argv", "flags", "_getframe"}),
+        "time": frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "process_time"}),
+        "random": frozenset(_RANDOM.split()),
+        "secrets": frozenset({"randbelow", "randbits", "choice", "token_bytes"}),
+        "numpy": frozenset({"random"}),
+    }
+)
+"""Module of the standard library, or numpy -> what it answers differently from call to call."""
 
 
 def _loaded_in(code: types.CodeType) -> Iterator[str]:
@@ -286,7 +344,7 @@ def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
         if not is_of_libraries(sys._getframe(2).f_code.co_filename):
             reads.reasons.append("'self.__dict__' is read as a whole")
         return
-    if name.startswith("__") and name.endswith("__"):
+    if not _is_plain_name(name):
         return
     reads.checks.setdefault((path, "attribute", name), Check(path, "attribute", name, MISSING))
     if hasattr(kind, name):

@@ -126,13 +126,17 @@ class Symbol(Tensor):
 
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _OF_NN = f"{_PACKAGE}nn/"
+_TYPED = ("<stdin", "<string", "<console", "<input", "<python-input", "<ipython-input")
+"""What code has in place of a file that a user types in, or runs as text."""
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", _PACKAGE, "/torch_geometric/")
 
 
 @cache
 def is_of_libraries(filename: str) -> bool:
-    """Whether a file is torch's, PyG's or this package's."""
-    return filename.startswith("<") or any(part in filename for part in _LIBRARIES)
+    """Whether a file is torch's, PyG's or this package's, or code that a library has generated."""
+    if filename.startswith("<"):
+        return not filename.startswith(_TYPED)
+    return any(part in filename for part in _LIBRARIES)
 
 
 class Line(NamedTuple):
