@@ -116,6 +116,21 @@ class Reads:
         """Note what an object other than the layer has under a name."""
         self.fixed.setdefault((id(owner), name), (owner, name, value))
 
+    def undo(self) -> list[str]:
+        """Undo what the code has done to numbers of classes, modules and globals, and return reasons for each."""
+        changed = []
+        for owner, name, value in self.fixed.values():
+            now = getattr(owner, name, MISSING)
+            if now is value or not isinstance(value, _SIMPLE) or _equals(now, value):
+                continue
+            if isinstance(owner, _Namespace):
+                owner.table[name] = value
+                changed.append(f"the global '{name}' is changed")
+            elif isinstance(owner, (type, types.ModuleType)):
+                setattr(owner, name, value)
+                changed.append(f"'{owner.__name__}.{name}' is changed")
+        return changed
+
     def of_class(self, kind: type, name: str) -> None:
         """Note a method or another attribute of a class."""
         for base in kind.__mro__:
@@ -448,7 +463,17 @@ def _are_modules(table: dict[Any, Any]) -> bool:
     return any(isinstance(value, torch.nn.Module) for value in table.values())
 
 
-Lookup = tuple[dict[str, Any], str, Any]
+class _Names:
+    """The names in a table, to be looked up as one fact."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.table = table
+
+    def get(self, _: str, __: Any) -> tuple[str, ...]:
+        return tuple(self.table)
+
+
+Lookup = tuple[dict[str, Any] | _Names, str, Any]
 
 
 def bind(checks: list[Check], layer: torch.nn.Module) -> list[Lookup] | None:
@@ -466,6 +491,7 @@ def bind(checks: list[Check], layer: torch.nn.Module) -> list[Lookup] | None:
                 return None
             lookups += [(module._modules, name, module._modules[name]) for name in check.value]
             lookups.append((module.__dict__, "_modules", module._modules))
+            lookups.append((_Names(module._modules), "", check.value))
         elif check.table == "module":
             child = module._modules.get(check.key)
             if (type(None) if child is None else type(child)) is not (check.value or type(None)):

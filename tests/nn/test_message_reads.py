@@ -35,6 +35,39 @@ class Scale:
     factor = 1.0
 
 
+COUNT = 0
+
+
+class OfClass(Base):
+    """Counts its calls in its class."""
+
+    count = 0
+
+    def message(self, x_j):
+        type(self).count += 1
+        return x_j * self.count
+
+
+class OfModule(Base):
+    """Counts its calls in a global."""
+
+    def message(self, x_j):
+        global COUNT
+        COUNT += 1
+        return x_j * COUNT
+
+
+class Children(Base):
+    """Goes through the children of a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.seq = torch.nn.Sequential(torch.nn.ReLU())
+
+    def message(self, x_j):
+        return self.seq(x_j)
+
+
 def default(values=LIST):
     return values[0]
 
@@ -116,3 +149,28 @@ def test_what_answers_anew_in_each_call_is_left_to_pyg(name, source):
     calls = calls_of(LEFT[name], source)
     assert not any(is_program for is_program, _ in calls)
     assert all("is asked for" in reasons[0] or "asks for" in reasons[0] for _, reasons in calls)
+
+
+@pytest.mark.parametrize("kind", [OfClass, OfModule])
+def test_a_count_is_that_of_pyg(kind):
+    """Tracing calls the code, and undoes what that counts."""
+    global COUNT
+    x, edge_index, results = torch.randn(5, 4), torch.randint(5, (2, 9)), []
+    with messages.interpreted(), settings(fallback="silent"):
+        for layer in (kind(), accelerate(kind())):
+            COUNT = OfClass.count = 0
+            results.append([layer(x, edge_index) for _ in range(3)])
+    torch.testing.assert_close(*results)
+
+
+def test_a_child_that_is_appended_is_called():
+    x, edge_index = torch.randn(5, 4), torch.randint(5, (2, 9))
+    plain, layer = Children(), accelerate(Children())
+    with messages.interpreted(), settings(fallback="error"):
+        for _ in range(2):
+            torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
+            for each in (plain, layer):
+                each.seq.append(torch.nn.Softplus())
+        for each in (plain, layer):
+            del each.seq[1]
+        torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))

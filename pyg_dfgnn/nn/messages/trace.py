@@ -258,7 +258,7 @@ def _once(
         tracer.reasons += [reason for reason in refusal.reasons if reason not in tracer.reasons]
     except Exception as error:
         tracer.refuse(f"{type(error).__name__}: {error}")
-    reasons = [*tracer.reasons, *reads.reasons]
+    reasons = [*tracer.reasons, *reads.undo(), *reads.reasons]
     checks, fixed = list(reads.checks.values()), list(reads.fixed.values())
     values, lines = tracer.builder.values, tracer.lines
     paths = dict(shadow.tensors().values())
