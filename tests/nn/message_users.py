@@ -312,6 +312,21 @@ class Distances(MessagePassing):
         return F.silu(self.second(F.silu(self.first(torch.cat([x_i, x_j, squared], dim=-1)))))
 
 
+class OneCoordinate(MessagePassing):
+    """Distances and maxima of rows of one number, beside rows of several."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, place=x[:, :1])
+
+    def message(self, x_j, place_i, place_j):
+        distance = (place_i - place_j).norm(dim=-1, keepdim=True)
+        product = (place_i * place_j).sum(dim=-1, keepdim=True)
+        return x_j * (distance + product) + torch.tanh(place_j).amax(dim=-1, keepdim=True)
+
+
 class Corners(MessagePassing):
     """What looks like something else: a sum that is no degree, masks as numbers, ranges from the end."""
 
@@ -360,6 +375,7 @@ USERS = {
     "Uncounted": (Uncounted, None),
     "Joined": (Joined, None),
     "Distances": (Distances, "pos"),
+    "OneCoordinate": (OneCoordinate, None),
     "Corners": (Corners, "edge_weight"),
 }
 """Name -> class, and what its forward takes beside features and edges."""

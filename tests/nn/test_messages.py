@@ -486,6 +486,7 @@ KERNELS = extended(
             "user-Differences",
             "user-Updated",
             "user-Joined",
+            "user-OneCoordinate",
             "GCN2Conv",
             "FeaStConv",
             "RGATConv",
