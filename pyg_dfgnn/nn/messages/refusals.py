@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyg_dfgnn.ir.domains import D, Domain, E
+from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.passes import Passes
@@ -53,7 +53,9 @@ def with_lines(
     if not set(against) & set(reasons):
         return list(reasons)
     values, live = trace.drafted.values, trace.drafted.live
-    for number in sorted(live & trace.lines.keys()):
+    # Weights and numbers are no work of kernels.
+    rows = [number for number in live & trace.lines.keys() if values[number].domain in (S, D, E)]
+    for number in sorted(rows):
         builder = Builder(values=list(values[: number + 1]))
         root = builder.emit("sum", number, attrs=(D, E)) if values[number].domain is E else number
         part = tidy(builder.build(program.name, {"part": root}))
