@@ -25,7 +25,8 @@ _NOTES, _ORIGINAL = "_pyg_dfgnn_notes", "_pyg_dfgnn_original"
 _STATE = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_SIMPLE: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, range, slice, types.EllipsisType)
+_SIMPLE += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 MISSING = object()
 
@@ -52,7 +53,8 @@ def frozen(value: Any) -> Any:
     Raises:
         TypeError: The value is no plain data, so its changes could not be seen.
     """
-    if isinstance(value, _SIMPLE):
+    # An `object` tells an argument that was not given.
+    if isinstance(value, _SIMPLE) or type(value) is object:
         return value
     if isinstance(value, (list, tuple)):
         return type(value)(map(frozen, value)) if type(value) in (list, tuple) else _unknown(value)

@@ -14,6 +14,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_dfgnn import accelerate, settings
 from pyg_dfgnn.nn import messages
 
+MISSING = object()
 LIST, MODULE = [1.0], types.ModuleType("a_module_without_a_file")
 
 
@@ -76,6 +77,10 @@ def keyword(*, values=LIST):
     return values[0]
 
 
+def given(x, factor=MISSING, part=slice(None), of=...):
+    return x[of, part] if factor is MISSING else factor * x
+
+
 FOLLOWED = {
     "class of the layer": lambda self, x_j: x_j * type(self).factor,
     "its class": lambda self, x_j: x_j * self.__class__.factor,
@@ -83,6 +88,7 @@ FOLLOWED = {
     "class method": lambda self, x_j: x_j * self.of_class(),
     "another class": lambda self, x_j: x_j * Scale.factor,
     "module": lambda self, x_j: x_j * MODULE.factor,
+    "defaults of a helper": lambda self, x_j: given(x_j) * Scale.factor,
     "list that is a default": lambda self, x_j: x_j * default() * keyword(),
 }
 LEFT = {
