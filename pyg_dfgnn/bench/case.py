@@ -117,10 +117,6 @@ class Case(ABC):
         """The relative error that is allowed in the dtype of that name."""
         return tolerance(dtype, BACKWARD, self.family).relative
 
-    def largest_bound(self, dtype: str) -> float | None:
-        """The largest difference that is allowed over the largest gradient; None: it is not measured."""
-        return tolerance(dtype, BACKWARD, self.family).largest
-
     def reference(
         self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
     ) -> dict[str, Tensor]:

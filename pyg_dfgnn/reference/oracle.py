@@ -128,17 +128,6 @@ class Errors:
         name = max(errors, key=lambda key: errors[key])
         return name, errors[name]
 
-    def beside(self, others: Mapping[str, float], bound: float) -> Errors:
-        """The same, but for gradients beyond a bound, whose errors by another measure take the places of theirs."""
-
-        def either(errors: dict[str, float]) -> dict[str, float]:
-            return {
-                name: error if error <= bound or name == "out" else others.get(name, error)
-                for name, error in errors.items()
-            }
-
-        return Errors(either(self.whole), either(self.hub))
-
 
 def compare(
     roles: Mapping[str, str],

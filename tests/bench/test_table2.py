@@ -118,13 +118,8 @@ def test_a_nan_disagrees():
         ((2e-3, 1e-6), False),
         ((2e-3, 1e-6, 1e-3, 3e-3), True),
         ((2e-3, 1e-6, 1e-3, 9e-4), True),
-        ((2e-3, 1e-6, 1.1e-3, 5e-4), False),
-        ((2e-2, 1e-6, 5.9e-3, 3e-3), True),
-        ((2e-2, 1e-6, 6.1e-3, 3e-3), False),
+        ((2e-3, 1e-6, 1.1e-3, 3e-3), False),
         ((2e-3, 2e-3, 0.0, 3e-3), False),
-        ((2e-3, float("nan"), 0.0, 3e-3), False),
-        ((2e-3, 1e-6, float("nan"), float("nan")), False),
-        ((2e-3, 1e-6), False),
         ((1e-6, 2e-3), False),
         ((2e-3, 1e-6, float("nan"), 3e-3), False),
         ((float("nan"), 1e-6, float("nan"), 3e-3), False),
@@ -171,16 +166,15 @@ def test_losses_near_those_in_float64_are_accepted(table, capsys, drift):
     assert [rows[0][name] for name in FROM_FLOAT64] == ["", ""]
 
 
-@pytest.mark.parametrize(("pyg", "is_right"), [(1.0, False), (1.05, False), (1.3, True)])
-def test_losses_far_from_those_in_float64_are_judged_beside_pygs(table, drift, pyg, is_right):
+@pytest.mark.parametrize("pyg", [1.0, 1.1, 1.3])
+def test_losses_far_from_those_in_float64_are_wrong(table, drift, pyg):
     drift(pyg=pyg, unfused=1.2)
     code, rows = table("backends=[pyg,unfused]")
-    assert (code == 0) is (rows[1]["status"] == "ok") is (rows[1]["step_ms"] != "") is is_right
-    assert is_right or rows[1]["status"].startswith("WRONG: loss difference")
-    assert is_right or "loss from float64" in rows[1]["status"]
-    assert float(rows[1]["gradient_difference"]) < 1e-4
+    assert code == 1 and rows[1]["status"].startswith("WRONG: loss difference") and rows[1]["step_ms"] == ""
+    assert "loss from float64" in rows[1]["status"] and float(rows[1]["gradient_difference"]) < 1e-4
+    # Also where the reference is farther.
     ours, theirs = (float(rows[1][name]) for name in FROM_FLOAT64)
-    assert ours > 1e-3 and (ours <= 2 * theirs) is is_right
+    assert ours > 1e-3 and (theirs > ours) is (pyg > 1.2)
 
 
 def test_without_memory_for_float64_the_bound_counts(table, monkeypatch, drift):
