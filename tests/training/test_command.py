@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,20 +83,6 @@ def test_the_user_decides_how_threads_wait(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     let_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-
-
-def test_the_module_trains_as_fast_as_the_script(tmp_path):
-    fastest = {"train.py": float("inf"), "training": float("inf")}
-    for attempt in range(5):
-        for name in fastest:
-            started = time.perf_counter()
-            done = start(name, [*TINY, f"paths.run={name}{attempt}"], tmp_path)
-            assert done.returncode == 0, done.stderr
-            fastest[name] = min(fastest[name], time.perf_counter() - started)
-        # Other work on the machine disturbs single runs.
-        if fastest["training"] <= 1.2 * fastest["train.py"]:
-            return
-    pytest.fail(f"python -m pyg_dfgnn.training takes {fastest['training']:.1f} s, train.py {fastest['train.py']:.1f} s")
 
 
 def test_unknown_key_is_refused(tmp_path):
