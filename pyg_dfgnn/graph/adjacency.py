@@ -71,7 +71,7 @@ class Adjacency:
 
 def pull(*values: Tensor) -> list[int]:
     """Bring zero-dimensional integer or bool tensors to the host: one sync for all."""
-    return torch.stack([value.reshape(()).to(torch.int64) for value in values]).tolist()
+    return torch.stack([value.to(torch.int64) for value in values]).tolist()
 
 
 def finished(tensor: Tensor) -> Tensor:
@@ -179,25 +179,25 @@ def _place_span(rows: Tensor, span: slice, end: Tensor, order: Tensor) -> None:
     order[place] = edge.add_(span.start).to(torch.int32)
 
 
-def group(rows: Tensor, cols: Tensor, num_rows: int, is_sorted: bool) -> tuple[Arrays, Tensor]:
+def group(rows: Tensor, cols: Tensor, num_rows: int, is_sorted: bool) -> Arrays:
     """Group edges by row, keeping the input order inside a row.
 
     Args:
         rows: Row of each edge, int [E], as :func:`order_rows` takes it.
         cols: Column of each edge, int [E].
         num_rows: Number of rows.
-        is_sorted: Whether `rows` are known to be ascending.
-
-    Returns:
-        The arrays, and a bool tensor [] that tells whether the rows were sorted as claimed.
+        is_sorted: Whether `rows` are said to be ascending: the arrays are wrong if they are not.
     """
     if is_sorted:
         perm = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
-        in_order = (rows[1:] >= rows[:-1]).all()
-        return Arrays(offsets(rows.contiguous(), num_rows), cols.to(torch.int32, copy=True), perm), in_order
+        return Arrays(offsets(rows.contiguous(), num_rows), cols.to(torch.int32, copy=True), perm)
     rowptr, order = order_rows(rows, num_rows)
-    arrays = Arrays(rowptr, take(cols, order), order.to(torch.int32))
-    return arrays, torch.ones((), dtype=torch.bool, device=rows.device)
+    return Arrays(rowptr, take(cols, order), order.to(torch.int32))
+
+
+def ascends(ids: Tensor) -> Tensor:
+    """Whether ids [E] never descend, a zero-dimensional tensor."""
+    return (ids[1:] >= ids[:-1]).all()
 
 
 def take(values: Tensor, order: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def transpose(arrays: Arrays, num_rows: int, input_sorted: bool) -> Arrays:
     return Arrays(new_ptr, take(expand(rowptr, num_edges), order), take(perm, order))
 
 
-def replace_self_loops(arrays: Arrays, num_loops: int) -> tuple[Arrays, Tensor, Tensor]:
+def replace_self_loops(arrays: Arrays, num_loops: int, num_kept: int) -> tuple[Arrays, Tensor]:
     """Drop all self-loops and give each of the first `num_loops` nodes one, by a scan and a scatter, without sorting.
 
     Edges that stay keep their order and are numbered anew without gaps; the loop of node v is edge `num_kept + v`, as
@@ -237,40 +237,54 @@ def replace_self_loops(arrays: Arrays, num_loops: int) -> tuple[Arrays, Tensor, 
     Args:
         arrays: E edges by row.
         num_loops: Nodes that get a loop.
+        num_kept: How many of the edges are no loops.
 
     Returns:
-        Arrays with room for `E + num_loops` edges, of which the first `num_kept + num_loops` are filled; which input
-        edges stay, bool [E]; their number `num_kept`, a tensor [].
+        Arrays of `num_kept + num_loops` edges; which input edges stay, bool [E].
     """
     rowptr, col, perm = arrays
     device, num_edges, num_rows = rowptr.device, col.numel(), rowptr.numel() - 1
-    # Dropped edges all go to one spare slot behind the end, so that no size has to be known here.
-    spare = num_edges + num_loops
-    new_col = torch.empty(spare + 1, dtype=torch.int32, device=device)
-    new_perm = torch.zeros_like(new_col)
-    kept = torch.empty(num_edges, dtype=torch.bool, device=device)
-    # Edges that stay before each one, first by row.
-    before = torch.zeros(num_edges + 1, dtype=torch.int32, device=device)
+    is_dropped = num_kept < num_edges
+    # Dropped edges all go to one spare slot behind the end.
+    spare = num_kept + num_loops
+    new_col = torch.empty(spare + is_dropped, dtype=torch.int32, device=device)
+    new_perm = torch.empty_like(new_col)
+    stays = torch.ones((), dtype=torch.bool, device=device).expand(num_edges)
+    before, number = None, None
+    if is_dropped:
+        stays, before, number = _count_kept(arrays)
     for span in spans(num_edges):
         row = rows_at(rowptr, numbers(span, rowptr))
-        stays = row != col[span]
+        slot = row if num_loops == num_rows else row.clamp(max=num_loops)
+        if before is None or number is None:
+            slot = (slot + numbers(span, rowptr)).long()
+            new_col[slot], new_perm[slot] = col[span], perm[span]
+        else:
+            slot = torch.where(row != col[span], slot + before[span], spare).long()
+            new_col[slot], new_perm[slot] = col[span], number.index_select(0, perm[span])
+    node = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    new_ptr = rowptr if before is None else before.index_select(0, rowptr)
+    new_ptr = new_ptr + (node if num_loops == num_rows else node.clamp(max=num_loops))
+    loops, node = (new_ptr[1 : num_loops + 1] - 1).long(), node[:num_loops]
+    new_col[loops], new_perm[loops] = node, node + num_kept
+    return Arrays(new_ptr, new_col[:spare], new_perm[:spare]), stays
+
+
+def _count_kept(arrays: Arrays) -> tuple[Tensor, Tensor, Tensor]:
+    """Which edges are no loops, bool [E] in the input order; how many of them come before each edge, int32 [E + 1].
+
+    The latter first by row and then in the input order.
+    """
+    rowptr, col, perm = arrays
+    num_edges = col.numel()
+    kept = torch.empty(num_edges, dtype=torch.bool, device=rowptr.device)
+    before = torch.zeros(num_edges + 1, dtype=torch.int32, device=rowptr.device)
+    for span in spans(num_edges):
+        stays = rows_at(rowptr, numbers(span, rowptr)) != col[span]
         kept[perm[span].long()] = stays
         after = before[span.start + 1 : span.stop + 1]
         torch.cumsum(stays, 0, dtype=torch.int32, out=after)
         after += before[span.start]
-        slot = torch.where(stays, before[span] + row.clamp_(max=num_loops), spare).long()
-        new_col[slot], new_perm[slot] = col[span], perm[span]
-    node = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    new_ptr = before.index_select(0, rowptr) + node.clamp(max=num_loops)
-    # Then in the input order: their new numbers.
-    torch.cumsum(kept, 0, dtype=torch.int32, out=before[1:])
-    for span in spans(spare):
-        new_perm[span] = before.index_select(0, new_perm[span])
-    loops = (new_ptr[1 : num_loops + 1] - 1).long()
-    new_col[loops], new_perm[loops] = node[:num_loops], before[-1] + node[:num_loops]
-    return Arrays(new_ptr, new_col, new_perm), kept, before[-1].clone()
-
-
-def trim(arrays: Arrays, num_edges: int) -> Arrays:
-    """Return the first `num_edges` edges of arrays with room for more."""
-    return Arrays(arrays.rowptr, arrays.col[:num_edges], arrays.perm[:num_edges])
+    number = torch.zeros_like(before)
+    torch.cumsum(kept, 0, dtype=torch.int32, out=number[1:])
+    return kept, before, number

@@ -14,13 +14,14 @@ from pyg_dfgnn.graph.adjacency import (
     INT32_MAX,
     MAX_EDGES,
     Adjacency,
+    ascends,
+    expand,
     group,
     longest,
     offsets,
     order_rows,
     pull,
     replace_self_loops,
-    trim,
 )
 from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges, check_edge_index
@@ -89,26 +90,23 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
     Raises:
         ValueError: An id is out of range, or the order that an `EdgeIndex` claims is false.
     """
-    source, target = edges.source, edges.target
+    source, target, is_claimed = edges
     num_edges, num_loops = source.numel(), min(num_src, num_dst)
     check_edges(num_edges + num_loops * self_loops)
     if num_edges > adjacency.SORTED_AT_ONCE:
         refuse_ids(pull(*bounds_of(source, target)), num_src, num_dst, num_edges)
-    arrays, in_order = group(target, source, num_dst, edges.target_sorted)
-    stays, num_kept = None, in_order
-    if self_loops:
-        arrays, stays, num_kept = replace_self_loops(arrays, num_loops)
-    source_sorted = (source[1:] >= source[:-1]).all()
-    *bounds, is_ordered, sorted_by_source, kept, max_degree = pull(
-        *bounds_of(source, target), in_order, source_sorted, num_kept, longest(arrays.rowptr)
-    )
+    arrays = group(target, source, num_dst, is_claimed)
+    facts = [ascends(source), longest(arrays.rowptr)]
+    facts += [ascends(target)] if is_claimed else []
+    facts += [(source == target).sum()] if self_loops else []
+    *bounds, by_source, max_degree = (pulled := pull(*bounds_of(source, target), *facts))[:6]
     refuse_ids(bounds, num_src, num_dst, num_edges)
-    if not is_ordered:
+    if is_claimed and not pulled[6]:
         raise ValueError("'edge_index' needs the order it claims: its targets do not ascend")
-    if self_loops:
-        arrays = trim(arrays, kept + num_loops)
     csr = Adjacency(*arrays, num_src, max_degree)
-    return Built(csr, source_sorted=bool(sorted_by_source) and not self_loops, stays=stays)
+    if self_loops:
+        return _with_loops(csr, None, pulled[-1])
+    return Built(csr, source_sorted=bool(by_source))
 
 
 def build_pieces(
@@ -121,16 +119,15 @@ def build_pieces(
     device: torch.device | str | None,
 ) -> Built:
     """Build the CSR of edges that come in pieces (see :meth:`~pyg_dfgnn.graph.Graph.of_pieces`)."""
-    num_loops = min(num_src, num_dst) if self_loops else 0
     check_integer("num_edges", num_edges, 0)
-    check_edges(num_edges + num_loops, "pieces")
+    check_edges(num_edges + min(num_src, num_dst) * self_loops, "pieces")
     edges, bounds = _read_pieces(pieces, num_edges, device)
     source, target = (1, 0) if transposed else (0, 1)
     # Before int32 cut a number off, which the build does not see.
     refuse_ids([*bounds[source], *bounds[target]], num_src, num_dst, num_edges)
     built = build(Edges(edges[source], edges[target]), num_src, num_dst)
     del edges
-    return add_loops(built.csr, None, num_loops) if self_loops else built
+    return add_loops(built.csr, None) if self_loops else built
 
 
 def _read_pieces(
@@ -186,7 +183,7 @@ def build_index(index: Tensor, num_groups: int) -> Built:
     num_edges = index.numel()
     check_edges(num_edges, "index")
     rowptr = offsets(index.contiguous(), num_groups)
-    low, high, is_sorted, max_degree = pull(*bounds_of(index), (index[1:] >= index[:-1]).all(), longest(rowptr))
+    low, high, is_sorted, max_degree = pull(*bounds_of(index), ascends(index), longest(rowptr))
     _refuse_range("index", [low, high], "num_groups", num_groups, num_edges)
     if is_sorted:
         perm = torch.arange(num_edges, dtype=torch.int32, device=index.device)
@@ -223,15 +220,27 @@ def _refuse_range(name: str, bounds: list[int], size_name: str, size: int, num_e
         raise IdRangeError(f"'{name}' needs values in [0, {size_name}={size}) (got {low} to {high})")
 
 
-def add_loops(csr: Adjacency, base_facts: BatchFacts | None, num_loops: int) -> Built:
-    """Build the CSR with self-loops replaced: no sort, one host sync, none for a batch with facts."""
-    check_edges(csr.num_edges + num_loops)
-    arrays, stays, num_kept = replace_self_loops(csr.arrays, num_loops)
-    if base_facts is None:
-        facts = None
-        kept, max_degree = pull(num_kept, longest(arrays.rowptr))
+def add_loops(csr: Adjacency, facts: BatchFacts | None) -> Built:
+    """Build the CSR with self-loops replaced: no sort and a host sync, none for a batch with facts.
+
+    A second sync follows where some edges are loops already, or not all targets get one.
+    """
+    check_edges(csr.num_edges + min(csr.num_rows, csr.num_cols))
+    if facts is not None:
+        return _with_loops(csr, facts, int(facts.loops.sum()))
+    (are_loops,) = pull((expand(csr.rowptr, csr.num_edges) == csr.col).sum())
+    return _with_loops(csr, None, are_loops)
+
+
+def _with_loops(csr: Adjacency, facts: BatchFacts | None, are_loops: int) -> Built:
+    """Replace the self-loops of a CSR, of whose edges `are_loops` are some."""
+    num_loops = min(csr.num_rows, csr.num_cols)
+    arrays, stays = replace_self_loops(csr.arrays, num_loops, csr.num_edges - are_loops)
+    looped = None if facts is None else facts.with_loops()
+    if looped is not None:
+        max_degree = looped.max_in_degree
+    elif are_loops or num_loops < csr.num_rows:
+        (max_degree,) = pull(longest(arrays.rowptr))
     else:
-        facts = base_facts.with_loops()
-        kept, max_degree = facts.num_edges - num_loops, facts.max_in_degree
-    looped = Adjacency(*trim(arrays, kept + num_loops), csr.num_cols, max_degree, is_trusted=csr.is_trusted)
-    return Built(looped, stays=stays, facts=facts)
+        max_degree = csr.max_degree + min(num_loops, 1)
+    return Built(Adjacency(*arrays, csr.num_cols, max_degree, is_trusted=csr.is_trusted), stays=stays, facts=looped)

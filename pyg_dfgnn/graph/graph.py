@@ -25,7 +25,6 @@ from pyg_dfgnn.graph.adjacency import (
     rows_at,
     spans,
     transpose,
-    trim,
 )
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
 from pyg_dfgnn.graph.build import (
@@ -398,7 +397,7 @@ class Graph(Derived):
     def with_loops(self) -> Graph:
         """A graph of the same edges with self-loops replaced, to be kept by the cache."""
         with torch.inference_mode(False), torch.no_grad():
-            built = add_loops(self.csr, self.facts, min(self.num_src, self.num_dst))
+            built = add_loops(self.csr, self.facts)
         built = replace(built, graph_ptr=self.graph_ptr, max_graph_nodes=self.max_graph_nodes)
         sizes = self.num_src, self.num_dst, True, *self._sizes[3:4]
         return Graph(built, self._live_anchors()[:1], sizes, self_loops=True, base=self)
@@ -487,8 +486,8 @@ def _build_csc(graph: Graph) -> Adjacency:
     if base is None:
         arrays = transpose(graph.csr.arrays, graph.num_src, graph._source_sorted)
     elif graph.self_loops:
-        arrays, _, _ = replace_self_loops(base.csc.arrays, min(graph.num_src, graph.num_dst))
-        arrays = trim(arrays, graph.num_edges)
+        num_loops = min(graph.num_src, graph.num_dst)
+        arrays, _ = replace_self_loops(base.csc.arrays, num_loops, graph.num_edges - num_loops)
     else:
         return base.csc
     max_degree = pull(longest(arrays.rowptr))[0] if graph.facts is None else graph.facts.max_out_degree
