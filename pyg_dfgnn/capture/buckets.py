@@ -55,12 +55,12 @@ class RowMask:
         options: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         self.rows, self.share = (torch.zeros(num_rows, 1, **options) for _ in range(2))
         self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
+        self._row = torch.arange(num_rows, device=like.device).view(-1, 1)
 
     def set(self, count: int) -> None:
         """Let the first `count` rows hold the batch."""
-        for tensor, value in ((self.rows, 1.0), (self.share, 1 / count)):
-            tensor[:count] = value
-            tensor[count:] = 0
+        torch.lt(self._row, count, out=self.rows)
+        torch.mul(self.rows, 1 / count, out=self.share)
         self.inverse.fill_(1 / count)
         self.unbiased.fill_(count / max(count - 1, 1))
 
@@ -248,14 +248,17 @@ class Bucket:
             spec = str([rows, *room.shape[1:]])
             check_shape(f"data.{name}", value, (rows, *room.shape[1:]), f"{spec}, as in the first batch")
             check_dtype(f"data.{name}", value, room.dtype)
+        edges = counts["edge"]
+        room = [self.batch[name][: counts[kind]] for name, kind in self.levels.items()]
+        room.append(self.batch.edge_index[:, :edges])
+        torch._foreach_copy_(room, [*(batch[name] for name in self.levels), batch.edge_index])
         # Rows behind the previous batch hold padding already.
         for name, kind in self.levels.items():
-            room, rows = self.batch[name], counts[kind]
-            room[:rows] = batch[name]
-            room[rows : self.filled[kind]] = self._padding(name, room)
-        edges = counts["edge"]
-        self.batch.edge_index[:, :edges] = batch.edge_index
-        self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
+            if counts[kind] < self.filled[kind]:
+                value = self._padding(name, self.batch[name])
+                self.batch[name][counts[kind] : self.filled[kind]] = value
+        if edges < self.filled["edge"]:
+            self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
         self.filled = counts
         self.mask.set(counts["node"])
         if self.static is not None:

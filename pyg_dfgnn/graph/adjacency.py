@@ -1,7 +1,7 @@
 """Compressed adjacency: grouping edges by row, transposing, inserting self-loops.
 
 Every function runs on the device of its input, sorts each edge at most once, loops over no rows and is deterministic.
-Whoever builds a structure from them ends with one host sync (:func:`pull`) that brings what the host has to know.
+Whoever builds a structure from them asks the device at once (:func:`pull`) for what the host has to know.
 Temporary arrays are as long as a span of the edges (:func:`spans`): see "Memory of a graph" in docs/architecture.md.
 """
 
@@ -74,9 +74,14 @@ def pull(*values: Tensor) -> list[int]:
     return torch.stack([value.to(torch.int64) for value in values]).tolist()
 
 
-def finished(tensor: Tensor) -> Tensor:
-    """Return a tensor once the device has written it: one sync, after which any stream may read it."""
-    pull(tensor[-1:].sum())
+def to_keep(tensor: Tensor) -> Tensor:
+    """Return a tensor that a graph is to keep, which a captured CUDA graph would make anew in each replay.
+
+    Raises:
+        RuntimeError: The stream is being captured.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("what a graph keeps cannot be made while a stream is captured: call the layer once before")
     return tensor
 
 

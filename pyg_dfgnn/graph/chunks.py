@@ -11,7 +11,6 @@ from pyg_dfgnn.graph.adjacency import (
     Adjacency,
     Arrays,
     expand,
-    finished,
     from_degree,
     longest,
     numbers,
@@ -19,9 +18,10 @@ from pyg_dfgnn.graph.adjacency import (
     rows_at,
     spans,
     take,
+    to_keep,
     transpose,
 )
-from pyg_dfgnn.graph.derived import Derived, tensors_of
+from pyg_dfgnn.graph.derived import Derived
 
 
 @dataclass(eq=False)
@@ -74,14 +74,14 @@ class ColumnBlocks:
 
 def rows_of(graph: Derived, side: Adjacency) -> Tensor:
     """Return the row of each edge of an adjacency, int32 [E]."""
-    return graph.derived(("rows", side.rows, side.cols), lambda: finished(expand(side.rowptr, side.num_edges)))
+    return graph.derived(("rows", side.rows, side.cols), lambda: to_keep(expand(side.rowptr, side.num_edges)))
 
 
 def row_order(graph: Derived, side: Adjacency) -> Tensor:
     """Return the rows of an adjacency by descending length, int32 [num_rows]."""
 
     def build() -> Tensor:
-        return finished(side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32))
+        return to_keep(side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32))
 
     return graph.derived(("row_order", side.rows, side.cols), build)
 
@@ -180,7 +180,7 @@ def positions(graph: Derived, side: Adjacency, other: Adjacency) -> Tensor:
         place = torch.empty_like(other.perm)
         for span in spans(other.num_edges):
             place[other.perm[span].long()] = numbers(span, place)
-        return finished(take(place, side.perm))
+        return to_keep(take(place, side.perm))
 
     return graph.derived(("positions", side.rows, side.cols, other.rows, other.cols), build)
 
@@ -197,8 +197,8 @@ def split_heavy_rows(begin: Tensor, end: Tensor, num_edges: int, max_edges: int,
     """
     if order is not None:
         chunks = split_heavy_rows(begin[order], end[order], num_edges, max_edges)
-        heavy_row = finished(order[chunks.heavy_row])
-        return Chunks(order[chunks.row], chunks.begin, chunks.end, heavy_row, chunks.heavy_ptr)
+        rows, heavy_row = order[chunks.row], order[chunks.heavy_row]
+        return Chunks(rows, chunks.begin, chunks.end, heavy_row, chunks.heavy_ptr)
     degree = end - begin
     heavy = degree > max_edges
     count = torch.where(heavy, (degree - 1) // max_edges + 1, 0)
@@ -257,6 +257,4 @@ def group_heavy_rows(ptr: Tensor, max_edges: int, group: int) -> Chunks:
     def filled(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(values.to(torch.int32), (0, unused))
 
-    chunks = Chunks(filled(row), filled(begin), filled(end), heavy.to(torch.int32), heavy_ptr, filled(join))
-    pull(*(array[-1] for array in tensors_of(chunks)))
-    return chunks
+    return Chunks(filled(row), filled(begin), filled(end), heavy.to(torch.int32), heavy_ptr, filled(join))

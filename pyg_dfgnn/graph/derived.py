@@ -93,7 +93,7 @@ class Derived:
         self.peek = self._derived.get
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
-        # Where no host sync has ended a build: what another stream has to wait for.
+        # What another stream has to wait for.
         self._made: torch.cuda.Event | None = None
 
     def derived(self, key: Hashable, build: Callable[[], Value], anchors: Sequence[Tensor] = ()) -> Value:
@@ -114,13 +114,17 @@ class Derived:
         if value is _MISSING:
             with torch.inference_mode(False), torch.no_grad():
                 value = build()
+            has_arrays = self._streams is not None and next(tensors_of(value), None) is not None
+            if has_arrays:
+                # Before another thread finds the arrays, whose stream then waits until they are written.
+                self._reset_streams()
             if anchors:
                 self._derived[key] = Anchored(value, anchors, versions)
             else:
                 # Two threads may build at once: both get what the first has kept.
                 value = self._derived.setdefault(key, value)
-            if next(tensors_of(value), None) is not None:
-                self._reset_streams()
+            if has_arrays:
+                self._streams = {torch._C._cuda_getCurrentRawStream(self.device.index)}
         return value  # type: ignore[no-any-return]
 
     def derived_bytes(self) -> dict[Hashable, int]:

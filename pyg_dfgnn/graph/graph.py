@@ -17,13 +17,13 @@ from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
     expand,
-    finished,
     longest,
     numbers,
     pull,
     replace_self_loops,
     rows_at,
     spans,
+    to_keep,
     transpose,
 )
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
@@ -432,9 +432,8 @@ class Graph(Derived):
             for span in spans(self.num_edges):
                 order = perm[span].long()
                 made[0, order], made[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
-            pull(made[0, -1:].sum())
             self._own_version = made._version
-            return made
+            return to_keep(made)
 
         if own is not None:
             self._derived.pop("edge_index")
@@ -454,7 +453,7 @@ class Graph(Derived):
     def kept(self) -> Tensor | None:
         """With replaced self-loops the input edges that stay, int64 [num_kept] ascending, else None."""
         stays = self._stays
-        return None if stays is None else self.derived("kept", lambda: finished(stays.nonzero().view(-1)))
+        return None if stays is None else self.derived("kept", lambda: stays.nonzero().view(-1))
 
     def _live_anchors(self) -> tuple[Tensor, ...]:
         """The tensors that the graph was made from, or none if one has died or was edited."""

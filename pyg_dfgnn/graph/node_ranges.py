@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, numbers, pull, push, rows_at, spans
+from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, numbers, push, rows_at, spans
 from pyg_dfgnn.graph.graph import Graph
 
 TILE_ROWS = 16
@@ -107,8 +107,8 @@ def find_blocks(graph: Graph) -> DiagonalBlocks | None:
     ptr = torch.cat([free.new_zeros(1, dtype=torch.int64), free.nonzero().view(-1) + 1]).to(torch.int32)
     size = ptr.diff()
     counts = torch.bincount(ceil_div(size, TILE_ROWS))
-    (longest,) = pull(size.max())
-    histogram = tuple((units, count) for units, count in enumerate(counts.tolist()) if count)
+    longest, *counted = torch.cat([size.max().view(1), counts]).tolist()
+    histogram = tuple((units, count) for units, count in enumerate(counted) if count)
     return DiagonalBlocks(ptr, longest, histogram)
 
 

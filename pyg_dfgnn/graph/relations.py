@@ -18,7 +18,6 @@ from torch import Tensor
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
     expand,
-    finished,
     from_degree,
     in_spans,
     longest,
@@ -28,6 +27,7 @@ from pyg_dfgnn.graph.adjacency import (
     rows_at,
     spans,
     take,
+    to_keep,
 )
 from pyg_dfgnn.graph.graph import Graph, builds
 
@@ -153,9 +153,8 @@ def _pairs_of_edges(pairs: str) -> Callable[[Graph], Adjacency]:
     def build(graph: Graph) -> Adjacency:
         by_other, compact = graph.adjacency(other, side), compact_rows(graph, pairs)
         col = in_spans(graph.num_edges, graph.device, lambda span: compact.of_edge.index_select(0, by_other.perm[span]))
-        finished(col)
         size = compact.node.numel()
-        return Adjacency(by_other.rowptr, col, by_other.perm, size, by_other.max_degree, other, pairs)
+        return Adjacency(by_other.rowptr, to_keep(col), by_other.perm, size, by_other.max_degree, other, pairs)
 
     return build
 

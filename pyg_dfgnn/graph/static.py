@@ -116,11 +116,13 @@ class StaticGraph(Graph):
     def put(self, batch: Graph) -> None:
         """Put a batch in that :meth:`takes` has nothing against; later work of this stream reads it."""
         self.batch = batch
+        room: list[Tensor] = []
+        filling: list[Tensor] = []
         for mine, theirs in ((self.csr, batch.csr), (self.csc, batch.csc)):
-            mine.rowptr[: theirs.num_rows + 1] = theirs.rowptr
-            mine.rowptr[theirs.num_rows + 1 :] = theirs.num_edges
-            mine.col[: theirs.num_edges] = theirs.col
-            mine.perm[: theirs.num_edges] = theirs.perm
+            room += [array[: len(of)] for array, of in zip(mine.arrays, theirs.arrays)]
+            filling += theirs.arrays
+            mine.rowptr[len(theirs.rowptr) :] = theirs.num_edges
+        torch._foreach_copy_(room, filling)
         for key, blocks in self._block_sparse().items():
             self._put_blocks(blocks, key)
         if self.looped is not None:
