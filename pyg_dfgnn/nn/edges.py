@@ -98,10 +98,13 @@ def check_sizes(
             raise ValueError(f"'edge_index' needs {rows} {end}, as many as x (got {graph})")
 
 
-def rows_of(graph: Graph, flow: str) -> Tensor:
+def edges_in_flow(graph: Graph, flow: str) -> Tensor:
     """Return the edges of a graph as PyG's convs of this flow read them: row 0 holds the sources or the targets."""
-    edge_index = graph.edge_index
-    return edge_index if flow == "source_to_target" else edge_index.flip(0)
+    if flow == "source_to_target":
+        return graph.edge_index
+    flipped = graph.derived(("edge_index", flow), lambda: graph.edge_index.flip(0))
+    # A user who edits it gets others next time.
+    return graph.edge_index.flip(0) if flipped._version else flipped
 
 
 def adjacency_features(edge_index: Any) -> Tensor | None:
@@ -171,12 +174,12 @@ def resolve(
     if form == "Graph":
         graph, plain = edge_index, None
         if self_loops and edge_attr is not None:
-            plain = rows_of(graph, flow)
+            plain = edges_in_flow(graph, flow)
         if self_loops and not graph.self_loops:
             graph = graph.looped_twin()
         elif self_loops and edge_attr is not None:
             graph = Graph.resolve(graph.edge_index, num_src, num_dst, True, False)
-        edge_index = rows_of(graph, flow) if weights else edge_index
+        edge_index = edges_in_flow(graph, flow) if weights else edge_index
     elif form == "tensor":
         graph, plain = Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed), edge_index
     else:

@@ -457,7 +457,7 @@ class FusedConv(MessagePassing):
             kwargs: Further ones.
         """
         report_fallback(type(self).__name__, call.reasons)
-        edge_index = edges.rows_of(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
+        edge_index = edges.edges_in_flow(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
         return super().forward(x, *before, edge_index, *args, **kwargs)
 
     def _edges(

@@ -16,8 +16,10 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.edges import edges_in_flow
 from tests.nn.message_cases import watched
 from tests.nn.message_users import FEATURES, Temperature
 
@@ -249,3 +251,31 @@ def test_describe_plan_shows_the_program_or_the_line(x):
 
     description = pyg_dfgnn.describe_plan(pyg_dfgnn.accelerate(Wrong()), x, EDGES)
     assert "return x_j * x_i.max()" in description.reasons[0] and not description.fused
+
+
+class Selecting(Mine):
+    """A layer whose forward works on the edges."""
+
+    def forward(self, x, edge_index):
+        return super().forward(x, edge_index[:, edge_index[0] != edge_index[1]])
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("kind", [Mine, Selecting])
+def test_a_graph_stands_for_its_edges(x, kind, flow):
+    layer = kind()
+    layer.flow = flow
+    want = layer(x, EDGES)
+    pyg_dfgnn.accelerate(layer)
+    graph = Graph.of(EDGES.clone(), 5, flow=flow)
+    result, compiled = calls_of(layer, x, graph)
+    assert compiled == [layer] and torch.allclose(result, want)
+    by_name, compiled = calls_of(lambda x: layer(x, edge_index=graph), x)
+    assert compiled == [layer] and torch.equal(by_name, result)
+
+
+def test_an_edit_of_edges_that_a_graph_has_made_ends_with_the_call(x):
+    graph = Graph.of(EDGES.clone(), 5, flow="target_to_source")
+    want = edges_in_flow(graph, "target_to_source").clone()
+    edges_in_flow(graph, "target_to_source").zero_()
+    assert torch.equal(edges_in_flow(graph, "target_to_source"), want)

@@ -150,7 +150,7 @@ class AggregationConv(FusedConv):
         """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
         edge_index: Any = call.edge_index
         if call.form == "Graph":
-            return edges.rows_of(edge_index, self.flow)
+            return edges.edges_in_flow(edge_index, self.flow)
         # PyG's scatter takes int64 only.
         plain: Tensor = edge_index.as_tensor() if call.form == "EdgeIndex" else edge_index
         return plain.long()

@@ -148,7 +148,7 @@ class JointConv(RelationalConv):
 
     def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
         plain = {
-            name: edges.rows_of(edge_index, "source_to_target") if isinstance(edge_index, Graph) else edge_index
+            name: edges.edges_in_flow(edge_index, "source_to_target") if isinstance(edge_index, Graph) else edge_index
             for name, edge_index in call.edge_index.edge_index.items()
         }
         return super()._fall_back(call._replace(edge_index=plain), x, *args, **kwargs)

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import Call, form_of, num_edges, rows_of, with_weights
+from pyg_dfgnn.nn.edges import Call, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -114,7 +114,7 @@ class RGATConv(RelationalConv, conv.RGATConv):
         out = out if self.bias is None else out + self.bias
         if not call.weights:
             return out
-        adjacency = rows_of(edge_index, self.flow) if isinstance(edge_index, Graph) else edge_index
+        adjacency = edges_in_flow(edge_index, self.flow) if isinstance(edge_index, Graph) else edge_index
         return with_weights(out, adjacency, results["alpha"])
 
     def _outputs(self, call: Call) -> Sequence[str] | None:

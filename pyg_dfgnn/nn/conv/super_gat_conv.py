@@ -10,7 +10,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, form_of, rows_of
+from pyg_dfgnn.nn.edges import Call, edges_in_flow, form_of
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.ops.attention.functional import supergat_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
@@ -82,7 +82,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
 
     def _sample(self, h: Tensor, call: Call, neg_edge_index: OptTensor, batch: OptTensor) -> None:
         """Set what `get_attention_loss` reads: logits of sampled edges and of edges that are not there."""
-        edge_index: Any = rows_of(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
+        edge_index: Any = edges_in_flow(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
         if self.add_self_loops:
             edge_index, _ = remove_self_loops(edge_index)
             edge_index, _ = add_self_loops(edge_index, num_nodes=h.size(0))

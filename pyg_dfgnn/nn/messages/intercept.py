@@ -12,7 +12,9 @@ from torch_geometric import EdgeIndex
 from torch_geometric.inspector import Inspector
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
@@ -72,9 +74,16 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
+        args = tuple(_plain(self, value) for value in args)
+        kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
         return run_forward(forward, self, *args, **kwargs)
 
     return _in_front(own, kind, run)
+
+
+def _plain(layer: Any, value: Any) -> Any:
+    """Return an argument of a forward: in place of a `Graph` its edges, by which programs find it again."""
+    return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
 
 
 def _generate(kind: type) -> None:
