@@ -69,10 +69,13 @@ class _Final(Function):
 
 
 class _Unpacked:
-    """A context whose saved tensors are unpacked once: hooks of saved tensors may not allow it twice."""
+    """A context whose saved tensors are unpacked once, as hooks of saved tensors may want it, and stay."""
 
     def __init__(self, ctx: Any) -> None:
         self.__dict__.update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Keep them: they are read again."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
@@ -86,12 +89,24 @@ def is_batched(grad: Tensor | None) -> bool:
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
+def taken(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the saved tensors, which autograd lets go unless another backward pass will read them.
+
+    A backward pass that drops what it has read holds less at its peak.
+    """
+    saved = list(ctx.saved_tensors)
+    if not any(map(is_batched, grads)):
+        ctx.maybe_clear_saved_tensors()
+    return saved
+
+
 _MAX_LEVEL = 63
 """Most levels of nested batches in PyTorch."""
 
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients for each of a batch of output gradients."""
+    ctx = _Unpacked(ctx)
     example: Any = next(grad for grad in grads if is_batched(grad))
     # The threads of autograd are not told the level. A tensor seems empty at a level that it is not batched at.
     levels = range(_MAX_LEVEL, 0, -1)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, relational, sum_to, to
+from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ops.relational import apply, program, reasons_against, rows_of
+from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
 
@@ -26,6 +27,12 @@ def mapped(x: S, weight: R):
 def joined(x: S, xd: D):
     joint = concat(to(E, x), to(E, xd))
     return sum_to(D, dot(joint, joint).view(1))
+
+
+@relational
+def gated(x: S, weight: R):
+    """A map per relation between two that are nonlinear: backward reads what each of them has left."""
+    return {"out": sum_to(D, leaky_relu(leaky_relu(x @ weight, 0.2) @ weight, 0.2))}
 
 
 @pytest.fixture
@@ -155,3 +162,27 @@ def test_layers_keep_their_programs():
     assert rgat(2, "additive-self-attention", "across-relation") is rgat(
         2, "additive-self-attention", "across-relation"
     )
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["last", "retained"])
+def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
+    inputs, saved, held = inputs_of(), [], []
+
+    def pack(tensor):
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    def run(*launch):
+        held.append(sum(tensor() is not None for tensor in saved))
+        emulate(*launch)
+
+    with emulated_device(), launcher.override(run) as emulate:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = apply(gated, rows_of(graph), inputs)["out"]
+        held.clear()
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()), retain_graph=True)
+        first = held.copy()
+        held.clear()
+        again = torch.autograd.grad(out.sum(), list(inputs.values()), retain_graph=not is_last)
+    assert first == [len(saved)] * len(first) and all(map(torch.equal, grads, again))
+    assert (held[-1] < held[0]) is is_last

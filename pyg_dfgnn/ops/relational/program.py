@@ -21,7 +21,7 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable
+from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable, taken
 from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.traversal import Run
 from pyg_dfgnn.runtime.launcher import compiled_together
@@ -159,10 +159,11 @@ class Prepared:
         outputs = self._go(self._forward, rows, buffers, self.outputs)
         return outputs, [buffers[name] for name in self.lowered.saved]
 
-    def backward(self, rows: Rows, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the inputs `wrt`."""
+    def backward(self, rows: Rows, saved: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the inputs `wrt`; `saved` is emptied, so that what was read can be let go."""
         buffers = self._read({"d_" + name: g for name, g in zip(self.outputs, gradients, strict=True)})
         buffers |= dict(zip(self.lowered.saved, saved, strict=True))
+        saved.clear()
         return self._go(self._backward, rows, buffers, self.gradients)
 
 
@@ -191,7 +192,7 @@ class _Run(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         prepared, rows, _, names = ctx.call
-        gradients = prepared.backward(rows, ctx.saved_tensors, grads)
+        gradients = prepared.backward(rows, taken(ctx, grads), grads)
         by_name = dict(zip(prepared.wrt, gradients, strict=True))
         return None, None, None, *(by_name.get(name) for name in names)
 
