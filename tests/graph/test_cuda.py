@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
+from torch_geometric.utils import remove_self_loops
 
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, block_sparse
-from pyg_dfgnn.graph.chunks import heavy_rows
+from pyg_dfgnn.graph.chunks import heavy_rows, row_order
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.reference.zoo import hub, random, zoo
@@ -62,7 +63,7 @@ def test_deterministic_mode():
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
 def test_a_build_syncs_once_and_a_hit_never(self_loops, host_syncs, syncs_are_errors):
     torch.cuda.set_sync_debug_mode("default")
-    edge_index = hub(3000).edge_index.cuda()
+    edge_index = remove_self_loops(hub(3000).edge_index)[0].cuda()
     torch.cuda.set_sync_debug_mode("error")
     graph = Graph.of(edge_index, 16, self_loops=self_loops)
     assert len(host_syncs) == 1
@@ -99,6 +100,15 @@ def test_batch():
     graph = Graph.of_batch(batch, self_loops=True)
     check_graph(graph, with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes), *[batch.num_nodes] * 2)
     assert torch.equal(graph.graph_ptr.long(), batch.ptr.cuda())
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_what_a_graph_keeps_is_not_made_in_a_capture():
+    """Replays would make it anew, and whoever else reads it might be first."""
+    graph = Graph.of(hub(3000).edge_index.cuda(), 16)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="call the layer once before"):
+        row_order(graph, graph.csr)
+    assert row_order(graph, graph.csr).numel() == 16
 
 
 def test_another_stream_sees_a_finished_graph():
