@@ -59,7 +59,7 @@ class RowMask:
 
     def set(self, count: int) -> None:
         """Let the first `count` rows hold the batch."""
-        torch.lt(self._row, count, out=self.rows)
+        self.rows.copy_(self._row < count)
         torch.mul(self.rows, 1 / count, out=self.share)
         self.inverse.fill_(1 / count)
         self.unbiased.fill_(count / max(count - 1, 1))
