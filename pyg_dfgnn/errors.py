@@ -61,6 +61,22 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"'{name}' needs a torch.Tensor (got {_given(value)})")
 
 
+def check_type(name: str, value: Any, kinds: type | tuple[type, ...], need: str) -> None:
+    """Check that an argument is of a class.
+
+    Args:
+        name: The user's name of the argument.
+        value: The argument.
+        kinds: The class, or several.
+        need: What the message says that it needs.
+
+    Raises:
+        TypeError: The value is of another class.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"'{name}' needs {need} (got {_given(value)})")
+
+
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int | str], spec: str) -> None:
     """Check the shape of a tensor.
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyg_dfgnn.errors import check_type
+
 Work = Callable[[], tuple[Tensor, Any]]
 """Returns a loss and an output: a tensor, or tensors in containers."""
 
@@ -64,6 +66,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        check_type("device", device, torch.device, "a torch.device")
         if device.type != "cuda":
             raise ValueError(f"'device' needs a CUDA device for steps in a CUDA graph (got {device})")
         self.stream = torch.cuda.Stream(device)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.errors import check_shape, check_type
 from pyg_dfgnn.graph import Adjacency, Graph, compact_rows
 from pyg_dfgnn.graph.adjacency import longest, order_rows, pull
 from pyg_dfgnn.graph.derived import Derived
@@ -52,6 +52,7 @@ class Rows(Derived):
         num_types: int = 0,
         kept: bool = False,
     ) -> None:
+        check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
         super().__init__(graph.device)
         self._graph, self._held = weakref.ref(graph), None if kept else graph
         known: dict[tuple[Domain, Domain], Tensor] = {}

@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from types import FunctionType
 from typing import Any
 
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_choice, check_type
 from pyg_dfgnn.ir.domains import Domain, E
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape
@@ -106,50 +107,126 @@ class Var:
         return self.emit(function, *others, attrs=attrs)
 
 
+def _check(x: Var, **domains: Domain) -> None:
+    """Check a value, and domains by the names of the arguments that they were given as."""
+    check_type("x", x, Var, "a value of the program")
+    for name, domain in domains.items():
+        check_type(name, domain, Domain, "a domain such as pyg_dfgnn.ir.D")
+
+
+def _emitted(op: str, x: Var, **domains: Domain) -> Var:
+    """Add a value that is an operator of x and of domains."""
+    _check(x, **domains)
+    return x.emit(op, attrs=tuple(domains.values()))
+
+
 def to(domain: Domain, x: Var) -> Var:
-    """Return the row of x for each row of a domain."""
-    return x.emit("gather", attrs=(domain,))
+    """Return `y_r = x_s` for each row r of `domain`, s being the row of x that r determines: of an edge its source.
+
+    Args:
+        domain: Domain of the result.
+        x: A value [*shape] on a domain of which each row of `domain` has one row.
+
+    Returns:
+        A value [*shape] on `domain`.
+
+    Raises:
+        TypeError: `domain` is no domain, or `x` no value of the program.
+        ValueError: A row of `domain` determines no row of x.
+    """
+    return _emitted("gather", x, domain=domain)
 
 
 def sum_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
-    """Return the sum of x over the rows of `over` that belong to each row of `domain`."""
-    return x.emit("sum", attrs=(domain, over))
+    """Return `y_r = sum_s x_s` over the rows s of `over` that belong to each row r of `domain`; 0 where there are none.
+
+    Args:
+        domain: Domain of the result.
+        x: A value [*shape] on `over`, or on a domain of which each row of `over` has one row.
+        over: Domain of the terms, each row of which belongs to one row of `domain`.
+
+    Returns:
+        A value [*shape] on `domain`.
+
+    Raises:
+        TypeError: `domain` or `over` is no domain, or `x` no value of the program.
+        ValueError: A row of `over` determines no row of `domain`, or none of x.
+    """
+    return _emitted("sum", x, domain=domain, over=over)
 
 
 def mean_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
-    """Return the mean of x over the rows of `over` that belong to each row of `domain`; 0 where there are none."""
+    """Return the mean of x over the rows of `over` that belong to each row of `domain`; 0 where there are none.
+
+    Arguments, result and errors are those of :func:`sum_to`.
+    """
+    _check(x, domain=domain, over=over)
     count = x._builder.emit("count", attrs=(domain, over))
     return sum_to(domain, x, over=over) / Var(x._builder, count)
 
 
 def max_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
-    """Return the maximum of x over the rows of `over` that belong to each row of `domain`; 0 where there are none."""
-    return x.emit("max", attrs=(domain, over))
+    """Return the maximum of x over the rows of `over` that belong to each row of `domain`; 0 where there are none.
+
+    Arguments, result and errors are those of :func:`sum_to`. Rows that share a maximum share its gradient evenly.
+    """
+    return _emitted("max", x, domain=domain, over=over)
 
 
 def softmax(x: Var, *, among: Domain, over: Domain = E) -> Var:
-    """Return the softmax of x among the rows of `over` that belong to one row of `among`."""
-    return x.emit("softmax", attrs=(among, over))
+    """Return `y_s = exp(x_s) / sum_t exp(x_t)`, t being the rows of `over` that belong to the same row of `among` as s.
+
+    Args:
+        x: A value [*shape] on `over`, or on a domain of which each row of `over` has one row.
+        among: Domain whose rows have one softmax each.
+        over: Domain of the result, each row of which belongs to one row of `among`.
+
+    Returns:
+        A value [*shape] on `over`.
+
+    Raises:
+        TypeError: `among` or `over` is no domain, or `x` no value of the program.
+        ValueError: A row of `over` determines no row of `among`, or none of x.
+    """
+    return _emitted("softmax", x, among=among, over=over)
 
 
 def logsumexp_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
-    """Return log(sum exp x) over the rows of `over` that belong to each row of `domain`, each of which has some."""
+    """Return `log(sum exp x)` over the rows of `over` that belong to each row of `domain`, each of which has some.
+
+    Arguments, result and errors are those of :func:`sum_to`.
+    """
     most = max_to(domain, x, over=over).emit("detach")
     return most + sum_to(domain, (x - most).apply("exp"), over=over).apply("log")
 
 
 def dot(x: Var, y: Var) -> Var:
-    """Return the sum over the last size of x y."""
+    """Return `sum_c x_c y_c`.
+
+    Args:
+        x: A value [*shape, C].
+        y: A value [*shape, C] on any domain of whose rows, and of those of x, edges determine one.
+
+    Returns:
+        A value [*shape].
+
+    Raises:
+        ValueError: The shapes differ.
+    """
     return x.emit("inner", y)
 
 
 def concat(*operands: Var) -> Var:
-    """Return the rows joined along their last size."""
+    """Return values [*shape, C_i] joined along their last size: a value [*shape, sum C_i].
+
+    Raises:
+        ValueError: Their other sizes differ.
+    """
     return operands[0].emit("concat", *operands[1:])
 
 
 def leaky_relu(x: Var, slope: float = 0.01) -> Var:
-    """Return x where it is positive, else `slope` x."""
+    """Return `x` where it is positive, else `slope * x`, for each number of a value [*shape]."""
     return x.apply("leaky_relu", attrs=(slope,))
 
 
@@ -202,5 +279,19 @@ class Relational:
 
 
 def relational(function: Callable[..., Any]) -> Relational:
-    """Make a function on rows of domains a program (:class:`Relational`)."""
+    """Make a function on rows of domains a program.
+
+    Args:
+        function: Its arguments are annotated with domains, those with the default None may be left out; it returns a
+            value, or a dict of values by their names.
+
+    Returns:
+        The program, for :func:`pyg_dfgnn.ops.relational.apply`; it is traced for each set of row shapes.
+
+    Raises:
+        TypeError: An argument has no domain as annotation.
+
+    Source: Wu et al., Hector, ASPLOS 2024, whose programs loop over nodes and edges in the same terms.
+    """
+    check_type("function", function, FunctionType, "a function")
     return Relational(function)

@@ -35,6 +35,10 @@ def gated(x: S, weight: R):
     return {"out": sum_to(D, leaky_relu(leaky_relu(x @ weight, 0.2) @ weight, 0.2))}
 
 
+def takes_a_name(x: S):
+    return sum_to("D", x)
+
+
 @pytest.fixture
 def graph() -> Graph:
     generator = torch.Generator().manual_seed(0)
@@ -186,3 +190,20 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
         again = torch.autograd.grad(out.sum(), list(inputs.values()), retain_graph=not is_last)
     assert first == [len(saved)] * len(first) and all(map(torch.equal, grads, again))
     assert (held[-1] < held[0]) is is_last
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda graph: apply(mapped, graph, {}), r"'rows' needs the Rows of a graph, .* \(got Graph"),
+        (lambda graph: apply(lambda x: x, rows_of(graph), {}), "'program' needs a Program or a function under @rel"),
+        (lambda graph: rows_of(graph.edge_index), r"'graph' needs a pyg_dfgnn.Graph \(got a tensor of shape \[2, 40\]"),
+        (lambda graph: Rows("edges"), r"'graph' needs a pyg_dfgnn.Graph \(got str 'edges'\)"),
+        (lambda graph: relational("rgcn"), r"'function' needs a function \(got str 'rgcn'\)"),
+        (lambda graph: relational(takes_a_name).program(x=(4,)), r"'domain' needs a domain such as .* \(got str 'D'\)"),
+    ],
+    ids=["rows", "program", "rows_of", "Rows", "relational", "sum_to"],
+)
+def test_arguments_of_other_classes(graph, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(graph)

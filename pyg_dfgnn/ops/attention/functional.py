@@ -19,7 +19,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, shar
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.traversal import STORAGE
-from pyg_dfgnn.errors import check_range, check_shape, check_tensor
+from pyg_dfgnn.errors import check_range, check_shape, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.typed_rows import one_type
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
@@ -158,8 +158,8 @@ def edge_attention(
         source_scalars: Shape [N_src, H].
         parameter: Shape as the record states.
         edge: Shape [E, H, C] or [E, H] in the order of ``graph.edge_index``.
-        scale: A number for the score.
-        slope: A number for the score.
+        scale: Factor of the logits, `in.scale` in the struct; read where the record names it in `numbers`.
+        slope: Slope of a leaky ReLU, `in.slope` in the struct; likewise.
         dropout_p: Probability that an attention weight becomes 0.
         seed: Key of the dropout, int64 [1]; by default one is drawn from torch's generator.
         return_weights: Also return the weights after dropout [E, H].
@@ -173,6 +173,7 @@ def edge_attention(
         TypeError: An argument has the wrong type or dtype.
         ValueError: A shape, device or range does not fit, or the score needs an input that is None.
     """
+    check_type("score", score, Score, "a pyg_dfgnn.statements.scores.Score")
     by_role = {
         "target": target,
         "key": key,

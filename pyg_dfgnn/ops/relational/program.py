@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.dispatch.relational import unsupported_reasons
-from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.errors import UnsupportedError, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
@@ -211,6 +211,7 @@ def rows_of(
         target_type: Type of each target, int64 [N_dst], for programs with the domain Td.
         num_types: Number of node types.
     """
+    check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
     types = {"source_type": source_type, "target_type": target_type}
     anchors = {name: tensor for name, tensor in types.items() if tensor is not None}
     key = "rows", tuple(anchors), num_types
@@ -289,6 +290,8 @@ def _found(
     outputs: Sequence[str] | None,
     passes: Passes,
 ) -> tuple[Program, Prepared | tuple[str, ...]]:
+    check_type("program", program, (Program, Relational), "a Program or a function under @relational")
+    check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
     whole = _selected(program, rows, inputs, outputs)
     wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
