@@ -196,8 +196,8 @@ class _Lowering:
                 yield self._operand(arg)
 
     def base(self, i: int) -> int:
-        """The value whose numbers a value has in another shape."""
-        while self.values[i].op == "view":
+        """The value whose rows a value has in another shape; a view on another domain gathers."""
+        while self.values[i].op == "view" and self.values[self.values[i].args[0]].domain is self.values[i].domain:
             i = self.values[i].args[0]
         return i
 
