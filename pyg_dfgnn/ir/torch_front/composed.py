@@ -29,6 +29,35 @@ def _register_composed() -> None:
         # The gradient at zero is zero, as torch has it.
         return torch.where(total == 0, 0.0, torch.where(total == 0, 1.0, total).sqrt())
 
+    def linalg_norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        is_matrix = ord not in (None, "fro") and not isinstance(dim, int) and (dim is None or len(dim) > 1)
+        assert not is_matrix, "the norm of a matrix by its singular values or its rows"
+        return norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+    def hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+        # At the bounds the gradient is zero, where that of `clamp` is one.
+        inside = (x > min_val) & (x < max_val)
+        return torch.where(inside, x, x.detach().clamp(min_val, max_val))
+
+    def hardsigmoid(x: Any) -> Any:
+        return hardtanh(x / 6 + 0.5, 0.0, 1.0)
+
+    def prelu(x: Any, weight: Any) -> Any:
+        if weight.numel() > 1 and x.dim() > 2:
+            # Of more than two dimensions the second has a weight each.
+            weight = weight.view(-1, *(1,) * (x.dim() - 2))
+        return torch.where(x > 0, x, weight * x)
+
+    def log1p(x: Any) -> Any:
+        near, plain = 1 + x, (1 + x).log()
+        # What rounding 1 + x takes from the logarithm of numbers close to 1, log(u) / (u - 1) lacks as well.
+        is_one = near == 1
+        exact = torch.where(is_one, x, plain * x / torch.where(is_one, 1.0, near - 1))
+        return plain + torch.where(x * x < 1e-2, exact - plain, 0.0).detach()
+
+    def threshold(x: Any, threshold: float, value: float) -> Any:
+        return torch.where((x < threshold) | (x == threshold), value, x)
+
     def normalize(x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Any:
         return x / norm(x, p, dim, True).clamp(min=eps)
 
@@ -69,7 +98,7 @@ def _register_composed() -> None:
     table: dict[str, Callable[..., Any]] = {
         "mean": mean,
         "norm": norm,
-        "linalg_norm": lambda x, ord=None, dim=None, keepdim=False: norm(x, ord, dim, keepdim),
+        "linalg_norm": linalg_norm,
         "linalg_vector_norm": norm,
         "normalize": normalize,
         "softmax": softmax,
@@ -86,16 +115,17 @@ def _register_composed() -> None:
         "minimum": lambda x, y: -torch.maximum(-x, -y),
         "square": lambda x: x * x,
         "rsqrt": lambda x: 1 / x.sqrt(),
-        "log1p": lambda x: (1 + x).log(),
+        "log1p": log1p,
         "logsigmoid": lambda x: -F.softplus(-x),
-        "relu6": lambda x: x.clamp(0, 6),
-        "hardsigmoid": lambda x: (x / 6 + 0.5).clamp(0, 1),
+        "relu6": lambda x: hardtanh(x, 0.0, 6.0),
+        "hardtanh": hardtanh,
+        "hardsigmoid": hardsigmoid,
         "softsign": lambda x: x / (1 + x.abs()),
         "mish": lambda x: x * F.softplus(x).tanh(),
         "selu": lambda x: 1.0507009873554805 * F.elu(x, 1.6732632423543772),
         "celu": lambda x, alpha=1.0: alpha * F.elu(x / alpha),
-        "prelu": lambda x, w: torch.where(x > 0, x, w * x),
-        "threshold": lambda x, threshold, value: torch.where(x > threshold, x, value),
+        "prelu": prelu,
+        "threshold": threshold,
         "addcmul": lambda x, y, z, *, value=1: x + value * y * z,
         "lerp": lambda x, y, w: x + w * (y - x),
         "addmm": addmm,

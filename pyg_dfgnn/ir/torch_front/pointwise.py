@@ -32,6 +32,9 @@ for _name, _op in {"lt": "greater", "less": "greater", "rsub": "sub", "rdiv": "d
 @names("add", "radd", "sub", "subtract")
 def _add(t: Tracer, func: Any, x: Any, y: Any, *, alpha: float = 1) -> Symbol:
     meta, op = size_and_dtype(func, x, y), "sub" if "sub" in func.__name__ else "add"
+    if meta.dtype is torch.bool:
+        # The sum of two masks is true where one is.
+        return pointwise(t, meta, "maximum", x, y)
     return pointwise(t, meta, op, x, y if alpha == 1 else pointwise(t, t.symbol(y), "mul", y, alpha))
 
 
@@ -58,14 +61,12 @@ def _pow(t: Tracer, func: Any, x: Any, exponent: Any) -> Symbol:
     return pointwise(t, meta, "exp", pointwise(t, meta, "mul", pointwise(t, base, "log", base), power))
 
 
-@names("clamp", "clip", "clamp_min", "clamp_max", "hardtanh")
-def _clamp(t: Tracer, func: Any, x: Symbol, min: Any = None, max: Any = None, **named: Any) -> Symbol:
-    low, high = named.get("min_val", min), named.get("max_val", max)
+@names("clamp", "clip", "clamp_min", "clamp_max")
+def _clamp(t: Tracer, func: Any, x: Symbol, min: Any = None, max: Any = None) -> Symbol:
+    low, high = min, max
     name = func.__name__.strip("_")
     if name == "clamp_max" and high is None:
         low, high = None, low
-    if name == "hardtanh":
-        low, high = -1.0 if low is None else low, 1.0 if high is None else high
     low, high = -inf if low is None else low, inf if high is None else high
     assert isinstance(low, (int, float)) and isinstance(high, (int, float)), "bounds that are tensors"
     (symbol,) = values(t, x, any_axis=True)
@@ -87,7 +88,7 @@ def _elu(t: Tracer, func: Any, x: Symbol, alpha: float = 1.0) -> Any:
         return pointwise(t, size_and_dtype(func, x), "elu", x)
     with t:
         # Without an overflow where x is large, whose gradient would not be a number.
-        return torch.where(x > 0, x, alpha * ((-F.relu(-x)).exp() - 1))
+        return torch.where(x > 0, x, alpha * F.elu(torch.where(x > 0, 0.0, x)))
 
 
 @names("gelu")
