@@ -79,6 +79,10 @@ class Value:
         return " ".join([self.op, *(f"%{arg}" for arg in self.args), *attrs])
 
 
+_CONSTANT = frozenset({"detach", "greater", "eq", "step", "between", "count", "keep"})
+"""Operators whose results torch gives no gradient."""
+
+
 @dataclass(frozen=True)
 class Program:
     """Values in an order of computation and the named ones that are returned; `str` gives the text dump.
@@ -111,6 +115,18 @@ class Program:
             if i in live:
                 live |= set(self.values[i].args)
         return live
+
+    @cached_property
+    def varying(self) -> dict[str, frozenset[str]]:
+        """Of each output the inputs that torch would give it a gradient in."""
+        found: list[frozenset[str]] = []
+        for value in self.values:
+            if value.op == "input":
+                found.append(frozenset[str]() if value.is_seed else frozenset({value.attrs[0]}))
+            else:
+                parts = [found[arg] for arg in value.args]
+                found.append(frozenset[str]() if value.op in _CONSTANT else frozenset[str]().union(*parts))
+        return {name: found[i] for name, i in self.outputs}
 
     @cached_property
     def uses(self) -> Counter[int]:

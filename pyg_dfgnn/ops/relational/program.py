@@ -51,6 +51,7 @@ class Prepared:
     Attributes:
         lowered: The steps.
         outputs: Names of the outputs.
+        constant: Places of the outputs that have no gradient in what is asked for.
 
     Raises:
         Refusal: Some value has no kernel.
@@ -67,6 +68,7 @@ class Prepared:
     ) -> None:
         self.program, self.dtype, self.wrt = program, dtype, wrt
         self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
+        self.constant = [i for i, names in enumerate(program.varying.values()) if names.isdisjoint(wrt)]
         whole = passes.run(program, rows.sizes, wrt)
         if alone:
             self.outputs, self.gradients = self.gradients, []
@@ -184,6 +186,7 @@ class _Run(Function):
     def forward(ctx: Any, prepared: Prepared, rows: Rows, names: tuple[str, ...], *tensors: Tensor) -> Any:
         outputs, saved = prepared.forward(rows, dict(zip(names, tensors)))
         ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*(outputs[place] for place in prepared.constant))
         # With the graph, which has what the kernels read.
         ctx.call = prepared, rows, rows.graph, names
         return tuple(outputs)
@@ -293,7 +296,10 @@ def _found(
     check_type("program", program, (Program, Relational), "a Program or a function under @relational")
     check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
     whole = _selected(program, rows, inputs, outputs)
-    wrt = tuple(n for n, t in inputs.items() if t.requires_grad) if torch.is_grad_enabled() else ()
+    wrt: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        varying = whole.varying.values()
+        wrt = tuple(n for n, t in inputs.items() if t.requires_grad and any(n in names for names in varying))
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
     if not is_eager():
         return whole, ("operators are traced or transformed",)
@@ -333,7 +339,9 @@ def apply(
         check_inputs(whole, rows, inputs)
     rows.graph.on_this_stream()
     if prepared.wrt:
-        results = _run(prepared, rows, tuple(inputs), *inputs.values())
+        # To autograd no result depends on the others.
+        tensors = [t if n in prepared.wrt or not t.requires_grad else t.detach() for n, t in inputs.items()]
+        results = _run(prepared, rows, tuple(inputs), *tensors)
     else:
         results = prepared.forward(rows, {name: tensor.detach() for name, tensor in inputs.items()})[0]
     return dict(zip(prepared.outputs, results, strict=True))
