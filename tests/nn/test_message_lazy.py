@@ -31,7 +31,9 @@ class Kept(MessagePassing):
         if self.what == "read":
             out = out + self.alpha.sum() + self.alpha.shape[0]
         if self.what == "edited":
-            x.mul_(2.0)
+            # Under a name that the code does not pass on.
+            other = x
+            other.mul_(2.0)
             out = out + self.alpha.sum()
         if self.what == "cleared":
             self.alpha = None

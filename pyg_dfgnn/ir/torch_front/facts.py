@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+
+import torch
 
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, Handler
 from pyg_dfgnn.ir.torch_front.symbols import Tracer
@@ -26,6 +29,19 @@ def _attribute(name: str) -> Handler:
     return read
 
 
+def _sized(name: str) -> Handler:
+    """What answers by numbers of rows among others."""
+    ask = _attribute(name)
+
+    def read(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in ("numel", "nelement"):
+            return prod(map(t.count, t.symbol(x).shape))
+        value = ask(t, x, *args, **kwargs)
+        return torch.Size(map(t.count, value)) if isinstance(value, torch.Size) else t.count(value)
+
+    return read
+
+
 def _undecided(name: str, what: str) -> Handler:
     def read(t: Tracer, *args: Any, **kwargs: Any) -> Any:
         raise t.stop(f"`{name}` {what}")
@@ -35,6 +51,17 @@ def _undecided(name: str, what: str) -> Handler:
 
 for _name in _ASKED.split():
     FUNCTIONS[f".{_name}"] = _attribute(_name)
+for _name in ("size", "shape", "numel", "nelement"):
+    FUNCTIONS[f".{_name}"] = _sized(_name)
+
+
+def _length(t: Tracer, x: Any) -> int:
+    if not t.is_asked_by_pyg() and t.domain_of_size(len(t.symbol(x))) is not None:
+        raise t.stop("`len` gives a number of rows, and what it decides is not seen: use size(0)")
+    return len(t.symbol(x))
+
+
+FUNCTIONS[".__len__"] = _length
 for _what, _names in _UNDECIDED.items():
     for _name in _names.split():
         FUNCTIONS[f".{_name}"] = _undecided(_name, _what)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.program import Builder, Value
+from pyg_dfgnn.ir.torch_front.counts import Asked, Count, Guard, Sizes
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 _LARGE = (1_000_000_007, 1_000_000_009, 1_000_000_021)
@@ -49,14 +50,6 @@ class Types(NamedTuple):
 
     name: str
     counted: Domain | None = None
-
-
-class Sizes(NamedTuple):
-    """Fake numbers of edges, of nodes that are read as sources and of nodes that are aggregated to."""
-
-    edges: int
-    sources: int
-    targets: int
 
 
 def fake_sizes(taken: Collection[int], is_square: bool, *, large: bool) -> Sizes:
@@ -213,6 +206,7 @@ class Tracer(TorchFunctionMode):
         widest: The floating dtype that torch's promotion has led to.
         streams: How many masks of dropout there are.
         types: Name of the argument with types of edges that are looked up, and their number; None if there is none.
+        guards: Comparisons of numbers of rows that the code has made.
     """
 
     def __init__(
@@ -232,6 +226,7 @@ class Tracer(TorchFunctionMode):
         self.widest: torch.dtype | None = None
         self.streams = 0
         self.types: tuple[str, int] | None = None
+        self.guards: list[Guard] = []
         self._functions, self._tensors, self._own = functions, tensors, own
         self._autocast, self.device = autocast, device
         self._lifted: dict[int, Symbol] = {}
@@ -278,8 +273,22 @@ class Tracer(TorchFunctionMode):
 
     def global_input(self, name: str, tensor: Tensor) -> Symbol:
         """Return an input that all edges share."""
-        self._tensors = {**self._tensors, id(tensor): (name, tensor)}
-        return self.symbol(tensor)
+        with torch._C.DisableTorchFunction():
+            number = self._input(name, One, tuple(tensor.shape)) if tensor.is_floating_point() else None
+            return Symbol.of(tensor.detach(), number, None, shared=True)
+
+    def count(self, size: int) -> int:
+        """Return a size for code to compute and decide with; of a number of rows it notes what it decides."""
+        if self.domain_of_size(size) is None or isinstance(size, Count):
+            return size
+        place = next(place for place, number in enumerate(self.sizes) if number == size)
+        return Count.of(size, lambda sizes: sizes[place], self.sizes, self._compared)
+
+    def _compared(self, frame: Any, ask: Asked, answer: bool) -> None:
+        """Note a comparison of numbers of rows in code that is no library's."""
+        name = frame.f_code.co_filename
+        if name == self._own or not (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
+            self.guards.append(Guard(ask, answer, line_of_user(self._own, frame)))
 
     def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
         known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}
@@ -378,7 +387,7 @@ class Tracer(TorchFunctionMode):
     def domain_of_size(self, size: int) -> Domain | None:
         """Return the domain with this fake number of rows, None if there is none."""
         edges, sources, targets = self.sizes
-        return {sources: S, targets: D, edges: E}.get(size)
+        return {sources: S, targets: D, edges: E}.get(int(size))
 
     def look_up(self, types: Types, number: int) -> None:
         """Note that types of edges below a number are looked up; all lookups of a program are by the same ones."""

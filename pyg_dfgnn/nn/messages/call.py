@@ -22,6 +22,7 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
+from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
@@ -174,7 +175,8 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     count = trace.tree.num_leaves
     leaves = [results[str(k)] for k in range(count)]
     returned = leaves[0] if count == 1 and trace.tree.is_leaf() else tree_unflatten(leaves, trace.tree)
-    if call.method == "propagate" and type(layer).update is not MessagePassing.update:
+    updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
+    if call.method == "propagate" and updates:
         returned = layer.update(returned, **_update_arguments(layer, call, spec))
     return Outcome(trace, (returned,))
 
@@ -199,7 +201,10 @@ class _Runnable:
         """
         written = self.call.method == "edge_updater" or self.trace.written
         # A program with types of edges is not joined to others.
-        if not may_wait(self.layer) or not written or self.trace.types is not None:
+        if not may_wait(self.layer) or not written or self.trace.types is not None or not may_wait_in(self.layer):
+            return []
+        # Edits of tensors of inference mode leave no trace.
+        if any(tensor.is_inference() for tensor in (self.call.edge_index, *self.inputs.values())):
             return []
         names = [output for _, _, output in self.trace.written]
         names += [str(k) for k in range(self.trace.tree.num_leaves)] if self.call.method == "edge_updater" else []
@@ -238,7 +243,7 @@ class _Runnable:
         outputs: Mapping[str, Tensor] | None = None
         waiting = {name: tensor for name, tensor in inputs.items() if isinstance(tensor, EdgeValue)}
         if waiting:
-            inputs |= {name: value.value() for name, value in waiting.items() if not self._joins(value)}
+            inputs |= {name: value.value() for name, value in waiting.items() if not self._joins(name, value)}
             if any(value.pending for value in waiting.values()):
                 outputs = self._apply(*join(program, inputs), names, [])
             if outputs is None:
@@ -255,11 +260,13 @@ class _Runnable:
             results[name] = result.contiguous()
         return results
 
-    def _joins(self, value: EdgeValue) -> bool:
-        """Whether the program of a value of edges can become part of this one."""
+    def _joins(self, name: str, value: EdgeValue) -> bool:
+        """Whether the program of a value of edges, which is an input, can become part of this one."""
         pending = value.pending
+        if pending is None or not value.is_as_read() or self.program.values[self.program.inputs[name]].domain is not E:
+            return False
         call = self.call.edge_index, self.spec.sizes, self.trace.dtype
-        return pending is not None and (pending.edges is call[0] and (pending.sizes, pending.dtype) == call[1:])
+        return pending.edges is call[0] and (pending.sizes, pending.dtype) == call[1:]
 
     def _apply(
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]

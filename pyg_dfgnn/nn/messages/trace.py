@@ -18,11 +18,12 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.domains import D, E, One, S
 from pyg_dfgnn.ir.program import Program, Value
-from pyg_dfgnn.ir.torch_front import FUNCTIONS, Line, Refusal, Symbol, Tracer, fake_sizes, tidy
+from pyg_dfgnn.ir.torch_front import FUNCTIONS, Guard, Line, Refusal, Sizes, Symbol, Tracer, fake_sizes, tidy
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.spec import Call, Spec, original
-from pyg_dfgnn.nn.shadow import Check, Reads, Shadow, bind, getter, holds
+from pyg_dfgnn.nn.reads import Check, Reads
+from pyg_dfgnn.nn.shadow import Shadow, bind, getter, holds
 
 MAX_TRACES = 16
 """Traces per layer and kind of call; a layer whose state changes at each call is PyG's then."""
@@ -59,6 +60,8 @@ class Trace(NamedTuple):
         tensors: Paths, sizes, dtypes of the layer's tensors that are inputs.
         checks: Facts about the layer.
         fixed: Facts about classes, functions and globals.
+        tied: Paths of which the second led to the same tensor as the first, which is an input.
+        guards: Comparisons of numbers of rows that the code has made.
         types: The argument with types of edges that tables are looked up by, and their number; None if there is none.
         drafted: The program value by value as the code asked for them; None with reasons.
         lines: Value of the drafted program -> the line that asked for it.
@@ -74,6 +77,8 @@ class Trace(NamedTuple):
     tensors: tuple[tuple[str, torch.Size, torch.dtype], ...]
     checks: list[Check]
     fixed: list[tuple[Any, str, Any]]
+    tied: tuple[tuple[str, str], ...] = ()
+    guards: tuple[Guard, ...] = ()
     types: tuple[Source, int] | None = None
     drafted: Program | None = None
     lines: Mapping[int, Line] = MappingProxyType({})
@@ -89,6 +94,7 @@ class Bound(NamedTuple):
     lookups: list[Any]
     tensors: list[tuple[dict[str, Any], str, torch.Size, torch.dtype]]
     inputs: list[tuple[str, Source, dict[str, Any] | None, str]]
+    tied: list[tuple[dict[str, Any], str, dict[str, Any], str]]
 
     def holds(self) -> bool:
         if not holds(self.lookups, self.trace.fixed):
@@ -97,7 +103,7 @@ class Bound(NamedTuple):
             tensor = table.get(name)
             if tensor is None or tensor.dtype is not dtype or tensor.shape != shape:
                 return False
-        return True
+        return all(table.get(name) is other.get(alias) for table, name, other, alias in self.tied)
 
 
 def _bound(trace: Trace, layer: Any) -> Bound | None:
@@ -110,9 +116,10 @@ def _bound(trace: Trace, layer: Any) -> Bound | None:
             (name, source, *((None, "") if source.is_argument else getter(source.name, layer)))
             for name, source in trace.sources.items()
         ]
+        tied = [(*getter(path, layer), *getter(alias, layer)) for path, alias in trace.tied]
     except KeyError:
         return None
-    bound = Bound(trace, lookups, tensors, inputs)
+    bound = Bound(trace, lookups, tensors, inputs, tied)
     return bound if bound.holds() else None
 
 
@@ -131,10 +138,26 @@ def trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
     """Return a trace of this kind of call whose facts hold; where there is none for any numbers of sources and targets,
     one for equal numbers, if the call has these.
     """
-    bound = _trace_of(layer, call, spec)
+    bound = _guarded(_trace_of(layer, call, spec), layer, call, spec)
     if bound.trace.program is not None or spec.is_square or spec.sizes[0] != spec.sizes[1]:
         return bound
-    return _trace_of(layer, call, spec._replace(key=(*spec.key, "square"), is_square=True))
+    square = spec._replace(key=(*spec.key, "square"), is_square=True)
+    return _guarded(_trace_of(layer, call, square), layer, call, square)
+
+
+def _guarded(bound: Bound, layer: Any, call: Call, spec: Spec) -> Bound:
+    """Return a trace, refused where the code would decide by the numbers of rows of the call as it did not."""
+    if bound.trace.guards:
+        ends = spec.sizes if layer.flow == "source_to_target" else spec.sizes[::-1]
+        sizes = Sizes(call.edge_index.size(1), *ends)
+        for guard in bound.trace.guards:
+            if guard.ask(sizes) != guard.answer:
+                return _refused_for(f"{guard.line}: decides by the number of edges or nodes")
+    return bound
+
+
+def _refused_for(reason: str) -> Bound:
+    return Bound(refused(reason), [], [], [], [])
 
 
 def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
@@ -142,7 +165,12 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
     known = _of_layer.get(layer)
     if known is None:
         known = _of_layer[layer] = {}
-    bounds = known.setdefault(spec.key, [])
+    bounds = known.get(spec.key)
+    if bounds is None:
+        kind = _without_numbers(spec.key)
+        if sum(_without_numbers(key) == kind for key in known) >= MAX_TRACES:
+            return _refused_for(f"more than {MAX_TRACES} values of numbers were passed: pass them as tensors")
+        bounds = known[spec.key] = []
     for bound in bounds:
         if bound.holds():
             return bound
@@ -154,15 +182,15 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
                 bounds.append(new)
                 return new
         if len(bounds) >= MAX_TRACES:
-            return Bound(refused(f"more than {MAX_TRACES} states of the layer were traced"), [], [], [])
+            return _refused_for(f"more than {MAX_TRACES} states of the layer were traced")
         trace = _trace(layer, call, spec)
         unset = [name for name, parameter in layer.named_parameters() if _has_no_shape(parameter)]
         if trace.program is None and unset:
             # Not kept: the shape is there in the next call.
-            return Bound(refused(f"'{unset[0]}' has no shape before the first call"), [], [], [])
+            return _refused_for(f"'{unset[0]}' has no shape before the first call")
         new = _bound(trace, layer)
         if new is None:
-            return Bound(refused("the layer changes while its code is traced"), [], [], [])
+            return _refused_for("the layer changes while its code is traced")
         shared.append(trace)
         bounds.append(new)
         return new
@@ -199,6 +227,13 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
     return large._replace(program=None, reasons=(reason, *small.reasons))
 
 
+def _without_numbers(key: Any) -> Any:
+    """Return the key of a kind of call but for the values of numbers that are arguments."""
+    if not isinstance(key, tuple):
+        return key
+    return key[0] if key and key[0] in (int, float) else tuple(map(_without_numbers, key))
+
+
 def _has_no_shape(parameter: Any) -> bool:
     return isinstance(parameter, torch.nn.UninitializedParameter)
 
@@ -227,7 +262,8 @@ def _once(
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
-    size = [None if call.size is None or n is None else by_row[row] for row, n in enumerate(call.size or (None, None))]
+    given = call.size or (None, None)
+    size = [None if call.size is None or n is None else tracer.count(by_row[row]) for row, n in enumerate(given)]
     outputs: dict[str, int] = {}
     results: dict[str, tuple[torch.dtype, int]] = {}
     tree: Any = None
@@ -258,6 +294,7 @@ def _once(
         tracer.reasons += [reason for reason in refusal.reasons if reason not in tracer.reasons]
     except Exception as error:
         tracer.refuse(f"{type(error).__name__}: {error}")
+    reads.settle()
     reasons = [*tracer.reasons, *reads.undo(), *reads.reasons]
     checks, fixed = list(reads.checks.values()), list(reads.fixed.values())
     values, lines = tracer.builder.values, tracer.lines
@@ -272,8 +309,9 @@ def _once(
         widest = tracer.widest if tracer.widest is not None and spec.autocast is None else dtype
         if torch.promote_types(widest, dtype) is dtype:
             types = None if tracer.types is None else (sources[tracer.types[0]], tracer.types[1])
-            trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed, types)
-            return trace, values, lines
+            trace = Trace(program, (), named, tree, results, dtype, tuple(written), read, checks, fixed)
+            tied = tuple(shadow.tied([name for name, *_ in read]))
+            return trace._replace(tied=tied, guards=tuple(tracer.guards), types=types), values, lines
         reasons.append(f"{tracer.widest} is computed with, of inputs of {dtype}")
     return refused(*dict.fromkeys(reasons))._replace(tensors=read, checks=checks, fixed=fixed), values, lines
 

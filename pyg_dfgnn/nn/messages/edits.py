@@ -1,0 +1,89 @@
+"""Whether a forward may wait with values of edges: not if it edits what they are made of, or lets them out unread."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn.nn.messages.spec import STEPS, original
+
+_UNREAD = frozenset(
+    "sparse_coo_tensor sparse_csr_tensor SparseTensor tensor as_tensor Tensor Parameter checkpoint apply to_dlpack "
+    "from_dlpack".split()
+)
+"""Functions that read the memory of a tensor without asking its class, or pass it on to such."""
+_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def may_wait_in(layer: Any) -> bool:
+    """Whether values of edges may be computed after the call that gives them, in the forward of a layer as written."""
+    known = _known.get(layer)
+    if known is None:
+        is_edited = any(getattr(module, "inplace", False) for module in layer.modules())
+        known = _known[layer] = not is_edited and not _spoils(type(layer))  # type: ignore[arg-type]
+    return known
+
+
+@cache
+def _spoils(kind: type) -> bool:
+    own = kind.__mro__[: kind.__mro__.index(MessagePassing)]
+    functions = (original(entry) for base in own for entry in vars(base).values())
+    return any(_is_spoiling(function) for function in functions if isinstance(function, FunctionType))
+
+
+def _is_spoiling(function: FunctionType) -> bool:
+    """Whether a function edits, after a call that gives values of edges, a name that it passes to one."""
+    if STEPS.keys().isdisjoint(function.__code__.co_names):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_of(node.func) in STEPS]
+    if any(isinstance(node, ast.Call) and _name_of(node.func) in _UNREAD for node in ast.walk(tree)):
+        return True
+    passed = {name for call in calls for part in (*call.args, *call.keywords) for name in _names_in(part)}
+    has_loop = any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
+    first = 0 if has_loop else min((call.lineno for call in calls), default=0)
+    return any(line >= first and (name is None or name in passed) for line, name in _edits(tree))
+
+
+def _edits(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
+    """Yield the line and the name of each edit in place; None for one of an attribute."""
+    for node in (part for part in ast.walk(tree) if isinstance(part, (ast.stmt, ast.expr))):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.AugAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Assign):
+            targets = [target for target in node.targets if isinstance(target, ast.Subscript)]
+        elif isinstance(node, ast.Call):
+            name = _name_of(node.func)
+            if isinstance(node.func, ast.Attribute) and name.endswith("_") and hasattr(torch.Tensor, name):
+                targets = [node.func.value]
+            elif name.endswith("_") and node.args and hasattr(torch, name):
+                targets = node.args[:1]
+            elif any(keyword.arg in ("inplace", "out") for keyword in node.keywords):
+                targets = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
+        for target in targets:
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            if isinstance(target, ast.Attribute):
+                yield node.lineno, None
+            yield from ((node.lineno, name) for name in _names_in(target) if name != "self")
+
+
+def _name_of(function: ast.expr) -> str:
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    return (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
