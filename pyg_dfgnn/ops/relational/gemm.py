@@ -138,8 +138,7 @@ class SegmentLinear(_Product):
         transposed: Whether the map is by :math:`W^T`, from N to K numbers.
         shared: Whether all heads read the same row, of one head.
         gather: Row of `x` of each row, int32 [I] within the rows of `x`; None for rows as they are.
-        scatter: Row of the result of each row, int32 [I], no number twice; None for rows as they are.
-        num_results: Rows of the result where `scatter` names some of them: the others are zeros.
+        scatter: Row of the result of each row, int32 [I], each number once; None for rows as they are.
         is_exact: Whether results are float32 whatever the dtype.
 
     Attributes:
@@ -162,7 +161,6 @@ class SegmentLinear(_Product):
         shared: bool = False,
         gather: Tensor | None = None,
         scatter: Tensor | None = None,
-        num_results: int | None = None,
         is_exact: bool = False,
     ) -> None:
         product = "transposed" if transposed else "linear"
@@ -172,19 +170,17 @@ class SegmentLinear(_Product):
         self.places, self.columns = (channels, features) if transposed else (features, channels)
         self.row_heads = 1 if shared else heads
         self.gather, self.scatter = self._list("gather", gather), self._list("scatter", scatter)
-        self.num_results = rows.num_rows if num_results is None or scatter is None else num_results
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the results.
 
         Args:
             x: Shape [M, H, K], with `shared` [M, 1, K]; with `transposed` N numbers instead of K.
             weight: Shape [T, H, K, N], or [T, 1, K, N] for all heads.
             bias: Shape [T, H, N]; with `transposed` K.
-            out: Where the results go, contiguous; rows that `scatter` does not name stay as they are.
 
         Returns:
-            Shape [num_results, H, N]; with `transposed` K.
+            Shape [I, H, N]; with `transposed` K.
 
         Raises:
             TypeError: A tensor has another dtype.
@@ -199,16 +195,7 @@ class SegmentLinear(_Product):
         if bias is not None:
             check_shape("bias", bias, [types, heads, columns], f"[types={types}, heads={heads}, {columns}]")
             bias = self._checked("bias", bias)
-        shape = self.num_results, heads, columns
-        if out is None:
-            is_whole = self.scatter is None or self.num_results == self.num_rows
-            out = (x.new_empty if is_whole else x.new_zeros)(shape, dtype=self.result)
-        else:
-            check_shape("out", out, shape, str(list(shape)))
-            check_dtype("out", out, self.result)
-            check_device("out", out, self.device)
-            if not out.is_contiguous() or out.data_ptr() % 16:
-                raise ValueError("'out' needs contiguous memory from a multiple of 16 bytes on (got other memory)")
+        out = x.new_empty((self.num_rows, heads, columns), dtype=self.result)
         self.run(x, weight, bias, out)
         return out
 
