@@ -457,7 +457,12 @@ class FusedConv(MessagePassing):
             kwargs: Further ones.
         """
         report_fallback(type(self).__name__, call.reasons)
-        edge_index = edges.edges_in_flow(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
+        edge_index = call.edge_index
+        if call.form == "Graph":
+            if "size" in kwargs and not isinstance(x, Tensor):
+                # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
+                kwargs["size"] = edges.declared_sizes(edge_index, "Graph", self.flow)
+            edge_index = edges.edges_in_flow(edge_index, self.flow)
         return super().forward(x, *before, edge_index, *args, **kwargs)
 
     def _edges(

@@ -211,9 +211,3 @@ class AggregationConv(FusedConv):
         if sent.dtype is not None:
             out = settle(out, torch.promote_types(x.dtype, sent.dtype), False)
         return module.combine(list(out.unbind(1))) if several else out  # type: ignore[union-attr, operator]
-
-    def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if call.form == "Graph" and "size" in kwargs and not isinstance(x, Tensor):
-            # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
-            kwargs["size"] = edges.declared_sizes(call.edge_index, "Graph", self.flow)
-        return super()._fall_back(call, x, *args, **kwargs)

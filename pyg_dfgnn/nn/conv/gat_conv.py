@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, declared_sizes, with_weights
+from pyg_dfgnn.nn.edges import Call, with_weights
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import add_attention
@@ -67,10 +67,7 @@ class GATConv(AttentionConv, conv.GATConv):
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GATConv.forward`."""
         call = self._call(x, edge_index, edge_attr, size, return_attention_weights)
         if call.reasons:
-            if isinstance(edge_index, Graph) and not isinstance(x, Tensor):
-                # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
-                size = declared_sizes(edge_index, "Graph", self.flow)
-            return self._fall_back(call, x, edge_attr, size, return_attention_weights)
+            return self._fall_back(call, x, edge_attr, size=size, return_attention_weights=return_attention_weights)
 
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # Every read of a module or parameter is a search for it.
