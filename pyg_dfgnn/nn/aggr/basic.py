@@ -1,6 +1,7 @@
 """Drop-ins for PyG's basic aggregations. Sum, mean, max, min, product and power mean are PyG's on a fused `reduce`."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,42 +39,34 @@ class MulAggregation(FusedAggregation, aggr.MulAggregation):
     _stats = ("mul",)
 
 
-class VarAggregation(FusedAggregation, aggr.VarAggregation):
+class _Deviation(FusedAggregation):
+    """The variance or its root; two gathers with `semi_grad`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+    ) -> Tensor:
+        """PyG's forward; see that of the class of this name in `torch_geometric.nn.aggr`."""
+        variance: Any = getattr(self, "var_aggr", self)
+        if variance.semi_grad or not self._takes(x, index, ptr, dim, self._stats):
+            return super().forward(x, index, ptr, dim_size, dim)
+        return groups.reduce(x, index, ptr, dim_size, dim, self._stats)[0]
+
+
+class VarAggregation(_Deviation, aggr.VarAggregation):
     """PyG's `VarAggregation` in one gather: `mean_j (x_j - mean_j x_j)^2`; two gathers with `semi_grad`."""
 
     _stats = ("var",)
 
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        dim: int = -2,
-    ) -> Tensor:
-        """PyG's forward; see `torch_geometric.nn.aggr.VarAggregation.forward`."""
-        if self.semi_grad or not self._takes(x, index, ptr, dim, ("var",)):
-            return super().forward(x, index, ptr, dim_size, dim)
-        return groups.reduce(x, index, ptr, dim_size, dim, ("var",))[0]
 
-
-class StdAggregation(FusedAggregation, aggr.StdAggregation):
+class StdAggregation(_Deviation, aggr.StdAggregation):
     """PyG's `StdAggregation` in one gather: `sqrt(max(var, 1e-5))`, or 0 where the variance is at most 1e-5."""
 
     _stats = ("std",)
-
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor | None = None,
-        ptr: Tensor | None = None,
-        dim_size: int | None = None,
-        dim: int = -2,
-    ) -> Tensor:
-        """PyG's forward; see `torch_geometric.nn.aggr.StdAggregation.forward`."""
-        if self.var_aggr.semi_grad or not self._takes(x, index, ptr, dim, ("std",)):
-            return super().forward(x, index, ptr, dim_size, dim)
-        return groups.reduce(x, index, ptr, dim_size, dim, ("std",))[0]
 
 
 class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
