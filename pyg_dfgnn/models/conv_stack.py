@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,7 @@ class GCN(ConvStack):
 
     def __init__(self, in_channels: int, out_channels: int, convs: Any, *, bias: bool = True, **options: Any) -> None:
         check_bool("bias", bias)
-        conv = find_layer(convs, "GCNConv")
-
-        def make(width: int, out: int) -> nn.Module:
-            return conv(width, out, bias=bias)  # type: ignore[no-any-return]
-
+        make = partial(find_layer(convs, "GCNConv"), bias=bias)
         super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), **options)
 
 
@@ -126,12 +123,7 @@ class SAGE(ConvStack):
     def __init__(
         self, in_channels: int, out_channels: int, convs: Any, *, aggr: str | Sequence[str] = "mean", **options: Any
     ) -> None:
-        conv = find_layer(convs, "SAGEConv")
-        aggr = aggr if isinstance(aggr, str) else list(aggr)
-
-        def make(width: int, out: int) -> nn.Module:
-            return conv(width, out, aggr=aggr)  # type: ignore[no-any-return]
-
+        make = partial(find_layer(convs, "SAGEConv"), aggr=aggr if isinstance(aggr, str) else list(aggr))
         super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), **options)
 
 
@@ -206,11 +198,7 @@ class PNA(ConvStack):
         scalers: Sequence[str] = ("identity", "amplification", "attenuation"),
         **options: Any,
     ) -> None:
-        conv = find_layer(convs, "PNAConv")
         degrees = torch.tensor([0, 1], device="cpu") if degrees is None else degrees
         names = {"aggregators": list(aggregators), "scalers": list(scalers)}
-
-        def make(width: int, out: int) -> nn.Module:
-            return conv(width, out, deg=degrees, **names)  # type: ignore[no-any-return]
-
+        make = partial(find_layer(convs, "PNAConv"), deg=degrees, **names)
         super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), **options)
