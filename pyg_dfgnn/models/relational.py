@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,11 +77,8 @@ class RGCN(_RelationalStack):
         **options: Any,
     ) -> None:
         check_choice("conv", conv, ("RGCNConv", "FastRGCNConv"))
-        layer = find_layer(convs, conv)
-
-        def make(width: int, out: int) -> nn.Module:
-            return layer(width, out, num_relations, num_bases=num_bases, num_blocks=num_blocks)  # type: ignore[no-any-return]
-
+        bases = {"num_bases": num_bases, "num_blocks": num_blocks}
+        make = partial(find_layer(convs, conv), num_relations=num_relations, **bases)
         super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), embedding=embedding, **options)
 
 
@@ -115,12 +113,8 @@ class RGAT(_RelationalStack):
         **options: Any,
     ) -> None:
         check_integer("heads", heads, 1)
-        layer = find_layer(convs, "RGATConv")
         shared: dict[str, Any] = {"num_bases": num_bases, "heads": heads, "attention_mechanism": attention_mechanism}
-
-        def make(width: int, out: int) -> nn.Module:
-            return layer(width, out, num_relations, concat=False, **shared)  # type: ignore[no-any-return]
-
+        make = partial(find_layer(convs, "RGATConv"), num_relations=num_relations, concat=False, **shared)
         super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), embedding=embedding, **options)
 
 
