@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -37,20 +38,6 @@ MEMORY_FRACTION = 0.9
 
 
 INDEX_BYTES = 4
-
-
-def bytes_touched_once(inputs: int, output: int, indices: int, direction: str, itemsize: int) -> float:
-    """Bytes of inputs, output and their gradients, and of the indices of each pass, each touched once.
-
-    Args:
-        inputs: Numbers of all inputs.
-        output: Numbers of the output.
-        indices: Indices of a pass.
-        direction: "fwd", "bwd" or "fwd+bwd".
-        itemsize: Bytes of a number.
-    """
-    elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
-    return float(itemsize * elements + (2 if direction == "fwd+bwd" else 1) * INDEX_BYTES * indices)
 
 
 class Case(ABC):
@@ -101,17 +88,26 @@ class Case(ABC):
         """The dropout factors that the operation draws next, in the order of the edges; None without dropout."""
         return None
 
-    @abstractmethod
     def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        """Pass -> schedule that runs it and a description of how; {} where the reference runs instead."""
+        """Pass -> schedule that runs it and a description of how; {} where no schedule is chosen."""
+        return {}
 
     @abstractmethod
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         """Why no kernel computes this case, [] where one does."""
 
-    @abstractmethod
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of a call that reads and writes each tensor once."""
+        """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once.
+
+        Args:
+            graph: The edges.
+            direction: "fwd", "bwd" or "fwd+bwd".
+            itemsize: Bytes of a number.
+        """
+        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
+        output, indices = graph.num_dst * self.width, 2 * graph.num_edges + graph.num_dst
+        elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
+        return float(itemsize * elements + (2 if direction == "fwd+bwd" else 1) * INDEX_BYTES * indices)
 
     def bound(self, dtype: str) -> float:
         """The relative error that is allowed in the dtype of that name."""

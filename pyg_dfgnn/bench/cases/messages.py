@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -30,7 +29,6 @@ from pyg_dfgnn.bench.case import (
     Forward,
     Implementation,
     TorchCompiled,
-    bytes_touched_once,
 )
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import accelerate
@@ -304,9 +302,6 @@ class MessageCase(Case):
         assert largest is not None, dtype
         return largest
 
-    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        return {}
-
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         return []
 
@@ -314,12 +309,6 @@ class MessageCase(Case):
         if DTYPES[dtype].itemsize == 2 and device.type != "cuda":
             return ["the reference rounds every step to 16 bits, no bound holds for it"]
         return []
-
-    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once."""
-        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
-        output = graph.num_dst * self.width
-        return bytes_touched_once(inputs, output, 2 * graph.num_edges + graph.num_dst, direction, itemsize)
 
 
 class Compiled(Implementation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import log2, prod, sqrt
+from math import log2, sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, Call, Case, bytes_touched_once
+from pyg_dfgnn.bench.case import DTYPES, Call, Case
 from pyg_dfgnn.bench.graphs import NODE_TYPE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs, float64_reference
@@ -359,17 +359,8 @@ class RelationalCase(Case):
             self.plain, roles, graph, inputs, grad_out, keep, target_rows_of=rows, constants=constants
         )
 
-    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        return {}
-
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         return [] if hasattr(ours, self.spec.conv) else [f"pyg_dfgnn.nn has no {self.spec.conv}"]
-
-    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once."""
-        inputs = sum(prod(shape) for shape in self.shapes(graph).values())
-        output = graph.num_dst * self.width
-        return bytes_touched_once(inputs, output, 2 * graph.num_edges + graph.num_dst, direction, itemsize)
 
     def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
         if DTYPES[dtype].itemsize == 2 and device.type != "cuda":
