@@ -27,6 +27,7 @@ from pyg_dfgnn.bench.case import (
     Case,
     Family,
     Forward,
+    Fused,
     Implementation,
     TorchCompiled,
 )
@@ -311,14 +312,10 @@ class MessageCase(Case):
         return []
 
 
-class Compiled(Implementation):
+class Compiled(Fused):
     """The layer with its messages compiled by this package; what kernels do not take has no time."""
 
-    name = "fused"
-    title = "ours"
     dtypes = ("float32", "bfloat16", "float16")
-    error_bound = 0.0
-    is_ours = True
 
     def prepare(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         module = self.layer(case, inputs["x"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from pyg_dfgnn import nn as ours
-from pyg_dfgnn.bench.case import DTYPES, MEMORY_FRACTION, Call, Forward, Implementation, TorchCompiled
+from pyg_dfgnn.bench.case import MEMORY_FRACTION, Call, Forward, Fused, Implementation, TorchCompiled
 from pyg_dfgnn.bench.cases.relational.case import Edges, RelationalCase, counts_of
 from pyg_dfgnn.bench.graphs import compressed
 from pyg_dfgnn.errors import UnsupportedError
@@ -47,14 +47,8 @@ class RelationalImplementation(Implementation):
         return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
 
 
-class Ours(RelationalImplementation):
+class Ours(RelationalImplementation, Fused):
     """This package's drop-ins."""
-
-    name = "fused"
-    title = "ours"
-    dtypes = tuple(DTYPES)
-    error_bound = 0.0
-    is_ours = True
 
     def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         return case.call(ours, Edges.of_list(graph))
