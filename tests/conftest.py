@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch_geometric.typing
 from torch._dynamo import trace_rules
 
 from pyg_dfgnn.reference.zoo import EdgeList, zoo
@@ -44,6 +45,12 @@ def default_settings(monkeypatch):
     monkeypatch.setattr(module, "_global", Settings())
     monkeypatch.setattr(module, "_base", Settings())
     monkeypatch.setattr(module, "_calls", [])
+
+
+@pytest.fixture
+def plain_torch(monkeypatch):
+    """PyG's plain torch path is the one to equal: torch_scatter gives a gradient to one of several ties."""
+    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SCATTER", False)
 
 
 @pytest.fixture

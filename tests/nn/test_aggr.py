@@ -24,13 +24,8 @@ from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import reasons_of
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
 needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """PyG's plain torch path is the one to equal: torch_scatter gives a gradient to one of several ties."""
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SCATTER", False)
 
 
 STATISTICS = ["Sum", "Mean", "Max", "Min", "Var", "Std"]

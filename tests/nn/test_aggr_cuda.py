@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch_geometric.typing
 from torch_geometric import nn as pyg
 from torch_geometric import utils as pyg_utils
 
@@ -12,15 +11,9 @@ import pyg_dfgnn
 from pyg_dfgnn import nn, utils
 from pyg_dfgnn.reference.tolerances import assert_all_close
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("plain_torch")]
 ROWS, GROUPS, CHANNELS = 3000, 200, 48
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """PyG's plain torch path is the one to equal: torch_scatter gives a gradient to one of several ties."""
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SCATTER", False)
 
 
 @pytest.fixture(params=["unsorted", "sorted", "hub"])

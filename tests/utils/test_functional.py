@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-import torch_geometric.typing
 from torch_geometric import utils as pyg
 from torch_geometric.index import ptr2index
 
@@ -16,7 +15,10 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)"),
+    pytest.mark.usefixtures("plain_torch"),
+]
 
 GROUPS = {
     "unsorted": torch.tensor([3, 0, 0, 3, 1, 3, 3, 5, 1]),
@@ -26,12 +28,6 @@ GROUPS = {
     "no rows": torch.zeros(0, dtype=torch.int64),
 }
 PTR = torch.tensor([0, 3, 3, 4, 9, 9])
-
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """PyG's plain torch path is the one to equal: torch_scatter gives a gradient to one of several ties."""
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SCATTER", False)
 
 
 def trained(function, src, *args, **kwargs):
