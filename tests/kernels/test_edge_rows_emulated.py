@@ -27,7 +27,6 @@ def small_chunks(monkeypatch, default_settings):
     settings(schedule="row_split", fallback="error")
     monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: CHUNK)
     monkeypatch.setattr(row_split, "ORDERED_EDGES", CHUNK)
-    torch.manual_seed(0)
 
 
 def problem_of(graph, heads, channels, edge_channels, dtype=torch.float32):

@@ -38,7 +38,6 @@ def small_chunks(monkeypatch, default_settings):
     settings(schedule="row_split")
     monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: CHUNK)
     monkeypatch.setattr(row_split, "ORDERED_EDGES", CHUNK)
-    torch.manual_seed(0)
 
 
 CASES = cases(tuple(SCORES), [("dropout", "graph")], **AXES)

@@ -163,7 +163,6 @@ def small_chunks(monkeypatch, default_settings):
     """Rows of more than a few edges are split."""
     monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 4)
     monkeypatch.setattr(row_split, "ORDERED_EDGES", 4)
-    torch.manual_seed(0)
 
 
 CASES = covering(

@@ -41,11 +41,6 @@ WIDE = covering(
 )
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=list(LAUNCHES))
 def schedule(request):
     with settings(schedule=request.param):

@@ -21,7 +21,6 @@ HEADS, CHANNELS, FEATURES = 4, 4, 6
 @pytest.fixture(autouse=True)
 def no_fallback(default_settings):
     settings(fallback="error")
-    torch.manual_seed(0)
 
 
 def build(edge_dim, **options):
