@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -53,13 +53,7 @@ MEMORY_PER_EDGE_FEATURE = 32
 REAL_GRAPHS = ("cora", "cornell5")
 CHECK_GRAPHS = (*ZOO, *REAL_GRAPHS)
 
-Op = Callable[[Case, Graph, Inputs], Tensor]
 Row = dict[str, Any]
-
-
-def fused(case: Case, graph: Graph, inputs: Inputs) -> Tensor:
-    """What is checked; tests pass a wrong one."""
-    return case.fused(graph, inputs)
 
 
 @contextmanager
@@ -77,10 +71,10 @@ def poisoned_memory() -> Iterator[None]:
         switches.fill_uninitialized_memory = fill
 
 
-def run_seeded(op: Op, case: Case, graph: Graph, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+def run_seeded(case: Case, graph: Graph, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
     """Output and gradients of one call that draws the dropout of ``keep_factors``."""
     torch.manual_seed(SEED)
-    return forward_backward(op(case, graph, inputs), inputs, grad_out)
+    return forward_backward(case.fused(graph, inputs), inputs, grad_out)
 
 
 def check_graph(name: str, device: torch.device, small: bool) -> EdgeList:
@@ -117,7 +111,6 @@ def check_dtype(
     grad_out: Tensor,
     expected: dict[str, Tensor],
     dtype_name: str,
-    op: Op,
 ) -> Row:
     """The result columns of one case in the dtype of that name: status, worst error and tensor, bound."""
     if graph.device.type == "cuda" and (reasons := case.unsupported_reasons(dtype_name, graph.device)):
@@ -129,9 +122,9 @@ def check_dtype(
     factor = representable_factor(expected, dtype)
     expected = {name: tensor if name == "out" else tensor * factor for name, tensor in expected.items()}
     grad_out = (grad_out * factor).to(dtype)
-    first = run_seeded(op, case, compressed(graph), leaves, grad_out)
+    first = run_seeded(case, compressed(graph), leaves, grad_out)
     with poisoned_memory():
-        second = run_seeded(op, case, compressed(graph), leaves, grad_out)
+        second = run_seeded(case, compressed(graph), leaves, grad_out)
     errors = case.errors(graph, second, expected, grad_out)
     bound = case.bound(dtype_name)
     different = [name for name in first if not torch.equal(first[name], second[name])]
@@ -161,11 +154,7 @@ def _memory_reason(case: Case, graph: EdgeList) -> str | None:
 
 
 def check_point(
-    case: Case,
-    graph: EdgeList,
-    wanted: Sequence[tuple[str, str]],
-    op: Op = fused,
-    keep: Tensor | None = None,
+    case: Case, graph: EdgeList, wanted: Sequence[tuple[str, str]], keep: Tensor | None = None
 ) -> Iterator[Row]:
     """Checks one case on one graph; dtypes that are rounded alike share one float64 reference.
 
@@ -174,7 +163,6 @@ def check_point(
         graph: The graph.
         wanted: Pairs of a schedule of `settings` and a dtype of ``DTYPES``. A schedule asked for by name that cannot
             run the case is listed as not run.
-        op: What is checked.
         keep: Dropout factors of ``keep_factors``.
 
     Yields:
@@ -193,7 +181,7 @@ def check_point(
                     inputs, grad_out = rounded_problem(case, graph, group)
                     expected = case.reference(graph, inputs, grad_out, keep)
                 with in_force(schedule, dtype):
-                    columns = check_dtype(case, graph, inputs, grad_out, expected, dtype, op)
+                    columns = check_dtype(case, graph, inputs, grad_out, expected, dtype)
             except UnsupportedError as error:
                 columns = {"status": "not run: " + "; ".join(error.reasons)}
             except Exception as error:
@@ -289,7 +277,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
     started = time.perf_counter()
@@ -298,7 +286,7 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
     if options.restart:
         path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
-    finished = options.summary or _Runner(options, device, table, op).run()
+    finished = options.summary or _Runner(options, device, table).run()
     rows = [row for row in table.rows() if row["digest"] == source_digest()]
     print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
     print(markdown(WORST_FIELDS, ([row[name] for name in WORST_FIELDS] for row in worst_errors(rows))))
@@ -317,8 +305,8 @@ def main(arguments: Sequence[str] | None = None, op: Op = fused) -> int:
 class _Runner:
     """Runs the cases that a table lacks, group by group; the kernels of a group are compiled in parallel first."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device, table: Table, op: Op) -> None:
-        self.options, self.device, self.table, self.op = options, device, table, op
+    def __init__(self, options: argparse.Namespace, device: torch.device, table: Table) -> None:
+        self.options, self.device, self.table = options, device, table
         self.started = time.perf_counter()
 
     def run(self) -> bool:
@@ -333,7 +321,7 @@ class _Runner:
                 if time.perf_counter() - self.started > self.options.limit_seconds:
                     print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
                     return False
-                self.table.append(check_point(case, graph, missing, self.op, keep_factors(case, graph)))
+                self.table.append(check_point(case, graph, missing, keep_factors(case, graph)))
                 # Surfaces a dead CUDA context at once.
                 timer.synchronize()
                 if graph.num_edges * case.width > RELEASED_ELEMENTS:

@@ -6,7 +6,6 @@ import torch
 from pyg_dfgnn.bench import check
 from pyg_dfgnn.bench.case import DTYPES
 from pyg_dfgnn.bench.cases.attention.case import SCORES, AttentionCase
-from pyg_dfgnn.bench.check import fused
 from pyg_dfgnn.bench.prepare import collect_specs, rounded_problem
 from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.dispatch import core as dispatch
@@ -15,6 +14,7 @@ from pyg_dfgnn.settings import Settings, current
 from tests.kernels.emulated import emulated_device
 
 CPU = torch.device("cpu")
+FUSED = AttentionCase.fused
 
 
 def check_graph(name):
@@ -38,21 +38,21 @@ def test_leaky_scores_have_exact_signs():
 
 
 def wrong_forward(case, graph, inputs):
-    return fused(case, graph, inputs) * 1.001
+    return FUSED(case, graph, inputs) * 1.001
 
 
 def wrong_gradient(case, graph, inputs):
     first, *others = inputs
-    return fused(case, graph, {first: inputs[first].detach() + 0 * inputs[first], **{n: inputs[n] for n in others}})
+    return FUSED(case, graph, {first: inputs[first].detach() + 0 * inputs[first], **{n: inputs[n] for n in others}})
 
 
 def drops_last_edge(case, graph, inputs):
     edge_index = graph.edge_index[:, :-1].contiguous()
-    return fused(case, type(graph).of(edge_index, graph.num_src, graph.num_dst), inputs)
+    return FUSED(case, type(graph).of(edge_index, graph.num_src, graph.num_dst), inputs)
 
 
 def forgets_a_row(case, graph, inputs):
-    out = fused(case, graph, inputs)
+    out = FUSED(case, graph, inputs)
     hole = torch.empty_like(out)
     hole[1:] = out[1:]
     return hole
@@ -60,7 +60,7 @@ def forgets_a_row(case, graph, inputs):
 
 def changes_between_runs(case, graph, inputs):
     changes_between_runs.calls = getattr(changes_between_runs, "calls", 0) + 1
-    return fused(case, graph, inputs) * (1 + 2e-7 * changes_between_runs.calls)
+    return FUSED(case, graph, inputs) * (1 + 2e-7 * changes_between_runs.calls)
 
 
 def raises(case, graph, inputs):
@@ -70,7 +70,7 @@ def raises(case, graph, inputs):
 @pytest.mark.parametrize(
     ("op", "status"),
     [
-        (fused, "ok"),
+        (FUSED, "ok"),
         (wrong_forward, "breach"),
         (wrong_gradient, "breach"),
         (drops_last_edge, "breach"),
@@ -80,9 +80,10 @@ def raises(case, graph, inputs):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_gate(op, status):
+def test_the_gate(op, status, monkeypatch):
+    monkeypatch.setattr(AttentionCase, "fused", op)
     graph = check_graph("self-loops")
-    (row,) = check.check_point(AttentionCase("dot", 3, 16), graph, [("auto", "float32")], op)
+    (row,) = check.check_point(AttentionCase("dot", 3, 16), graph, [("auto", "float32")])
     assert row["status"].startswith(status)
 
 
@@ -97,8 +98,8 @@ def test_the_gate_sees_a_wrong_mask():
 OPTIONS = ["--small", "--device", "cpu", "--cases", "H3-C7", "--dtypes", "float32"]
 
 
-def run(tmp_path, *extra, op=fused):
-    return check.main([*OPTIONS, "--out", str(tmp_path), *extra], op)
+def run(tmp_path, *extra):
+    return check.main([*OPTIONS, "--out", str(tmp_path), *extra])
 
 
 def test_command_resumes_and_merges(tmp_path, capsys, monkeypatch):
@@ -137,14 +138,17 @@ def test_16_bits_without_kernels_are_not_judged(tmp_path, capsys):
     assert "tensors are on cpu" in statuses["bfloat16"]
 
 
-def test_command_fails_on_a_breach(tmp_path, capsys):
-    assert run(tmp_path, "--graphs", "self-loops", "--cases", "dot-H3-C7", op=wrong_forward) == 1
+def test_command_fails_on_a_breach(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(AttentionCase, "fused", wrong_forward)
+    assert run(tmp_path, "--graphs", "self-loops", "--cases", "dot-H3-C7") == 1
     assert "breach: dot-H3-C7 on self-loops, auto, float32, " in capsys.readouterr().out
 
 
 def test_rows_of_other_sources_are_not_mixed_in(tmp_path, monkeypatch):
     graphs = ["--graphs", "one-node", "--cases", "dot-H3-C7"]
-    assert run(tmp_path, *graphs, op=raises) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(AttentionCase, "fused", raises)
+        assert run(tmp_path, *graphs) == 1
     monkeypatch.setattr(check, "source_digest", lambda: "changed")
     assert run(tmp_path, *graphs) == 0
 
@@ -211,7 +215,8 @@ def test_a_schedule_that_cannot_run_is_listed(monkeypatch):
         assert current().fallback == "error"
         raise UnsupportedError(["rows are too long"], current().schedule)
 
+    monkeypatch.setattr(AttentionCase, "fused", unsupported)
     graph = check_graph("self-loops")
-    rows = list(check.check_point(AttentionCase("dot", 3, 16), graph, [("row_split", "float32")], unsupported))
+    rows = list(check.check_point(AttentionCase("dot", 3, 16), graph, [("row_split", "float32")]))
     assert [row["status"] for row in rows] == ["not run: rows are too long"]
     assert current() == Settings()
