@@ -25,9 +25,9 @@ def latest(rows: Rows) -> list[Row]:
     return list({tuple(str(row[name]) for name in NAMES): row for row in rows}.values())
 
 
-def timed(rows: Rows, state: str = "warm") -> list[Row]:
-    """The last rows with a time in one state of the cache."""
-    return [row for row in latest(rows) if row["status"] == "ok" and row["state"] == state and row["op"] != "graph"]
+def timed(rows: Rows) -> list[Row]:
+    """The last rows with a time in a warm cache."""
+    return [row for row in latest(rows) if row["status"] == "ok" and row["state"] == "warm" and row["op"] != "graph"]
 
 
 def label(row: Row) -> str:

@@ -158,12 +158,12 @@ def weighted_ends(weight: Tensor, count: int, generator: torch.Generator) -> Ten
     return torch.searchsorted(cumulative, drawn).clamp_(max=weight.numel() - 1)
 
 
-def zipf_sizes(total: int, count: int, exponent: float = 1.0) -> list[int]:
-    """Return sizes of groups that fall off as `rank^-exponent` and sum to a total, of which each group has 1 at least.
+def zipf_sizes(total: int, count: int) -> list[int]:
+    """Return sizes of groups that fall off as `1 / rank` and sum to a total, of which each group has 1 at least.
 
     Source: Zipf, Human Behavior and the Principle of Least Effort, 1949.
     """
-    share = torch.arange(1, count + 1, dtype=torch.float64) ** -exponent
+    share = torch.arange(1, count + 1, dtype=torch.float64).reciprocal()
     # Groups end where the cumulated shares are rounded to.
     ends = (share.cumsum(0) / share.sum() * (total - count)).round().long() + torch.arange(1, count + 1)
     return ends.diff(prepend=ends.new_zeros(1)).tolist()  # type: ignore[no-any-return]

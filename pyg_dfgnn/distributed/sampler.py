@@ -67,10 +67,10 @@ class SharedBatches(Sampler[list[int]]):
             yield own_share(torch.tensor(batch), self.group, self.costs).tolist() or [self.filler]
 
 
-def empty_graph(graph: Data, label: int = -100) -> Data:
-    """Return a graph without nodes, with the attributes and dtypes of another; a label of the graph is `label`."""
+def empty_graph(graph: Data) -> Data:
+    """Return a graph without nodes, with the attributes and dtypes of another; a label of the graph is -100."""
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
-    empty.y = torch.full_like(empty.y, label)
+    empty.y = torch.full_like(empty.y, -100)
     return SortEdges()(empty) if BY_SOURCE in empty else empty
 
 

@@ -17,9 +17,9 @@ from pyg_dfgnn.settings import current, settings
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def _check_module(name: str, value: Any) -> None:
-    if not isinstance(value, torch.nn.Module):
-        raise TypeError(f"'{name}' needs a torch.nn.Module (got {type(value).__name__})")
+def _check_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"'model' needs a torch.nn.Module (got {type(model).__name__})")
 
 
 Choice = type | str | Iterable[type | str] | None
@@ -44,7 +44,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         TypeError: `model` is not a module, or `only` or `skip` names layers by anything else than classes and names.
         ValueError: No layer of `model` has a name in `only` or `skip`.
     """
-    _check_module("model", model)
+    _check_module(model)
     taken, left_out = _choices("only", only), _choices("skip", skip)
     named = list(model.named_modules())
     for argument, choices in (("only", taken), ("skip", left_out)):
@@ -115,7 +115,7 @@ def restore(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module("model", model)
+    _check_module(model)
     for module in model.modules():
         module.__dict__.pop(MARK, None)
         upstream = upstream_of(type(module))
@@ -155,7 +155,7 @@ def report(model: torch.nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module("model", model)
+    _check_module(model)
     return Report(row for _, row in _rows(model))
 
 
@@ -177,7 +177,7 @@ def describe_plan(
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module("model", model)
+    _check_module(model)
     device = None if device is None else torch.device(device)
     rows = {row.name: (module, row) for module, row in _rows(model)}
     if "" in rows:
