@@ -24,9 +24,9 @@ class PreparedPass(Protocol):
 
     plan: Any
     """How the pass runs."""
-    blocks: int
+    blocks: int = 0
     """Rows of the values that thread blocks leave as partial results."""
-    head_groups: int
+    head_groups: int = 1
     """Groups of heads that thread blocks of their own take."""
 
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> Any:
@@ -37,6 +37,7 @@ class PreparedPass(Protocol):
 
     def derives(self, name: str, saved: bool, shared: bool) -> str:
         """Return what the pass does with a derived argument: "reads", "writes" or "ignores" it."""
+        return "reads"
 
 
 class PreparedOp:

@@ -18,6 +18,7 @@ from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import to_keep
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
+from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
 from pyg_dfgnn.runtime.cusparse import SpMM
 from pyg_dfgnn.settings import Settings
@@ -36,13 +37,11 @@ _OF_NODES = (6, 7, 12, 14, 15, 16)
 """Those that the pass over targets of moments takes."""
 
 
-class CusparseLaunch:
-    """A sum over the rows of one side by cuSPARSE (:class:`~pyg_dfgnn.ops.core.PreparedPass`).
+class CusparseLaunch(PreparedPass):
+    """A sum over the rows of one side by cuSPARSE.
 
     The matrix with its descriptors, workspace and preprocessing is kept with the graph, once for each stream.
     """
-
-    blocks, head_groups = 0, 1
 
     def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device = plan, graph.device
@@ -56,10 +55,6 @@ class CusparseLaunch:
         self._matrices: dict[int, SpMM] = graph.derived(key, dict)
         values = graph.derived(("ones", problem.dtype), ones)
         self._operands = side.rowptr, side.col, values, num_cols, problem.channels, plan.algorithm
-
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
 
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the product."""

@@ -10,13 +10,13 @@ from pyg_dfgnn.dispatch.traversal import items_per_block, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
 from pyg_dfgnn.graph.derived import Derived
+from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
 from pyg_dfgnn.statements.spec import Spec
 
 
-class TraversalLaunch:
-    """One pass over one side of a graph (:class:`~pyg_dfgnn.ops.core.PreparedPass`): a kernel for each sweep over the
-    edges, and one that merges heavy rows.
+class TraversalLaunch(PreparedPass):
+    """One pass over one side of a graph: a kernel for each sweep over the edges, and one that merges heavy rows.
 
     Args:
         plan: How it runs.
@@ -99,10 +99,6 @@ class TraversalLaunch:
         self.arrays += lists
         return addresses((*lists, *sizes, block, len(self.chunks)))
 
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
-
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Sweep all column blocks; heavy rows are merged after each."""
         device, nothing = self.device, self.nothing
@@ -148,8 +144,8 @@ class NodeKernel:
         self.launch(num_rows, device, addresses(arguments))
 
 
-class NodeLaunch:
-    """A pass over targets that reads no edge (:class:`~pyg_dfgnn.ops.core.PreparedPass`).
+class NodeLaunch(PreparedPass):
+    """A pass over targets that reads no edge.
 
     Args:
         plan: How the pass would run over edges.
@@ -158,8 +154,6 @@ class NodeLaunch:
         places: Places of the arguments that the kernel takes.
     """
 
-    blocks, head_groups = 0, 1
-
     def __init__(self, plan: Any, graph: Graph, kernel: NodeKernel, places: tuple[int, ...]) -> None:
         self.plan, self.device, self.num_rows = plan, graph.device, graph.num_dst
         self.kernel, self.places = kernel, places
@@ -167,10 +161,6 @@ class NodeLaunch:
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the kernel."""
         self.kernel.launch(self.num_rows, self.device, [arguments[place] for place in self.places])
-
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:

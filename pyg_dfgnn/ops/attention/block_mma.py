@@ -7,16 +7,15 @@ from typing import Any
 from pyg_dfgnn.dispatch.attention.block_mma import STEMS, specs
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph, block_sparse
+from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
 
 _COUNT = {"forward": 14, "targets": 17, "sources": 17}
 """Arguments of the statement's pass that the kernel takes."""
 
 
-class BlockMmaLaunch:
-    """One pass over the dense blocks of a side (:class:`~pyg_dfgnn.ops.core.PreparedPass`)."""
-
-    blocks, head_groups = 0, 1
+class BlockMmaLaunch(PreparedPass):
+    """One pass over the dense blocks of a side."""
 
     def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]
@@ -26,10 +25,6 @@ class BlockMmaLaunch:
         self.arrays = addresses((self.block_sparse.windows, self.block_sparse.columns, self.block_sparse.bits))
         self.grid = (self.block_sparse.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * plan.constants["WARPS"], 1, 1)
-
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
 
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the pass."""

@@ -10,6 +10,7 @@ from pyg_dfgnn.dispatch.attention.paper import smmf, stem_of
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import positions, rows_of
+from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
 
 _INPUTS = 11
@@ -22,14 +23,12 @@ _SOURCE_GRADS = slice(12, 17)
 """The output's gradient and the results in the pass over sources."""
 
 
-class PaperLaunch:
-    """One pass (:class:`~pyg_dfgnn.ops.core.PreparedPass`).
+class PaperLaunch(PreparedPass):
+    """One pass.
 
     The pass over targets hands over the weights after dropout and the gradients of the scores, float32 [2, E, H] in the
     order of the CSR, to the pass over sources, which is the same for both schedules.
     """
-
-    blocks = 0
 
     def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.direction = plan, direction
@@ -56,10 +55,6 @@ class PaperLaunch:
         self.edges = addresses((*self.arrays, *sizes))
         block_rows = constants.get("BLOCK_ROWS", warps // constants["ROW_WARPS"])
         self.grid = (-(-side.num_rows // block_rows), self.head_groups, 1)
-
-    def derives(self, name: str, saved: bool, shared: bool) -> str:
-        """Return that the pass reads what is derived."""
-        return "reads"
 
     def __call__(self, arguments: Sequence[Any], handed: Tensor | None = None) -> Tensor | None:
         """Launch the pass, and return the state of the edges that the pass over sources reads."""
