@@ -5,6 +5,7 @@ import torch
 from pyg_dfgnn.dispatch.attention import block_mma
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.spec import Spec
 from tests.covering import Row, covering
 
@@ -14,11 +15,6 @@ SHAPES = ((1, 128), (4, 64), (8, 16), (1, 32), (3, 24), (6, 8), (1, 96), (3, 40)
 PRODUCTS = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
 # One graph that suits windows of 64 rows, one that suits 80, one of many steps, one whose columns are listed.
 SIZES = ((64, 64), (80, 80), (200, 200), (70, 40))
-STEMS = {
-    "forward": "block_mma_forward",
-    "targets": "block_mma_backward_targets",
-    "sources": "block_mma_backward_sources",
-}
 
 
 def problem(row: Row) -> AttentionProblem:
@@ -41,12 +37,9 @@ def block_mma_specs() -> list[Spec]:
     rows += covering({**pairs, "size": ((64, 64), (70, 40))})
     graphs = {size: Graph.of(torch.ones(size).nonzero().t(), *size) for size in SIZES}
     return [
-        Spec(
-            f"attention/{stem}.cu",
-            tuple(block_mma.plan_pass(problem(row), direction, graph).constants.items()),
-            texts=problem(row).record.texts,
-        )
-        for direction, stem in STEMS.items()
+        spec
+        for direction in DIRECTIONS
         for row in rows
         for graph in [graphs[row["size"]]]
+        for spec in block_mma.specs(problem(row), direction, block_mma.plan_pass(problem(row), direction, graph))
     ]

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 
+from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.graph import Graph, block_sparse
@@ -247,20 +247,15 @@ CHAIN = {"split": 1.0, "tf32": 0.5, "half": 0.4}
 """Each product of a step of 16 columns and 128 channels, in the time of a step without."""
 
 
-STEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "forward": "block_mma_forward",
-        "targets": "block_mma_backward_targets",
-        "sources": "block_mma_backward_sources",
-    }
-)
-"""Stem of the kernel source of each pass; its entry is called the same."""
+def stem_of(direction: str) -> str:
+    """Return the stem of the kernel source of a pass; its entry is called the same."""
+    return f"block_mma_{rows.STEMS[direction]}"
 
 
 def specs(problem: AttentionProblem, direction: str, plan: Any) -> list[Spec]:
     """Return what is compiled for a planned pass."""
     constants = tuple(plan.constants.items())
-    return [Spec(f"attention/{STEMS[direction]}.cu", constants, texts=problem.record.texts)]
+    return [Spec(f"attention/{stem_of(direction)}.cu", constants, texts=problem.record.texts)]
 
 
 def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: BlockMmaPlan, gpu: Gpu) -> Cost:

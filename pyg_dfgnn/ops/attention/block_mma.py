@@ -4,7 +4,7 @@ heads."""
 from collections.abc import Sequence
 from typing import Any
 
-from pyg_dfgnn.dispatch.attention.block_mma import STEMS, specs
+from pyg_dfgnn.dispatch.attention.block_mma import specs, stem_of
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.ops.prepared import PreparedPass
@@ -20,7 +20,7 @@ class BlockMmaLaunch(PreparedPass):
     def __init__(self, problem: AttentionProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device, self._count = plan, graph.device, _COUNT[direction]
         (spec,) = specs(problem, direction, plan)
-        self.kernel = kernel_of(spec, f"attention_{STEMS[direction]}")
+        self.kernel = kernel_of(spec, f"attention_{stem_of(direction)}")
         self.block_sparse = block_sparse.of(graph, direction, plan.rows, plan.compact)
         self.arrays = addresses((self.block_sparse.windows, self.block_sparse.columns, self.block_sparse.bits))
         self.grid = (self.block_sparse.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
