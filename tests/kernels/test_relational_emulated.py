@@ -11,7 +11,7 @@ from pyg_dfgnn.ir.layers import rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import Passes, optimise
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ops.relational import apply, reasons_against, traversal
+from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for, traversal
 from tests.covering import product
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
@@ -117,7 +117,7 @@ def test_outputs_and_gradients(layer, dtype, graph):
     with emulated_device(order, seed=1) as launched:
         actual = results(LAYERS[layer], rows, inputs, upstream)
         again = results(LAYERS[layer], rows, inputs, upstream)
-        assert reasons_against(LAYERS[layer], rows, inputs) == ()
+        assert isinstance(prepared_for(LAYERS[layer], rows, inputs), Prepared)
     if rows.graph.num_edges:
         typed = any(value.domain is R for value in LAYERS[layer].values)
         assert {"relational_traversal", *(("segment_gemm", "segment_outer") if typed else ())} <= set(launched)

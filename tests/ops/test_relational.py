@@ -11,7 +11,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
-from pyg_dfgnn.ops.relational import apply, program, reasons_against, rows_of
+from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
 from tests.kernels.emulated import emulated_device
@@ -60,7 +60,7 @@ def test_interpreter_runs_what_kernels_cannot(graph):
     assert torch.equal(out["out"], expected["out"])
     grads = torch.autograd.grad(out["out"].sum(), list(inputs.values()), create_graph=True)
     assert all(grad.requires_grad for grad in grads[:1])
-    assert any("float64" in reason for reason in reasons_against(mapped, rows, inputs))
+    assert any("float64" in reason for reason in prepared_for(mapped, rows, inputs))
 
 
 def test_second_calls_neither_trace_nor_lower(graph, monkeypatch):
@@ -104,7 +104,7 @@ def test_second_derivatives_are_refused(graph):
 def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
     rows, inputs = rows_of(graph), {"x": torch.randn(6, 8), "xd": torch.randn(6, 8)}
     with emulated_device():
-        (reason,) = reasons_against(joined, rows, inputs)
+        (reason,) = prepared_for(joined, rows, inputs)
         assert "concat" in reason
         assert apply(joined, rows, inputs)["out"].shape == (6, 1)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

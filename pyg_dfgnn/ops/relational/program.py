@@ -267,23 +267,15 @@ def _prepared(
     return rows.derived(("prepared", id(program), dtype, wrt, passes, alone), build)
 
 
-def reasons_against(
+def prepared_for(
     program: Program | Relational,
     rows: Rows,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
-) -> tuple[str, ...]:
-    """Return every reason why no kernels run a program on these inputs; empty when they do."""
-    prepared = _found(program, rows, inputs, outputs, passes)[1]
-    return () if isinstance(prepared, Prepared) else prepared
-
-
-def prepared_for(
-    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None
 ) -> Prepared | tuple[str, ...]:
     """Return what would run a program on these inputs, or every reason why no kernels do."""
-    return _found(program, rows, inputs, outputs, ALL_PASSES)[1]
+    return _found(program, rows, inputs, outputs, passes)[1]
 
 
 def _found(
