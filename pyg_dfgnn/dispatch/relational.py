@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
@@ -69,14 +68,6 @@ _JOINED_BYTES = 48 << 10
 def piece_of(num_edges: int) -> int:
     """Edges of a piece whose outer products one group of lanes sums: pieces for all of a GPU, and short enough sums."""
     return min(4096, max(SUMMED_EDGES, power_of_two(-(-num_edges // 2048))))
-
-
-def unsupported_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Return every reason why no kernel can run on features of a dtype and a device; empty when one can."""
-    reasons = device_reasons(device)
-    if dtype not in STORAGE:
-        reasons.append(f"{dtype} has no fused kernel (float32, float16, bfloat16)")
-    return reasons
 
 
 def holds_heads(problem: StepProblem) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyg_dfgnn.dispatch.core import Family, device_reasons
+from pyg_dfgnn.dispatch.core import Family
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
 from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
@@ -17,6 +17,7 @@ from pyg_dfgnn.dispatch.traversal import (
     lane_constants,
     max_edges_of,
     side_of,
+    storage_reasons,
 )
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, MOMENTS, STATS, SUMS, reads_messages
@@ -106,9 +107,7 @@ class SegmentProblem:
 
 def unsupported_reasons(problem: SegmentProblem) -> list[str]:
     """Return every reason why no fused kernel can run ``problem``; empty when one can."""
-    reasons = device_reasons(problem.device)
-    if problem.dtype not in STORAGE:
-        reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
+    reasons = storage_reasons(problem.dtype, problem.device)
     most = max_channels(problem.stats)
     if not 1 <= problem.channels <= most:
         reasons.append(f"{problem.channels} channels in one launch, the kernels take 1 to {most}")

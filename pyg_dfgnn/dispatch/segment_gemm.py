@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
-from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gpu import gpu_of
-from pyg_dfgnn.dispatch.traversal import STORAGE
+from pyg_dfgnn.dispatch.traversal import STORAGE, storage_reasons
 from pyg_dfgnn.statements.spec import Spec
 
 PRODUCTS = ("linear", "transposed", "outer")
@@ -122,9 +121,7 @@ class SegmentGemmPlan:
 
 def unsupported_reasons(problem: SegmentGemmProblem) -> list[str]:
     """Return every reason why no kernel can run ``problem``; empty when one can."""
-    reasons = device_reasons(problem.device)
-    if problem.dtype not in STORAGE:
-        reasons.append(f"{problem.dtype} has no fused kernel (float32, float16, bfloat16)")
+    reasons = storage_reasons(problem.dtype, problem.device)
     if not problem.features * problem.channels * problem.heads:
         reasons.append("a weight without numbers, which no kernel multiplies")
     return reasons

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.graph import Adjacency, Graph
 
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -23,6 +24,14 @@ ORDERED_EDGES = 1024
 """Edges of a chunk of a large graph whose longest rows come first, so that none is left to the end."""
 JOINED_EDGES = 8
 """Edges that a chunk should have at least to be worth its part in joining."""
+
+
+def storage_reasons(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Return every reason why no kernel can run on features of a dtype and a device; empty when one can."""
+    reasons = device_reasons(device)
+    if dtype not in STORAGE:
+        reasons.append(f"{dtype} has no fused kernel (float32, float16, bfloat16)")
+    return reasons
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.ir import Domain, One, Rows
 from pyg_dfgnn.ir.lanes import Refusal
@@ -32,7 +32,7 @@ class RelationalProblem:
 
 def reasons_of_problem(problem: RelationalProblem) -> list[str]:
     """Return every reason why no kernels run programs on such features."""
-    return unsupported_reasons(problem.dtype, problem.device)
+    return storage_reasons(problem.dtype, problem.device)
 
 
 def run(

@@ -12,7 +12,7 @@ from pyg_dfgnn.dispatch.attention import block_mma, paper, row_split, smem
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD, Family
 from pyg_dfgnn.dispatch.gpu import Gpu, gpu_of
-from pyg_dfgnn.dispatch.traversal import STORAGE
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.scores import SCORES, Score
@@ -25,9 +25,7 @@ MAX_EDGE_CHANNELS = 64
 
 def row_reasons(heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     """Return every reason why no kernel can read rows [N, H, C]; empty when one can."""
-    reasons = core.device_reasons(device)
-    if dtype not in STORAGE:
-        reasons.append(f"{dtype} has no fused kernel (float32, float16, bfloat16)")
+    reasons = storage_reasons(dtype, device)
     if not 1 <= channels <= MAX_CHANNELS:
         reasons.append(f"{channels} channels per head, the kernels take 1 to {MAX_CHANNELS}")
     if not 1 <= heads <= MAX_HEADS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
-from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description
@@ -78,7 +78,7 @@ def _plan(
     """Return the steps that a device would run for some outputs of a layer's program, and what is in their way."""
     if device.type not in fused_device_types:
         return str(program), (NO_DEVICE,)
-    reasons = unsupported_reasons(dtype, device)
+    reasons = storage_reasons(dtype, device)
     family = match_of(program, dtype, device, names)
     if family is not None:
         return f"{program}\nwhich is {family.name}: hand-written kernels run it", reasons

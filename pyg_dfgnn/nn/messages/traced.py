@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
@@ -152,7 +152,7 @@ def _plan(
         tensors = {name: _input(layer, call.kwargs, source) for name, source in trace.sources.items()}
         wrt = tuple(name for name in program.inputs if tensors[name].requires_grad) if torch.is_grad_enabled() else ()
         num_types = 0 if trace.types is None else trace.types[1]
-        reasons += [*unsupported_reasons(trace.dtype, device), *_refusals(program, wrt, max(spec.sizes), num_types)]
+        reasons += [*storage_reasons(trace.dtype, device), *_refusals(program, wrt, max(spec.sizes), num_types)]
     if reasons:
         return tuple(reasons), *nothing
     name = Name("edges" if trace.types is None else "relations", layer.flow != "source_to_target", program).text

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, shares_edge_rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem, tf32_allowed
-from pyg_dfgnn.dispatch.core import device_reasons
-from pyg_dfgnn.dispatch.traversal import STORAGE
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import check_range, check_shape, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.typed_rows import one_type
@@ -285,7 +284,7 @@ def _by_head(graph: Edges, rows: Tensor, weight: Tensor, transposed: bool = Fals
 
     torch sums the gradient of a small matrix over all rows in few thread blocks, which takes longer than the attention.
     """
-    if is_eager_on(graph) and not device_reasons(rows.device) and rows.dtype in STORAGE:
+    if is_eager_on(graph) and not storage_reasons(rows.dtype, rows.device):
         return typed_linear(one_type(graph, rows.shape[0]), rows, weight.unsqueeze(0), transposed=transposed)
     return torch.einsum("nhd,hcd->nhc" if transposed else "nhc,hcd->nhd", rows, weight)
 

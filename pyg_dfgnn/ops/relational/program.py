@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pyg_dfgnn.dispatch.relational import unsupported_reasons
+from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
@@ -255,7 +255,7 @@ def _prepared(
     """Return what runs a program, or every reason why no kernels do; kept with the rows."""
 
     def build() -> Any:
-        reasons = unsupported_reasons(dtype, rows.device)
+        reasons = storage_reasons(dtype, rows.device)
         reasons += ["the edges of a static graph change"] if rows.graph.is_static else []
         if reasons:
             return tuple(reasons)
