@@ -3,7 +3,6 @@
 import multiprocessing
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,17 +14,6 @@ OPTIONS = ("-std=c++17",)
 
 class CompileError(RuntimeError):
     """A kernel that NVRTC rejects. The message holds the compiler's log and the numbered source."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one compiled entry point uses."""
-
-    entry: str
-    registers: int
-    shared_bytes: int
-    local_bytes: int
-    max_threads: int
 
 
 def _numbered(source: str) -> str:
@@ -61,29 +49,6 @@ def module(spec: Spec, device_index: int) -> Any:
         except cupy.cuda.compiler.CompileException as error:
             raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.source)}") from error
     return raw
-
-
-def entry_points(source: str) -> list[str]:
-    """Return the names of the kernels in a source text."""
-    return re.findall(r'extern "C" __global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\s*\(', source)
-
-
-def resources(spec: Spec, device_index: int = 0) -> list[Resources]:
-    """Return registers, static shared memory and spilled bytes of each entry point of ``spec``."""
-    raw = module(spec, device_index)
-    rows = []
-    for entry in entry_points(spec.source):
-        kernel = raw.get_function(entry)
-        rows.append(
-            Resources(
-                entry,
-                kernel.num_regs,
-                kernel.shared_size_bytes,
-                kernel.local_size_bytes,
-                kernel.max_threads_per_block,
-            )
-        )
-    return rows
 
 
 def _compile_one(job: tuple[Spec, int]) -> str | None:

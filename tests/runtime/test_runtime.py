@@ -13,7 +13,7 @@ import torch
 
 from pyg_dfgnn.paths import kernels_dir
 from pyg_dfgnn.runtime import bridge, compiler, launcher
-from pyg_dfgnn.runtime.compiler import CompileError, entry_points
+from pyg_dfgnn.runtime.compiler import CompileError
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
 from pyg_dfgnn.statements.scores import DOT
 from pyg_dfgnn.statements.spec import Spec, assemble
@@ -98,20 +98,6 @@ def test_a_source_that_is_not_there(kernels):
     (kernels / "broken.cu").write_text('#include "nowhere.cuh"\n')
     with pytest.raises(FileNotFoundError, match="nowhere.cuh"):
         assemble("broken.cu")
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("forward", ["attention_forward", "attention_forward_merge"]),
-        ("backward_targets", ["attention_backward_targets", "attention_backward_targets_merge"]),
-        ("backward_sources", ["attention_backward_sources", "attention_backward_sources_merge"]),
-        ("weights", ["attention_weights"]),
-        ("norm", ["attention_inverse_norm"]),
-    ],
-)
-def test_entry_points(path, expected):
-    assert entry_points(assemble(f"attention/{path}.cu", texts=DOT.texts)) == expected
 
 
 def test_a_specialised_module_is_named_by_all_its_parameters():

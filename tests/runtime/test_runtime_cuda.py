@@ -1,4 +1,4 @@
-"""The runtime on a GPU: caches, resources, shared memory, errors, streams, threads, devices, and the bridge."""
+"""The runtime on a GPU: caches, shared memory, errors, streams, threads, devices, and the bridge."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.runtime import bridge, compiler
-from pyg_dfgnn.runtime.compiler import CompileError, precompile, resources
+from pyg_dfgnn.runtime.compiler import CompileError, precompile
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch
 from pyg_dfgnn.statements.spec import Spec
 from tests.runtime.conftest import REVERSE, SCALE, forget
@@ -100,12 +100,6 @@ def test_a_compile_error_shows_the_log_and_the_numbered_source(kernels):
     (kernels / "b.cuh").write_text("__device__ float twice(float x) { return 2 * x; }\n")
     forget()
     assert torch.equal(scale(torch.ones(40, device=DEVICE)), torch.full((40,), 6.0, device=DEVICE))
-
-
-def test_resources(kernels):
-    (row,) = resources(SCALE)
-    assert row.entry == "scale" and row.registers > 0 and row.max_threads >= 32
-    assert (row.shared_bytes, row.local_bytes) == (0, 0)
 
 
 def test_a_module_is_loaded_once(kernels):
