@@ -2,7 +2,7 @@
 
 import multiprocessing
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -51,36 +51,26 @@ def module(spec: Spec, device_index: int) -> Any:
     return raw
 
 
-def _compile_one(job: tuple[Spec, int]) -> str | None:
+def _compile_one(spec: Spec) -> str | None:
     try:
-        module(*job)
+        module(spec, 0)
     except CompileError as error:
         return str(error)
     return None
 
 
-def precompile(
-    specs: Iterable[Spec],
-    workers: int,
-    device_index: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Compile many modules in parallel processes; the disk cache hands them to this one.
+def precompile(specs: Iterable[Spec], workers: int) -> None:
+    """Compile many modules for the first device in parallel processes; the disk cache hands them to this one.
 
     Args:
         specs: Modules to build.
         workers: Number of processes.
-        device_index: CUDA device whose architecture is built for.
-        progress: Called with (done, total) after each module.
 
     Raises:
         CompileError: The first module that does not compile.
     """
-    jobs = [(spec, device_index) for spec in dict.fromkeys(specs)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for done, failure in enumerate(pool.imap_unordered(_compile_one, jobs, chunksize=4), start=1):
+        for failure in pool.imap_unordered(_compile_one, dict.fromkeys(specs), chunksize=4):
             if failure is not None:
                 pool.terminate()
                 raise CompileError(failure)
-            if progress is not None:
-                progress(done, len(jobs))
