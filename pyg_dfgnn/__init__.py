@@ -1,4 +1,4 @@
-"""Fast fused graph-attention kernels as drop-ins for PyTorch Geometric.
+"""Fused CUDA kernels as drop-ins for layers of PyTorch Geometric: attention, aggregation, relations, messages.
 
 Swap the import (``from pyg_dfgnn.nn import GATConv``) or call ``pyg_dfgnn.accelerate(model)``.
 """
@@ -22,9 +22,12 @@ _LAZY = {
     "capture_step": "pyg_dfgnn.capture",
     **dict.fromkeys(("accelerate", "describe_plan", "report", "restore"), "pyg_dfgnn.nn"),
 }
+_MODULES = frozenset("capture datasets errors graph ir models nn ops training transforms utils".split())
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
@@ -33,4 +36,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -28,7 +28,8 @@ Written by `python -m tools.message_coverage`; a test compares it with the code.
 
 - *drop-in*: our class stands in for PyG's; its messages trace too.
 - *traced*: the messages are a program, whose operators are listed; outputs and gradients equal PyG's in float64.
-- *edge product*: traced, with a map of values that only edges have.
+- *edge product*: traced, with a map of values that only edges have: a network of two layers here. With one `Linear` in
+  its place kernels run.
 - *refused*: PyG's own code runs, for the reason shown.
 - *on kernels*: whether generated kernels run the messages and their gradients, where there is no drop-in, or why PyG's
   code runs on a GPU.

@@ -366,8 +366,14 @@ def capture_step(
             for name, value in store.items():
                 if isinstance(value, Tensor):
                     check_device(f"data.{name}", value, device)
+        if forward is None and not ("x" in data and "edge_index" in data):
+            need = "a function of model and data where these have no 'x' and 'edge_index'"
+            raise TypeError(f"'forward' needs {need} (got None)")
     elif not isinstance(data, Capacity):
         data = _capacity_of(data)
+    known = {id(parameter) for parameter in model.parameters()}
+    if known.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("'optimizer' needs parameters of the model (got none of them)")
     if device.type == "cpu" and recorder is None:
         if current().fallback == "error" and torch.cuda.is_available():
             raise UnsupportedError(["the model is on a CPU"], what="the captured step")

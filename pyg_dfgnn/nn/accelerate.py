@@ -34,7 +34,8 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
 
     Args:
         model: Any module, also a single conv.
-        only: What to take: a class, the dotted name of a layer, a pattern of names such as `"encoder.*"`, or several.
+        only: What to take: a class, PyG's or ours, the dotted name of a layer, a pattern of names such as
+            `"encoder.*"`, or several.
         skip: What to leave, likewise.
 
     Returns:
@@ -91,7 +92,8 @@ def _choices(name: str, choice: Choice) -> tuple[type | str, ...]:
 
 
 def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) -> bool:
-    return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, c) for c in choices)
+    # Our class names the layers that it would be taken for.
+    return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, (c, upstream_of(c))) for c in choices)
 
 
 def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:

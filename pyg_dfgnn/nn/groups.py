@@ -96,6 +96,18 @@ def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> 
     return graph_of_index(index, dim_size)
 
 
+def check_offsets(x: Tensor, ptr: Tensor) -> None:
+    """Check offsets of a CPU's tensors, of which PyG's code would read past the end.
+
+    Raises:
+        ValueError: They do not begin at 0, descend, or do not end at the number of rows of `x`.
+    """
+    if is_eager() and is_plain(x) and is_plain(ptr) and ptr.device.type == "cpu" and ptr.dtype in INDEX_DTYPES:
+        num_edges = Graph.of_ptr(ptr).num_edges
+        if num_edges != x.size(0):
+            raise ValueError(f"'ptr' needs to end at the number of rows {x.size(0)} (got {num_edges})")
+
+
 def rows_of(x: Tensor, dim: int) -> Tensor:
     """Return the values as a matrix [E, F]."""
     rows = x.movedim(dim, 0)

@@ -48,7 +48,8 @@ def register(score: Score) -> Score:
         ValueError: Another record has this name.
     """
     if _scores.setdefault(score.name, score) is not score:
-        raise ValueError(f"'score' needs a name that no other score has (got {score.name!r})")
+        need = "a name that no other score has: a changed score needs another name or a new process"
+        raise ValueError(f"'score' needs {need} (got {score.name!r})")
     return score
 
 

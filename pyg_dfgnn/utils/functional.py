@@ -24,7 +24,7 @@ def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = Non
         Shape [..., G, ...]; 0 for an empty group, 1 for a product.
 
     Raises:
-        IndexError: A group is outside of [0, dim_size).
+        IndexError: A group is outside of [0, dim_size); on a CPU a RuntimeError of PyTorch.
         ValueError: As PyG's function.
     """
     return groups.scatter(src, index, dim, dim_size, reduce)
@@ -45,7 +45,10 @@ def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
     Raises:
         ValueError: The offsets do not begin at 0, descend, or do not end at E.
     """
-    if reduce not in ("sum", "mean", "max", "min") or not groups.takes("segment", src, None, ptr, 0, (reduce,)):
+    if reduce not in ("sum", "mean", "max", "min"):
+        return pygs_segment(src, ptr, reduce)
+    if not groups.takes("segment", src, None, ptr, 0, (reduce,)):
+        groups.check_offsets(src, ptr)
         return pygs_segment(src, ptr, reduce)
     return groups.reduce(src, None, ptr, None, 0, (reduce,))[0]
 
@@ -71,7 +74,7 @@ def softmax(
         The shape of `src`.
 
     Raises:
-        IndexError: A group is outside of [0, num_nodes).
+        IndexError: A group is outside of [0, num_nodes); on a CPU a RuntimeError of PyTorch.
     """
     index = None if ptr is not None and ptr.dim() == 1 else index
     if not groups.takes("softmax", src, index, ptr, dim, ("sum",)):

@@ -421,11 +421,11 @@ def test_what_is_shown():
         "captured after 3 eager runs, 1 replays"
     ).replace("513", str(step.data.num_edges))
     graphs = [graph(5 + i, i) for i in range(6)]
-    model = gat()
+    model = Plain()
     optimizer = OPTIMIZERS["adam"](model.parameters())
     loss = torch.nn.CrossEntropyLoss()
     options = {"recorder": HostRecorder(optimizer)}
-    step = capture_step(Plain(), lambda out, data: loss(out, data.y), optimizer, Capacity.of(graphs, 2), **options)
+    step = capture_step(model, lambda out, data: loss(out, data.y), optimizer, Capacity.of(graphs, 2), **options)
     step(Batch.from_data_list(graphs[:2]))
     assert "y=[64]" in repr(step) and "1 eager runs, captured after 3" in repr(step)
 

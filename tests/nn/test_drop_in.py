@@ -299,6 +299,13 @@ def test_script_takes_pygs_class(name, x, caplog, forget_logged):
 # Importing -----------------------------------------------------------------------------------------------------------
 
 
+def test_subpackages_are_attributes():
+    """As soon as the package is imported, not only where something else has imported them."""
+    names = ["nn.GATConv", "utils.scatter", "transforms.Reorder", "capture.Capacity", "ops", "ir.relational", "errors"]
+    code = "import pyg_dfgnn\n" + "\n".join(f"pyg_dfgnn.{name}" for name in names)
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_import_is_light():
     program = (
         "import sys, pyg_dfgnn; assert pyg_dfgnn.__version__ and callable(pyg_dfgnn.settings); "

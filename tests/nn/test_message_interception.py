@@ -110,6 +110,7 @@ def test_accelerate_says_what_it_compiles(caplog):
         ({"only": Derived}, {"second"}),
         ({"only": "first"}, {"first"}),
         ({"only": ["sec*", pyg.GATConv]}, {"second", "gat"}),
+        ({"only": ours.GATConv}, {"gat"}),
         ({"skip": Derived}, {"first", "gat"}),
         ({"only": Mine, "skip": "second"}, {"first"}),
     ],

@@ -26,7 +26,7 @@ def registered(monkeypatch):
 
 def test_a_name_is_taken_once():
     register(DOT)
-    with pytest.raises(ValueError, match="'score' needs a name that no other score has .got 'dot'."):
+    with pytest.raises(ValueError, match="'score' needs a name that no other score has: .* .got 'dot'."):
         register(replace(DOT))
 
 

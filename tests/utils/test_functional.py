@@ -181,6 +181,13 @@ def test_errors_are_pygs(case):
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("ptr", [[0, 9], [0, 3], [1, 4], [0, 3, 2, 4]])
+def test_offsets_that_do_not_fit(ptr):
+    """On a CPU PyG's code would read past the end."""
+    with pytest.raises(ValueError, match="'ptr' needs"):
+        utils.segment(torch.randn(4, 3), torch.tensor(ptr))
+
+
 def test_a_group_out_of_range():
     """On a GPU PyG's code would end the process."""
     message = r"'index' needs values in \[0, num_groups=2\) \(got 0 to 3\)"
