@@ -274,6 +274,7 @@ DECISIONS = {
     "even": lambda x_j, size, size_i: x_j if size_i % 2 == 0 else 2 * x_j,
     "least": lambda x_j, size, size_i: x_j * min(size_i, 3),
     "numbers": lambda x_j, size, size_i: x_j if x_j.numel() < 8 else 2 * x_j,
+    "the same": lambda x_j, size, size_i: x_j if x_j.size(0) * 2 == 2 * x_j.size(0) != 0 else 2 * x_j,
     "truth": lambda x_j, size, size_i: x_j if size_i - 6 else 2 * x_j,
 }
 
@@ -296,6 +297,26 @@ def test_decisions_by_numbers_of_rows(decision, x, edge_index):
             ran += compare(pair, x[:nodes], ends) + compare(pair, (x[:nodes], x[:5]), ends % 5) if nodes > 4 else 0
     # What was traced serves the sizes that decide alike; of "least" and "length" nothing can be.
     assert ran or decision in (DECISIONS["least"], DECISIONS["length"])
+
+
+@pytest.mark.parametrize("decision", [DECISIONS[name] for name in ("one edge", "is square", "truth")])
+def test_decisions_while_compiling(decision, x, edge_index):
+    kind = layer_of("Deciding", lambda self, x_j, size, size_i: decision(x_j, size, size_i))
+    layer, marked = twins(kind)
+    compiled = torch.compile(marked, dynamic=True, backend="eager")
+    with messages.interpreted():
+        for edges in (15, 1):
+            for features in (x, (x, x[:5]), x[:6]):
+                ends = edge_index[:, :edges] % 5
+                torch.testing.assert_close(compiled(features, ends), layer(features, ends), rtol=1e-9, atol=1e-11)
+
+
+def test_a_question_with_one_answer_is_no_decision(x, edge_index):
+    kind = layer_of("Asserting", lambda self, x_j, index: x_j if x_j.size(0) == index.size(0) else 2 * x_j)
+    layer = pyg_dfgnn.accelerate(kind())
+    with messages.interpreted(), watched() as calls:
+        layer(x, edge_index)
+    assert not calls[0][2].guards
 
 
 def test_why_a_decision_is_refused(x, edge_index):

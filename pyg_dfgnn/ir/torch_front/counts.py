@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Asked = Callable[["Sizes"], Any]
+Note = Callable[[Any, Asked, bool], None]
 
 
 class Sizes(NamedTuple):
@@ -37,27 +38,36 @@ class Count(int):
 
     Attributes:
         formula: The same for other numbers of rows.
+        key: What is computed, to be compared with what another number is.
         sizes: The numbers of rows.
         note: Called with the frame that compares, the comparison and its outcome.
     """
 
     formula: Asked
+    key: Any
     sizes: Sizes
-    note: Callable[[Any, Asked, bool], None]
+    note: Note
 
     @staticmethod
-    def of(number: int, formula: Asked, sizes: Sizes, note: Callable[[Any, Asked, bool], None]) -> Count:
+    def of(number: int, formula: Asked, key: Any, sizes: Sizes, note: Note) -> Count:
         """Return a number that tells `note` of comparisons."""
         count = Count(number)
-        count.formula, count.sizes, count.note = formula, sizes, note
+        count.formula, count.key, count.sizes, count.note = formula, key, sizes, note
         return count
 
-    def asked(self, other: Any) -> Asked:
-        """Return what another number is for other numbers of rows; one that equals one of them is taken for it."""
+    @staticmethod
+    def rows(place: int, sizes: Sizes, note: Note) -> Count:
+        """Return one of the numbers of rows."""
+        return Count.of(sizes[place], lambda sizes: sizes[place], f"rows {place}", sizes, note)
+
+    def like(self, other: Any) -> Count:
+        """Return another number as one that may differ; one that equals a number of rows is taken for it."""
         if isinstance(other, Count):
-            return other.formula
+            return other
         place = next((place for place, size in enumerate(self.sizes) if size == other), None)
-        return (lambda sizes: other) if place is None else (lambda sizes: sizes[place])
+        if place is not None:
+            return Count.rows(place, self.sizes, self.note)
+        return Count.of(int(other), lambda sizes: other, other, self.sizes, self.note)
 
     __hash__ = int.__hash__
 
@@ -74,8 +84,9 @@ def _computed(name: str, is_swapped: bool) -> Callable[[Count, Any], Any]:
     def method(self: Count, other: Any) -> Any:
         if not isinstance(other, int):
             return NotImplemented
-        left, right, number = self.formula, self.asked(other), compute(int(self), int(other))
-        return Count.of(number, lambda sizes: compute(left(sizes), right(sizes)), self.sizes, self.note)
+        second, key = self.like(other), (name, is_swapped, self.key, self.like(other).key)
+        left, right, number = self.formula, second.formula, compute(int(self), int(other))
+        return Count.of(number, lambda sizes: compute(left(sizes), right(sizes)), key, self.sizes, self.note)
 
     return method
 
@@ -86,9 +97,10 @@ def _compared(name: str) -> Callable[[Count, Any], bool]:
     def method(self: Count, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        plain = int(other) if isinstance(other, int) else other
-        answer, left, right = compare(int(self), plain), self.formula, self.asked(other)
-        self.note(sys._getframe(1), lambda sizes: compare(left(sizes), right(sizes)), answer)
+        answer, second = compare(int(self), int(other) if isinstance(other, int) else other), self.like(other)
+        if second.key != self.key:
+            left, right = self.formula, second.formula
+            self.note(sys._getframe(1), lambda sizes: compare(left(sizes), right(sizes)), answer)
         return answer
 
     return method

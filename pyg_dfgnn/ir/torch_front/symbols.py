@@ -282,7 +282,7 @@ class Tracer(TorchFunctionMode):
         if self.domain_of_size(size) is None or isinstance(size, Count):
             return size
         place = next(place for place, number in enumerate(self.sizes) if number == size)
-        return Count.of(size, lambda sizes: sizes[place], self.sizes, self._compared)
+        return Count.rows(place, self.sizes, self._compared)
 
     def _compared(self, frame: Any, ask: Asked, answer: bool) -> None:
         """Note a comparison of numbers of rows in code that is no library's."""

@@ -132,7 +132,8 @@ def _plan(
     reasons = layer_reasons(layer, call)
     if not is_there:
         reasons.append("the arguments are on several devices")
-    late = None if type(layer).update is MessagePassing.update else tuple(layer.inspector.get_param_names("update"))
+    updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
+    late = None if not updates else tuple(layer.inspector.get_param_names("update"))
     given = [name for name, _ in described]
     reasons += [f"update reads '{name}', while compiling" for name in late or () if name not in given]
     spec = None if reasons else spec_of(layer, call, reasons)
@@ -141,6 +142,8 @@ def _plan(
     trace = trace_of(layer, call, spec).trace
     if trace.program is None:
         return trace.reasons, *nothing
+    # The example has other numbers of rows than the call.
+    reasons += [f"{guard.line}: decides by the number of edges or nodes, while compiling" for guard in trace.guards]
     if SEED in trace.program.inputs:
         reasons.append("messages draw random numbers, while compiling")
     count = trace.tree.num_leaves
