@@ -9,6 +9,7 @@ import dis
 import enum
 import functools
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -36,7 +37,7 @@ class Check(NamedTuple):
 
     Attributes:
         path: Names of submodules from the layer to the module whose table is read.
-        table: "attribute", "parameter", "buffer", "module", "children" or "hooks".
+        table: "attribute", "parameter", "buffer", "module", "children", "names" or "hooks".
         key: Name in the table.
         value: What was there: frozen by :func:`frozen`, a class for a module; MISSING if nothing was.
     """
@@ -97,6 +98,8 @@ class Reads:
         # Classes and modules of users that the code can reach, and all names that it may ask them for.
         self._holders: dict[int, Any] = {}
         self._names: set[str] = set()
+        # Those that it asks for by `getattr` and `hasattr`, which may be lacking.
+        self._asked: set[str] = set()
 
     def note(self, path: tuple[str, ...], table: str, key: str, value: Any) -> None:
         """Note a read of a table of a module."""
@@ -126,12 +129,15 @@ class Reads:
         while True:
             reached = {(id(h), name): h for h in self._holders.values() for name in self._names & vars(h).keys()}
             if not reached.keys() - done:
+                for holder in self._holders.values():
+                    for name in self._asked - vars(holder).keys():
+                        self.hold(holder, name, getattr(holder, name, MISSING))
                 return
             for (number, name), holder in reached.items():
                 if (number, name) not in done:
                     done.add((number, name))
-                    what = f"'{holder.__name__}.{name}'"
-                    self._entry(holder, name, vars(holder)[name], self._names, what)
+                    owner = _Own.of(holder) if isinstance(holder, type) else holder
+                    self._entry(owner, name, vars(holder)[name], self._names, f"'{holder.__name__}.{name}'")
 
     def wrote(self, path: tuple[str, ...], name: str, frame: types.FrameType) -> None:
         """Note that a frame sets an attribute of a module."""
@@ -155,6 +161,9 @@ class Reads:
             elif isinstance(owner, (type, types.ModuleType)):
                 setattr(owner, name, value)
                 changed.append(f"'{owner.__name__}.{name}' is changed")
+            elif isinstance(owner, _Own):
+                setattr(owner.kind, name, value)
+                changed.append(f"'{owner.kind.__name__}.{name}' is changed")
         return changed
 
     def of_class(self, kind: type, name: str) -> None:
@@ -177,11 +186,12 @@ class Reads:
         self._seen.add(id(function))
         self.function(getattr(function, "__wrapped__", None), kind)
         code = function.__code__
-        if is_of_libraries(code.co_filename):
+        if is_of_libraries(code.co_filename) or _is_standard(code.co_filename):
             return
         names, loaded = set(_names_in(code)), set(_loaded_in(code))
-        if loaded & {"getattr", "hasattr"}:
-            names.update(filter(str.isidentifier, _strings_in(code)))
+        asked = set(filter(str.isidentifier, _strings_in(code))) if loaded & {"getattr", "hasattr"} else set[str]()
+        names |= asked
+        self._asked |= asked
         self._names |= names
         for module in _imported_in(code, function.__globals__.get("__package__")):
             self._follow(module)
@@ -244,6 +254,7 @@ class Reads:
         """Note the state of a module that is no part of the layer."""
         for part in module.modules():
             self.function(type(part).forward, type(part))
+            self.hold(part, "_modules", part._modules.copy())
             for name, value in part.__dict__.items():
                 if name not in STATE:
                     self._named(part, name, value, set(), f"'{name}' of {what}")
@@ -259,7 +270,8 @@ class Reads:
                 if isinstance(value, type) and not issubclass(value, torch.nn.Module):
                     # What objects of the class do that no name tells: they are made, called, indexed.
                     for name, entry in vars(value).items():
-                        if not is_plain_name(name):
+                        # What is generated for a data class follows from its fields.
+                        if not is_plain_name(name) and not _is_generated(entry):
                             self.function(entry, value)
         elif isinstance(value, functools.partial):
             self._follow(value.func)
@@ -292,6 +304,31 @@ class _Namespace:
         return cls._known.setdefault(id(table), cls(table))
 
 
+class _Own:
+    """What a class itself has under a name, as it is there; one object per class."""
+
+    _known: dict[int, _Own] = {}
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self.kind).get(name, MISSING)
+
+    @classmethod
+    def of(cls, kind: type) -> _Own:
+        return cls._known.setdefault(id(kind), cls(kind))
+
+
+def _is_generated(entry: Any) -> bool:
+    return isinstance(entry, types.FunctionType) and entry.__code__.co_filename == "<string>"
+
+
+def _is_standard(filename: str) -> bool:
+    """Whether a file is one of Python's own."""
+    return filename.startswith(_PYTHON) and "-packages" not in filename
+
+
 class _Held:
     """An object by attribute, to be compared with what it was."""
 
@@ -307,7 +344,7 @@ def _is_library(value: Any) -> bool:
         return True
     # A notebook, and a module that a program makes, have no file.
     file = getattr(module, "__file__", None)
-    return file is not None and is_of_libraries(file)
+    return file is not None and (is_of_libraries(file) or _is_standard(file))
 
 
 def _unseen_in(value: Any, names: set[str]) -> str:
@@ -324,6 +361,7 @@ def _unseen_in(value: Any, names: set[str]) -> str:
     return ""
 
 
+_PYTHON = sysconfig.get_paths()["stdlib"]
 _STANDARD = frozenset({"math", "numpy", "functools", "itertools", "operator", "copy", "typing", "warnings"})
 
 
@@ -396,6 +434,8 @@ def equals(now: Any, value: Any) -> bool:
         return isinstance(now, dict) and isinstance(value, dict) and not now and not value
     if isinstance(now, dict):
         return bool(now == value) and [*now] == [*value]
-    if isinstance(now, (list, tuple, set, frozenset, *SIMPLE[1:])):
+    if isinstance(now, (list, tuple)):
+        return bool(now == value) and [*map(type, now)] == [*map(type, value)]
+    if isinstance(now, (set, frozenset, *SIMPLE[1:])):
         return bool(now == value)
     return False

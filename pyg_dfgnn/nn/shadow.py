@@ -65,6 +65,8 @@ def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
             for child, module in own["_modules"].items():
                 reads.note(path, "module", child, module)
             reads.checks.setdefault((path, "children"), Check(path, "children", "", tuple(own["_modules"])))
+        elif name in ("_parameters", "_buffers"):
+            reads.checks.setdefault((path, name), Check(path, "names", name, tuple(own[name])))
         elif name not in STATE and name not in ignored and own[name] is before.get(name, MISSING):
             # What the code itself has set is no fact about the layer.
             reads.note(path, "attribute", name, own[name])
@@ -225,6 +227,8 @@ def bind(checks: list[Check], layer: torch.nn.Module) -> list[Lookup] | None:
             lookups += [(module._modules, name, module._modules[name]) for name in check.value]
             lookups.append((module.__dict__, "_modules", module._modules))
             lookups.append((_Names(module._modules), "", check.value))
+        elif check.table == "names":
+            lookups.append((_Names(module.__dict__[check.key]), "", check.value))
         elif check.table == "module":
             child = module._modules.get(check.key)
             if (type(None) if child is None else type(child)) is not (check.value or type(None)):

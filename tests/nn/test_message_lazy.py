@@ -31,9 +31,8 @@ class Kept(MessagePassing):
         if self.what == "read":
             out = out + self.alpha.sum() + self.alpha.shape[0]
         if self.what == "edited":
-            # Under a name that the code does not pass on.
-            other = x
-            other.mul_(2.0)
+            # As no reader of the code would see.
+            getattr(x, "mul_")(2.0)  # noqa: B009
             out = out + self.alpha.sum()
         if self.what == "cleared":
             self.alpha = None

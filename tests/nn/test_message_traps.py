@@ -1,6 +1,7 @@
 """Traps for traces: code that edits, decides, ties or hides something gives PyG's results all the same."""
 
 import copy
+import enum
 import sys
 import types
 from uuid import uuid4
@@ -30,7 +31,7 @@ class Config:
 MODULE = types.ModuleType("a_module_of_a_user")
 MODULE.Config = Config
 sys.modules[MODULE.__name__] = MODULE
-LISTED, ACTIVATION = [Config], nn.LeakyReLU(0.1)
+LISTED, ACTIVATION, NESTED = [Config], nn.LeakyReLU(0.1), nn.Sequential(nn.ReLU())
 
 
 class Layer(MessagePassing):
@@ -127,6 +128,44 @@ class EditedAfter(Layer):
     def message(self, x_i, x_j):
         self.att = (x_i * x_j).sum(-1, keepdim=True).sigmoid()
         return x_j * self.att
+
+
+class EditedElsewhere(EditedBetween):
+    """Edits under other names, by functions and methods, and in a method that has a wrapper."""
+
+    how = "view"
+
+    @torch.enable_grad()
+    def forward(self, x, edge_index):
+        x = x * 1
+        gate = self.edge_updater(edge_index, x=x)
+        if self.how == "view":
+            flat = x.view(-1)
+            flat.mul_(2.0)
+        if self.how == "method":
+            self.double(x)
+        if self.how == "function":
+            doubled(x)
+        if self.how == "functional":
+            F.elu_(x)
+        if self.how == "position":
+            F.relu(x, True)
+        return self.propagate(edge_index, x=x, gate=gate)
+
+    def double(self, x):
+        x.mul_(2.0)
+
+
+def doubled(x):
+    x.mul_(2.0)
+
+
+@pytest.mark.parametrize("how", ["view", "method", "function", "functional", "position"])
+def test_edits_that_are_not_where_the_values_are_made(how, x, edge_index):
+    pair = twins(EditedElsewhere)
+    for layer in pair:
+        layer.how = how
+    compare(pair, x, edge_index)
 
 
 class EditedBuffer(Updating):
@@ -276,6 +315,11 @@ DECISIONS = {
     "numbers": lambda x_j, size, size_i: x_j if x_j.numel() < 8 else 2 * x_j,
     "the same": lambda x_j, size, size_i: x_j if x_j.size(0) * 2 == 2 * x_j.size(0) != 0 else 2 * x_j,
     "truth": lambda x_j, size, size_i: x_j if size_i - 6 else 2 * x_j,
+    "a bit": lambda x_j, size, size_i: x_j if x_j.size(0) & 1 else 2 * x_j,
+    "a half": lambda x_j, size, size_i: x_j if x_j.size(0) > 1.5 else 2 * x_j,
+    "one row": lambda x_j, size, size_i: x_j if x_j.sum(-1, keepdim=True).squeeze().dim() == 1 else 2 * x_j,
+    "a float": lambda x_j, size, size_i: x_j if float(x_j.size(0)) > 1 else 2 * x_j,
+    "a set": lambda x_j, size, size_i: x_j if x_j.size(0) in {1, 7} else 2 * x_j,
 }
 
 
@@ -295,8 +339,8 @@ def test_decisions_by_numbers_of_rows(decision, x, edge_index):
         for edges in (15, 7, 4, 1):
             ends = edge_index[:, :edges] % nodes
             ran += compare(pair, x[:nodes], ends) + compare(pair, (x[:nodes], x[:5]), ends % 5) if nodes > 4 else 0
-    # What was traced serves the sizes that decide alike; of "least" and "length" nothing can be.
-    assert ran or decision in (DECISIONS["least"], DECISIONS["length"])
+    # What was traced serves the sizes that decide alike; of numbers that leave the count nothing can be.
+    assert ran or decision in [DECISIONS[name] for name in ("least", "length", "a float", "a set")]
 
 
 @pytest.mark.parametrize("decision", [DECISIONS[name] for name in ("one edge", "is square", "truth")])
@@ -335,7 +379,20 @@ def of_import(self, x_j):
     return x_j * imported.scale
 
 
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def of_standard_modules(self, x_j):
+    from collections import OrderedDict
+
+    return x_j * len(OrderedDict(a=1)) * Mode.FAST.value
+
+
 READS = {
+    "an enum and a standard module": of_standard_modules,
+    "a child of a global module": lambda self, x_j: NESTED(x_j),
+    "what a class lacks": lambda self, x_j: x_j * getattr(Config, "other", 1.0),
     "a class as an attribute": lambda self, x_j: x_j * self.config.scale,
     "a class in a class": lambda self, x_j: x_j * Config.model.scale,
     "a class of a module": lambda self, x_j: x_j * MODULE.Config.scale,
@@ -360,6 +417,8 @@ def test_what_is_read_and_then_changed(message, x, edge_index, monkeypatch):
     monkeypatch.setattr(Config, "scale", 3.0)
     monkeypatch.setattr(Config.model, "scale", 3.0)
     monkeypatch.setattr(ACTIVATION, "negative_slope", 0.9)
+    monkeypatch.setattr(Config, "other", 3.0, raising=False)
+    monkeypatch.setitem(NESTED._modules, "0", nn.Tanh())
     kind.gain = 3.0
     for layer in pair:
         layer.register_buffer("extra", torch.ones(1))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Asked = Callable[["Sizes"], Any]
-Note = Callable[[Any, Asked, bool], None]
+Note = Callable[[Any, Asked | None, bool], None]
+"""Called with the frame that compares, the comparison and its outcome; without a comparison the number is lost."""
 
 
 class Sizes(NamedTuple):
@@ -69,7 +70,13 @@ class Count(int):
             return Count.rows(place, self.sizes, self.note)
         return Count.of(int(other), lambda sizes: other, other, self.sizes, self.note)
 
-    __hash__ = int.__hash__
+    def lose(self, frame: Any) -> None:
+        """Tell that the number is taken for one that does not tell what it decides."""
+        self.note(frame, None, True)
+
+    def __hash__(self) -> int:
+        self.lose(sys._getframe(1))
+        return int.__hash__(self)
 
     def __bool__(self) -> bool:
         answer, formula = int(self) != 0, self.formula
@@ -106,8 +113,21 @@ def _compared(name: str) -> Callable[[Count, Any], bool]:
     return method
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod"):
-    setattr(Count, f"__{_name}__", _computed(_name, False))
-    setattr(Count, f"__r{_name}__", _computed(_name, True))
+def _lost(name: str) -> Callable[..., Any]:
+    function = getattr(int, name)
+
+    def method(self: Count, *args: Any) -> Any:
+        self.lose(sys._getframe(1))
+        return function(self, *args)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):
+    setattr(Count, f"__{_name.strip('_')}__", _computed(_name, False))
+    setattr(Count, f"__r{_name.strip('_')}__", _computed(_name, True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Count, f"__{_name}__", _compared(_name))
+_LOST = "truediv rtruediv pow rpow divmod rdivmod neg pos abs invert int float round trunc floor ceil repr str format"
+for _name in (*(f"__{name}__" for name in _LOST.split()), "bit_length", "bit_count", "as_integer_ratio", "to_bytes"):
+    setattr(Count, _name, _lost(_name))

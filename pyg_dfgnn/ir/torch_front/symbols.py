@@ -284,11 +284,23 @@ class Tracer(TorchFunctionMode):
         place = next(place for place, number in enumerate(self.sizes) if number == size)
         return Count.rows(place, self.sizes, self._compared)
 
-    def _compared(self, frame: Any, ask: Asked, answer: bool) -> None:
+    def keep_rows(self, x: Symbol, dim: Any = None) -> None:
+        """Note that a dimension of rows that a symbol may lose, being one row, is taken for one of several."""
+        size = 0 if x.rows is None else x.size(x.lead)
+        if size and (dim is None or x.lead in {each % x.dim() for each in (dim if isinstance(dim, tuple) else (dim,))}):
+            place = next(place for place, number in enumerate(self.sizes) if number == size)
+            self.guards.append(Guard(lambda sizes: sizes[place] > 1, True, line_of_user(self._own)))
+
+    def _compared(self, frame: Any, ask: Asked | None, answer: bool) -> None:
         """Note a comparison of numbers of rows in code that is no library's."""
         name = frame.f_code.co_filename
-        if name == self._own or not (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
-            self.guards.append(Guard(ask, answer, line_of_user(self._own, frame)))
+        if name != self._own and (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
+            return
+        line = line_of_user(self._own, frame)
+        if ask is None:
+            self.reasons.append(f"{line}: computes with the number of edges or nodes")
+            raise Refusal(*self.reasons)
+        self.guards.append(Guard(ask, answer, line))
 
     def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
         known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}

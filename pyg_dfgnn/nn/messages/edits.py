@@ -6,7 +6,7 @@ import ast
 import inspect
 import textwrap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 
 _UNREAD = frozenset(
@@ -36,12 +37,19 @@ def may_wait_in(layer: Any) -> bool:
 @cache
 def _spoils(kind: type) -> bool:
     own = kind.__mro__[: kind.__mro__.index(MessagePassing)]
-    functions = (original(entry) for base in own for entry in vars(base).values())
-    return any(_is_spoiling(function) for function in functions if isinstance(function, FunctionType))
+    entries = [(name, inspect.unwrap(original(entry))) for base in own for name, entry in vars(base).items()]
+    functions = [(name, entry) for name, entry in entries if isinstance(entry, FunctionType)]
+    methods = frozenset(name for name, _ in functions if name not in STEPS)
+    return any(_is_spoiling(function, methods) for _, function in functions)
 
 
-def _is_spoiling(function: FunctionType) -> bool:
-    """Whether a function edits, after a call that gives values of edges, a name that it passes to one."""
+def _is_spoiling(function: FunctionType, methods: frozenset[str]) -> bool:
+    """Whether a function edits, after a call that gives values of edges, a name that it passes to one.
+
+    Args:
+        function: The function.
+        methods: Names of the layer's methods, which may edit what they are given.
+    """
     if STEPS.keys().isdisjoint(function.__code__.co_names):
         return False
     try:
@@ -52,13 +60,32 @@ def _is_spoiling(function: FunctionType) -> bool:
     if any(isinstance(node, ast.Call) and _name_of(node.func) in _UNREAD for node in ast.walk(tree)):
         return True
     passed = {name for call in calls for part in (*call.args, *call.keywords) for name in _names_in(part)}
+    # Views, and whatever else may share memory.
+    for _ in range(2):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and not passed.isdisjoint(_shared_by(node.value)):
+                passed.update(name for target in node.targets for name in _names_in(target))
+    users = {name for name, value in function.__globals__.items() if isinstance(value, FunctionType)}
+    users = {name for name in users if not is_of_libraries(function.__globals__[name].__code__.co_filename)}
     has_loop = any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(tree))
     first = 0 if has_loop else min((call.lineno for call in calls), default=0)
-    return any(line >= first and (name is None or name in passed) for line, name in _edits(tree))
+    return any(line >= first and (name is None or name in passed) for line, name in _edits(tree, methods | users))
 
 
-def _edits(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
-    """Yield the line and the name of each edit in place; None for one of an attribute."""
+def _shared_by(value: ast.expr) -> Iterator[str]:
+    """The names that a value may share its memory with: itself, or what it is a part, an attribute or a view of."""
+    while isinstance(value, (ast.Subscript, ast.Attribute, ast.Call)):
+        value = value.func if isinstance(value, ast.Call) else value.value
+    return _names_in(value)
+
+
+def _edits(tree: ast.AST, editors: Collection[str]) -> Iterator[tuple[int, str | None]]:
+    """Yield the line and the name of each edit in place; None for one of an attribute.
+
+    Args:
+        tree: The function.
+        editors: Names of functions and methods that may edit what they are given.
+    """
     for node in (part for part in ast.walk(tree) if isinstance(part, (ast.stmt, ast.expr))):
         targets: list[ast.expr] = []
         if isinstance(node, ast.AugAssign):
@@ -69,7 +96,11 @@ def _edits(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
             name = _name_of(node.func)
             if isinstance(node.func, ast.Attribute) and name.endswith("_") and hasattr(torch.Tensor, name):
                 targets = [node.func.value]
-            elif name.endswith("_") and node.args and hasattr(torch, name):
+            elif name in editors:
+                targets = [*node.args, *(keyword.value for keyword in node.keywords)]
+            elif name.endswith("_") and (hasattr(torch, name) or hasattr(torch.nn.functional, name)):
+                targets = node.args[:1]
+            elif any(isinstance(part, ast.Constant) and part.value is True for part in node.args):
                 targets = node.args[:1]
             elif any(keyword.arg in ("inplace", "out") for keyword in node.keywords):
                 targets = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
