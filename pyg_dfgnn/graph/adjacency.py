@@ -74,7 +74,7 @@ def pull(*values: Tensor) -> list[int]:
     return torch.stack([value.to(torch.int64) for value in values]).tolist()
 
 
-def to_keep(tensor: Tensor) -> Tensor:
+def outside_capture(tensor: Tensor) -> Tensor:
     """Return a tensor that a graph is to keep, which a captured CUDA graph would make anew in each replay.
 
     Raises:

@@ -14,11 +14,11 @@ from pyg_dfgnn.graph.adjacency import (
     from_degree,
     longest,
     numbers,
+    outside_capture,
     pull,
     rows_at,
     spans,
     take,
-    to_keep,
     transpose,
 )
 from pyg_dfgnn.graph.derived import Derived
@@ -74,14 +74,14 @@ class ColumnBlocks:
 
 def rows_of(graph: Derived, side: Adjacency) -> Tensor:
     """Return the row of each edge of an adjacency, int32 [E]."""
-    return graph.derived(("rows", side.rows, side.cols), lambda: to_keep(expand(side.rowptr, side.num_edges)))
+    return graph.derived(("rows", side.rows, side.cols), lambda: outside_capture(expand(side.rowptr, side.num_edges)))
 
 
 def row_order(graph: Derived, side: Adjacency) -> Tensor:
     """Return the rows of an adjacency by descending length, int32 [num_rows]."""
 
     def build() -> Tensor:
-        return to_keep(side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32))
+        return outside_capture(side.rowptr.diff().argsort(descending=True, stable=True).to(torch.int32))
 
     return graph.derived(("row_order", side.rows, side.cols), build)
 
@@ -180,7 +180,7 @@ def positions(graph: Derived, side: Adjacency, other: Adjacency) -> Tensor:
         place = torch.empty_like(other.perm)
         for span in spans(other.num_edges):
             place[other.perm[span].long()] = numbers(span, place)
-        return to_keep(take(place, side.perm))
+        return outside_capture(take(place, side.perm))
 
     return graph.derived(("positions", side.rows, side.cols, other.rows, other.cols), build)
 

@@ -19,11 +19,11 @@ from pyg_dfgnn.graph.adjacency import (
     expand,
     longest,
     numbers,
+    outside_capture,
     pull,
     replace_self_loops,
     rows_at,
     spans,
-    to_keep,
     transpose,
 )
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
@@ -433,7 +433,7 @@ class Graph(Derived):
                 order = perm[span].long()
                 made[0, order], made[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
             self._own_version = made._version
-            return to_keep(made)
+            return outside_capture(made)
 
         if own is not None:
             self._derived.pop("edge_index")

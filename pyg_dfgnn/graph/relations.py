@@ -23,11 +23,11 @@ from pyg_dfgnn.graph.adjacency import (
     longest,
     numbers,
     order_rows,
+    outside_capture,
     pull,
     rows_at,
     spans,
     take,
-    to_keep,
 )
 from pyg_dfgnn.graph.graph import Graph, builds
 
@@ -154,7 +154,7 @@ def _pairs_of_edges(pairs: str) -> Callable[[Graph], Adjacency]:
         by_other, compact = graph.adjacency(other, side), compact_rows(graph, pairs)
         col = in_spans(graph.num_edges, graph.device, lambda span: compact.of_edge.index_select(0, by_other.perm[span]))
         size = compact.node.numel()
-        return Adjacency(by_other.rowptr, to_keep(col), by_other.perm, size, by_other.max_degree, other, pairs)
+        return Adjacency(by_other.rowptr, outside_capture(col), by_other.perm, size, by_other.max_degree, other, pairs)
 
     return build
 

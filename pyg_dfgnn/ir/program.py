@@ -79,7 +79,7 @@ class Value:
         return " ".join([self.op, *(f"%{arg}" for arg in self.args), *attrs])
 
 
-_CONSTANT = frozenset({"detach", "greater", "eq", "step", "between", "count", "keep"})
+_NON_DIFFERENTIABLE = frozenset({"detach", "greater", "eq", "step", "between", "count", "keep"})
 """Operators whose results torch gives no gradient."""
 
 
@@ -117,7 +117,7 @@ class Program:
         return live
 
     @cached_property
-    def varying(self) -> dict[str, frozenset[str]]:
+    def differentiable_inputs(self) -> dict[str, frozenset[str]]:
         """Of each output the inputs that torch would give it a gradient in."""
         found: list[frozenset[str]] = []
         for value in self.values:
@@ -125,7 +125,7 @@ class Program:
                 found.append(frozenset[str]() if value.is_seed else frozenset({value.attrs[0]}))
             else:
                 parts = [found[arg] for arg in value.args]
-                found.append(frozenset[str]() if value.op in _CONSTANT else frozenset[str]().union(*parts))
+                found.append(frozenset[str]() if value.op in _NON_DIFFERENTIABLE else frozenset[str]().union(*parts))
         return {name: found[i] for name, i in self.outputs}
 
     @cached_property

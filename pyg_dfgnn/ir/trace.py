@@ -176,17 +176,7 @@ def max_to(domain: Domain, x: Var, *, over: Domain = E) -> Var:
 def softmax(x: Var, *, among: Domain, over: Domain = E) -> Var:
     """Return `y_s = exp(x_s) / sum_t exp(x_t)`, t being the rows of `over` that belong to the same row of `among` as s.
 
-    Args:
-        x: A value [*shape] on `over`, or on a domain of which each row of `over` has one row.
-        among: Domain whose rows have one softmax each.
-        over: Domain of the result, each row of which belongs to one row of `among`.
-
-    Returns:
-        A value [*shape] on `over`.
-
-    Raises:
-        TypeError: `among` or `over` is no domain, or `x` no value of the program.
-        ValueError: A row of `over` determines no row of `among`, or none of x.
+    Arguments and errors are those of :func:`sum_to` with `among` as `domain`; the result is a value [*shape] on `over`.
     """
     return _emitted("softmax", x, among=among, over=over)
 

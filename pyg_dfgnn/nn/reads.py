@@ -136,7 +136,7 @@ class Reads:
             for (number, name), holder in reached.items():
                 if (number, name) not in done:
                     done.add((number, name))
-                    owner = _Own.of(holder) if isinstance(holder, type) else holder
+                    owner = _ClassNamespace.of(holder) if isinstance(holder, type) else holder
                     self._entry(owner, name, vars(holder)[name], self._names, f"'{holder.__name__}.{name}'")
 
     def wrote(self, path: tuple[str, ...], name: str, frame: types.FrameType) -> None:
@@ -161,7 +161,7 @@ class Reads:
             elif isinstance(owner, (type, types.ModuleType)):
                 setattr(owner, name, value)
                 changed.append(f"'{owner.__name__}.{name}' is changed")
-            elif isinstance(owner, _Own):
+            elif isinstance(owner, _ClassNamespace):
                 setattr(owner.kind, name, value)
                 changed.append(f"'{owner.kind.__name__}.{name}' is changed")
         return changed
@@ -304,10 +304,10 @@ class _Namespace:
         return cls._known.setdefault(id(table), cls(table))
 
 
-class _Own:
+class _ClassNamespace:
     """What a class itself has under a name, as it is there; one object per class."""
 
-    _known: dict[int, _Own] = {}
+    _known: dict[int, _ClassNamespace] = {}
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -316,7 +316,7 @@ class _Own:
         return vars(self.kind).get(name, MISSING)
 
     @classmethod
-    def of(cls, kind: type) -> _Own:
+    def of(cls, kind: type) -> _ClassNamespace:
         return cls._known.setdefault(id(kind), cls(kind))
 
 

@@ -89,10 +89,10 @@ def is_batched(grad: Tensor | None) -> bool:
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-def taken(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the saved tensors, which autograd lets go unless another backward pass will read them.
+def unpack_saved(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the saved tensors; unless another backward pass will read them, autograd refers to them no longer.
 
-    A backward pass that drops what it has read holds less at its peak.
+    A backward pass can then free each of them once it has read it, and its peak of memory is lower.
     """
     saved = list(ctx.saved_tensors)
     if not any(map(is_batched, grads)):

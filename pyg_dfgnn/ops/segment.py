@@ -16,7 +16,7 @@ from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max
 from pyg_dfgnn.dispatch.traversal import side_of
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.graph.adjacency import to_keep
+from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
@@ -49,7 +49,7 @@ class CusparseLaunch(PreparedPass):
         self._places = (2, 7) if direction == "forward" else (14, 18)
 
         def ones() -> Tensor:
-            return to_keep(torch.ones(graph.num_edges, dtype=problem.dtype, device=graph.device))
+            return outside_capture(torch.ones(graph.num_edges, dtype=problem.dtype, device=graph.device))
 
         key = "cusparse", direction, problem.channels, problem.dtype, plan.algorithm
         self._matrices: dict[int, SpMM] = graph.derived(key, dict)
@@ -245,7 +245,7 @@ def of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor]
         side = graph.csr if domain == "targets" else graph.csc
         return function(side.rowptr.diff().float())
 
-    return build() if graph.is_static else graph.derived((name, domain), lambda: to_keep(build()))
+    return build() if graph.is_static else graph.derived((name, domain), lambda: outside_capture(build()))
 
 
 def _counted_degrees(edges: EdgeSet, domain: str) -> Tensor:

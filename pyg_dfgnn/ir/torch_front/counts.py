@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 Asked = Callable[["Sizes"], Any]
 Note = Callable[[Any, Asked | None, bool], None]
-"""Called with the frame that compares, the comparison and its outcome; without a comparison the number is lost."""
+"""Called with the frame that compares, the comparison and its outcome; None where it makes a plain number of it."""
 
 
 class Sizes(NamedTuple):
@@ -61,7 +61,7 @@ class Count(int):
         """Return one of the numbers of rows."""
         return Count.of(sizes[place], lambda sizes: sizes[place], f"rows {place}", sizes, note)
 
-    def like(self, other: Any) -> Count:
+    def as_count(self, other: Any) -> Count:
         """Return another number as one that may differ; one that equals a number of rows is taken for it."""
         if isinstance(other, Count):
             return other
@@ -70,12 +70,12 @@ class Count(int):
             return Count.rows(place, self.sizes, self.note)
         return Count.of(int(other), lambda sizes: other, other, self.sizes, self.note)
 
-    def lose(self, frame: Any) -> None:
-        """Tell that the number is taken for one that does not tell what it decides."""
+    def escape(self, frame: Any) -> None:
+        """Tell `note` that code makes a plain number of it, which tells nothing of what it decides."""
         self.note(frame, None, True)
 
     def __hash__(self) -> int:
-        self.lose(sys._getframe(1))
+        self.escape(sys._getframe(1))
         return int.__hash__(self)
 
     def __bool__(self) -> bool:
@@ -91,7 +91,7 @@ def _computed(name: str, is_swapped: bool) -> Callable[[Count, Any], Any]:
     def method(self: Count, other: Any) -> Any:
         if not isinstance(other, int):
             return NotImplemented
-        second, key = self.like(other), (name, is_swapped, self.key, self.like(other).key)
+        second, key = self.as_count(other), (name, is_swapped, self.key, self.as_count(other).key)
         left, right, number = self.formula, second.formula, compute(int(self), int(other))
         return Count.of(number, lambda sizes: compute(left(sizes), right(sizes)), key, self.sizes, self.note)
 
@@ -104,7 +104,7 @@ def _compared(name: str) -> Callable[[Count, Any], bool]:
     def method(self: Count, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        answer, second = compare(int(self), int(other) if isinstance(other, int) else other), self.like(other)
+        answer, second = compare(int(self), int(other) if isinstance(other, int) else other), self.as_count(other)
         if second.key != self.key:
             left, right = self.formula, second.formula
             self.note(sys._getframe(1), lambda sizes: compare(left(sizes), right(sizes)), answer)
@@ -113,11 +113,11 @@ def _compared(name: str) -> Callable[[Count, Any], bool]:
     return method
 
 
-def _lost(name: str) -> Callable[..., Any]:
+def _escaping(name: str) -> Callable[..., Any]:
     function = getattr(int, name)
 
     def method(self: Count, *args: Any) -> Any:
-        self.lose(sys._getframe(1))
+        self.escape(sys._getframe(1))
         return function(self, *args)
 
     return method
@@ -128,6 +128,8 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lsh
     setattr(Count, f"__r{_name.strip('_')}__", _computed(_name, True))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Count, f"__{_name}__", _compared(_name))
-_LOST = "truediv rtruediv pow rpow divmod rdivmod neg pos abs invert int float round trunc floor ceil repr str format"
-for _name in (*(f"__{name}__" for name in _LOST.split()), "bit_length", "bit_count", "as_integer_ratio", "to_bytes"):
-    setattr(Count, _name, _lost(_name))
+_ESCAPES = (
+    "truediv rtruediv pow rpow divmod rdivmod neg pos abs invert int float round trunc floor ceil repr str format"
+)
+for _name in (*(f"__{name}__" for name in _ESCAPES.split()), "bit_length", "bit_count", "as_integer_ratio", "to_bytes"):
+    setattr(Count, _name, _escaping(_name))

@@ -42,7 +42,7 @@ def _reshape(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symb
     if args and isinstance(args[0], torch.dtype):
         raise t.stop("a view of another dtype")
     if func.__name__ == "squeeze":
-        t.keep_rows(x, *args, *kwargs.values())
+        t.guard_squeeze(x, *args, *kwargs.values())
     return _reshaped(t, x, func(x, *args, **kwargs))
 
 

@@ -284,8 +284,8 @@ class Tracer(TorchFunctionMode):
         place = next(place for place, number in enumerate(self.sizes) if number == size)
         return Count.rows(place, self.sizes, self._compared)
 
-    def keep_rows(self, x: Symbol, dim: Any = None) -> None:
-        """Note that a dimension of rows that a symbol may lose, being one row, is taken for one of several."""
+    def guard_squeeze(self, x: Symbol, dim: Any = None) -> None:
+        """Note that a dimension of rows, which `squeeze` would drop if there were one row, has several."""
         size = 0 if x.rows is None else x.size(x.lead)
         if size and (dim is None or x.lead in {each % x.dim() for each in (dim if isinstance(dim, tuple) else (dim,))}):
             place = next(place for place, number in enumerate(self.sizes) if number == size)

@@ -263,7 +263,7 @@ class _Runnable:
     def _joins(self, name: str, value: EdgeValue) -> bool:
         """Whether the program of a value of edges, which is an input, can become part of this one."""
         pending = value.pending
-        if pending is None or not value.is_as_read() or self.program.values[self.program.inputs[name]].domain is not E:
+        if pending is None or not value.is_current() or self.program.values[self.program.inputs[name]].domain is not E:
             return False
         call = self.call.edge_index, self.spec.sizes, self.trace.dtype
         return pending.edges is call[0] and (pending.sizes, pending.dtype) == call[1:]

@@ -30,20 +30,20 @@ def may_wait_in(layer: Any) -> bool:
     known = _known.get(layer)
     if known is None:
         is_edited = any(getattr(module, "inplace", False) for module in layer.modules())
-        known = _known[layer] = not is_edited and not _spoils(type(layer))  # type: ignore[arg-type]
+        known = _known[layer] = not is_edited and not _edits_arguments(type(layer))  # type: ignore[arg-type]
     return known
 
 
 @cache
-def _spoils(kind: type) -> bool:
+def _edits_arguments(kind: type) -> bool:
     own = kind.__mro__[: kind.__mro__.index(MessagePassing)]
     entries = [(name, inspect.unwrap(original(entry))) for base in own for name, entry in vars(base).items()]
     functions = [(name, entry) for name, entry in entries if isinstance(entry, FunctionType)]
     methods = frozenset(name for name, _ in functions if name not in STEPS)
-    return any(_is_spoiling(function, methods) for _, function in functions)
+    return any(_function_edits_arguments(function, methods) for _, function in functions)
 
 
-def _is_spoiling(function: FunctionType, methods: frozenset[str]) -> bool:
+def _function_edits_arguments(function: FunctionType, methods: frozenset[str]) -> bool:
     """Whether a function edits, after a call that gives values of edges, a name that it passes to one.
 
     Args:

@@ -65,7 +65,7 @@ class EdgeValue(Tensor):
         value._versions = [(tensor, tensor._version) for tensor in (pending.edges, *pending.inputs.values())]
         return value
 
-    def is_as_read(self) -> bool:
+    def is_current(self) -> bool:
         """Whether what it is made of is unedited, and gradients are asked for as they were when it was."""
         is_edited = any(tensor._version != version for tensor, version in self._versions)
         return not is_edited and self._is_grad_enabled is torch.is_grad_enabled()

@@ -21,7 +21,7 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable, taken
+from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable, unpack_saved
 from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.traversal import Run
 from pyg_dfgnn.runtime.launcher import compiled_together
@@ -51,7 +51,7 @@ class Prepared:
     Attributes:
         lowered: The steps.
         outputs: Names of the outputs.
-        constant: Places of the outputs that have no gradient in what is asked for.
+        non_differentiable: Places of the outputs that have no gradient in what is asked for.
 
     Raises:
         Refusal: Some value has no kernel.
@@ -68,7 +68,8 @@ class Prepared:
     ) -> None:
         self.program, self.dtype, self.wrt = program, dtype, wrt
         self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
-        self.constant = [i for i, names in enumerate(program.varying.values()) if names.isdisjoint(wrt)]
+        differentiable = program.differentiable_inputs.values()
+        self.non_differentiable = [i for i, names in enumerate(differentiable) if names.isdisjoint(wrt)]
         whole = passes.run(program, rows.sizes, wrt)
         if alone:
             self.outputs, self.gradients = self.gradients, []
@@ -186,7 +187,7 @@ class _Run(Function):
     def forward(ctx: Any, prepared: Prepared, rows: Rows, names: tuple[str, ...], *tensors: Tensor) -> Any:
         outputs, saved = prepared.forward(rows, dict(zip(names, tensors)))
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*(outputs[place] for place in prepared.constant))
+        ctx.mark_non_differentiable(*(outputs[place] for place in prepared.non_differentiable))
         # With the graph, which has what the kernels read.
         ctx.call = prepared, rows, rows.graph, names
         return tuple(outputs)
@@ -195,7 +196,7 @@ class _Run(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         prepared, rows, _, names = ctx.call
-        gradients = prepared.backward(rows, taken(ctx, grads), grads)
+        gradients = prepared.backward(rows, unpack_saved(ctx, grads), grads)
         by_name = dict(zip(prepared.wrt, gradients, strict=True))
         return None, None, None, *(by_name.get(name) for name in names)
 
@@ -290,8 +291,8 @@ def _found(
     whole = _selected(program, rows, inputs, outputs)
     wrt: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        varying = whole.varying.values()
-        wrt = tuple(n for n, t in inputs.items() if t.requires_grad and any(n in names for names in varying))
+        names = frozenset[str]().union(*whole.differentiable_inputs.values())
+        wrt = tuple(n for n, t in inputs.items() if t.requires_grad and n in names)
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
     if not is_eager():
         return whole, ("operators are traced or transformed",)
