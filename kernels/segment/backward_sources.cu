@@ -184,7 +184,13 @@ struct BackwardSources : Backward {
 
     __device__ __forceinline__ void store(const Sums& sums, int row, bool writes) const {
         if (!writes) return;
-        store_fragment(grads.value, row, l, sums.of[0]);
+        Fragment value = sums.of[0];
+#if SELF_LOOPS
+        const Fragment own = widen(load_out(grad_out, AT_SUM, row, l));
+        const float scale = source_scale_of(in, row) * target_scale_of(in, row);
+        for_each_channel(l, [&](int h, int c, int) { value.x[h][c] = fmaf(scale, own.x[h][c], value.x[h][c]); });
+#endif
+        store_fragment(grads.value, row, l, value);
         if (HAS_KEY) store_fragment(grads.key, row, l, sums.of[HAS_KEY]);
     }
 };
@@ -203,11 +209,16 @@ segment_backward_sources(ADJACENCY_PARAMETERS, BACKWARD_PARAMETERS, storage_t* g
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-segment_backward_sources_merge(HEAVY_PARAMETERS, const float* partial, storage_t* grad_key, storage_t* grad_value,
-                               float* carry) {
-    const Inputs in = {};
+segment_backward_sources_merge(HEAVY_PARAMETERS, const float* partial, const float* source_scale,
+                               const float* target_scale, const storage_t* grad_out, storage_t* grad_key,
+                               storage_t* grad_value, float* carry) {
+    Inputs in = {};
+    in.source_scale = source_scale;
+    in.target_scale = target_scale;
     const Kept kept = {};
     const Grads grads = {grad_key, grad_value, nullptr};
     const Lanes l = lane_layout();
-    merge_heavy_rows(HeavyRows HEAVY, l, BackwardSources(in, l, kept, grads), partial, carry);
+    BackwardSources functor(in, l, kept, grads);
+    functor.grad_out = grad_out;
+    merge_heavy_rows(HeavyRows HEAVY, l, functor, partial, carry);
 }

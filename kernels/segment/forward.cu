@@ -2,7 +2,7 @@
 //
 //   t_i sum,  t_i sum / n_i,  max,  min,  var = sum (a_j m_ij - mean)^2 / n_i,  std = sqrt(max(var, 1e-5)),  product
 //
-// as far as they are asked for, std with 0 where var is at most 1e-5, as PyG has it. A row without edges gives zeros, and
+// (with SELF_LOOPS t_i (sum + a_i v_i)) as far as they are asked for, std with 0 where var is at most 1e-5, as PyG has it. A row without edges gives zeros, and
 // 1 for the product; a NaN among its messages is its maximum and its minimum. With ARGS it also writes the key of each
 // extreme (see segment.cuh) and how many edges have it, the mean that deviations are taken from, and the product of the
 // messages that are not 0, or 0 where several are, all [num_targets, CHANNELS].
@@ -234,6 +234,13 @@ struct Forward {
         for (int k = 0; k < SUMS; ++k) {
             const float scale = target_scale_of(in, row, k);
             Fragment out = s.sum[0];
+#if SELF_LOOPS
+            const Fragment value = load_fragment(in.value, row, l);
+            const float source_scale = source_scale_of(in, row);
+            for_each_channel(l, [&](int h, int c, int) {
+                out.x[h][c] += message_of({value.x[h][c]}, source_scale);
+            });
+#endif
             for_each_channel(l, [&](int h, int c, int) { out.x[h][c] *= scale; });
             store_out(results.out, SUM_PLACE(k), row, l, out);
         }
@@ -304,9 +311,12 @@ segment_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, KEPT_PAR
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-segment_forward_merge(HEAVY_PARAMETERS, const float* partial, const float* target_scale, const float* inverse_degree,
-                      storage_t* out, KEPT_PARAMETERS(), float* carry) {
+segment_forward_merge(HEAVY_PARAMETERS, const float* partial, const storage_t* value, const float* source_scale,
+                      const float* target_scale, const float* inverse_degree, storage_t* out, KEPT_PARAMETERS(),
+                      float* carry) {
     Inputs in = {};
+    in.value = value;
+    in.source_scale = source_scale;
     in.target_scale = target_scale;
     in.inverse_degree = inverse_degree;
     const Results results = {out, arg_max, arg_min, num_max, num_min, center, others};

@@ -2,8 +2,9 @@
 //
 // Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, MEAN, MAX, MIN, VAR, STD, MUL (which statistics
 // there are), AT_SUM ... AT_MUL (their places in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
-// HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), ROUNDS (messages of an extreme are
-// rounded to the storage type), READS_MESSAGES (backward depends on them).
+// HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), SELF_LOOPS (whether a sum has the
+// node's own message too), ROUNDS (messages of an extreme are rounded to the storage type), READS_MESSAGES (backward
+// depends on them).
 #include "include/traversal.cuh"
 
 #define SUMS (SUM + MEAN)

@@ -41,6 +41,7 @@ class SegmentProblem:
         device: Where they live.
         source_scaled: Whether messages are scaled by a number of their source.
         target_scaled: Whether sums are scaled by a number of their target beside the degree.
+        self_loops: Whether each node has one more edge, to itself, that no array holds.
     """
 
     message: str
@@ -50,6 +51,7 @@ class SegmentProblem:
     device: torch.device
     source_scaled: bool = False
     target_scaled: bool = False
+    self_loops: bool = False
 
     is_current = True
 
@@ -81,6 +83,7 @@ class SegmentProblem:
             "HAS_TARGET": int(message.target),
             "SOURCE_SCALED": int(self.source_scaled),
             "TARGET_SCALED": int(self.target_scaled),
+            "SELF_LOOPS": int(self.self_loops),
             "ROUNDS": int(self.dtype.itemsize == 2 and not is_copy and self.count(EXTREMES) > 0),
             "READS_MESSAGES": int(reads_messages(message, self.stats)),
         }
@@ -247,7 +250,7 @@ def _cusparse(algorithm: str) -> SimpleNamespace:
         reasons = []
         if problem.device.type != "cuda" or not torch.cuda.is_available():
             reasons.append("cuSPARSE needs a GPU")
-        if MESSAGES[problem.message] is not COPY or problem.stats != ("sum",):
+        if MESSAGES[problem.message] is not COPY or problem.stats != ("sum",) or problem.self_loops:
             reasons.append("cuSPARSE sums the features of the sources and nothing else")
         if problem.source_scaled or problem.target_scaled:
             reasons.append("scales would be values of the matrix, which it keeps")

@@ -390,6 +390,8 @@ class Graph(Derived):
         """Whether there are self-loops; a static graph takes none later where it has answered no."""
 
         def build() -> bool:
+            if self.facts is not None:
+                return bool(self.facts.loops.any())
             return bool((expand(self.csr.rowptr, self.num_edges) == self.csr.col).any())
 
         return self.derived(HAS_LOOPS, build)

@@ -93,6 +93,11 @@ class StaticGraph(Graph):
             raise ValueError("'edge_attr' needs layers without self-loops on a graph whose edges change")
         return None
 
+    @property
+    def has_loops(self) -> bool:
+        """As :attr:`Graph.has_loops`."""
+        return self.derived(HAS_LOOPS, lambda: bool(_facts(self.batch).loops.any()))
+
     def takes(self, batch: Graph) -> bool:
         """Whether a batch is within all bounds."""
         facts = _facts(batch)

@@ -27,10 +27,10 @@ from pyg_dfgnn.statements.segment import AVERAGES, MESSAGES, MOMENTS, STATS, SUM
 _COUNT = {"forward": 14, "args": 14, "targets": 18, "sources": 20}
 """Arguments of the statement's pass that the kernel takes."""
 _MERGED = {
-    "forward": tuple(range(5, 14)),
-    "args": tuple(range(5, 14)),
+    "forward": (2, *range(4, 14)),
+    "args": (2, *range(4, 14)),
     "targets": (17,),
-    "sources": (17, 18),
+    "sources": (4, 5, 14, 17, 18),
 }
 """Places of the arguments that the merge kernel takes between its two states."""
 _OF_NODES = (6, 7, 12, 14, 15, 16)
@@ -91,17 +91,18 @@ def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, fl
     return TraversalLaunch(plan, direction, graph, spec, entry, elements, _COUNT[direction], _MERGED[direction])
 
 
-def _op_of(message: str, stats: tuple[str, ...]) -> Op:
-    """Return the op of a message and some of ``STATS``."""
+def _op_of(message: str, stats: tuple[str, ...], self_loops: bool) -> Op:
+    """Return the op of a message and some of ``STATS``, with or without self-loops that no array holds."""
 
     def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> SegmentProblem:
-        value, scaled = inputs["value"], [inputs[f"{side}_scale"] is not None for side in ("source", "target")]
-        return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled)
+        value, of_source, of_target = (inputs[name] for name in ("value", "source_scale", "target_scale"))
+        scaled = of_source is not None, of_target is not None
+        return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled, self_loops)
 
     def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
         return frozenset({"args"}) if set(stats) - set(SUMS) else frozenset()
 
-    return Op(statement_of(MESSAGES[message], stats), FAMILY, problem, prepare, optional=optional)
+    return Op(statement_of(MESSAGES[message], stats, self_loops), FAMILY, problem, prepare, optional=optional)
 
 
 def aggregate(
@@ -115,6 +116,7 @@ def aggregate(
     target: Tensor | None = None,
     source_scale: Tensor | None = None,
     target_scale: Tensor | None = None,
+    self_loops: bool = False,
 ) -> Tensor:
     r"""Statistics of the messages that each target receives, all from one gather.
 
@@ -137,6 +139,8 @@ def aggregate(
         target: Features :math:`t` of the targets, shape [N_dst, F], for `"gate"`.
         source_scale: Factors :math:`a` of the messages, float32 [N_src]; no gradient of them is computed.
         target_scale: Factors :math:`b` of sums and means, float32 [N_dst]; no gradient of them is computed.
+        self_loops: Whether each node has one more edge, to itself, that the graph does not hold: a `"sum"` of `"copy"`
+            over as many sources as targets.
 
     Returns:
         Shape [N_dst, F] for a name, [N_dst, S, F] for a sequence of S names.
@@ -146,11 +150,14 @@ def aggregate(
         ValueError: A shape, device or name does not fit, or the message needs an input that is None.
     """
     names = (stats,) if isinstance(stats, str) else tuple(stats)
-    distinct, reads, places = _request(names, message)
+    distinct, reads, places = _request(names, message, self_loops)
     # Tuples that torch.compile of torch 2.11 cannot compare.
     if (edge is None) is not reads[0] or (key is None) is not reads[1] or (target is None) is not reads[2]:
         _refuse_operands(message, edge=edge, key=key, target=target)
     graph, _ = check_graph(graph)
+    if self_loops and graph.num_src != graph.num_dst:
+        sizes = f"{graph.num_src} sources and {graph.num_dst} targets"
+        raise ValueError(f"'self_loops' needs as many sources as targets (got {sizes})")
     if target_scale is not None and not set(names).isdisjoint(MOMENTS):
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
     scales = {
@@ -159,7 +166,7 @@ def aggregate(
         "inverse_degree": None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph),
     }
     vectors = {"value": x, "edge": edge, "key": key, "target": target}
-    out = _run(_ops[message, distinct], max_channels(distinct), graph, vectors, scales)
+    out = _run(_ops[message, distinct, self_loops], max_channels(distinct), graph, vectors, scales)
     if isinstance(stats, str):
         return out
     if len(distinct) == 1:
@@ -168,30 +175,37 @@ def aggregate(
 
 
 _requests: dict[Any, tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]] = {}
-_ops: dict[tuple[str, tuple[str, ...]], Op] = {}
+_ops: dict[tuple[str, tuple[str, ...], bool], Op] = {}
 
 
 @torch.compiler.assume_constant_result
-def _request(names: tuple[str, ...], message: str) -> tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]:
+def _request(
+    names: tuple[str, ...], message: str, self_loops: bool
+) -> tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]:
     """Return what follows from the names of a call of :func:`aggregate`, worked out once, and make its op.
 
     Returns:
         The distinct names, whether edge, key and target are absent, and the place of each name where one repeats.
     """
-    known = _requests.get((names, message))
+    known = _requests.get((names, message, self_loops))
     if known is None:
         if not names:
             raise ValueError(f"'stats' needs at least one of {', '.join(STATS)} (got none)")
         for name in names:
             check_choice("stats", name, STATS)
         check_choice("message", message, tuple(MESSAGES))
+        if self_loops and (message, *names) != ("copy", "sum"):
+            raise ValueError(
+                f"'self_loops' needs False for other than the sum of copies (got {', '.join(names)} of {message!r})"
+            )
         record = MESSAGES[message]
         distinct = tuple(dict.fromkeys(names))
         places = None if distinct == names else [distinct.index(name) for name in names]
         known = distinct, (record.edge is None, not record.key, not record.target), places
-        if (message, distinct) not in _ops:
-            _ops[message, distinct] = _op_of(message, distinct)
-        _requests[names, message] = known
+        key = message, distinct, self_loops
+        if key not in _ops:
+            _ops[key] = _op_of(*key)
+        _requests[names, message, self_loops] = known
     return known
 
 
@@ -229,8 +243,13 @@ def inverse_degree(graph: Edges) -> Tensor:
     return of_degrees(graph, "inverse_degree", "targets", lambda degree: degree.clamp(min=1).reciprocal())
 
 
-def inverse_root_degree(graph: Edges, domain: str = "targets") -> Tensor:
-    """Return ``degree ** -0.5``, or 0 without edges, of each "targets" or "sources" node, float32; a graph keeps it."""
+def inverse_root_degree(graph: Edges, domain: str = "targets", self_loops: bool = False) -> Tensor:
+    """Return ``degree ** -0.5``, or 0 without edges, of each "targets" or "sources" node, float32; a graph keeps it.
+
+    With ``self_loops`` each node has one more edge, to itself, that the graph does not hold.
+    """
+    if self_loops:
+        return of_degrees(graph, "inverse_root_degree_with_loops", domain, lambda degree: (degree + 1).rsqrt())
     return of_degrees(
         graph, "inverse_root_degree", domain, lambda degree: degree.pow(-0.5).masked_fill(degree == 0, 0.0)
     )

@@ -88,12 +88,13 @@ def reads_messages(message: Message, stats: Sequence[str]) -> bool:
     return not set(stats) <= set(SUMS) or message not in (COPY, ADD)
 
 
-def statement_of(message: Message, stats: Sequence[str]) -> Statement:
+def statement_of(message: Message, stats: Sequence[str], self_loops: bool = False) -> Statement:
     """Return the statement of the aggregation of messages.
 
     Args:
         message: What an edge sends.
         stats: Some of ``STATS``, in the order of the outputs.
+        self_loops: Whether each node has one more edge, to itself, that no array holds; of sums of copies.
     """
     has = set(stats).intersection
     extremes, has_moments = [stat for stat in EXTREMES if stat in stats], bool(has(MOMENTS))
@@ -123,7 +124,7 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
     wide = [f"num_{stat}" for stat in extremes] + ["center"] * has_moments + ["others"] * ("mul" in stats)
     saved += [Value(name, "targets", ("C",), "float32", when="args") for name in wide]
     return Statement(
-        name=f"segment/{message.name}/{'+'.join(stats)}",
+        name=f"segment/{message.name}/{'+'.join(stats)}{'/self_loops' * self_loops}",
         inputs=inputs,
         numbers=(),
         output=Value("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C")),
@@ -131,16 +132,25 @@ def statement_of(message: Message, stats: Sequence[str]) -> Statement:
         forward=(FORWARD,),
         backward=(targets, sources) if message.target or has_moments else (sources,),
         gradients=tuple(gradients),
-        reference=partial(_reference, message, stats),
+        reference=partial(_reference, message, stats, self_loops),
         scratch=tuple(Value(name, "targets", ("C",), "float32") for name in ("slope", "offset") if has_moments),
     )
 
 
 def _reference(
-    message: Message, stats: Sequence[str], edge_index: Tensor, num_dst: int, inputs: dict[str, Any], *_: Any
+    message: Message,
+    stats: Sequence[str],
+    self_loops: bool,
+    edge_index: Tensor,
+    num_dst: int,
+    inputs: dict[str, Any],
+    *_: Any,
 ) -> tuple[Tensor, None]:
     """Return the statistics [N_dst, S, C], or the only one [N_dst, C], in plain torch."""
     source, target = edge_index
+    if self_loops:
+        nodes = torch.arange(num_dst, device=target.device)
+        source, target = torch.cat([source, nodes]), torch.cat([target, nodes])
 
     def at(name: str, nodes: Tensor) -> Tensor | None:
         tensor = inputs.get(name)

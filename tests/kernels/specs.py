@@ -231,17 +231,20 @@ def segment_specs() -> list[Spec]:
         "channels": (1, 16, 131, 256, 512),
         "wide": (False, True),
         "scaled": (False, True),
+        "self_loops": (False, True),
     }
     specs = []
 
     def fits(row: Row) -> bool:
-        """Gates are summed only, and several statistics take fewer channels."""
-        is_summed = row["message"] != "gate" or row["stats"] == ("sum",)
+        """Gates are summed only, sums of copies have self-loops, and several statistics take fewer channels."""
+        is_summed = row["stats"] == ("sum",) or row["message"] != "gate" and not row["self_loops"]
+        if row["self_loops"] and row["message"] != "copy":
+            return False
         return is_summed and row["channels"] <= segment.max_channels(row["stats"])
 
     for row in covering(axes, fits):
         what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
-        problem = SegmentProblem(*what, torch.device("cuda"), *scaled)
+        problem = SegmentProblem(*what, torch.device("cuda"), *scaled, row["self_loops"])
         directions = ["forward", "sources"] + ["targets"] * (MESSAGES[row["message"]].target or problem.has_moments)
         for direction in directions + ["args"] * (row["stats"] != ("sum",)):
             constants = segment.constants_of(problem, direction, row["wide"])

@@ -10,11 +10,11 @@ from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.segment import MESSAGES, MOMENTS, STATS
-from tests.covering import Row, covering
+from tests.covering import Row, covering, over
 from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
-from tests.kernels.problems import GRAPHS, NAMES, assert_largest_close, build_graph
+from tests.kernels.problems import GRAPHS, NAMES, assert_largest_close, batch_graph, build_graph, square_graph
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
 
@@ -85,17 +85,21 @@ def rows() -> list[Row]:
     return found
 
 
+def take_layout(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout != "light":
+        monkeypatch.setattr(segment, "max_edges_of", lambda *sizes: CHUNK)
+        monkeypatch.setattr(segment, "ORDERED_EDGES", CHUNK)
+    if layout == "swept":
+        monkeypatch.setattr(segment, "_SWEPT_EDGES", 0)
+        monkeypatch.setattr(segment, "_CACHE_SHARE", 1e-5)
+
+
 @pytest.mark.parametrize("row", rows(), ids=label)
 def test_statistics_and_gradients(row, monkeypatch):
     settings(fallback="error")
     torch.manual_seed(0)
     graph = build_graph(*GRAPHS[row["graph"]]())
-    if row["layout"] != "light":
-        monkeypatch.setattr(segment, "max_edges_of", lambda *sizes: CHUNK)
-        monkeypatch.setattr(segment, "ORDERED_EDGES", CHUNK)
-    if row["layout"] == "swept":
-        monkeypatch.setattr(segment, "_SWEPT_EDGES", 0)
-        monkeypatch.setattr(segment, "_CACHE_SHARE", 1e-5)
+    take_layout(row["layout"], monkeypatch)
     inputs, scales = inputs_of(row, graph), {}
     if row["scaled"]:
         scales["source_scale"] = torch.rand(graph.num_src) + 0.5
@@ -110,6 +114,38 @@ def test_statistics_and_gradients(row, monkeypatch):
     assert torch.equal(without, actual["out"]), "forward passes with and without gradients differ"
     wide = [{name: tensor.double() for name, tensor in some.items()} for some in (inputs, scales)]
     assert_largest_close(row["dtype"], actual, run(row, graph, *wide, grad.double()), "segment")
+
+
+@over(
+    [("layout", "scaled")],
+    layout=RUNS["layout"],
+    scaled=RUNS["scaled"],
+    dtype=tuple(NAMES),
+    channels=(7, 130, 520),
+    graph=("square", "batch", "empty"),
+)
+def test_self_loops_that_no_array_holds(layout, scaled, dtype, channels, graph, monkeypatch):
+    settings(fallback="error")
+    torch.manual_seed(0)
+    edges, num_nodes, _ = {"square": square_graph, "batch": batch_graph, "empty": lambda: ([], 3, 3)}[graph]()
+    take_layout(layout, monkeypatch)
+    x, grad = (torch.randn(num_nodes, channels).to(dtype) for _ in range(2))
+    scales = {f"{end}_scale": torch.rand(num_nodes) + 0.5 for end in ("source", "target")} if scaled else {}
+
+    def results(edges, x, grad, **how):
+        leaf = x.detach().requires_grad_()
+        out = aggregate(build_graph(edges, num_nodes, num_nodes), leaf, **how)
+        return {"out": out.detach(), "grad x": torch.autograd.grad(out, leaf, grad)[0]}
+
+    with emulated_device() as launched:
+        actual = results(edges, x, grad, **scales, self_loops=True)
+    assert {"segment_forward", "segment_backward_sources"} <= set(launched)
+    wide = {name: tensor.double() for name, tensor in scales.items()}
+    stored = results([*edges, *((i, i) for i in range(num_nodes))], x.double(), grad.double(), **wide)
+    assert_largest_close(dtype, actual, stored, "segment")
+    reference = results(edges, x.double(), grad.double(), **wide, self_loops=True)
+    for name, tensor in reference.items():
+        torch.testing.assert_close(tensor, stored[name], rtol=1e-12, atol=1e-12)
 
 
 def hub_values() -> dict[str, Tensor]:

@@ -181,6 +181,18 @@ def test_batches_in_one_static_graph(name):
         torch.testing.assert_close(out[:count], other(x[:count], batch.edge_index), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["GCNConv", "SGConv", "APPNP"])
+def test_self_loops_are_stored_only_where_the_edges_have_some(name):
+    conv, other = both(name, dtype=torch.float32)
+    x = torch.randn(6, FEATURES)
+    for loops in ([], [(2, 2)]):
+        edge_index = torch.tensor([(0, 1), (1, 0), (5, 3), (3, 5), *loops]).t().contiguous()
+        with emulated_device() as launched:
+            out = conv(x, edge_index)
+        assert launched and any(graph.self_loops for graph in Graph.cached_of(edge_index)) == bool(loops)
+        torch.testing.assert_close(out, other(x, edge_index), rtol=1e-5, atol=1e-6)
+
+
 def test_a_static_graph_found_without_loops_takes_none():
     """ChebConv takes other kernels on a graph with loops, which a capture cannot switch to."""
 

@@ -67,6 +67,22 @@ def test_opcheck(message, fused):
         opcheck(func, args)
 
 
+def test_compiled_calls_with_self_loops_that_no_array_holds(fused):
+    x = torch.randn(5, 6)
+
+    def call(x):
+        return aggregate(EdgeSet(EDGE_INDEX, 5, 5), x, self_loops=True)
+
+    with Recorder() as recorder:
+        expected = with_gradients(call, {"x": x})
+    for (func, _), args in recorder.calls.items():
+        opcheck(func, args)
+    torch._dynamo.reset()
+    traced = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for actual, want in zip(with_gradients(traced, {"x": x}), expected, strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
+
+
 def test_an_output_may_be_edited_in_place(fused):
     """Sums do not read their output again; extremes are computed anew."""
     graph, x = Graph.of(EDGE_INDEX, *SIZES), torch.randn(SIZES[0], 3, requires_grad=True)
@@ -110,6 +126,8 @@ def test_small_graphs(num_src, num_dst, edges, fused):
         ({"stats": "mean", "target_scale": torch.ones(1)}, r"'target_scale' needs shape \[N_dst=4\] \(got \[1\]\)"),
         ({"stats": "mean", "target_scale": torch.ones(5)}, r"'target_scale' needs shape \[N_dst=4\] \(got \[5\]\)"),
         ({"stats": "var", "target_scale": torch.ones(4)}, r"'target_scale' needs None"),
+        ({"self_loops": True}, r"'self_loops' needs as many sources as targets \(got 5 sources and 4 targets\)"),
+        ({"stats": "mean", "self_loops": True}, r"'self_loops' needs False .* \(got mean of 'copy'\)"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -24,12 +24,14 @@ class Sent(NamedTuple):
         weight: A factor of each message, [E]; None for 1.
         scale: A factor of each message at either end of its edge, float32 [N], that no gradient is asked of.
         dtype: Dtype that PyG's weights would have; None without.
+        self_loops: Whether each node sends to itself too, on an edge that the graph does not hold.
     """
 
     graph: Graph | EdgeSet
     weight: Tensor | None = None
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    self_loops: bool = False
 
 
 def _problem(
@@ -206,6 +208,7 @@ class AggregationConv(FusedConv):
             message=message or "copy",
             source_scale=sent.scale,
             target_scale=sent.scale,
+            self_loops=sent.self_loops,
             **vectors,
         )
         if sent.dtype is not None:

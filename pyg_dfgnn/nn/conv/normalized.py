@@ -78,11 +78,21 @@ class NormalizedConv(AggregationConv):
         by_node = self._is_by_node(call.edge_attr)
         if self._keeps_edges and self.cached:
             return self._from_cache(call, x, by_node)
+        loopless = self._loopless(call) if by_node else None
+        if loopless is not None:
+            return Sent(loopless, scale=inverse_root_degree(loopless, self_loops=True), dtype=x.dtype, self_loops=True)
         graph, _, _ = self._edges(call)
         if by_node:
             return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
         weight = self._normalized_weight(call, graph, x)
         return Sent(graph, weight, dtype=weight.dtype)
+
+    def _loopless(self, call: edges.Call) -> Graph | None:
+        """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""
+        if not call.self_loops or statistics_of(self.aggr_module) != ("sum",) or torch.compiler.is_compiling():
+            return None
+        graph, _, _ = self._edges(call._replace(self_loops=False))
+        return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
     def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
