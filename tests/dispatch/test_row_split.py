@@ -93,7 +93,7 @@ def test_constants_are_plain_numbers_and_read_only():
 def test_training_adds_in_the_order_of_inference(dtype):
     for heads, channels, wide in product((1, 8), (16, 40, 128), (False, True)):
         problem = replace(PROBLEM, score="add", dtype=dtype, heads=heads, channels=channels)
-        found = [pass_constants(problem, direction, wide) for direction in ("forward", "dout_dlogit")]
+        found = [dict(pass_constants(problem, direction, wide)) for direction in ("forward", "dout_dlogit")]
         assert [c.pop("DOUT_DLOGIT") for c in found] == [0, 1]
         assert len({tuple(c[name] for name in c if name != "MIN_BLOCKS") for c in found}) == 1
 

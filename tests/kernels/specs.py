@@ -149,8 +149,7 @@ def projection_specs() -> list[Spec]:
             for stem, direction in DIRECTION_OF.items():
                 if stem != "weights":
                     constants = in_mode(row["mode"], problem(row), direction, row["wide"])
-                    constants["PROJECTIONS"] = row["projections"]
-                    specs.append(spec_of(stem, score, constants))
+                    specs.append(spec_of(stem, score, {**constants, "PROJECTIONS": row["projections"]}))
     return specs
 
 

@@ -1,6 +1,9 @@
 """What decides the kernels of one attention call, apart from the graph."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -37,7 +40,7 @@ class AttentionProblem:
     dout_dlogit: bool = False
     edge_channels: int = 0
 
-    @property
+    @cached_property
     def record(self) -> Score:
         """The record of the score."""
         return SCORES[self.score]
@@ -47,19 +50,16 @@ class AttentionProblem:
         """Whether torch still rounds products as it did when the problem was posed."""
         return self.tf32 is tf32_allowed(self.dtype)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of the features of one node, [H, C]."""
         return self.heads * self.channels * self.dtype.itemsize
 
-    @property
-    def constants(self) -> dict[str, int]:
+    @cached_property
+    def constants(self) -> Mapping[str, int]:
         """What every attention kernel is specialised by."""
-        return {
-            **self.record.constants(self.edge, self.edge_channels > 0),
-            "STORAGE": STORAGE[self.dtype],
-            "DROPOUT": int(self.dropout),
-        }
+        operands = self.record.constants(self.edge, self.edge_channels > 0)
+        return MappingProxyType({**operands, "STORAGE": STORAGE[self.dtype], "DROPOUT": int(self.dropout)})
 
 
 @torch.compiler.assume_constant_result

@@ -107,7 +107,8 @@ def saves_dout_dlogit(score: str, edge: bool) -> bool:
     return SCORES[score].saves_dout_dlogit and not edge
 
 
-def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> dict[str, int]:
+@cache
+def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> Mapping[str, int]:
     """Constants of the kernel of one pass.
 
     Args:
@@ -117,7 +118,7 @@ def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> dic
     """
     sums = {"forward": {"DOUT_DLOGIT": 0, "LAZY": 0}, "dout_dlogit": {"DOUT_DLOGIT": 1, "LAZY": 0}}.get(direction, {})
     lanes = _lanes(problem, direction, wide)
-    return {
+    found = {
         **problem.constants,
         **sums,
         **lanes,
@@ -129,6 +130,7 @@ def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> dic
         "IN_SHARED": 0,
         "NORMS": 0,
     }
+    return MappingProxyType(found)
 
 
 def fits_whole_heads(problem: AttentionProblem) -> bool:
@@ -137,7 +139,9 @@ def fits_whole_heads(problem: AttentionProblem) -> bool:
     return has_two_loads and problem.heads >= _MIN_ROW_LANES and not problem.edge and not problem.dropout
 
 
-def with_whole_heads(problem: AttentionProblem, direction: str, constants: dict[str, int], kind: str) -> dict[str, int]:
+def with_whole_heads(
+    problem: AttentionProblem, direction: str, constants: Mapping[str, int], kind: str
+) -> Mapping[str, int]:
     """The constants with a lane for each head, where that is faster.
 
     Nothing is summed over lanes then, what a head has one of is computed once, and a step takes twice the edges. A pass
@@ -193,10 +197,10 @@ def swept_constants(problem: AttentionProblem, direction: str) -> tuple[dict[str
         lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
         # Others take other registers.
         if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == found.loads and not problem.edge and not problem.dropout:
-            constants = {**pass_constants(problem, direction, wide=not found.packed), **lanes, "UNROLL": found.unroll}
+            packed = {**pass_constants(problem, direction, wide=not found.packed), **lanes, "UNROLL": found.unroll}
             # Each head has a record of its own.
             blocks = found.min_blocks - int(direction == "sources" and problem.heads > 1)
-            return {**constants, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
+            return {**packed, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
     constants = with_whole_heads(problem, direction, pass_constants(problem, direction, wide=True), "swept")
     return {**constants, "ORDERED": 1}, None
 

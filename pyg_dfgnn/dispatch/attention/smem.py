@@ -6,6 +6,8 @@ rows as `row_split` does: a row of features travels once, however many edges rea
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
 from typing import ClassVar
 
 from pyg_dfgnn.dispatch.attention import row_split as rows
@@ -135,7 +137,8 @@ def _is_narrow(problem: AttentionProblem) -> bool:
     return problem.heads == 8 and problem.row_bytes == 32 * 16 and not problem.edge and not problem.dropout
 
 
-def constants_of(problem: AttentionProblem, direction: str) -> dict[str, int]:
+@cache
+def constants_of(problem: AttentionProblem, direction: str) -> Mapping[str, int]:
     """What the kernel of a pass is specialised by."""
     loads, unroll, warps, blocks = _layout(problem, direction)
     lanes = rows.fitting_lanes(problem, loads, wide=False)
@@ -149,7 +152,7 @@ def constants_of(problem: AttentionProblem, direction: str) -> dict[str, int]:
     near = full and tuning.through_l1
     norms = direction == "forward" and record.node_scalars == "inverse_norm"
     lazy = direction == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and tuning.lazy
-    return {
+    found = {
         **rows.pass_constants(problem, direction, wide=False),
         **lanes,
         "UNROLL": unroll,
@@ -160,6 +163,7 @@ def constants_of(problem: AttentionProblem, direction: str) -> dict[str, int]:
         "NORMS": int(norms),
         **({"LAZY": _LAZY} if lazy else {}),
     }
+    return MappingProxyType(found)
 
 
 def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> SmemPlan:
