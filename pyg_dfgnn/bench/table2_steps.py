@@ -203,11 +203,12 @@ def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> f
 
 
 def determined_steps(losses: Sequence[float], exact: Sequence[float], bound: float, least: int) -> int:
-    """Return how many of the first steps float32 determines, at least so many: until losses leave those in float64.
+    """Return how many of the first steps float32 determines to within the bound, at least so many.
 
-    Training makes rounding errors grow. Once a run in float32 is beyond the bound, it is no measure for another.
+    Training makes rounding errors grow. From where those of one run in float32 are a tenth of the bound, another run,
+    which rounds in other places, is soon beyond it.
     """
-    inside = [relative_difference([loss], [wanted]) <= bound for loss, wanted in zip(losses, exact, strict=True)]
+    inside = [relative_difference([loss], [wanted]) <= 0.1 * bound for loss, wanted in zip(losses, exact, strict=True)]
     return max([*inside, False].index(False), least)
 
 
@@ -303,8 +304,8 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Where the losses differ by more than the bound, the reference is run in float64 too: rounding may have taken its own
-    that far, and what is within the bound of the exact ones is right. Losses are compared as long as the reference's
-    own are within it, and over the steps of the warm-up in any case.
+    that far, and what is within the bound of the exact ones is right. Losses are compared as long as float32 determines
+    the reference's own, and over the steps of the warm-up in any case.
 
     Args:
         backend: Of the step.

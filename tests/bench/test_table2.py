@@ -124,13 +124,15 @@ def test_a_nan_disagrees():
     ("losses", "expected"),
     [
         ([1.0, 2.0, 3.0, 4.0], 4),
-        ([1.0, 2.0, 3.1, 4.0], 2),
+        ([1.0, 2.0, 3.002, 4.0], 2),
+        ([1.0, 2.0, 3.0002, 4.0], 4),
         ([1.0, 2.1, 3.1, 4.0], 2),
         ([1.0, 2.0, 3.0, float("nan")], 3),
     ],
 )
 def test_losses_are_compared_as_long_as_float32_determines_them(losses, expected):
     assert determined_steps(losses, [1.0, 2.0, 3.0, 4.0], 1e-3, 2) == expected
+    assert determined_steps(losses, losses[:-1] + [5.0], 1e-3, 4) == 4
 
 
 @pytest.mark.parametrize(
