@@ -186,7 +186,7 @@ def relational() -> str:
     """Milliseconds of relational layers, forward and with backward, by schedule and implementation."""
     shown = (
         *(("fused", "replay"), ("fused", "warm"), ("hector_cf", "warm"), ("hector_c", "warm"), ("hector", "warm")),
-        *(("pyg", "warm"), ("pyg_fast", "warm"), ("fasten", "warm")),
+        *(("pyg", "warm"), ("pyg_fast", "warm"), ("compile", "warm"), ("fasten", "warm")),
     )
     lines = [(*line, "float32") for line in shown]
     lines += [(*line, "tf32") for line in shown if line[0] in ("fused", "fasten")]
@@ -222,7 +222,7 @@ def relational() -> str:
 
 
 def _time(row: Row | None) -> str:
-    if row is None or row["status"].startswith("not run"):
+    if row is None or row["status"].startswith(("not run", "no result")):
         return "-"
     return f"{tables.milliseconds(row):.3g}" if row["status"] == "ok" else str(row["status"])
 

@@ -141,20 +141,21 @@ class Backend:
 
     def preparation(self, model: nn.Module) -> Prepare:
         """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
-        loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
         if self.is_ours:
-            return lambda host, batch: _graph(host, batch, loops).csc
+            return lambda host, batch: _graph(host, batch).csc
         compress = getattr(importlib.import_module(self.convs), "compress", None)
         if compress is not None:
+            loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
             return lambda host, batch: compress(batch.edge_index, batch.num_nodes, loops)
         return lambda host, batch: None
 
 
-def _graph(host: Data, batch: Data, self_loops: bool) -> Graph:
+def _graph(host: Data, batch: Data) -> Graph:
+    """The graph without self-loops, which layers that store some add to it."""
     if not isinstance(batch, Batch):
-        return Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops)
+        return Graph.of(batch.edge_index, batch.num_nodes)
     facts = BatchFacts.of(host) if "csr_facts" in host else None
-    return Graph.of_batch(batch, self_loops=self_loops, facts=facts)
+    return Graph.of_batch(batch, facts=facts)
 
 
 @dataclass(frozen=True)
