@@ -1,6 +1,5 @@
 """Timing: configs compose, the gate comes first, what cannot run is listed, runs resume, figures follow from files."""
 
-import os
 import re
 import shlex
 
@@ -21,6 +20,7 @@ from pyg_dfgnn.bench.results import default_folder
 from pyg_dfgnn.bench.timing import Pace, Timer, Timing
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
+from tests.bench import isolated_work
 from tests.bench.quick import QUICK, composed, read, results
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
@@ -274,20 +274,12 @@ ISOLATED = [
 ]  # fmt: skip
 
 
-def exits(*_):
-    os._exit(3)
-
-
-def counts(end):
-    yield from (number or None for number in range(end))
-
-
 @pytest.mark.parametrize(
     ("limit_s", "work", "status"),
     [
         (120, run.rows_of_job, "ok"),
         (0.2, run.rows_of_job, "no result within 0.2 s"),
-        (60, exits, "failed: process ended with 3"),
+        (60, isolated_work.exits, "failed: process ended with 3"),
     ],
     ids=["in time", "too late", "ended"],
 )
@@ -300,7 +292,7 @@ def test_a_process_of_its_own_hands_its_rows_back(limit_s, work, status, tmp_pat
 
 
 def test_signs_of_life_are_no_results():
-    assert list(isolated.results(counts, (3,), 60.0)) == [1, 2]
+    assert list(isolated.results(isolated_work.counts, (3,), 60.0)) == [1, 2]
 
 
 def test_isolated_jobs_can_be_left_to_another_experiment(tmp_path):
