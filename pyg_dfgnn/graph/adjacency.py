@@ -123,6 +123,15 @@ def rows_at(ptr: Tensor, positions: Tensor) -> Tensor:
     return torch.bucketize(positions, ptr[1:], right=True, out_int32=True)
 
 
+def count_loops(arrays: Arrays) -> Tensor:
+    """How many of the edges go from a node to itself, int64 []."""
+    rowptr, col, _ = arrays
+    count = torch.zeros((), dtype=torch.int64, device=col.device)
+    for span in spans(col.numel()):
+        count += (rows_at(rowptr, numbers(span, rowptr)) == col[span]).sum()
+    return count
+
+
 def offsets(rows: Tensor, num_rows: int) -> Tensor:
     """Row offsets, int32 [num_rows + 1], from ascending row ids [E]."""
     return torch.searchsorted(rows, torch.arange(num_rows + 1, dtype=rows.dtype, device=rows.device), out_int32=True)

@@ -15,7 +15,7 @@ from pyg_dfgnn.graph.adjacency import (
     MAX_EDGES,
     Adjacency,
     ascends,
-    expand,
+    count_loops,
     group,
     longest,
     offsets,
@@ -228,7 +228,7 @@ def add_loops(csr: Adjacency, facts: BatchFacts | None) -> Built:
     check_edges(csr.num_edges + min(csr.num_rows, csr.num_cols))
     if facts is not None:
         return _with_loops(csr, facts, int(facts.loops.sum()))
-    (are_loops,) = pull((expand(csr.rowptr, csr.num_edges) == csr.col).sum())
+    (are_loops,) = pull(count_loops(csr.arrays))
     return _with_loops(csr, None, are_loops)
 
 

@@ -16,7 +16,7 @@ from pyg_dfgnn.errors import check_choice, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
-    expand,
+    count_loops,
     longest,
     numbers,
     outside_capture,
@@ -392,7 +392,7 @@ class Graph(Derived):
         def build() -> bool:
             if self.facts is not None:
                 return bool(self.facts.loops.any())
-            return bool((expand(self.csr.rowptr, self.num_edges) == self.csr.col).any())
+            return bool(count_loops(self.csr.arrays))
 
         return self.derived(HAS_LOOPS, build)
 

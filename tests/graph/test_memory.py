@@ -6,7 +6,7 @@ import torch
 from pyg_dfgnn.dispatch import core
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.graph import Graph, block_sparse
+from pyg_dfgnn.graph import Graph, adjacency, block_sparse
 from pyg_dfgnn.graph.build import build
 from pyg_dfgnn.graph.chunks import ascending, column_blocks, positions, rows_of
 from pyg_dfgnn.graph.derived import tensors_of
@@ -47,6 +47,8 @@ def parts_of(case, by_source, self_loops):
         parts.append(block_sparse.make_blocks(side, 32, None))
     diagonal = diagonal_blocks(graph)
     parts += [positions(graph, graph.csc, graph.csr), diagonal]
+    loops = (edge_index[0] == edge_index[1]).sum()
+    assert adjacency.count_loops(twin.csr.arrays) == loops and twin.has_loops is bool(loops)
     if diagonal is not None:
         parts.append(block_sparse.make_blocks(graph.csc, 32, diagonal))
     return list(tensors_of(parts))
