@@ -24,7 +24,7 @@ train: $(RUN_ENV)
 	$(PYTHON) train.py $(ARGS)
 
 test: $(TEST_ENV)
-	$(PYTEST) -n $(JOBS) -m "not cuda and not sparse" --grid=$(GRID) $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not cuda and not sparse" --grid=$(GRID) $(ARGS)
 
 test-full: GRID = full
 test-full: test

@@ -4,6 +4,7 @@ import csv
 
 import pytest
 
+from tests.covering import of_the_full_grid
 from tools import multi_gpu
 
 
@@ -11,6 +12,7 @@ def check(path):
     assert multi_gpu.main(["--device", "cpu", "--small", "--csv", str(path)])
 
 
+@of_the_full_grid
 def test_command(launch, tmp_path):
     path = tmp_path / "folder" / "multi_gpu.csv"
     launch(2, check, path)

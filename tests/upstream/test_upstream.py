@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.covering import of_the_full_grid
+
 RUN = Path(__file__).with_name("run.py")
 TESTS = """
 import sys
@@ -53,6 +55,7 @@ def test_that_tells_us_from_pyg():
 """
 
 
+@of_the_full_grid
 def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path):
     path = tmp_path / "nn" / "conv"
     path.mkdir(parents=True)
