@@ -16,10 +16,6 @@ grid = "covering"
 """One of `GRIDS`; tests/conftest.py sets it from the option before tests are collected."""
 
 
-of_the_full_grid = pytest.mark.skipif("config.getoption('grid') != 'full'", reason="takes long: --grid=full runs it")
-"""Marks a test of a tool that starts many processes."""
-
-
 def always(row: Row) -> bool:
     return True
 

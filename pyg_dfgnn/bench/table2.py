@@ -50,7 +50,7 @@ FIELDS = [
     *"model setting dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
     *"once n reference_sum_ms wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
-    *(*FROM_FLOAT64, "compared_steps", "bound"),
+    *(*FROM_FLOAT64, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
@@ -220,7 +220,6 @@ def measured_columns(measured: Measured, reference: Reference | None) -> Row:
         "wall_ms": f"{measured.wall_ms:.5g}",
         "first_step_s": f"{measured.first_step_s:.3f}",
         "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
-        "compared_steps": "" if reference is None else measured.compared_steps,
         "reference": "" if reference is None else reference.backend.name,
     }
 

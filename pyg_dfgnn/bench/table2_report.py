@@ -68,9 +68,7 @@ def _number(value: str) -> str:
 
 def _loss(row: Row) -> str:
     ours, theirs = (row[name] for name in FROM_FLOAT64)
-    # Rows of earlier runs do not name their steps: all were compared.
-    steps = f" in {row['compared_steps']} steps" if row["compared_steps"] else ""
-    from_float64 = f"; from float64 {ours}{steps}, {row['reference']} {theirs}" if ours else ""
+    from_float64 = f"; from float64 {ours}, {row['reference']} {theirs}" if ours else ""
     return f"{row['loss_difference']}{from_float64}"
 
 

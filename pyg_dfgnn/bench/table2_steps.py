@@ -34,8 +34,7 @@ READ = ("x", "edge_index", "y")
 """What a step reads of a graph; nothing else travels to the device."""
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
 FROM_FLOAT64 = ("loss_from_float64", "reference_from_float64")
-"""Largest relative difference from the losses of the reference in float64: of a backend's in the steps that float32
-determines (see :func:`determined_steps`), of the reference's own in all."""
+"""Largest relative difference from the losses of the reference in float64: of a backend's, of the reference's own."""
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
 TURN = 5
@@ -203,20 +202,10 @@ def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> f
     return float(((actual - wanted) / wanted).abs().max())
 
 
-def determined_steps(losses: Sequence[float], exact: Sequence[float], bound: float, least: int) -> int:
-    """Return how many of the first steps float32 determines to within the bound, at least so many.
-
-    Training makes rounding errors grow. From where those of one run in float32 are a tenth of the bound, another run,
-    which rounds in other places, is soon beyond it.
-    """
-    inside = [relative_difference([loss], [wanted]) <= 0.1 * bound for loss, wanted in zip(losses, exact, strict=True)]
-    return max([*inside, False].index(False), least)
-
-
 def agree(differences: Mapping[str, float], bound: float) -> bool:
     """Whether the first gradient is within the bound, and the losses are, of the reference's or of these in float64.
 
-    The latter in the steps that float32 determines. Nothing agrees with a NaN.
+    Nothing agrees with a NaN.
     """
     losses = (differences.get(name, float("nan")) for name in ("loss_difference", FROM_FLOAT64[0]))
     return differences["gradient_difference"] <= bound and any(loss <= bound for loss in losses)
@@ -233,7 +222,6 @@ class Measured:
         first_step_s: Wall time of the first step, compilation and capture included.
         peak_mb: Device memory above what was allocated before; None without a GPU.
         differences: From the reference.
-        compared_steps: Steps whose losses were compared with float64, or else with the reference.
         reference: Of these steps, for other backends.
     """
 
@@ -243,7 +231,6 @@ class Measured:
     first_step_s: float
     peak_mb: float | None
     differences: dict[str, str]
-    compared_steps: int
     reference: Reference
 
 
@@ -253,14 +240,13 @@ class Disagreement(RuntimeError):
     Args:
         backend: Of the reference.
         columns: What differs, by how much.
-        compared_steps: Steps whose losses were compared.
         losses: Of each step.
     """
 
-    def __init__(self, backend: str, columns: dict[str, str], compared_steps: int, losses: list[float]) -> None:
+    def __init__(self, backend: str, columns: dict[str, str], losses: list[float]) -> None:
         what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in columns.items())
         super().__init__(f"{what} from {backend}")
-        self.columns, self.losses = {**columns, "compared_steps": compared_steps, "reference": backend}, losses
+        self.columns, self.losses = {**columns, "reference": backend}, losses
 
 
 def first_gradient(model: nn.Module) -> Tensor:
@@ -305,8 +291,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Where the losses differ by more than the bound, the reference is run in float64 too: rounding may have taken its own
-    that far, and what is within the bound of the exact ones is right. Losses are compared as long as float32 determines
-    the reference's own, and over the steps of the warm-up in any case.
+    that far, and what is within the bound of the exact ones is right.
 
     Args:
         backend: Of the step.
@@ -344,17 +329,15 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
                 spans.append(turns.phases.durations_ms())
         peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
         differences = {} if reference is None else reference.differences(losses, gradient)
-        compared = pace.steps
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
             # What does not fit into memory twice as wide has to be within the bound.
             with suppress(torch.OutOfMemoryError):
                 exact = exact_losses(reference, setup)
-                compared = determined_steps(reference.losses, exact, pace.bound, pace.warm_up)
-                ours = relative_difference(losses[:compared], exact[:compared])
-                differences |= dict(zip(FROM_FLOAT64, (ours, relative_difference(reference.losses, exact))))
+                both = (relative_difference(values, exact) for values in (losses, reference.losses))
+                differences |= dict(zip(FROM_FLOAT64, both))
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
-            raise Disagreement(reference.backend.name, columns, compared, losses)
+            raise Disagreement(reference.backend.name, columns, losses)
 
         reference_sum = None
         if reference is not None and task.full_graph and pace.rounds:
@@ -380,7 +363,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
         timer.synchronize()
         wall_ms = 1e3 * (time.perf_counter() - started) / count
     as_reference = Reference(backend, state, losses, gradient)
-    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, compared, as_reference)
+    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
 
 
 def exact_losses(reference: Reference, setup: Setup) -> list[float]:

@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from tests.covering import of_the_full_grid
 from tools import multi_gpu
 
 
@@ -12,7 +11,6 @@ def check(path):
     assert multi_gpu.main(["--device", "cpu", "--small", "--csv", str(path)])
 
 
-@of_the_full_grid
 def test_command(launch, tmp_path):
     path = tmp_path / "folder" / "multi_gpu.csv"
     launch(2, check, path)

@@ -397,6 +397,19 @@ def test_a_cached_call_never_waits_for_the_device(score, full):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.slow
+def test_host_time_of_a_launch():
+    from pyg_dfgnn.bench.cases.attention.case import AttentionCase
+    from pyg_dfgnn.bench.graphs import benchmark_graph
+    from pyg_dfgnn.bench.timing import Timer
+    from tools.overhead import measure
+
+    graph = benchmark_graph("b", DEVICE, small=True)
+    rows = measure(AttentionCase("dot", 8, 16), graph, Timer(DEVICE))
+    (launch,) = (row for row in rows if row["what"] == "launch")
+    assert float(launch["us"]) <= 10.0, rows
+
+
 # Wrong arguments ------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Linear layers of one input: the kernels emulated, against float64, and what they leave to torch."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -188,10 +189,10 @@ WARPGROUP_SIZES = [
 WIDE_SIZES = [(200, 500, 128, 1, False), (150, 132, 232, 2, True), (70, 512, 384, 1, True), (90, 80, 160, 3, False)]
 
 
-@over(
-    allowed=lambda row: row["sizes"] in WARPGROUP_SIZES or row["interleaved"] is (row["sizes"][3] > 1),
-    sizes=(*WARPGROUP_SIZES, *WIDE_SIZES),
-    interleaved=(True, False),
+@pytest.mark.parametrize(
+    ("sizes", "interleaved"),
+    [*product(WARPGROUP_SIZES, (True, False)), *((sizes, sizes[3] > 1) for sizes in WIDE_SIZES)],
+    ids=str,
 )
 def test_warpgroups(sizes, interleaved, fused, monkeypatch):
     few_multiprocessors(monkeypatch, 4)

@@ -16,7 +16,6 @@ from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
 from tests.capture.test_step import HostRecorder
 from tests.configs.train import train_config
-from tests.covering import over
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
@@ -65,7 +64,8 @@ def interrupt_at(monkeypatch, count, interrupt):
     return calls
 
 
-@over(model=tuple(MODELS), backend=("pyg", "auto"))
+@pytest.mark.parametrize("backend", ["pyg", "auto"])
+@pytest.mark.parametrize("model", MODELS)
 def test_each_model_trains(run, model, backend):
     metric, folder = run("run", f"model={model}", f"backend={backend}", "trainer.epochs=2")
     rows = history(folder)
@@ -168,7 +168,8 @@ def test_seed_decides_a_run(run):
     assert_equal(parameters(first), parameters(again))
 
 
-@over(scheduler=("plateau", "cosine", "constant"), model=("gat", "gt_small"))
+@pytest.mark.parametrize("scheduler", ["plateau", "cosine", "constant"])
+@pytest.mark.parametrize("model", ["gat", "gt_small"])
 def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, model, scheduler):
     overrides = [f"model={model}", f"scheduler={scheduler}", "trainer.checkpoint_every=100"]
     _, whole = run("whole", *overrides)

@@ -78,16 +78,16 @@ class NormalizedConv(AggregationConv):
         by_node = self._is_by_node(call.edge_attr)
         if self._keeps_edges and self.cached:
             return self._from_cache(call, x, by_node)
-        loopless = self._loopless(call) if by_node else None
-        if loopless is not None:
-            return Sent(loopless, scale=inverse_root_degree(loopless, self_loops=True), dtype=x.dtype, self_loops=True)
+        plain = self._without_self_loops(call) if by_node else None
+        if plain is not None:
+            return Sent(plain, scale=inverse_root_degree(plain, self_loops=True), dtype=x.dtype, self_loops=True)
         graph, _, _ = self._edges(call)
         if by_node:
             return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
         weight = self._normalized_weight(call, graph, x)
         return Sent(graph, weight, dtype=weight.dtype)
 
-    def _loopless(self, call: edges.Call) -> Graph | None:
+    def _without_self_loops(self, call: edges.Call) -> Graph | None:
         """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""
         if not call.self_loops or statistics_of(self.aggr_module) != ("sum",) or torch.compiler.is_compiling():
             return None
