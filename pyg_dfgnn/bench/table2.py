@@ -32,8 +32,8 @@ from pyg_dfgnn.bench.isolated import EndedError, results
 from pyg_dfgnn.bench.results import MEASURED_ROOMS as LAYER_ROOMS
 from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, now, source_digest
 from pyg_dfgnn.bench.table2_steps import (
-    FROM_FLOAT64,
     PHASES,
+    STEP_BY_STEP,
     Backend,
     Disagreement,
     Measured,
@@ -50,11 +50,13 @@ FIELDS = [
     *"model setting dataset task synthetic graphs nodes edges backend status".split(),
     *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
     *"once n reference_sum_ms wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
-    *(*FROM_FLOAT64, "bound"),
+    *(*STEP_BY_STEP, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
+
+OUT_OF_MEMORY = "not run: out of memory"
 
 Row = dict[str, Any]
 Message = Row | None
@@ -180,7 +182,7 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         except Disagreement as error:
             yield {**base, "status": f"WRONG: {error}", **error.columns}
         except torch.OutOfMemoryError:
-            yield {**base, "status": "not run: out of memory"}
+            yield {**base, "status": OUT_OF_MEMORY}
         except UnsupportedError as error:
             yield {**base, "status": "not run: " + "; ".join(error.reasons)}
         except Exception as error:
@@ -308,8 +310,8 @@ def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[Row]:
         for row in results(work, (options, cells), options.limit_s):
             done += 1
             yield row
-            # What failed may have left the device unusable.
-            if row["status"].startswith("failed"):
+            # What failed may have left the device unusable, and what ran out of memory may still hold some.
+            if row["status"].startswith(("failed", OUT_OF_MEMORY)):
                 return
     except EndedError as ended:
         yield {**cell_columns(options, cells[done]), "status": str(ended)}

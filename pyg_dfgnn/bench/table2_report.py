@@ -8,7 +8,7 @@ from typing import Any
 
 from pyg_dfgnn.bench.plots import speedup_figure
 from pyg_dfgnn.bench.results import markdown
-from pyg_dfgnn.bench.table2_steps import FROM_FLOAT64, PHASES, SUMMED
+from pyg_dfgnn.bench.table2_steps import PHASES, STEP_BY_STEP, SUMMED
 
 HEADER = [
     "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
@@ -57,19 +57,16 @@ def times_table(rows: Sequence[Row]) -> str:
         factors = (f"{by[key]:.2f}x" if key in by else "" for by in (by_sum, by_step))
         before = [ms["transfer"] + once, ms["preprocess"] + once]
         phases = [ms[phase] for phase in ("forward", "backward", "sum", "optimizer")]
-        differences = [_loss(row), row["gradient_difference"]]
+        differences = [
+            f"{row[name]}{'; step by step ' if row[stepped] else ''}{row[stepped]}"
+            for name, stepped in zip(("loss_difference", "gradient_difference"), STEP_BY_STEP)
+        ]
         lines.append([*key, *before, *phases, _number(row["wall_ms"]), peak_gb, *factors, *differences])
     return markdown(HEADER, lines)
 
 
 def _number(value: str) -> str:
     return f"{float(value):.3g}" if value else ""
-
-
-def _loss(row: Row) -> str:
-    ours, theirs = (row[name] for name in FROM_FLOAT64)
-    from_float64 = f"; from float64 {ours}, {row['reference']} {theirs}" if ours else ""
-    return f"{row['loss_difference']}{from_float64}"
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:

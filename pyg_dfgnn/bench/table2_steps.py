@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
@@ -33,8 +33,8 @@ SUMMED = ("preprocess", "forward", "backward")
 READ = ("x", "edge_index", "y")
 """What a step reads of a graph; nothing else travels to the device."""
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
-FROM_FLOAT64 = ("loss_from_float64", "reference_from_float64")
-"""Largest relative difference from the losses of the reference in float64: of a backend's, of the reference's own."""
+STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference")
+"""As `loss_difference` and `gradient_difference`, where each step starts from the parameters of the reference."""
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
 TURN = 5
@@ -188,27 +188,34 @@ class Reference:
     gradient: Tensor
 
     def differences(self, losses: list[float], gradient: Tensor) -> dict[str, float]:
-        """Largest relative difference of the losses, and the relative Frobenius norm of that of the first gradient."""
-        expected, actual = self.gradient.double(), gradient.double()
+        """How far losses and the first gradient are from these."""
         return {
-            "loss_difference": relative_difference(losses, self.losses),
-            "gradient_difference": float((actual - expected).norm() / expected.norm()),
+            "loss_difference": loss_difference(losses, self.losses),
+            "gradient_difference": gradient_difference(gradient, self.gradient),
         }
 
 
-def relative_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference of losses from the expected ones; NaN if there is a NaN."""
     actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (losses, expected))
     return float(((actual - wanted) / wanted).abs().max())
 
 
+def gradient_difference(gradient: Tensor, expected: Tensor) -> float:
+    """The relative Frobenius norm of the difference of a gradient from the expected one; NaN if there is a NaN."""
+    return float((gradient.double() - expected.double()).norm() / expected.double().norm())
+
+
 def agree(differences: Mapping[str, float], bound: float) -> bool:
-    """Whether the first gradient is within the bound, and the losses are, of the reference's or of these in float64.
+    """Whether the first gradient and the losses are within the bound, or those of each step from the same parameters.
 
     Nothing agrees with a NaN.
     """
-    losses = (differences.get(name, float("nan")) for name in ("loss_difference", FROM_FLOAT64[0]))
-    return differences["gradient_difference"] <= bound and any(loss <= bound for loss in losses)
+
+    def within(*names: str) -> bool:
+        return all(differences.get(name, float("nan")) <= bound for name in names)
+
+    return within("gradient_difference") and (within("loss_difference") or within(*STEP_BY_STEP))
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ class Measured:
 
 
 class Disagreement(RuntimeError):
-    """The losses or the first gradient are not those of the reference.
+    """The losses or the gradients are not those of the reference.
 
     Args:
         backend: Of the reference.
@@ -252,6 +259,11 @@ class Disagreement(RuntimeError):
 def first_gradient(model: nn.Module) -> Tensor:
     """The gradients that a step left in the parameters, one after the other, on the CPU."""
     return torch.cat([p.grad.detach().flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def average_gradient(optimizer: Optimizer) -> Tensor:
+    """The average of the gradients of all steps that Adam keeps, the last ones weigh most, on the CPU."""
+    return torch.cat([state["exp_avg"].flatten().cpu() for state in optimizer.state.values()])
 
 
 @dataclass(frozen=True)
@@ -272,26 +284,26 @@ class Setup:
     pace: Pace
     device: torch.device
 
-    def start(
-        self, backend: Backend, state: Mapping[str, Tensor] | None, dtype: torch.dtype = torch.float32
-    ) -> tuple[nn.Module, _Turns]:
+    def start(self, backend: Backend, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, _Turns]:
         """Return a model in this state, or in that of the seed, and its steps."""
         torch.manual_seed(self.pace.seed)
         convs = importlib.import_module(backend.convs)
         model: nn.Module = make_model(partial(instantiate(self.model, _partial_=True), convs=convs), self.source.task)
-        model = model.to(self.device, dtype)
+        model = model.to(self.device)
         if state is not None:
             model.load_state_dict(state)
         phases = Phases(self.device)
-        step = _step(backend, model, self.optimizer, self.source, phases)
-        return model, _Turns(step, self.source, backend.preparation(model), self.device, phases)
+        optimizer = make_optimizer(self.optimizer, model, self.device)
+        step = _step(backend, model, optimizer, self.source, phases)
+        return model, _Turns(step, optimizer, self.source, backend.preparation(model), self.device, phases)
 
 
 def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Measured:
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
-    Where the losses differ by more than the bound, the reference is run in float64 too: rounding may have taken its own
-    that far, and what is within the bound of the exact ones is right.
+    Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
+    steps are therefore taken again, each from the parameters that the reference has at this step: then every loss and
+    the average of all gradients decide.
 
     Args:
         backend: Of the step.
@@ -299,8 +311,8 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
         reference: What the losses must agree with; None: these steps become it.
 
     Raises:
-        Disagreement: The first gradient differs by more than `pace.bound`, or the losses do, from those of the
-            reference and also from those in float64 (see :func:`agree`).
+        Disagreement: The first gradient differs by more than `pace.bound`, or the losses do, also step by step from
+            the same parameters (see :func:`agree`).
         UnsupportedError: The backend cannot run these steps.
     """
     source, pace, device = setup.source, setup.pace, setup.device
@@ -330,11 +342,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
         peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
         differences = {} if reference is None else reference.differences(losses, gradient)
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
-            # What does not fit into memory twice as wide has to be within the bound.
-            with suppress(torch.OutOfMemoryError):
-                exact = exact_losses(reference, setup)
-                both = (relative_difference(values, exact) for values in (losses, reference.losses))
-                differences |= dict(zip(FROM_FLOAT64, both))
+            differences |= step_by_step(backend, setup, reference)
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
             raise Disagreement(reference.backend.name, columns, losses)
@@ -366,25 +374,28 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
     return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
 
 
-def exact_losses(reference: Reference, setup: Setup) -> list[float]:
-    """Return the losses of the reference's steps in float64, from the same state and launched one by one."""
-    backend = replace(reference.backend, compile=False, cuda_graph=False)
-    batches = [copy(batch).apply(_widened) for batch in setup.source.batches]
-    wide = replace(setup, source=replace(setup.source, batches=batches))
+def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[str, float]:
+    """Return the differences of a backend's steps, each of which starts from the parameters of the reference then."""
+    with pyg_dfgnn.settings(**reference.backend.settings):
+        other, others = setup.start(reference.backend, reference.state)
     with pyg_dfgnn.settings(**backend.settings):
-        _, turns = wide.start(backend, reference.state, torch.float64)
-        return [float(turns(index)) for index in range(setup.pace.steps)]
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+        model, turns = setup.start(backend, reference.state)
+    losses, expected = [], []
+    for index in range(setup.pace.steps):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
+        with pyg_dfgnn.settings(**backend.settings):
+            losses.append(float(turns(index)))
+        with pyg_dfgnn.settings(**reference.backend.settings):
+            expected.append(float(others(index)))
+    average, wanted = average_gradient(turns.optimizer), average_gradient(others.optimizer)
+    return dict(zip(STEP_BY_STEP, (loss_difference(losses, expected), gradient_difference(average, wanted))))
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer_config: Any, source: Source, phases: Phases
+    backend: Backend, model: nn.Module, optimizer: Optimizer, source: Source, phases: Phases
 ) -> Callable[[Data], Tensor]:
     task = source.task
-    optimizer = make_optimizer(optimizer_config, model, phases.device)
     called: Any = model
     if backend.compile:
         # Compilations of one model class count together, and end in an error beyond a number.
@@ -420,12 +431,14 @@ class _Turns:
     def __init__(
         self,
         step: Callable[[Data], Tensor],
+        optimizer: Optimizer,
         source: Source,
         prepare: Prepare,
         device: torch.device,
         phases: Phases,
     ) -> None:
-        self.step, self.source, self.prepare, self.device, self.phases = step, source, prepare, device, phases
+        self.step, self.optimizer, self.source, self.prepare = step, optimizer, source, prepare
+        self.device, self.phases = device, phases
         self.once: list[dict[str, float]] = []
         self._resident: Data | None = None
         for _ in range(ONCE if source.task.full_graph else 0):
