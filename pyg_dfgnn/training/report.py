@@ -80,7 +80,9 @@ def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_ep
     epochs = [row["epoch"] for row in history]
     # A line needs two points.
     marker = "o" if len(epochs) == 1 else None
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    # Margins by number: a layout engine would draw everything twice.
+    figure = Figure(figsize=(9, 3.6))
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.14, top=0.88, wspace=0.2)
     figure.suptitle(title)
     for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy")):
         for split, label in (("train", "training"), ("val", "validation")):
