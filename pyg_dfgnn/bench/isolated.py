@@ -25,8 +25,9 @@ def results(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], limi
     Raises:
         EndedError: The time is up, or the process ended by itself.
     """
-    # Never forked: a child cannot use the CUDA context of its parent.
-    context = multiprocessing.get_context("spawn")
+    # Not forked from this process, whose CUDA context a child cannot use, but from one that has only imported the work.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, arguments, sender))
     process.start()

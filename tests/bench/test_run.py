@@ -278,7 +278,7 @@ ISOLATED = [
     ("limit_s", "work", "status"),
     [
         (120, run.rows_of_job, "ok"),
-        (0.2, run.rows_of_job, "no result within 0.2 s"),
+        (0.001, run.rows_of_job, "no result within 0.001 s"),
         (60, isolated_work.exits, "failed: process ended with 3"),
     ],
     ids=["in time", "too late", "ended"],

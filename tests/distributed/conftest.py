@@ -1,6 +1,5 @@
 """Several processes on one machine, talking through gloo."""
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -10,6 +9,7 @@ import torch
 import torch.multiprocessing
 
 from pyg_dfgnn.distributed import Group
+from tests import processes
 
 
 def _enter(rank, function, size, port, arguments):
@@ -26,10 +26,6 @@ def _enter(rank, function, size, port, arguments):
         Group.close()
 
 
-# Imported once, for the processes of all tests.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch_geometric.nn", "tests.distributed.conftest"])
-
-
 @pytest.fixture
 def launch():
     """launch(size, function, *arguments): run a function of a test module in so many processes; any error is raised.
@@ -37,7 +33,7 @@ def launch():
     They come from a server that has imported everything; "spawn" makes fresh ones, as CUDA asks for.
     """
 
-    def run(size, function, *arguments, start_method="forkserver"):
+    def run(size, function, *arguments, start_method=processes.START):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from tests.covering import over
 from tests.nn.convs import AGGREGATION, EDGES, FEATURES, NAMES, NUM_NODES, arguments, make, reasons_of
+from tests.processes import run_script
 
 OPTIONS = [
     ("GATConv", (3, 4), {"heads": 2}),
@@ -180,10 +179,9 @@ for first in ([], [pyg], [ours]):
 """
 
 
-def test_order_of_first_instances():
+def test_order_of_first_instances(tmp_path):
     """PyG generates code into a class on its first instance; no order may break explainers or hooks."""
-    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script(ORDER, tmp_path)
 
 
 # Heterogeneous graphs ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
 from tests.nn.message_cases import watched
 from tests.nn.message_users import FEATURES, Temperature
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 EDGES = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 4, 4]])
@@ -156,7 +157,7 @@ with messages.interpreted():
     assert torch.equal(layer(x, torch.tensor({EDGES.tolist()})), expected)
 assert calls[0][2].trace.program is not None
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    run_script(code, tmp_path)
 
 
 @pytest.mark.parametrize("first", [Mine, Derived])

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from pyg_dfgnn.graph.derived import in_units
 from pyg_dfgnn.ops import gemm
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import EDGES, LOOPED, NAMES, NUM_NODES, make, reasons_of
+from tests.processes import run_script
 
 
 class Special(pyg.GATConv):
@@ -225,12 +224,12 @@ SETUPS = {
 }
 
 
-def test_what_a_script_prints():
+def test_what_a_script_prints(tmp_path):
     """Two lines without any set-up: what `accelerate` changed, and that PyG's code runs on a CPU."""
     program = PROGRAM.replace("{setups}", repr({name: setup for name, (setup, _) in SETUPS.items()}))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert not done.stdout
-    parts = done.stderr.split("\n--- ")[1:]
+    printed, said = run_script(program, tmp_path)
+    assert not printed
+    parts = said.split("\n--- ")[1:]
     assert [part.partition("\n")[0] for part in parts] == list(SETUPS)
     for part, (name, (_, lines)) in zip(parts, SETUPS.items(), strict=True):
         shown = [line for line in part.splitlines() if "pyg_dfgnn" in line]

@@ -1,10 +1,7 @@
 """The runner of PyG's tests, on a test file of our own."""
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.upstream import run
 
-RUN = Path(__file__).with_name("run.py")
 TESTS = """
 import torch
 from torch_geometric.nn import ClusterGCNConv, GCNConv, MessagePassing
@@ -50,14 +47,12 @@ def test_that_tells_us_from_pyg():
 """
 
 
-def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path):
+def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path, capsys):
     path = tmp_path / "nn" / "conv"
     path.mkdir(parents=True)
     (path / "test_made_up.py").write_text(TESTS)
-    command = [sys.executable, str(RUN), str(tmp_path), "--files", "nn/conv/test_made_up.py"]
-    done = subprocess.run([*command, "--accelerate", "--reference"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
+    assert run.main([str(tmp_path), "--files", "nn/conv/test_made_up.py", "--accelerate", "--reference"]) == 1
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 of 5 tests pass with PyG's classes, 1 of them fail with ours"
     assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
     assert "ClusterGCNConv: 3 of 3 calls were compiled" in lines

@@ -1,0 +1,47 @@
+"""Processes of tests' own that start with the libraries imported, and scripts that run in one."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+
+START = "forkserver"
+CONTEXT = multiprocessing.get_context(START)
+# Imported once, for the processes of all tests; no layer is made of it.
+CONTEXT.set_forkserver_preload(
+    ["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn", "pyg_dfgnn.bench.run"]
+)
+
+
+def run_script(code, folder):
+    """Run the text of a script in a process of its own, and return what it wrote to stdout and stderr.
+
+    PyG and the package are imported, but no layer was ever made there.
+
+    Args:
+        code: The text.
+        folder: Where what it writes is kept meanwhile.
+
+    Raises:
+        AssertionError: It failed.
+    """
+    paths = [folder / name for name in ("stdout", "stderr")]
+    process = CONTEXT.Process(target=_execute, args=(code, *map(str, paths)))
+    process.start()
+    process.join()
+    written = [path.read_text() for path in paths]
+    assert process.exitcode == 0, written[1]
+    return written
+
+
+def _execute(code, *paths):
+    for number, path in enumerate(paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    try:
+        exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
