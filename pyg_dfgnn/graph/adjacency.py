@@ -139,7 +139,9 @@ def offsets(rows: Tensor, num_rows: int) -> Tensor:
 
 def from_degree(degree: Tensor) -> Tensor:
     """Row offsets, int32 [rows + 1], from row lengths [rows]."""
-    return torch.cat([degree.new_zeros(1, dtype=torch.int32), degree.cumsum(0, dtype=torch.int32)])
+    ptr = degree.new_zeros(degree.numel() + 1, dtype=torch.int32)
+    torch.cumsum(degree, 0, dtype=torch.int32, out=ptr[1:])
+    return ptr
 
 
 def longest(ptr: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def trust_batch(batch: Any, edge_index: Tensor, facts: BatchFacts) -> Built:
     graph_ptr = _graph_ptr(batch, edge_index.device)
     rowptr, source_ptr = from_degree(in_degree), from_degree(out_degree)
     source, target = edge_index.to(torch.int32, copy=True)
-    edge_ptr = rowptr[graph_ptr.long()]
+    edge_ptr = rowptr.index_select(0, graph_ptr)
     by_source = by_source + edge_ptr[:-1].repeat_interleave(edge_ptr.diff(), output_size=num_edges)
     csr = Arrays(rowptr, source, torch.arange(num_edges, dtype=torch.int32, device=rowptr.device))
     csc = Arrays(source_ptr, target.index_select(0, by_source), by_source)

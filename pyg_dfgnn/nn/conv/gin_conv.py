@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
@@ -34,7 +35,7 @@ class GINConv(AggregationConv, conv.GINConv):
             return out
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         out = self._aggregate(self._sent(call), x_src)
-        out = out if x_dst is None else out + (1 + self.eps) * x_dst
+        out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)
 
 
@@ -84,5 +85,5 @@ class GINEConv(AggregationConv, conv.GINEConv):
         edge: Any = call.edge_attr if self.lin is None else self.lin(call.edge_attr)
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, self._message, edge=edge)
-        out = out if x_dst is None else out + (1 + self.eps) * x_dst
+        out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)
