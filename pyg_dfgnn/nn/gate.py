@@ -295,12 +295,17 @@ class FusedConv(MessagePassing):
         reasons = tuple(dict.fromkeys([*own, *self._reasons_against(problem)]))
         if reasons:
             return Description(str(self), reasons, problem)
+        problem, call = self._as_run(problem, call)
         try:
             graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:
             return Description(str(self), tuple(error.reasons), problem)
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
         return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
+
+    def _as_run(self, problem: Any, call: edges.Call) -> tuple[Any, edges.Call]:
+        """Return the problem and the call of a description as the forward takes them on these edges."""
+        return problem, call
 
     def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         """Return the graph of a call without reasons, and what :meth:`_plan` says of it.

@@ -188,8 +188,11 @@ def test_self_loops_are_stored_only_where_the_edges_have_some(name):
     for loops in ([], [(2, 2)]):
         edge_index = torch.tensor([(0, 1), (1, 0), (5, 3), (3, 5), *loops]).t().contiguous()
         with emulated_device() as launched:
+            description = pyg_dfgnn.describe_plan(conv, x, edge_index)
             out = conv(x, edge_index)
         assert launched and any(graph.self_loops for graph in Graph.cached_of(edge_index)) == bool(loops)
+        assert description.problem.self_loops == (not loops)
+        assert description.graph == f"6 sources, 6 targets, {10 if loops else 4} edges"
         torch.testing.assert_close(out, other(x, edge_index), rtol=1e-5, atol=1e-6)
 
 

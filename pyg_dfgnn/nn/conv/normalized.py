@@ -1,5 +1,6 @@
 """What the convs on a normalised adjacency share: the factors of their messages."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -78,7 +79,7 @@ class NormalizedConv(AggregationConv):
         by_node = self._is_by_node(call.edge_attr)
         if self._keeps_edges and self.cached:
             return self._from_cache(call, x, by_node)
-        plain = self._without_self_loops(call) if by_node else None
+        plain = self._without_self_loops(call)
         if plain is not None:
             return Sent(plain, scale=inverse_root_degree(plain, self_loops=True), dtype=x.dtype, self_loops=True)
         graph, _, _ = self._edges(call)
@@ -89,10 +90,17 @@ class NormalizedConv(AggregationConv):
 
     def _without_self_loops(self, call: edges.Call) -> Graph | None:
         """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""
-        if not call.self_loops or statistics_of(self.aggr_module) != ("sum",) or torch.compiler.is_compiling():
+        is_sum = self._is_by_node(call.edge_attr) and statistics_of(self.aggr_module) == ("sum",)
+        if not call.self_loops or not is_sum or torch.compiler.is_compiling():
             return None
         graph, _, _ = self._edges(call._replace(self_loops=False))
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
+
+    def _as_run(self, problem: Any, call: edges.Call) -> tuple[Any, edges.Call]:
+        plain = None if self._keeps_edges and self.cached else self._without_self_loops(call)
+        return (
+            (problem, call) if plain is None else (replace(problem, self_loops=True), call._replace(self_loops=False))
+        )
 
     def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
