@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_map_only
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import norm as graph_norms
 
+from pyg_dfgnn.distributed.norm import batch_norm_kernels
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph, StaticGroups
 from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.gemm import column_sums
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
@@ -42,25 +44,26 @@ class RowMask:
 
     Args:
         num_rows: Rows of the bucket.
-        like: A feature tensor, whose device and dtype the mask has; a mask of low precision is in float32.
+        like: A feature tensor, whose device and dtype the numbers have, float32 for a low precision.
 
     Attributes:
-        rows: 1 for rows of the batch and 0 for padding, [N, 1].
-        share: `rows` over the number n of rows of the batch, [N, 1].
+        is_padding: Which rows hold nothing of the batch, bool [N, 1].
+        count: Number n of rows of the batch, int32 [1].
         inverse: 1 / n, [].
         unbiased: n / (n - 1), [].
     """
 
     def __init__(self, num_rows: int, like: Tensor) -> None:
         options: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
-        self.rows, self.share = (torch.zeros(num_rows, 1, **options) for _ in range(2))
-        self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
         self._row = torch.arange(num_rows, device=like.device).view(-1, 1)
+        self.is_padding = torch.zeros_like(self._row, dtype=torch.bool)
+        self.count = torch.zeros(1, dtype=torch.int32, device=like.device)
+        self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
 
     def set(self, count: int) -> None:
         """Let the first `count` rows hold the batch."""
-        self.rows.copy_(self._row < count)
-        torch.mul(self.rows, 1 / count, out=self.share)
+        torch.ge(self._row, count, out=self.is_padding)
+        self.count.fill_(count)
         self.inverse.fill_(1 / count)
         self.unbiased.fill_(count / max(count - 1, 1))
 
@@ -89,23 +92,25 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class _Normalize(torch.autograd.Function):
-    """Masked batch norm in few kernels each way, since a step has many norms on little data.
+    """Masked batch norm by torch's kernels of a synchronised one, since a step has many norms on little data.
 
-    Rows of padding get no gradient.
+    Rows of padding take the mean, so that they add nothing to the variance, and get no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: RowMask, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.to(mask.rows.dtype)
-        mean = (wide * mask.share).sum(dim=0)
-        centred = (wide - mean).mul_(mask.rows)
-        variance = torch.linalg.vector_norm(centred, dim=0).square_().mul_(mask.inverse)
-        deviation = (variance + eps).rsqrt_()
-        scale = deviation if weight is None else deviation * weight
-        out = centred * scale if bias is None else torch.addcmul(bias, centred, scale)
-        ctx.save_for_backward(centred, deviation, scale)
+        wide = x.to(mask.inverse.dtype).contiguous()
+        kernels = batch_norm_kernels(x)
+        mean = column_sums(wide.masked_fill(mask.is_padding, 0.0), wide.dtype) * mask.inverse
+        filled = torch.where(mask.is_padding, mean, wide)
+        # The variance over all rows, of which the share of the batch is over its own.
+        variance = kernels.batch_norm_stats(filled, eps)[1].square_().reciprocal_().sub_(eps).clamp_(min=0.0)
+        variance = variance.mul_(len(x) * mask.inverse)
+        invstd = (variance + eps).rsqrt_()
+        out = kernels.batch_norm_elemt(filled, weight, bias, mean, invstd, eps)
+        ctx.save_for_backward(filled, weight, mean, invstd)
         ctx.mask = mask
         # What a second derivative would be by.
         ctx.cast_from, ctx.layers = ref(x if x._base is None else x._base), (weight,)
@@ -115,16 +120,16 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        centred, deviation, scale = ctx.saved_tensors
-        mask, needed = ctx.mask, ctx.needs_input_grad
-        grad_out = grad * mask.rows
-        total, along = grad_out.sum(dim=0), (grad_out * centred).sum(dim=0)
+        filled, weight, mean, invstd = ctx.saved_tensors
+        mask, needed, kernels = ctx.mask, ctx.needs_input_grad, batch_norm_kernels(filled)
+        grad_out = grad.to(filled.dtype).masked_fill(mask.is_padding, 0.0).contiguous()
+        inputs = grad_out, filled, mean, invstd, weight
+        *sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(*inputs, *needed[:3])
         grad_x = None
         if needed[0]:
-            slope = deviation.square().mul_(along).mul_(mask.inverse)
-            grad_x = torch.addcmul(grad_out, centred, slope, value=-1)
-            grad_x = grad_x.addcmul_(mask.share, total, value=-1).mul_(scale).to(grad.dtype)
-        return grad_x, along * deviation if needed[1] else None, total if needed[2] else None, None, None
+            grad_x = kernels.batch_norm_backward_elemt(*inputs, *sums, mask.count)
+            grad_x = grad_x.masked_fill_(mask.is_padding, 0.0).to(grad.dtype)
+        return grad_x, grad_weight if needed[1] else None, grad_bias if needed[2] else None, None, None
 
 
 @dataclass(frozen=True)

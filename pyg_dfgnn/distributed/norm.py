@@ -52,7 +52,7 @@ class _Normalize(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        kernels, (rows, channels) = _kernels(x), x.shape
+        kernels, (rows, channels) = batch_norm_kernels(x), x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         own = kernels.batch_norm_stats(x, eps) if rows else (x.new_ones(2 * channels, dtype=dtype),)
         # The merge divides by the rows so far, and the first process may have none.
@@ -70,7 +70,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, counts = ctx.saved_tensors
-        kernels, needed, grad = _kernels(x), ctx.needs_input_grad, grad.contiguous()
+        kernels, needed, grad = batch_norm_kernels(x), ctx.needs_input_grad, grad.contiguous()
         grad_x, grads = grad, mean.new_zeros(4, mean.numel())
         if len(x):
             grads = kernels.batch_norm_backward_reduce(grad, x, mean, invstd, weight, *needed[:3])
@@ -143,7 +143,8 @@ class _OnCpu:
         return (grad_x if weight is None else grad_x * weight).to(x.dtype)
 
 
-def _kernels(x: Tensor) -> Any:
+def batch_norm_kernels(x: Tensor) -> Any:
+    """Return what has torch's kernels of a batch norm in parts, for the device of a tensor."""
     return torch if x.is_cuda else _OnCpu
 
 

@@ -333,7 +333,7 @@ def _torch_gradients(
     if needed[1]:
         of_weights = [part for grad in grads for part in _product(grad.t(), x, dtype).chunk(layers_per_grad)]
     if needed[2] and of_biases:
-        of_biases = [part for grad in grads for part in _column_sums(grad, dtype).chunk(layers_per_grad)]
+        of_biases = [part for grad in grads for part in column_sums(grad, dtype).chunk(layers_per_grad)]
     return grad_x, [*of_weights, *of_biases]
 
 
@@ -349,8 +349,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def _column_sums(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum over the rows."""
+def column_sums(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the rows of a matrix, [columns]; torch's own leaves a GPU idle where these are few."""
     rows, columns = grad.shape
     if rows <= _COLUMN_SUM_ROWS or not _has_column_sum_kernel(grad):
         return grad.sum(0, dtype=dtype)

@@ -15,9 +15,11 @@ from torch_geometric.loader import DataLoader
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
+from pyg_dfgnn.capture.buckets import MaskedBatchNorm, RowMask
 from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
+from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.step import make_step
 from tests.capture.test_capture_step import Pooled, by_hand, call, masked_loss, plain, rated, weighted_loss, whole
@@ -360,3 +362,30 @@ def test_data_on_the_host():
         pytest.raises(UnsupportedError, match="captured step cannot run here: the model is"),
     ):
         capture_step(model.cpu(), masked_loss, optimizer, whole())
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0], ids=["centred", "shifted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, count, channels", [(64, 1, 3), (192, 150, 64), (70_016, 69_000, 128)])
+def test_norm_leaves_out_padding(rows, count, channels, dtype, shift):
+    """Against torch's norm of the rows of the batch in float64; padding is poisoned."""
+    norm, plain = MaskedBatchNorm(channels).cuda(), nn.BatchNorm1d(channels).cuda().double()
+    norm.mask = RowMask(rows, torch.empty(0, device="cuda", dtype=dtype))
+    norm.mask.set(count)
+    x, down = (torch.randn(rows, channels, device="cuda") for _ in range(2))
+    x, down = (x + shift).to(dtype), down.to(dtype)
+    x[count:] = down[count:] = torch.nan
+    head = x[:count].double().requires_grad_()
+    out = norm(x.requires_grad_())
+    out.backward(down)
+    assert out.dtype is x.grad.dtype is dtype and out.isfinite().all() and not x.grad[count:].any()
+    if count == 1:
+        return
+    want = plain(head)
+    want.backward(down[:count].double())
+    pairs = [(out[:count], want), (x.grad[:count], head.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(norm.parameters(), plain.parameters(), strict=True)]
+    pairs += [(norm.running_mean, plain.running_mean), (norm.running_var, plain.running_var)]
+    bound = 1e-2 if dtype is torch.bfloat16 else 1e-5 * (1 + shift)
+    for actual, expected in pairs:
+        assert relative_error(actual, expected) <= bound

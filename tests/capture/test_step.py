@@ -191,14 +191,16 @@ def test_norm_leaves_out_padding(affine, momentum):
     norm.mask = RowMask(12, torch.empty(0, dtype=torch.float64))
     for count in (9, 4):
         norm.mask.set(count)
-        x = (5 + torch.randn(12, 3, dtype=torch.float64)).requires_grad_()
-        head, down = x.detach()[:count].requires_grad_(), torch.randn(12, 3, dtype=torch.float64)
+        x, down = 5 + torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+        x[count:] = down[count:] = torch.nan
+        x.requires_grad_()
+        head = x.detach()[:count].requires_grad_()
         out, want = norm(x), plain(head)
         out.backward(down)
         want.backward(down[:count])
         torch.testing.assert_close(out[:count], want)
         torch.testing.assert_close(x.grad[:count], head.grad)
-        assert not x.grad[count:].any()
+        assert out.isfinite().all() and not x.grad[count:].any()
         for (name, a), (_, b) in zip(norm.named_parameters(), plain.named_parameters()):
             torch.testing.assert_close(a.grad, b.grad, msg=name)
         for (name, a), (_, b) in zip(norm.named_buffers(), plain.named_buffers(), strict=True):

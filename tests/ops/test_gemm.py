@@ -390,13 +390,13 @@ def test_sums_over_rows(shape, dtype, fused, monkeypatch):
     monkeypatch.setattr(gemm, "_COLUMN_SUM_ROWS", 0)
     few_multiprocessors(monkeypatch, 4)
     rows = torch.randn(shape).to(dtype)
-    sums = gemm._column_sums(rows, torch.float32)
+    sums = gemm.column_sums(rows, torch.float32)
     assert_close("sums", sums, rows.double().sum(0), torch.float32, op="gemm")
     assert fused == ["gemm_sums"] * (1 if shape[0] < 256 else 2)
-    assert gemm._column_sums(rows, dtype).dtype is dtype
+    assert gemm.column_sums(rows, dtype).dtype is dtype
     rows[-1, 3] = float("nan")
     touched = torch.arange(shape[1]) == 3
-    assert torch.equal(gemm._column_sums(rows, torch.float32).isnan(), touched)
+    assert torch.equal(gemm.column_sums(rows, torch.float32).isnan(), touched)
 
 
 @pytest.mark.parametrize("key", ["strides", "address", "width", "float64", "few rows"])
@@ -412,7 +412,7 @@ def test_sums_that_torch_takes(key, fused, monkeypatch):
         "few rows": lambda: rows,
     }
     rows = of[key]()
-    assert_close("sums", gemm._column_sums(rows, torch.float32), rows.double().sum(0), torch.float32, op="gemm")
+    assert_close("sums", gemm.column_sums(rows, torch.float32), rows.double().sum(0), torch.float32, op="gemm")
     assert fused == []
 
 
