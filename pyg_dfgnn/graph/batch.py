@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
@@ -49,8 +50,8 @@ class SortEdges(BaseTransform):
             for name, value in list(store.items()):
                 if name == "edge_index":
                     data.edge_index = edge_index[:, order]
-                elif isinstance(value, Tensor) and store.is_edge_attr(name):
-                    store[name] = value.index_select(data.__cat_dim__(name, value, store), order)
+                elif store.is_edge_attr(name):
+                    store[name] = _in_order(value, order, data.__cat_dim__(name, value, store))
         source, target = data.edge_index
         data[IN_DEGREE] = target.bincount(minlength=num_nodes).int()
         data[OUT_DEGREE] = source.bincount(minlength=num_nodes).int()
@@ -62,6 +63,15 @@ class SortEdges(BaseTransform):
         repeated = ((source.diff() == 0) & (target.diff() == 0)).any()
         data[FACTS] = torch.tensor([[num_edges, int(is_loop.sum()), *most, int(repeated)]], dtype=torch.int32)
         return data
+
+
+def _in_order(value: Any, order: Tensor, dim: Any) -> Any:
+    """Return a tensor, array, list or tuple along the edges in another order of these."""
+    if isinstance(value, Tensor):
+        return value.index_select(dim, order)
+    if isinstance(value, np.ndarray):
+        return value.take(order.numpy(), axis=dim)
+    return type(value)([value[place] for place in order.tolist()])
 
 
 def batch_edge_index(batch: Any, name: str = "batch") -> Tensor:

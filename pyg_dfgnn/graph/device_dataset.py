@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.collate import collate
 
-from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.errors import check_dtype, check_range
 from pyg_dfgnn.graph.adjacency import INT32_MAX, Arrays, from_degree, push
 from pyg_dfgnn.graph.batch import trusted
 from pyg_dfgnn.graph.block_sparse import block_count, make_blocks, side_of, stored_bits
@@ -71,6 +71,7 @@ class DeviceDataset:
         # Along nodes, along edges or one row per graph: told by where each graph begins.
         self._along: dict[str, list[tuple[str, Tensor]]] = {"node": [], "edge": [], "graph": []}
         lengths = {"node": self.nodes, "edge": self.edges, "graph": torch.ones_like(self.nodes)}
+        largest = graphs[int(self.nodes.argmax())]
         for name, starts in slices.items():
             value = stored[name]
             if name in ("edge_index", "num_nodes", BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE):
@@ -78,6 +79,10 @@ class DeviceDataset:
             kind = next((k for k, n in lengths.items() if torch.equal(torch.as_tensor(starts).diff(), n)), None)
             if not isinstance(value, Tensor) or kind is None:
                 raise ValueError(f"'graphs' needs tensors along nodes, edges or graphs (got {name!r})")
+            shift, dim = largest.__inc__(name, largest[name]), largest.__cat_dim__(name, largest[name])
+            if dim != 0 or torch.as_tensor(shift).any():
+                need = "attributes that a batch joins row by row as they are"
+                raise ValueError(f"'graphs' needs {need} (got {name!r}, which PyG shifts or joins otherwise)")
             self._along[kind].append((name, value.to(self.device)))
 
     def __len__(self) -> int:
@@ -87,11 +92,17 @@ class DeviceDataset:
         """Gather a batch.
 
         Args:
-            ids: Which graphs, int64 [G] on the CPU.
+            ids: Which graphs, int64 [G] on the CPU, at least one.
 
         Returns:
             The batch on the device, `edge_index` as int64.
+
+        Raises:
+            TypeError: `ids` is no tensor of int64.
+            ValueError: There are no ids.
         """
+        check_dtype("ids", ids, torch.int64)
+        check_range("len(ids)", len(ids), 1)
         nodes, edges = self.nodes[ids], self.edges[ids]
         num_nodes, num_edges = int(nodes.sum()), int(edges.sum())
         check_edges(num_edges)

@@ -1,5 +1,6 @@
 """Graphs sorted one by one make a batch that needs no sort."""
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Batch, Data
@@ -38,6 +39,19 @@ def test_transform_sorts_edges_and_their_features():
         assert torch.equal(after.edge_attr.sort(0)[0], before.edge_attr.sort(0)[0])
         assert torch.equal(after.x, before.x)
         assert "csr_in_degree" not in before
+
+
+def test_all_that_is_along_edges_is_sorted_alike():
+    ids = [10, 11, 12]
+    forms = {
+        "edge_array": np.array(ids),
+        "edge_list": list(ids),
+        "edge_tuple": tuple(ids),
+        "edge_tensor": torch.tensor(ids),
+    }
+    data = SortEdges()(Data(x=torch.randn(3, 2), edge_index=torch.tensor([[2, 0, 1], [2, 1, 0]]), **forms))
+    for name, form in forms.items():
+        assert type(data[name]) is type(form) and list(map(int, data[name])) == [12, 11, 10], name
 
 
 @pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])

@@ -150,3 +150,20 @@ def test_what_cannot_be_gathered():
         DeviceDataset(many)
     with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
         DeviceDataset([])
+
+
+@pytest.mark.parametrize("name", ["root_index", "sub_batch", "face"])
+def test_attributes_that_collation_shifts_are_refused(name):
+    graphs = members()
+    for graph in graphs:
+        graph[name] = torch.zeros(graph.num_nodes, dtype=torch.int64) + (name == "sub_batch")
+    with pytest.raises(ValueError, match=f"'graphs' needs attributes that a batch joins row by row .* [(]got '{name}'"):
+        DeviceDataset(graphs)
+
+
+def test_wrong_ids():
+    resident = DeviceDataset(members())
+    with pytest.raises(ValueError, match=r"'len\(ids\)' needs a value >= 1 \(got 0\)"):
+        resident.batch(torch.tensor([], dtype=torch.int64))
+    with pytest.raises(TypeError, match="'ids' needs dtype torch.int64"):
+        resident.batch(torch.ones(len(resident), dtype=torch.bool))
