@@ -193,6 +193,8 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
     module, fused = own["_modules"]["aggr_module"], conv._fused_statistics
+    if any(map(has_hooks, module.modules() if module._modules else (module,))):
+        reasons.append("the aggregation module has hooks")
     if conv._scaler is not None and upstream_of(type(module)) is conv._scaler:
         module = module.aggr
     statistics = statistics_of(module)
@@ -295,7 +297,7 @@ class FusedConv(MessagePassing):
         reasons = tuple(dict.fromkeys([*own, *self._reasons_against(problem)]))
         if reasons:
             return Description(str(self), reasons, problem)
-        problem, call = self._as_run(problem, call)
+        problem, call = self._as_run(problem, call, *args, **kwargs)
         try:
             graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:
@@ -303,7 +305,7 @@ class FusedConv(MessagePassing):
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
         return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
 
-    def _as_run(self, problem: Any, call: edges.Call) -> tuple[Any, edges.Call]:
+    def _as_run(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Any, edges.Call]:
         """Return the problem and the call of a description as the forward takes them on these edges."""
         return problem, call
 

@@ -7,6 +7,7 @@ All functions run on CPU tensors and in float64 through the reference implementa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, reads_no_edge, specs_of
 from pyg_dfgnn.dispatch.traversal import side_of
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_bool, check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
@@ -166,7 +167,8 @@ def aggregate(
         "inverse_degree": None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph),
     }
     vectors = {"value": x, "edge": edge, "key": key, "target": target}
-    out = _run(_ops[message, distinct, self_loops], max_channels(distinct), graph, vectors, scales)
+    op = getattr(_ops, _name_of(message, distinct, self_loops))
+    out = _run(op, max_channels(distinct), graph, vectors, scales)
     if isinstance(stats, str):
         return out
     if len(distinct) == 1:
@@ -175,7 +177,13 @@ def aggregate(
 
 
 _requests: dict[Any, tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]] = {}
-_ops: dict[tuple[str, tuple[str, ...], bool], Op] = {}
+# By attribute: torch.compile reads a dictionary once, before the trace adds to it.
+_ops = SimpleNamespace()
+
+
+@torch.compiler.assume_constant_result
+def _name_of(message: str, stats: tuple[str, ...], self_loops: bool) -> str:
+    return f"{message} {' '.join(stats)} {self_loops}"
 
 
 @torch.compiler.assume_constant_result
@@ -194,6 +202,7 @@ def _request(
         for name in names:
             check_choice("stats", name, STATS)
         check_choice("message", message, tuple(MESSAGES))
+        check_bool("self_loops", self_loops)
         if self_loops and (message, *names) != ("copy", "sum"):
             raise ValueError(
                 f"'self_loops' needs False for other than the sum of copies (got {', '.join(names)} of {message!r})"
@@ -203,8 +212,8 @@ def _request(
         places = None if distinct == names else [distinct.index(name) for name in names]
         known = distinct, (record.edge is None, not record.key, not record.target), places
         key = message, distinct, self_loops
-        if key not in _ops:
-            _ops[key] = _op_of(*key)
+        if not hasattr(_ops, _name_of(*key)):
+            setattr(_ops, _name_of(*key), _op_of(*key))
         _requests[names, message, self_loops] = known
     return known
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch_geometric.nn.aggr import StdAggregation
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn import Graph
+from pyg_dfgnn import Graph, describe_plan
 from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
 from pyg_dfgnn.nn import gate
+from pyg_dfgnn.ops import segment
 from pyg_dfgnn.reference.tolerances import relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.covering import extended, over
@@ -188,12 +190,96 @@ def test_self_loops_are_stored_only_where_the_edges_have_some(name):
     for loops in ([], [(2, 2)]):
         edge_index = torch.tensor([(0, 1), (1, 0), (5, 3), (3, 5), *loops]).t().contiguous()
         with emulated_device() as launched:
-            description = pyg_dfgnn.describe_plan(conv, x, edge_index)
+            description = describe_plan(conv, x, edge_index)
             out = conv(x, edge_index)
         assert launched and any(graph.self_loops for graph in Graph.cached_of(edge_index)) == bool(loops)
         assert description.problem.self_loops == (not loops)
         assert description.graph == f"6 sources, 6 targets, {10 if loops else 4} edges"
         torch.testing.assert_close(out, other(x, edge_index), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["edges", "loops", "scaled"])
+def test_describe_plan_of_a_laplacian(case):
+    conv, x = make("ChebConv"), torch.randn(6, FEATURES)
+    edge_index = torch.tensor([(0, 1), (1, 0), (5, 3), *[(2, 2)] * (case == "loops")]).t().contiguous()
+    lambda_max = torch.tensor(3.0) if case == "scaled" else None
+    with emulated_device():
+        description = describe_plan(conv, x, edge_index, lambda_max=lambda_max)
+    problem = description.problem
+    by_node = case == "edges"
+    assert (problem.message, problem.source_scaled) == ("copy" if by_node else "weight", by_node)
+    assert description.graph == f"6 sources, 6 targets, {3 if by_node else 9} edges"
+
+
+def test_describe_plan_of_cached_edges():
+    conv, x = make("GCNConv", cached=True), torch.randn(6, FEATURES)
+    first, second = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1, 2], [1, 0, 3]])
+    with emulated_device():
+        assert "8 edges" in describe_plan(conv, x, first).graph and conv._cached_edge_index is None
+        conv(x, first, torch.ones(2))
+        description = describe_plan(conv, x, second)
+    assert "8 edges" in description.graph and description.problem.message == "weight"
+
+
+def test_describe_plan_of_wide_features():
+    with emulated_device():
+        assert describe_plan(make("SAGEConv"), torch.randn(6, 600), torch.tensor([[0], [1]])).problem.channels == 300
+
+
+@pytest.mark.parametrize("form", ["tensor", "sparse"])
+def test_laplacian_of_a_graph_whose_loops_lie_between_its_edges(form):
+    conv, other = both("ChebConv", dtype=torch.float32)
+    edge_index, x = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), torch.randn(4, FEATURES)
+    edges = (
+        torch.sparse_coo_tensor(edge_index.flip(0), torch.ones(4), (4, 4)).coalesce()
+        if form == "sparse"
+        else edge_index
+    )
+    graph = Graph.of(edges, 4, self_loops=True)
+    with emulated_device() as launched:
+        out = conv(x, graph)
+    assert launched
+    torch.testing.assert_close(out, other(x, graph.edge_index), rtol=1e-5, atol=1e-6)
+
+
+def test_laplacian_of_batches_with_loops_is_refused():
+    batch, graph = batch_of((8, 8), 0)
+    assert graph.has_loops
+    edge_index = torch.zeros(2, 2 * graph.num_edges, dtype=torch.int64)
+    static = StaticGraph(graph, edge_index, 20, 3)
+    static.register()
+    with emulated_device(), pytest.raises(ValueError, match="'edge_index' needs edges of which none is a self-loop"):
+        make("ChebConv")(torch.randn(20, FEATURES), edge_index)
+
+
+@pytest.mark.parametrize("change", ["edited", "no longer asked for"])
+def test_what_is_done_to_a_cache_is_seen(change):
+    conv, other = both("GCNConv", dtype=torch.float32, cached=True)
+    edge_index, x = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.randn(3, FEATURES)
+    results = []
+    with emulated_device():
+        for each in (conv, other):
+            each(x, edge_index)
+            if change == "edited":
+                each._cached_edge_index[1].mul_(2)
+            else:
+                each.cached = False
+            results.append(each(x, edge_index.flip(0)[:, :2]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, options", [("GCNConv", {}), ("GATConv", {}), ("SAGEConv", {"aggr": ["sum", "max"]})])
+def test_hooks_of_the_aggregation_take_pygs_path(name, options):
+    conv, other = both(name, dtype=torch.float32, **options)
+    x = torch.randn(NUM_NODES, FEATURES)
+    for each in (conv, other):
+        *_, innermost = each.aggr_module.modules()
+        innermost.register_forward_hook(lambda module, inputs, out: 2 * out)
+    with emulated_device() as launched:
+        out = conv(x, EDGES)
+    assert not launched
+    torch.testing.assert_close(out, other(x, EDGES), rtol=1e-5, atol=1e-6)
+    assert "the aggregation module has hooks" in reasons_of(conv, x, EDGES)
 
 
 def test_a_static_graph_found_without_loops_takes_none():
@@ -250,6 +336,22 @@ def test_compile_of_several_statistics(aggr):
         out = torch.compile(conv, backend="aot_eager", fullgraph=True)(x, EDGES)
     assert launched
     torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
+
+
+def test_compile_of_a_model_whose_aggregations_nobody_has_called(monkeypatch):
+    """The trace makes an op for each, though the first of them was there when it began."""
+    monkeypatch.setattr(segment, "_ops", SimpleNamespace())
+    monkeypatch.setattr(segment, "_requests", {})
+    convs = [make("GCNConv"), make("SAGEConv", aggr=["std", "min"])]
+    x = torch.randn(NUM_NODES, FEATURES)
+
+    def call():
+        return [conv(x, EDGES) for conv in convs]
+
+    with emulated_device() as launched:
+        actual = torch.compile(call, backend="aot_eager", fullgraph=True)()
+    assert launched
+    torch.testing.assert_close(actual, call(), rtol=1e-4, atol=1e-5)
 
 
 def test_compile_for_all_sizes_before_any_call(monkeypatch):

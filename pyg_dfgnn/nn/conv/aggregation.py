@@ -1,5 +1,6 @@
 """What the convs that aggregate messages share: the question to the gate, what travels along the edges, the op."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ def _problem(
 ) -> SegmentProblem:
     """Return what dispatch is asked of one launch; the op cuts wider features."""
     distinct = tuple(dict.fromkeys(names))
-    return SegmentProblem(message, distinct, min(channels, max_channels(distinct)), dtype, device, scaled, scaled)
+    launches = max(1, -(-channels // max_channels(distinct)))
+    return SegmentProblem(message, distinct, -(-channels // launches), dtype, device, scaled, scaled)
 
 
 def is_matrix(form: str) -> bool:
@@ -143,6 +145,15 @@ class AggregationConv(FusedConv):
             question, nodes, edge_index, size=size, self_loops=self_loops, one_way=not by_role, reasons=against
         )
         return call if edge is None else call._replace(edge_attr=edge)
+
+    def _as_sent(self, problem: SegmentProblem, call: edges.Call, sent: Sent) -> tuple[SegmentProblem, edges.Call]:
+        """Return the problem and the call of a description where this travels along the edges."""
+        message = problem.message if sent.weight is None else "weight"
+        scaled = sent.scale is not None
+        problem = replace(
+            problem, message=message, source_scaled=scaled, target_scaled=scaled, self_loops=sent.self_loops
+        )
+        return problem, call._replace(edge_index=sent.graph, form="Graph", edge_attr=None, self_loops=False)
 
     def _reads_values(self, edge_index: Any) -> bool:
         """Return whether values of a sparse adjacency weigh messages where PyG's conv takes no edge weights."""

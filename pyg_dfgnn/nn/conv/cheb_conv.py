@@ -1,7 +1,5 @@
 """Drop-in for PyG's ChebConv on the fused aggregation."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +65,13 @@ class ChebConv(AggregationConv, conv.ChebConv):
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_weight, batch, lambda_max)
             return out
-        multiply = self._laplacian(call, x, batch, lambda_max)
+        sent, factor, rest = self._laplacian(call, x, batch, lambda_max)
+
+        def multiply(features: Tensor) -> Tensor:
+            product = self._aggregate(sent, features)
+            product = product if factor == 1.0 else product * factor
+            return product + rest * features if rest else product
+
         first, *others = self.lins
         out, before, last = first(x), x, x
         for place, lin in enumerate(others):
@@ -76,8 +80,24 @@ class ChebConv(AggregationConv, conv.ChebConv):
             out, before, last = out + lin(term), last, term
         return out if self.bias is None else out + self.bias
 
-    def _laplacian(self, call: edges.Call, x: Tensor, batch: OptTensor, lambda_max: Any) -> Callable[[Tensor], Tensor]:
-        """Return the product with the scaled Laplacian of a call without reasons."""
+    def _as_run(
+        self,
+        problem: Any,
+        call: edges.Call,
+        x: Tensor,
+        edge_index: Adj | Graph,
+        edge_weight: OptTensor = None,
+        batch: OptTensor = None,
+        lambda_max: Any = None,
+    ) -> tuple[Any, edges.Call]:
+        return self._as_sent(problem, call, self._laplacian(call, x, batch, lambda_max)[0])
+
+    def _laplacian(self, call: edges.Call, x: Tensor, batch: OptTensor, lambda_max: Any) -> tuple[Sent, float, float]:
+        """Return what travels along the edges of a call without reasons, and the factors of its sum and of the node.
+
+        Raises:
+            ValueError: The edges change, as those of batches in a captured step do, and have weights or self-loops.
+        """
         graph, _, _ = self._edges(call._replace(self_loops=False))
         assert isinstance(graph, Graph)
         # Without edge weights the largest entry, which PyG takes for half of lambda_max, is 1.
@@ -87,16 +107,15 @@ class ChebConv(AggregationConv, conv.ChebConv):
             # PyG's degrees are those of row 0.
             domain = "sources" if self.flow == "source_to_target" else "targets"
             factor = 2.0 / largest
-            sent = Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype)
-            rest = factor - 1.0
-
-            def multiply(features: Tensor) -> Tensor:
-                product = self._aggregate(sent, features) * -factor
-                return product + rest * features if rest else product
-
-            return multiply
+            return Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype), -factor, factor - 1.0
+        if graph.is_static:
+            what = "edges of which none is a self-loop, and a number as 'lambda_max', where the edges change"
+            raise ValueError(f"'edge_index' needs {what} (got others)")
         weight = None if call.edge_attr is None else self._weight(call)
         edge_index, options = self._plain(call), (self.normalization, lambda_max)
         _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)
         graph, _, _ = self._edges(call)
-        return partial(self._aggregate, Sent(graph, norm, dtype=norm.dtype))
+        if graph is call.edge_index:
+            # The weights are in PyG's order, which has the self-loops last.
+            graph = Graph.resolve(graph.edge_index, graph.num_src, graph.num_dst, True, False)
+        return Sent(graph, norm, dtype=norm.dtype), 1.0, 0.0

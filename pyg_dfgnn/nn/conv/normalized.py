@@ -1,6 +1,5 @@
 """What the convs on a normalised adjacency share: the factors of their messages."""
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,6 +8,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
 from pyg_dfgnn.nn.gate import statistics_of
@@ -39,6 +39,11 @@ class NormalizedConv(AggregationConv):
         by_node = self.normalize and self._is_by_node(edge)
         return "weight" if self.normalize and not by_node else message, names, channels, by_node
 
+    @property
+    def _takes_cache(self) -> bool:
+        """Whether a call takes the normalised edges of an earlier one, or leaves its own to later ones."""
+        return self._keeps_edges and (self.cached or self._cached_edge_index is not None)
+
     def _is_by_node(self, edge: Tensor | None) -> bool:
         """Return whether factors of nodes will do for a normalisation, so that no weights are made."""
         return edge is None and not self._drops and _SCALED.issuperset(statistics_of(self.aggr_module))
@@ -56,7 +61,7 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
-        if self.normalize and self._keeps_edges and self.cached:
+        if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index
             if torch.compiler.is_compiling():
                 against.append("cached=True while compiling")
@@ -77,7 +82,7 @@ class NormalizedConv(AggregationConv):
         if not self.normalize:
             return self._sent(call)
         by_node = self._is_by_node(call.edge_attr)
-        if self._keeps_edges and self.cached:
+        if self._takes_cache:
             return self._from_cache(call, x, by_node)
         plain = self._without_self_loops(call)
         if plain is not None:
@@ -96,11 +101,11 @@ class NormalizedConv(AggregationConv):
         graph, _, _ = self._edges(call._replace(self_loops=False))
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
-    def _as_run(self, problem: Any, call: edges.Call) -> tuple[Any, edges.Call]:
-        plain = None if self._keeps_edges and self.cached else self._without_self_loops(call)
-        return (
-            (problem, call) if plain is None else (replace(problem, self_loops=True), call._replace(self_loops=False))
-        )
+    def _as_run(self, problem: Any, call: edges.Call, x: Tensor, *_: Any, **__: Any) -> tuple[Any, edges.Call]:
+        # A description leaves nothing to later calls.
+        if self._takes_cache and self._cached_edge_index is None:
+            return problem, call
+        return self._as_sent(problem, call, self._normalized(call, x))
 
     def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
@@ -141,8 +146,9 @@ class NormalizedConv(AggregationConv):
             self._cached_edge_index = gcn_norm(self._plain(call), users, *options)
         edge_index, weight = cast(tuple[Tensor, Tensor], self._cached_edge_index)
         graph = Graph.of(edge_index, x.size(0), flow=self.flow)
-        key = "unit_weights", id(weight)
-        if is_first and call.edge_attr is None:
+        # An edit of the weights ends that they are factors of nodes.
+        key = "unit_weights", id(weight), version_of(weight)
+        if is_first and call.edge_attr is None and not weight.is_inference():
             graph.derived(key, lambda: weight)
         if by_node and graph.peek(key) is weight:
             return Sent(graph, scale=inverse_root_degree(graph), dtype=weight.dtype)
