@@ -57,10 +57,9 @@ def times_table(rows: Sequence[Row]) -> str:
         factors = (f"{by[key]:.2f}x" if key in by else "" for by in (by_sum, by_step))
         before = [ms["transfer"] + once, ms["preprocess"] + once]
         phases = [ms[phase] for phase in ("forward", "backward", "sum", "optimizer")]
-        differences = [
-            f"{row[name]}{'; step by step ' if row[stepped] else ''}{row[stepped]}"
-            for name, stepped in zip(("loss_difference", "gradient_difference"), STEP_BY_STEP)
-        ]
+        loss, gradient, update = (row[name] for name in STEP_BY_STEP)
+        stepped = (f"; step by step {loss}", f"; step by step {gradient}, update {update}") if loss else ("", "")
+        differences = [row["loss_difference"] + stepped[0], row["gradient_difference"] + stepped[1]]
         lines.append([*key, *before, *phases, _number(row["wall_ms"]), peak_gb, *factors, *differences])
     return markdown(HEADER, lines)
 

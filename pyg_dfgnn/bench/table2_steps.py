@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,10 @@ SUMMED = ("preprocess", "forward", "backward")
 READ = ("x", "edge_index", "y")
 """What a step reads of a graph; nothing else travels to the device."""
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
-STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference")
-"""As `loss_difference` and `gradient_difference`, where each step starts from the parameters of the reference."""
+STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference", "step_update_difference")
+"""Largest relative differences where each step starts from the parameters of the reference: of the losses, of the
+average of the gradients, and of what the updates do to the loss.
+"""
 ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
 TURN = 5
@@ -190,14 +192,14 @@ class Reference:
     def differences(self, losses: list[float], gradient: Tensor) -> dict[str, float]:
         """How far losses and the first gradient are from these."""
         return {
-            "loss_difference": loss_difference(losses, self.losses),
+            "loss_difference": relative_difference(losses, self.losses),
             "gradient_difference": gradient_difference(gradient, self.gradient),
         }
 
 
-def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of losses from the expected ones; NaN if there is a NaN."""
-    actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (losses, expected))
+def relative_difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of numbers from the expected ones; NaN if there is a NaN."""
+    actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (numbers, expected))
     return float(((actual - wanted) / wanted).abs().max())
 
 
@@ -266,6 +268,12 @@ def average_gradient(optimizer: Optimizer) -> Tensor:
     return torch.cat([state["exp_avg"].flatten().cpu() for state in optimizer.state.values()])
 
 
+def effect_of_update(before: Sequence[Tensor], after: Iterable[Tensor], averages: Sequence[Tensor | None]) -> float:
+    """The change of the loss by an update of parameters, to first order, for average gradients of those in use."""
+    pairs = [(a.double() - b.double(), g.double()) for b, a, g in zip(before, after, averages) if g is not None]
+    return float(sum((update * gradient).sum() for update, gradient in pairs))
+
+
 @dataclass(frozen=True)
 class Setup:
     """What the steps of all backends on one data set share.
@@ -302,8 +310,8 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
-    steps are therefore taken again, each from the parameters that the reference has at this step: then every loss and
-    the average of all gradients decide.
+    steps are therefore taken again, each from the parameters that the reference has at this step: then every loss, the
+    average of all gradients and every update decide.
 
     Args:
         backend: Of the step.
@@ -375,21 +383,34 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
 
 
 def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[str, float]:
-    """Return the differences of a backend's steps, each of which starts from the parameters of the reference then."""
+    """Return the differences of a backend's steps, each of which starts from the parameters of the reference then.
+
+    An update counts by what it does to the loss, its product with the average of the gradients: Adam makes steps of
+    full size of gradients that are rounding alone.
+    """
     with pyg_dfgnn.settings(**reference.backend.settings):
         other, others = setup.start(reference.backend, reference.state)
     with pyg_dfgnn.settings(**backend.settings):
         model, turns = setup.start(backend, reference.state)
     losses, expected = [], []
+    updates: list[float] = []
+    wanted: list[float] = []
     for index in range(setup.pace.steps):
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         with pyg_dfgnn.settings(**backend.settings):
             losses.append(float(turns(index)))
         with pyg_dfgnn.settings(**reference.backend.settings):
             expected.append(float(others(index)))
-    average, wanted = average_gradient(turns.optimizer), average_gradient(others.optimizer)
-    return dict(zip(STEP_BY_STEP, (loss_difference(losses, expected), gradient_difference(average, wanted))))
+        averages = [others.optimizer.state.get(parameter, {}).get("exp_avg") for parameter in other.parameters()]
+        for effects, stepped in ((updates, model), (wanted, other)):
+            effects.append(effect_of_update(before, (p.detach() for p in stepped.parameters()), averages))
+    return {
+        STEP_BY_STEP[0]: relative_difference(losses, expected),
+        STEP_BY_STEP[1]: gradient_difference(average_gradient(turns.optimizer), average_gradient(others.optimizer)),
+        STEP_BY_STEP[2]: relative_difference(updates, wanted),
+    }
 
 
 def _step(

@@ -98,7 +98,7 @@ def test_what_disagrees_has_no_time(table, monkeypatch):
     code, rows = table()
     wrong = rows[1]
     # A wrong first gradient is no matter of rounding.
-    assert [wrong[name] for name in STEP_BY_STEP] == ["", ""]
+    assert not any(wrong[name] for name in STEP_BY_STEP)
     assert code == 1 and wrong["status"].startswith("WRONG: loss difference") and wrong["status"].endswith("from pyg")
     assert wrong["step_ms"] == wrong["wall_ms"] == "" and float(wrong["gradient_difference"]) > 1e-3
     assert rows[2]["status"] == "ok"
@@ -117,13 +117,14 @@ def test_a_nan_disagrees():
     [
         ((1e-3, 1e-3), True),
         ((2e-3, 1e-6), False),
-        ((2e-3, 1e-6, 1e-3, 1e-3), True),
-        ((2e-3, 1e-6, 1e-6, 1.1e-3), False),
-        ((2e-3, 1e-6, 1.1e-3, 1e-6), False),
-        ((2e-3, 2e-3, 0.0, 0.0), False),
+        ((2e-3, 1e-6, 1e-3, 1e-3, 1e-3), True),
+        ((2e-3, 1e-6, 1e-6, 1.1e-3, 1e-6), False),
+        ((2e-3, 1e-6, 1.1e-3, 1e-6, 1e-6), False),
+        ((2e-3, 1e-6, 1e-6, 1e-6, 1.1e-3), False),
+        ((2e-3, 2e-3, 0.0, 0.0, 0.0), False),
         ((1e-6, 2e-3), False),
-        ((2e-3, 1e-6, float("nan"), 1e-6), False),
-        ((float("nan"), 1e-6, float("nan"), float("nan")), False),
+        ((2e-3, 1e-6, float("nan"), 1e-6, 1e-6), False),
+        ((float("nan"), 1e-6, float("nan"), float("nan"), float("nan")), False),
     ],
 )
 def test_what_agrees(differences, expected):
@@ -154,19 +155,22 @@ def disturb(monkeypatch):
     return after_each_step
 
 
-def test_losses_that_drift_apart_are_compared_step_by_step(table, capsys, disturb):
-    def drift(step, model):
-        with torch.no_grad():
-            torch._foreach_mul_(list(model.parameters()), 1.2 if step == 0 else 1.0)
+@pytest.fixture
+def drifted(monkeypatch):
+    """The losses are as far apart as training may carry a difference of rounding."""
+    differences = {"loss_difference": 1.0, "gradient_difference": 0.0}
+    monkeypatch.setattr(table2_steps.Reference, "differences", lambda *_: dict(differences))
 
-    disturb("unfused", drift)
+
+@pytest.mark.usefixtures("drifted")
+def test_losses_that_drift_apart_are_compared_step_by_step(table, capsys):
     code, rows = table("backends=[pyg,unfused]")
-    assert code == 0 and rows[1]["status"] == "ok" and float(rows[1]["loss_difference"]) > 1e-3
-    loss, gradient = (rows[1][name] for name in STEP_BY_STEP)
-    assert float(loss) < 1e-5 and float(gradient) < 1e-5
-    differences = f"{rows[1]['loss_difference']}; step by step {loss} | {rows[1]['gradient_difference']}; "
-    assert f"| {differences}step by step {gradient} |" in capsys.readouterr().out
-    assert [rows[0][name] for name in STEP_BY_STEP] == ["", ""]
+    assert code == 0 and rows[1]["status"] == "ok" and rows[1]["loss_difference"] == "1.00e+00"
+    loss, gradient, update = (rows[1][name] for name in STEP_BY_STEP)
+    assert max(float(loss), float(gradient)) < 1e-5 and float(update) < 1e-4
+    stepped = f"| 1.00e+00; step by step {loss} | 0.00e+00; step by step {gradient}, update {update} |"
+    assert stepped in capsys.readouterr().out
+    assert not any(rows[0][name] for name in STEP_BY_STEP)
 
 
 @pytest.mark.parametrize("wrong", ["forward", "backward"])
@@ -188,8 +192,23 @@ def test_steps_that_are_wrong_later_have_no_time(table, disturb, wrong):
     code, rows = table("backends=[pyg,unfused]")
     assert code == 1 and rows[1]["status"].startswith("WRONG: loss difference") and rows[1]["step_ms"] == ""
     assert "step gradient difference" in rows[1]["status"] and float(rows[1]["gradient_difference"]) < 1e-4
-    loss, gradient = (float(rows[1][name]) for name in STEP_BY_STEP)
+    loss, gradient, _ = (float(rows[1][name]) for name in STEP_BY_STEP)
     assert gradient > 1e-3 and (loss > 1e-3) is (wrong == "forward")
+
+
+@pytest.mark.usefixtures("drifted")
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.01])
+def test_wrong_updates_have_no_time(table, monkeypatch, factor):
+    make = table2_steps._step
+
+    def wrong(backend, model, optimizer, *rest):
+        optimizer.param_groups[0]["lr"] *= factor if backend.name == "unfused" else 1.0
+        return make(backend, model, optimizer, *rest)
+
+    monkeypatch.setattr(table2_steps, "_step", wrong)
+    code, rows = table("backends=[pyg,unfused]")
+    loss, gradient, update = (float(rows[1][name]) for name in STEP_BY_STEP)
+    assert code == 1 and loss < 1e-5 and gradient < 1e-5 and update == pytest.approx(abs(factor - 1), rel=1e-2)
 
 
 def test_what_cannot_run_says_why(table, monkeypatch):
