@@ -25,9 +25,8 @@ def results(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], limi
     Raises:
         EndedError: The time is up, or the process ended by itself.
     """
-    # Not forked from this process, whose CUDA context a child cannot use, but from one that has only imported the work.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__module__])
+    # Never forked: a child cannot use the CUDA context of its parent, and an import may have touched a GPU.
+    context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, arguments, sender))
     process.start()
