@@ -8,9 +8,7 @@ import traceback
 START = "forkserver"
 CONTEXT = multiprocessing.get_context(START)
 # Imported once, for the processes of all tests; no layer is made of it.
-CONTEXT.set_forkserver_preload(
-    ["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn", "pyg_dfgnn.bench.run"]
-)
+CONTEXT.set_forkserver_preload(["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn"])
 
 
 def run_script(code, folder):
