@@ -15,8 +15,8 @@ others did not; with --reference the interpreter runs them.
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import weakref
@@ -253,27 +253,23 @@ def accelerate_modules() -> dict[str, list[Any]]:
     return calls
 
 
-def work(which: str, options: argparse.Namespace, result: Path, log: Path) -> None:
-    """Run pytest in this process, and write the outcomes and what it prints."""
+def worker(options: argparse.Namespace) -> None:
+    """Run pytest in this process and write the outcomes."""
     import pytest
     import torch_geometric.nn  # noqa: F401
 
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(stream, number)
-    os.chdir(options.tests)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     calls: dict[str, list[Any]] = {}
     running = contextlib.nullcontext()
-    if which == "ours" and options.accelerate:
+    if options.worker == "ours" and options.accelerate:
         from pyg_dfgnn.nn import messages
 
         calls = accelerate_modules()
         running = messages.interpreted() if options.reference else running
-    elif which == "ours":
+    elif options.worker == "ours":
         calls = swap(options.reference)
     if options.device:
         torch.set_default_device(options.device)
+    result = Path(options.result)
     outcomes = Outcomes(json.loads(result.read_text())["outcome"] if result.exists() else ())
     settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]
     # A file that needs what is not installed fails alone.
@@ -305,17 +301,21 @@ def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
     A test that loses the GPU ends its process; the next process goes on after it.
     """
     result, log = folder / f"{which}.json", folder / f"{which}.log"
-    # The processes come from one that has imported PyG and made nothing of it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_geometric.nn", "pytest"])
+    command = [sys.executable, __file__, str(options.tests), "--worker", which, "--result", str(result)]
+    command += ["--files", *options.files]
+    command += ["--device", options.device] if options.device else []
+    command += [f"--{flag}" for flag in ("reference", "accelerate") if getattr(options, flag)]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     is_lost = True
-    while is_lost:
-        process = context.Process(target=work, args=(which, options, result, log))
-        process.start()
-        process.join()
-        if process.exitcode or not result.exists():
-            raise SystemExit(f"the run with {which} did not finish:\n{log.read_text()[-4000:]}")
-        is_lost = json.loads(result.read_text())["is_lost"]
+    with log.open("w") as stream:
+        while is_lost:
+            ended = subprocess.run(
+                command, cwd=options.tests, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
+            )
+            if ended.returncode or not result.exists():
+                raise SystemExit(f"the run with {which} did not finish:\n{log.read_text()[-4000:]}")
+            is_lost = json.loads(result.read_text())["is_lost"]
     return {**json.loads(result.read_text()), "log": log.read_text()}
 
 
@@ -326,7 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="torch's default device in the tests; cuda where there is a GPU")
     parser.add_argument("--reference", action="store_true", help="run the fused branch on a CPU, on the reference ops")
     parser.add_argument("--accelerate", action="store_true", help="accelerate each module in place of swapping classes")
+    parser.add_argument("--worker", choices=["pyg", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.worker:
+        worker(options)
+        return 0
     if options.device is None and not options.reference and torch.cuda.is_available():
         options.device = "cuda"
     options.tests = options.tests.resolve()
