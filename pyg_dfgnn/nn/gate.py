@@ -193,7 +193,8 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
     module, fused = own["_modules"]["aggr_module"], conv._fused_statistics
-    if any(map(has_hooks, module.modules() if module._modules else (module,))):
+    nested = compiling or module._modules
+    if any(map(has_hooks, module.modules())) if nested else any(_module_hooks(module.__dict__)):
         reasons.append("the aggregation module has hooks")
     if conv._scaler is not None and upstream_of(type(module)) is conv._scaler:
         module = module.aggr
