@@ -70,7 +70,7 @@ def _in_order(value: Any, order: Tensor, dim: Any) -> Any:
     if isinstance(value, Tensor):
         return value.index_select(dim, order)
     if isinstance(value, np.ndarray):
-        return value.take(order.numpy(), axis=dim)
+        return value.take(order.cpu().numpy(), axis=dim)
     return type(value)([value[place] for place in order.tolist()])
 
 
