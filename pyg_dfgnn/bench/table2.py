@@ -11,12 +11,14 @@ data sets and are compared with each other before they are timed, and one that d
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,10 @@ from pyg_dfgnn.bench.table2_steps import (
     Source,
     measure,
 )
+from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import UnsupportedError, check_range
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.run import make_model
 
 FIELDS = [
     *"model setting dataset task synthetic graphs nodes edges backend status".split(),
@@ -165,10 +169,10 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         sort_edges = cell.backend.sort_edges
         try:
             if sort_edges not in sources:
-                task = next(iter(sources.values())).task if sources else instantiate(cell.task, _partial_=True)()
+                task = next(iter(sources.values())).task if sources else _task(options, cell)
                 on_gpu = options.device.type == "cuda"
                 sources[sort_edges] = Source.of(task, options.batch_size, sort_edges, pinned=on_gpu)
-        except (FileNotFoundError, ImportError) as error:
+        except (FileNotFoundError, ImportError, ValueError) as error:
             yield {**cell_columns(options, cell), "status": f"not run: {error}"}
             continue
         yield None
@@ -188,6 +192,14 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
             yield {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+
+
+def _task(options: Options, cell: Cell) -> Task:
+    """The data set of a cell with what the model reads of it."""
+    task = instantiate(cell.task, _partial_=True)()
+    with torch.device("meta"):
+        make = partial(instantiate(options.model, _partial_=True), convs=importlib.import_module(cell.backend.convs))
+        return task.read_by(make_model(make, task))  # type: ignore[no-any-return]
 
 
 def cell_columns(options: Options, cell: Cell) -> Row:

@@ -30,8 +30,8 @@ from pyg_dfgnn.training.step import make_step
 PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
 SUMMED = ("preprocess", "forward", "backward")
 """What the paper adds up."""
-READ = ("x", "edge_index", "y")
-"""What a step reads of a graph; nothing else travels to the device."""
+READ = ("x", "edge_index", "edge_attr", "y")
+"""What a step reads of a graph, edge features only where the model takes them; nothing else travels to the device."""
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
 STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference", "step_update_difference")
 """Largest relative differences where each step starts from the parameters of the reference: of the losses, of the
@@ -107,9 +107,11 @@ class Source:
         graphs, batches = task.splits["train"], []
         if task.full_graph:
             graph = graphs[0]
-            batches = [Data(x=graph.x, edge_index=graph.edge_index, y=graph.y.where(graph.train_mask, IGNORED))]
+            batch = Data(**{key: graph[key] for key in READ if key in graph})
+            batch.y = graph.y.where(graph.train_mask, IGNORED)
+            batches = [batch]
         else:
-            graphs = [Data(**{key: graph[key] for key in READ}) for graph in graphs]
+            graphs = [Data(**{key: graph[key] for key in READ if key in graph}) for graph in graphs]
             graphs = [SortEdges()(graph) for graph in graphs] if sort_edges else graphs
             starts = range(0, len(graphs), batch_size)
             batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,12 @@ class Task:
         return graph.metadata() if isinstance(graph, HeteroData) else None
 
     @property
+    def num_edge_features(self) -> int:
+        """D, 0 without edge features."""
+        graph = self.splits["train"][0]
+        return 0 if isinstance(graph, HeteroData) or "edge_attr" not in graph else graph.edge_attr.size(1)
+
+    @property
     def full_graph(self) -> bool:
         """Whether the splits are masks on one graph."""
         return all(len(graphs) == 1 and "train_mask" in graphs[0] for graphs in self.splits.values())
@@ -103,6 +110,17 @@ class Task:
 
             splits = {split: [once(graph) for graph in graphs] for split, graphs in self.splits.items()}
         return replace(self, splits=splits)
+
+    def read_by(self, model: Any) -> Task:
+        """Return this task without edge features if the model does not ask for them by an attribute `edge_channels`."""
+        asks = bool(getattr(model, "edge_channels", 0))
+        return self if asks or not self.num_edge_features else self.map(_without_edge_features)
+
+
+def _without_edge_features(graph: Data) -> Data:
+    graph = copy(graph)
+    del graph.edge_attr
+    return graph
 
 
 def one_graph(name: str, data: Any, num_classes: int, **options: Any) -> Task:

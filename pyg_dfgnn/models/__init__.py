@@ -5,7 +5,7 @@ parameters with equal names and initialisation.
 """
 
 from pyg_dfgnn.models.agnn import AGNN
-from pyg_dfgnn.models.conv_stack import GCN, GIN, PNA, SAGE, ResGatedGCN
+from pyg_dfgnn.models.conv_stack import GCN, GIN, GINE, PNA, SAGE, ResGatedGCN
 from pyg_dfgnn.models.gat import GAT, GATv2
 from pyg_dfgnn.models.graph_transformer import GraphTransformer
 from pyg_dfgnn.models.relational import HGT, RGAT, RGCN, DistMult
@@ -16,6 +16,7 @@ __all__ = [
     "GAT",
     "GCN",
     "GIN",
+    "GINE",
     "HGT",
     "PNA",
     "RGAT",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyg_dfgnn.errors import check_bool, check_choice
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.models.parts import NORMS, check_rates, check_sizes, find_layer, pool
 
 Make = Callable[[int, int], nn.Module]
@@ -72,15 +72,17 @@ class ConvStack(nn.Module):
         num_graphs: int | None = None,
         nodes: Tensor | None = None,
         edge_type: Tensor | None = None,
+        edge_attr: Tensor | None = None,
     ) -> Tensor:
         """Return logits `[N, out_channels]` of `x [N, in_channels]` over `edge_index [2, E]` or a `Graph`.
 
         With `batch [N]`, the graph of each node, return logits `[num_graphs, out_channels]` of means over the nodes;
-        with `nodes [M]`, those of these nodes, `[M, out_channels]`. Convolutions of relations need `edge_type [E]`.
+        with `nodes [M]`, those of these nodes, `[M, out_channels]`. Convolutions of relations need `edge_type [E]`,
+        those of edge features `edge_attr [E, edge_channels]`.
         """
-        relations = () if edge_type is None else (edge_type,)
+        of_edges = [tensor for tensor in (edge_type, edge_attr) if tensor is not None]
         for index, conv in enumerate(self.convs):
-            x = conv(x, edge_index, *relations)
+            x = conv(x, edge_index, *of_edges)
             if index < len(self.convs) - 1 or self.lin_out is not None:
                 x = (self.norms[index](x) if self.norms else x).relu()
                 x = F.dropout(x, self.dropout, self.training)
@@ -144,13 +146,53 @@ class GIN(ConvStack):
         self, in_channels: int, out_channels: int, convs: Any, *, train_eps: bool = False, **options: Any
     ) -> None:
         check_bool("train_eps", train_eps)
-        conv, linear = find_layer(convs, "GINConv"), find_layer(convs, "Linear")
+        make = _of_two_linear(convs, "GINConv", train_eps=train_eps)
+        super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), **options)
 
-        def make(width: int, out: int) -> nn.Module:
-            layers = nn.Sequential(linear(width, out), nn.BatchNorm1d(out), nn.ReLU(), linear(out, out))
-            return conv(layers, train_eps=train_eps)  # type: ignore[no-any-return]
 
-        super().__init__(in_channels, out_channels, make, linear, **options)
+class GINE(ConvStack):
+    """The graph isomorphism network with edge features, which each layer maps to its width and adds to its messages.
+
+    Args:
+        in_channels: Node features F.
+        out_channels: Classes.
+        convs: Namespace that holds `GINEConv` and `Linear`.
+        edge_channels: Edge features D.
+        train_eps: Learn the weight of a node's own features.
+        **options: Of :class:`ConvStack`.
+
+    Attributes:
+        edge_channels: Edge features, which :meth:`forward` needs as `edge_attr [E, D]`.
+
+    Source: Hu et al., Strategies for Pre-training Graph Neural Networks, ICLR 2020.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        convs: Any,
+        *,
+        edge_channels: int = 1,
+        train_eps: bool = False,
+        **options: Any,
+    ) -> None:
+        check_integer("edge_channels", edge_channels, 1)
+        check_bool("train_eps", train_eps)
+        make = _of_two_linear(convs, "GINEConv", train_eps=train_eps, edge_dim=edge_channels)
+        super().__init__(in_channels, out_channels, make, find_layer(convs, "Linear"), **options)
+        self.edge_channels = edge_channels
+
+
+def _of_two_linear(convs: Any, name: str, **options: Any) -> Make:
+    """Return what makes a convolution whose sums go through two linear layers."""
+    conv, linear = find_layer(convs, name), find_layer(convs, "Linear")
+
+    def make(width: int, out: int) -> nn.Module:
+        layers = nn.Sequential(linear(width, out), nn.BatchNorm1d(out), nn.ReLU(), linear(out, out))
+        return conv(layers, **options)  # type: ignore[no-any-return]
+
+    return make
 
 
 class ResGatedGCN(ConvStack):

@@ -24,8 +24,8 @@ from pyg_dfgnn.training.metrics import IGNORED
 
 # Graphs stay on a GPU by default if they take at most this share of its memory.
 _RESIDENT_SHARE = 0.25
-READ = ("x", "pe", "edge_index", "y")
-"""What a step reads of a graph."""
+READ = ("x", "pe", "edge_index", "edge_attr", "y")
+"""What a step reads of a graph, edge features only where the model takes them."""
 
 
 class Batches:

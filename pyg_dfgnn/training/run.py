@@ -177,22 +177,30 @@ def make_model(make: partial[Any], task: Task) -> Any:
 
     Args:
         make: Class of the model with all but its widths; one that takes `degrees` gets :meth:`Task.degrees`, one that
-            takes `num_relations` or `metadata` gets that of the task.
+            takes `num_relations` or `metadata` gets that of the task, one that takes `edge_channels` the task's number
+            of edge features.
         task: What it is to learn.
 
     Raises:
-        ValueError: The model knows no relations and the task has them, or the other way round.
+        ValueError: The model knows no relations and the task has them, or the other way round; it needs edge features
+            and the task has none.
     """
     asked = inspect.signature(make.func).parameters
     relations = {"num_relations": task.num_relations, "metadata": task.metadata}
     arguments: dict[str, Any] = {name: value for name, value in relations.items() if name in asked and value}
     if "degrees" in asked:
         arguments["degrees"] = task.degrees()
+    has_features = task.num_edge_features > 0
+    if "edge_channels" in asked and has_features:
+        arguments["edge_channels"] = task.num_edge_features
     model = make(task.num_features, task.num_classes, **arguments)
     for name, value in relations.items():
         if (name in asked) != bool(value):
             need = f"one that takes {name}" if value else f"one that takes no {name}"
             raise ValueError(f"'model' needs {need} for {task.name} (got {type(model).__name__})")
+    if "edge_channels" in asked and not has_features:
+        need = "one that takes no edge features"
+        raise ValueError(f"'model' needs {need} for {task.name} (got {type(model).__name__})")
     return model
 
 

@@ -16,7 +16,7 @@ from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.training.metrics import cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ARGUMENTS = ("pe", "nodes", "edge_type", "queries")
+_ARGUMENTS = ("pe", "nodes", "edge_type", "edge_attr", "queries")
 """What a model takes by name where a batch has it."""
 
 
@@ -51,7 +51,9 @@ class Objective:
         self._counts: Callable[[], Tensor] | None = None
 
     def forward(self, model: nn.Module, batch: Data) -> Tensor:
-        """Return the logits `[N, K]` (or `[G, K]`) of a batch with `x [N, F]`, `edge_index [2, E]` and perhaps `pe`.
+        """Return the logits `[N, K]` (or `[G, K]`) of a batch with `x [N, F]` and `edge_index [2, E]`.
+
+        The model takes what else the batch has of `pe [N, P]`, `edge_type [E]` and `edge_attr [E, D]`.
 
         With `nodes [M]`, logits and labels are of these nodes alone; with `queries [Q, 2]`, of these queries, among
         whose logits those at `known [2, K]` do not count. The model of a `HeteroData` takes dicts.
@@ -99,8 +101,8 @@ def make_step(
     """Return the step of a run, of :func:`~pyg_dfgnn.capture_step` if it is captured.
 
     Args:
-        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe`, `nodes`, `edge_type` and
-            `queries` if the batch carries them.
+        model: Model on the device of the batches, called as `model(x, edge_index)`, with `pe`, `nodes`, `edge_type`,
+            `edge_attr` and `queries` if the batch carries them.
         optimizer: Optimizer of the model's parameters.
         data: For a captured step, the whole graph or the capacity of the batches.
         captured: Capture the step as a CUDA graph and replay it.

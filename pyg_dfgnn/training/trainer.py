@@ -114,7 +114,8 @@ class Trainer:
     """Train a model epoch by epoch and keep the best epoch by a validation metric.
 
     Args:
-        model: Model on `device`, called as `model(x, edge_index)`, with `pe` if the graphs carry it.
+        model: Model on `device`, called as `model(x, edge_index)`, with `pe` if the graphs carry it, and with
+            `edge_attr` if they do and the model has an attribute `edge_channels`.
         task: Graphs and labels.
         optimizer: Optimizer of the model's parameters.
         scheduler: Learning rate scheduler, stepped once per epoch.
@@ -145,6 +146,7 @@ class Trainer:
         seed: int = 0,
         group: Group | None = None,
     ) -> None:
+        task = task.read_by(model)
         loader, sampler, cuda_graph = options.loader, options.sampler, options.cuda_graph
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"

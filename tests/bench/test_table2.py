@@ -84,6 +84,16 @@ def test_models_without_attention_are_timed(table, model):
     assert float(rows[1]["loss_difference"]) < 1e-4 and float(rows[1]["gradient_difference"]) < 1e-4
 
 
+def test_a_model_of_edge_features_is_timed_where_there_are_some(table):
+    superpixels = ["~arguments.max_size", "~arguments.num_patterns"]
+    code, rows = table(
+        "model=gine_stack", "datasets=[pascalvoc_sp_like,pattern]", "backends=[pyg,auto]", "batch_size=1", *superpixels
+    )
+    assert code == 0 and [row["status"][:7] for row in rows] == ["ok", "ok", "not run", "not run"]
+    assert float(rows[1]["loss_difference"]) < 1e-4 and float(rows[1]["gradient_difference"]) < 1e-4
+    assert "needs one that takes no edge features for PATTERN" in rows[2]["status"]
+
+
 def test_one_whole_graph_is_prepared_once(table):
     _, rows = table("datasets=[reddit_like_small]", "backends=[pyg,auto]")
     assert {row["status"] for row in rows} == {"ok"} and {row["once"] for row in rows} == {"True"}

@@ -141,9 +141,12 @@ def test_replays_read_features_and_rates_as_they_are(kind):
 class Pooled(nn.Module):
     """A value per graph, from nodes and edges."""
 
-    def __init__(self, convs=torch_geometric.nn, heads=1):
+    def __init__(self, convs=torch_geometric.nn, heads=1, conv="TransformerConv"):
         super().__init__()
-        self.conv = convs.TransformerConv(5, 8, heads=heads, edge_dim=2)
+        if conv == "TransformerConv":
+            self.conv = convs.TransformerConv(5, 8, heads=heads, edge_dim=2)
+        else:
+            self.conv = convs.GINEConv(nn.Linear(5, 8 * heads), edge_dim=2)
         self.lin = nn.Linear(8 * heads, 1)
 
     def forward(self, data):
@@ -205,11 +208,12 @@ def test_pools_of_batches_on_the_kernels(name, monkeypatch):
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
-def test_edge_features_of_batches_on_the_kernels():
+@pytest.mark.parametrize("conv", ["TransformerConv", "GINEConv"])
+def test_edge_features_of_batches_on_the_kernels(conv):
     graphs = [SortEdges()(rated(6 + i, i)) for i in range(6)]
     resident = DeviceDataset(graphs)
     batches = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
-    (left, optimizer), (right, other) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2))
+    (left, optimizer), (right, other) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2, conv=conv))
     want, _ = by_hand(left, weighted_loss, optimizer, batches, call)
     with settings(fallback="error"), emulated_device() as launched:
         options = {"forward": call, "recorder": HostRecorder(other)}

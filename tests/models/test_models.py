@@ -10,6 +10,7 @@ from pyg_dfgnn.models import (
     GAT,
     GCN,
     GIN,
+    GINE,
     PNA,
     SAGE,
     GATv2,
@@ -40,10 +41,11 @@ MODELS = {
     "sage_max": (SAGE, {"hidden_channels": 8, "aggr": "max"}),
     "sage_several": (SAGE, {"hidden_channels": 8, "aggr": ("mean", "max", "std")}),
     "gin": (GIN, {"hidden_channels": 8, "train_eps": True}),
+    "gine": (GINE, {"hidden_channels": 8, "edge_channels": 2}),
     "resgated": (ResGatedGCN, {"hidden_channels": 8}),
     "pna": (PNA, {"hidden_channels": 8, "degrees": torch.tensor([2, 3, 7, 5, 1])}),
 }
-STACKS = (GCN, SAGE, GIN, ResGatedGCN, PNA)
+STACKS = (GCN, SAGE, GIN, GINE, ResGatedGCN, PNA)
 
 
 def build(name, convs, seed=0):
@@ -61,7 +63,11 @@ def inputs():
 
 def call(model, inputs, **graphs):
     x, edge_index, pe = inputs
-    return model(x, edge_index, **({"pe": pe} if getattr(model, "pe_size", 0) else {}), **graphs)
+    if getattr(model, "pe_size", 0):
+        graphs["pe"] = pe
+    if channels := getattr(model, "edge_channels", 0):
+        graphs["edge_attr"] = x[edge_index[0], :channels] - x[edge_index[1], :channels]
+    return model(x, edge_index, **graphs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,6 +169,7 @@ WRONG = [
     *((model, name, 0, ValueError, "a value >= 1") for model, name in COUNTS),
     *((model, name, 4.5, TypeError, "an integer") for model, name in [*COUNTS, (GraphTransformer, "pe_size")]),
     (GraphTransformer, "pe_size", -1, ValueError, "a value >= 0"),
+    (GINE, "edge_channels", 0, ValueError, "a value >= 1"),
     *((model, "dropout", 1.5, ValueError, SHARE) for model in (GraphTransformer, GAT, AGNN, *STACKS)),
     (GraphTransformer, "attention_dropout", -0.1, ValueError, SHARE),
     *((model, "norm", "graph", ValueError, ".*batch.*layer.*") for model in (GAT, GraphTransformer, *STACKS)),
@@ -179,7 +186,7 @@ def test_wrong_arguments(model, name, value, error, needed):
     ("model", "conv"),
     [(GAT, "GATConv"), (GATv2, "GATv2Conv"), (AGNN, "AGNNConv"), (GraphTransformer, "TransformerConv")]
     + [(TransformerStack, "TransformerConv"), (GCN, "GCNConv"), (SAGE, "SAGEConv"), (GIN, "GINConv")]
-    + [(ResGatedGCN, "ResGatedGraphConv"), (PNA, "PNAConv")],
+    + [(GINE, "GINEConv"), (ResGatedGCN, "ResGatedGraphConv"), (PNA, "PNAConv")],
 )
 def test_namespace_without_the_convolution(model, conv):
     needed = rf"'convs' needs a namespace with {conv}, as torch_geometric.nn has \(got torch_geometric\)"

@@ -117,6 +117,40 @@ def test_captured_batches_of_all_graphs(run, monkeypatch):
     assert_close(history(captured), history(eager))
 
 
+def test_edge_features_reach_the_model_that_takes_them(tmp_path, monkeypatch):
+    """Batches from the host and from the device, and captured ones, and those of no other model."""
+    seen, forward = [], step_module.Objective.forward
+
+    def record(self, model, batch):
+        seen.append(batch.get("edge_attr"))
+        return forward(self, model, batch)
+
+    monkeypatch.setattr(step_module.Objective, "forward", record)
+    monkeypatch.setattr(trainer_module, "Recorder", lambda device: HostRecorder(None))
+
+    def run(name, *overrides):
+        sizes = [f"data.task.num_{split}=4" for split in ("train", "val", "test")]
+        same = ["data=mnist_superpixels_like_small", *sizes, "trainer.epochs=1", "trainer.progress=false", "device=cpu"]
+        fixed = ["model.dropout=0", "trainer.loader.batch_size=2", f"paths.run={tmp_path / name}"]
+        seen.clear()
+        train(train_config(*same, *fixed, *overrides))
+        return history(tmp_path / name)
+
+    plain = run("plain", "model=gine", "backend=pyg")
+    assert all(features.dim() == 2 and features.size(1) == 1 for features in seen)
+    assert_close(run("ours", "model=gine", "backend=auto"), plain)
+    assert_close(run("resident", "model=gine", "backend=auto", "trainer.resident=true"), plain)
+    captured = run("captured", "model=gine", "backend=pyg", "trainer.cuda_graph=true", "+optimizer.fused=true")
+    assert_close(captured, plain)
+    run("gin", "model=gin", "backend=pyg")
+    assert seen and not any(seen)
+
+
+def test_a_model_of_edge_features_needs_some(run):
+    with pytest.raises(ValueError, match="'model' needs one that takes no edge features for PATTERN .*got GINE"):
+        run("run", "model=gine")
+
+
 def test_loss_falls(run):
     _, folder = run("run", "trainer.epochs=30", "optimizer.lr=0.01")
     losses = [float(row["train_loss"]) for row in history(folder)]
