@@ -14,8 +14,8 @@ RULES = ("auto", "autotune", "paper")
 SCHEDULES = (
     *RULES,
     *("row_split", "smem", "block_mma", "smmf", "pmf", "cusparse", "cusparse_alg3"),
-    # Forward passes of smmf with some or all of its optimisations off.
-    "feature_parallel",
+    # What lanes share: features, or edges too. Of attention, forward passes of smmf without its optimisations.
+    *("feature_parallel", "neighbour_parallel"),
     *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),
     *(f"feature_parallel+{on}" for on in ("scores+softmax", "scores+gather", "softmax+gather")),
 )

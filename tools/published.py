@@ -169,6 +169,11 @@ def segment_peers() -> str:
     return _measured("segment", tables.peers_table, (GPU,))
 
 
+def lanes() -> str:
+    """Milliseconds of sums of few features by what lanes to spare do."""
+    return _measured("lanes", tables.times_table)
+
+
 def _measured(name: str, make: Callable[[list[Row]], str], gpus: Sequence[str] = (GPU, OTHER_GPU)) -> str:
     """Return the table of an experiment for each GPU that it was measured on, or how it is measured."""
     folder, parts = ROOT / "results" / "bench", list[str]()
@@ -289,7 +294,7 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, relational, messages, restated, conv_steps)},
+    **{make.__name__: make for make in (segment, segment_peers, lanes, relational, messages, restated, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -130,6 +130,18 @@ _SWEPT_EDGES = 32
 """Edges that the average row needs in each block of columns: each sweep reads and writes the state of every row."""
 
 
+class FeatureParallelPlan(RowSplitPlan):
+    """A pass whose lanes take the features of one edge of a row at a time; lanes to spare take further rows."""
+
+    schedule = "feature_parallel"
+
+
+class NeighbourParallelPlan(RowSplitPlan):
+    """A pass whose lanes to spare take further edges of the same row, however short rows are."""
+
+    schedule = "neighbour_parallel"
+
+
 @cache
 def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> Mapping[str, int]:
     """Return the constants of a pass.
@@ -165,13 +177,18 @@ def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:
     return direction == "targets" and problem.has_moments
 
 
-def _plan_pass(problem: SegmentProblem, direction: str, graph: Graph) -> RowSplitPlan:
+def _plan_pass(
+    problem: SegmentProblem, direction: str, graph: Graph, kind: type[RowSplitPlan] = RowSplitPlan
+) -> RowSplitPlan:
     rows, num_columns = side_of(direction, graph)
-    constants = constants_of(problem, direction, wide=not reads_no_edge(problem, direction))
-    if graph.is_static or reads_no_edge(problem, direction):
+    if reads_no_edge(problem, direction):
+        return RowSplitPlan(constants_of(problem, direction, wide=False), rows.max_degree, 1)
+    constants = constants_of(problem, direction, wide=kind is not FeatureParallelPlan)
+    if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
-        return RowSplitPlan(constants, rows.max_degree, 1)
-    if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
+        return kind(constants, rows.max_degree, 1)
+    few = rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows
+    if few and kind is not NeighbourParallelPlan:
         constants = constants_of(problem, direction, wide=False)
     gathered = num_columns * problem.gathered_bytes(direction)
     blocks = -(-gathered // int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes))
@@ -180,8 +197,8 @@ def _plan_pass(problem: SegmentProblem, direction: str, graph: Graph) -> RowSpli
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
     if blocks > 1 or rows.max_degree > max_edges:
         longest = ORDERED_EDGES if blocks > 1 else max_edges
-        return RowSplitPlan({**constants, "ORDERED": 1}, longest, max(1, blocks))
-    return RowSplitPlan(constants, max_edges, 1)
+        return kind({**constants, "ORDERED": 1}, longest, max(1, blocks))
+    return kind(constants, max_edges, 1)
 
 
 def specs_of(problem: SegmentProblem, direction: str, plan: Any) -> list[Spec]:
@@ -207,15 +224,17 @@ def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitP
     )
 
 
-ROW_SPLIT = SimpleNamespace(
-    hands_over=False,
-    deterministic=True,
-    refillable=True,
-    reasons_against=lambda problem, direction, graph: [],
-    plan_pass=_plan_pass,
-    cost=_cost,
-    specs=specs_of,
-)
+def _row_split(kind: type[RowSplitPlan]) -> SimpleNamespace:
+    """Return the schedule whose plans are of a kind."""
+    return SimpleNamespace(
+        hands_over=False,
+        deterministic=True,
+        refillable=True,
+        reasons_against=lambda problem, direction, graph: [],
+        plan_pass=partial(_plan_pass, kind=kind),
+        cost=_cost,
+        specs=specs_of,
+    )
 
 
 @dataclass(frozen=True)
@@ -276,9 +295,12 @@ def _cusparse(algorithm: str) -> SimpleNamespace:
 FAMILY = Family(
     name="segment",
     candidates=MappingProxyType(
-        {"row_split": ROW_SPLIT, **{name: _cusparse(algorithm) for algorithm, name in _SCHEDULES.items()}}
+        {
+            "row_split": _row_split(RowSplitPlan),
+            **{name: _cusparse(algorithm) for algorithm, name in _SCHEDULES.items()},
+        }
     ),
-    others=MappingProxyType({}),
+    others=MappingProxyType({kind.schedule: _row_split(kind) for kind in (FeatureParallelPlan, NeighbourParallelPlan)}),
     rules=MappingProxyType({}),
     unsupported=unsupported_reasons,
 )

@@ -192,6 +192,28 @@ def test_a_product_has_the_gradients_of_torch():
         assert torch.equal(reference, expected) and torch.equal(kernels.double(), expected)
 
 
+@pytest.mark.parametrize("stats", ["sum", ("mean", "max", "std")], ids=str)
+@pytest.mark.parametrize("edges", [60, 2000], ids=["short rows", "long rows"])
+def test_lanes_to_spare_take_rows_or_edges_as_asked(edges, stats):
+    """A row of 8 numbers leaves 30 lanes of a warp; both schedules run on short rows and on long ones."""
+    torch.manual_seed(0)
+    graph = build_graph([(i % 31, i % 20) for i in range(edges)] + [(i % 31, 3) for i in range(300)], 31, 20)
+    x = torch.randn(31, 8, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    expected = aggregate(graph, wide, stats)
+    (want,) = torch.autograd.grad(expected.square().sum(), wide)
+    problem = segment.SegmentProblem("copy", ("sum",), 8, torch.float32, graph.device)
+    for schedule, slots in (("feature_parallel", 1), ("neighbour_parallel", 16)):
+        plan = segment.FAMILY.by_name[schedule].plan_pass(problem, "forward", graph)
+        assert plan.schedule == schedule and plan.constants["EDGE_SLOTS"] == slots
+        with settings(schedule=schedule, fallback="error"), emulated_device() as launched:
+            out = aggregate(graph, x, stats)
+            (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert "segment_backward_sources" in launched
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-4)
+
+
 def test_infinity_reaches_the_mean_beside_a_deviation():
     index = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     x = torch.tensor([[torch.inf], [1.0], [2.0], [3.0], [-torch.inf], [torch.inf], [-torch.inf]])
@@ -228,9 +250,9 @@ def test_reduction_of_rows_by_index_and_by_ptr():
 def test_edges_of_a_hub_are_taken_in_chunks():
     graph = build_graph([(i % 7, 0) for i in range(3000)], 7, 3)
     assert (
-        segment.ROW_SPLIT.plan_pass(
-            segment.SegmentProblem("copy", ("sum",), 8, torch.float32, graph.device), "forward", graph
-        ).max_edges
+        segment.FAMILY.candidates["row_split"]
+        .plan_pass(segment.SegmentProblem("copy", ("sum",), 8, torch.float32, graph.device), "forward", graph)
+        .max_edges
         < 3000
     )
     assert traversal.max_edges_of(graph.num_edges, 3000) < 3000

@@ -67,6 +67,19 @@ def test_cusparse(schedule, dtype):
     assert any(isinstance(key, tuple) and key[0] == "cusparse" for key in graph._derived) is is_taken
 
 
+@pytest.mark.parametrize("schedule", ["feature_parallel", "neighbour_parallel"])
+@pytest.mark.parametrize("channels", [8, 64])
+def test_lanes_to_spare_take_rows_or_edges_as_asked(schedule, channels):
+    for case in CASES:
+        graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
+        inputs = inputs_of("copy", case, channels, torch.float32)
+        stats = ("mean", "max", "std")
+        with settings(schedule=schedule, fallback="error"):
+            actual = run(graph, inputs, stats=stats)
+        expected = run(graph, {"x": inputs["x"].double()}, stats=stats)
+        assert_all_close({name: (actual[name], expected[name]) for name in actual}, torch.float32, "segment")
+
+
 def test_capture_and_replay_on_other_features():
     case = CASES[1]
     graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
