@@ -273,7 +273,7 @@ attention_backward_targets(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, const void* o
     finish_copies();
     traverse(a, l, functor, partial, carry);
 #if PARAMETER == 2
-    store_block_sum(functor.parameter_sum, parameter_sums, a, l);
+    store_block_sum(functor.parameter_sum, parameter_sums, blockIdx.x, a, l);
 #endif
 }
 

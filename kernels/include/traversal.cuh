@@ -263,12 +263,13 @@ __device__ __forceinline__ void merge_heavy_rows(const HeavyRows& heavy, const L
     }
 }
 
-// One sum per thread block, [gridDim.x, HEADS, CHANNELS], to which each sweep adds.
-__device__ __forceinline__ void store_block_sum(Fragment& sum, float* sums, const Adjacency& a, const Lanes& l) {
+// One sum per thread block at its place in `sums` [..., HEADS, CHANNELS], to which each sweep adds.
+__device__ __forceinline__ void store_block_sum(Fragment& sum, float* sums, i64 place, const Adjacency& a,
+                                                const Lanes& l) {
     block_sum(sum);
     if (threadIdx.x < GROUP_LANES) {
-        if (!a.starts()) add_to(sum, load_fragment_fp32(sums, blockIdx.x, l));
-        store_fragment_fp32(sums, blockIdx.x, l, sum);
+        if (!a.starts()) add_to(sum, load_fragment_fp32(sums, place, l));
+        store_fragment_fp32(sums, place, l, sum);
     }
 }
 

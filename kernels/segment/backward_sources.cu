@@ -20,6 +20,7 @@ struct Kept {
 
 struct Grads {
     storage_t *key, *value;
+    // Of the shape and type of the edge's operand.
     void* edge;
 };
 
@@ -39,6 +40,7 @@ struct BackwardSources : Backward {
     const Kept& kept;
     const Grads& grads;
     const storage_t* grad_out;
+    EdgeLayer layer, layer_grad;
     Fragment own_value, own_key;
     float own_scale;
     Args own_keys;
@@ -92,8 +94,8 @@ struct BackwardSources : Backward {
             const int channel = channel_of(__ffs(bits) - 1);
             const int place = l.offset + vec_offset(0, channel / VEC) + channel % VEC;
             const i64 at = (i64)row * OUT_STRIDE + EXTREME_PLACE(k) * ROW_STRIDE + place;
-            const float best = out_number(kept.out, at);
-            float grad = out_number(grad_out, at);
+            const float best = number_at(kept.out, at);
+            float grad = number_at(grad_out, at);
             bool tied = false;
 #pragma unroll
             for (int c = 0; c < LANE_ELEMS; ++c) {
@@ -111,10 +113,10 @@ struct BackwardSources : Backward {
 
     template <bool FULL>
     __device__ __forceinline__ void step(Sums& sums, const Targets& t, const Adjacency&, const Item& item,
-                                         const Step<Index>& step, int number) const {
+                                         const Step<Index>& step, int number) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Fragment edge = READS_MESSAGES ? t.edges.at(u) : zero_fragment();
+            const Fragment edge = READS_MESSAGES ? t.edges.at(u, layer) : zero_fragment();
             const Fragment target = HAS_TARGET ? widen(t.targets[HAS_TARGET ? u : 0]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
             const int col = step.edge[u].col;
@@ -178,9 +180,41 @@ struct BackwardSources : Backward {
                 head_sum<1, GROUP_LANES / 2>(&edge_sum);
                 if (counts && l.head_lane == 0) static_cast<float*>(grads.edge)[step.edge[u].perm] = edge_sum;
             }
+#elif EDGE == 3
+            if (counts) take_layer(edge_grad, t.edges.rows[u]);
+            if (grads.edge != nullptr) store_row(edge_grad, step.edge[u].perm, counts);
 #endif
         }
     }
+
+#if EDGE == 3
+    // Adds what an edge gives to the gradient of the layer, given that of what the layer makes of its row.
+    __device__ __forceinline__ void take_layer(const Fragment& grad, const float (&row)[EDGE_NUMBERS]) {
+        for_each_channel(l, [&](int h, int c, int) {
+            layer_grad.bias.x[h][c] += grad.x[h][c];
+#pragma unroll
+            for (int d = 0; d < EDGE_NUMBERS; ++d) {
+                layer_grad.weight[d].x[h][c] = fmaf(row[d], grad.x[h][c], layer_grad.weight[d].x[h][c]);
+            }
+        });
+    }
+
+    // Stores the gradient of an edge's row.
+    __device__ __forceinline__ void store_row(const Fragment& grad, int perm, bool counts) const {
+        storage_t* row = static_cast<storage_t*>(grads.edge) + (i64)perm * EDGE_NUMBERS;
+#pragma unroll
+        for (int d = 0; d < EDGE_NUMBERS; ++d) {
+            float sum = 0.0f;
+            for_each_channel(l, [&](int h, int c, int) { sum = fmaf(grad.x[h][c], layer.weight[d].x[h][c], sum); });
+            head_sum<1, GROUP_LANES / 2>(&sum);
+#if STORAGE == 0
+            if (counts && l.head_lane == 0) row[d] = sum;
+#else
+            if (counts && l.head_lane == 0) row[d] = to_bits16(sum);
+#endif
+        }
+    }
+#endif
 
     __device__ __forceinline__ void store(const Sums& sums, int row, bool writes) const {
         if (!writes) return;
@@ -197,7 +231,7 @@ struct BackwardSources : Backward {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 segment_backward_sources(ADJACENCY_PARAMETERS, BACKWARD_PARAMETERS, storage_t* grad_key, storage_t* grad_value,
-                         void* grad_edge, float* partial, float* carry) {
+                         void* grad_edge, float* weight_sums, float* bias_sums, float* partial, float* carry) {
     const Adjacency a = ADJACENCY;
     const Inputs in = INPUTS;
     const Kept kept = {out, arg_max, arg_min, num_max, num_min, others, slope, offset};
@@ -205,7 +239,24 @@ segment_backward_sources(ADJACENCY_PARAMETERS, BACKWARD_PARAMETERS, storage_t* g
     const Lanes l = lane_layout();
     BackwardSources functor(in, l, kept, grads);
     functor.grad_out = grad_out;
+    functor.layer.load(in, l);
+    functor.layer_grad.clear();
     traverse(a, l, functor, partial, carry);
+#if EDGE == 3
+#pragma unroll 1
+    for (int d = 0; d < EDGE_NUMBERS; ++d) {
+        // Constant places keep the sums in registers.
+        Fragment sum;
+#pragma unroll
+        for (int k = 0; k < EDGE_NUMBERS; ++k) {
+            if (k == d) sum = functor.layer_grad.weight[k];
+        }
+        store_block_sum(sum, weight_sums, (i64)blockIdx.x * EDGE_NUMBERS + d, a, l);
+        // All sums take the same shared memory.
+        __syncthreads();
+    }
+    store_block_sum(functor.layer_grad.bias, bias_sums, blockIdx.x, a, l);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)

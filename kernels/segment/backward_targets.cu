@@ -47,7 +47,7 @@ struct BackwardTargets : Backward {
                                          const Step<Index>&, int number) const {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const Fragment value = widen(s.values[u]), edge = s.edges.at(u);
+            const Fragment value = widen(s.values[u]), edge = s.edges.at(u, {});
             const Fragment key = HAS_KEY ? widen(s.keys[u]) : zero_fragment();
             const bool counts = FULL || is_valid(item, l, number, u);
             for_each_channel(l, [&](int h, int c, int) {

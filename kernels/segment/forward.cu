@@ -54,6 +54,7 @@ struct Forward {
     const Results& results;
     const Lanes& l;
     bool is_empty;
+    EdgeLayer layer;
     Fragment own;
 
     __device__ __forceinline__ void begin(const Adjacency& a, const Item& item) {
@@ -93,7 +94,7 @@ struct Forward {
     }
 
     __device__ __forceinline__ Fragment messages(const Neighbours& n, int u) const {
-        const Fragment value = widen(n.values[u]), edge = n.edges.at(u);
+        const Fragment value = widen(n.values[u]), edge = n.edges.at(u, layer);
         const Fragment key = HAS_KEY ? widen(n.keys[HAS_KEY ? u : 0]) : zero_fragment();
         Fragment m;
         for_each_channel(l, [&](int h, int c, int) {
@@ -307,6 +308,7 @@ segment_forward(ADJACENCY_PARAMETERS, INPUT_PARAMETERS, storage_t* out, KEPT_PAR
     const Results results = {out, arg_max, arg_min, num_max, num_min, center, others};
     const Lanes l = lane_layout();
     Forward functor = {in, results, l, false};
+    functor.layer.load(in, l);
     traverse(a, l, functor, partial, carry);
 }
 

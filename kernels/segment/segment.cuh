@@ -1,10 +1,10 @@
 // What the aggregation kernels share: their inputs, what a message states, and the loads of an edge.
 //
 // Constants of the prologue beside those of storage.cuh, with HEADS 1: SUM, MEAN, MAX, MIN, VAR, STD, MUL (which statistics
-// there are), AT_SUM ... AT_MUL (their places in the output [rows, STATS, CHANNELS]), EDGE (0 none, 1 a vector, 2 a number),
-// HAS_KEY, HAS_TARGET, SOURCE_SCALED, TARGET_SCALED (whether there are these scales), SELF_LOOPS (whether a sum has the
-// node's own message too), ROUNDS (messages of an extreme are rounded to the storage type), READS_MESSAGES (backward
-// depends on them).
+// there are), AT_SUM ... AT_MUL (their places in the output [rows, STATS, CHANNELS]), EDGE (what a message reads of an edge:
+// 0 nothing, 1 a vector, 2 a number, 3 what a linear layer makes of EDGE_NUMBERS numbers), HAS_KEY, HAS_TARGET,
+// SOURCE_SCALED, TARGET_SCALED (whether there are these scales), SELF_LOOPS (whether a sum has the node's own message too),
+// ROUNDS (messages of an extreme are rounded to the storage type), READS_MESSAGES (backward depends on them).
 #include "include/traversal.cuh"
 
 #define SUMS (SUM + MEAN)
@@ -17,8 +17,9 @@
 
 #define INPUT_PARAMETERS                                                                                             \
     const storage_t *target, const storage_t *key, const storage_t *value, const void *edge,                         \
-        const float *source_scale, const float *target_scale, const float *inverse_degree
-#define INPUTS {target, key, value, edge, source_scale, target_scale, inverse_degree}
+        const float *source_scale, const float *target_scale, const float *inverse_degree, const float *lin_weight,  \
+        const float *lin_bias
+#define INPUTS {target, key, value, edge, source_scale, target_scale, inverse_degree, lin_weight, lin_bias}
 #define KEPT_PARAMETERS(CONST)                                                                                       \
     CONST u16 *arg_max, CONST u16 *arg_min, CONST float *num_max, CONST float *num_min, CONST float *center,         \
         CONST float *others
@@ -27,10 +28,12 @@ struct Inputs {
     const storage_t* target;     // [num_targets, CHANNELS]
     const storage_t* key;        // [num_sources, CHANNELS]
     const storage_t* value;      // [num_sources, CHANNELS]
-    const void* edge;            // [E, CHANNELS] storage_t or [E] fp32
+    const void* edge;            // [E, CHANNELS] storage_t, [E] fp32, or [E, EDGE_NUMBERS] storage_t
     const float* source_scale;   // [num_sources], with SOURCE_SCALED
     const float* target_scale;   // [num_targets], with TARGET_SCALED
     const float* inverse_degree; // [num_targets], with MEAN, VAR or STD: 1 / max(degree, 1)
+    const float* lin_weight;     // [EDGE_NUMBERS, CHANNELS], with EDGE 3
+    const float* lin_bias;       // [CHANNELS], with EDGE 3
 };
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -72,22 +75,74 @@ __device__ __forceinline__ float target_scale_of(const Inputs& in, int row, int 
     return MEAN && k == SUM ? scale * __ldg(in.inverse_degree + row) : scale;
 }
 
+// One number of features, or of the output.
+__device__ __forceinline__ float number_at(const storage_t* out, i64 place) {
+#if STORAGE == 0
+    return __ldg(out + place);
+#else
+    return from_bits16(__ldg(out + place));
+#endif
+}
+
+// A lane's share of the linear layer of the edges, or of its gradient.
+struct EdgeLayer {
+#if EDGE == 3
+    Fragment weight[EDGE_NUMBERS], bias;
+
+    __device__ __forceinline__ void load(const Inputs& in, const Lanes& l) {
+#pragma unroll
+        for (int d = 0; d < EDGE_NUMBERS; ++d) weight[d] = load_fragment_fp32(in.lin_weight, d, l);
+        bias = load_fragment_fp32(in.lin_bias, 0, l);
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int d = 0; d < EDGE_NUMBERS; ++d) weight[d] = zero_fragment();
+        bias = zero_fragment();
+    }
+#else
+    __device__ __forceinline__ void load(const Inputs&, const Lanes&) {}
+    __device__ __forceinline__ void clear() {}
+#endif
+};
+
 // The edge's own operand for UNROLL edges.
 struct EdgeOperand {
     Packed vectors[EDGE == 1 ? UNROLL : 1];
     float numbers[EDGE == 2 ? UNROLL : 1];
+#if EDGE == 3
+    float rows[UNROLL][EDGE_NUMBERS];
+#endif
 
     __device__ __forceinline__ void load(const void* edge, int u, int perm, const Lanes& l) {
 #if EDGE == 1
         vectors[u] = load_packed(at_lane(static_cast<const storage_t*>(edge), l), perm, l);
 #elif EDGE == 2
         numbers[u] = __ldg(static_cast<const float*>(edge) + perm);
+#elif EDGE == 3
+#pragma unroll
+        for (int d = 0; d < EDGE_NUMBERS; ++d) {
+            rows[u][d] = number_at(static_cast<const storage_t*>(edge), (i64)perm * EDGE_NUMBERS + d);
+        }
 #endif
     }
 
-    __device__ __forceinline__ Fragment at(int u) const {
+    __device__ __forceinline__ Fragment at(int u, const EdgeLayer& layer) const {
 #if EDGE == 1
         return widen(vectors[u]);
+#elif EDGE == 3
+        Fragment fragment = layer.bias;
+#pragma unroll
+        for (int d = 0; d < EDGE_NUMBERS; ++d) {
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; ++h) {
+#pragma unroll
+                for (int c = 0; c < LANE_ELEMS; ++c) {
+                    fragment.x[h][c] = fmaf(rows[u][d], layer.weight[d].x[h][c], fragment.x[h][c]);
+                }
+            }
+        }
+        return fragment;
 #else
         Fragment fragment = zero_fragment();
 #if EDGE == 2
@@ -114,15 +169,6 @@ __device__ __forceinline__ Packed load_out(const storage_t* out, int place, int 
 __device__ __forceinline__ void store_out(storage_t* out, int place, int row, const Lanes& l,
                                           const Fragment& fragment) {
     store_fragment<OUT_STRIDE>(out + place * ROW_STRIDE, row, l, fragment);
-}
-
-// One number of it.
-__device__ __forceinline__ float out_number(const storage_t* out, i64 place) {
-#if STORAGE == 0
-    return __ldg(out + place);
-#else
-    return from_bits16(__ldg(out + place));
-#endif
 }
 
 // What tells an extreme from almost all other messages: 15 bits of its value, and in the lowest bit whether more than one

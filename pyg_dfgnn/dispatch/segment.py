@@ -42,6 +42,7 @@ class SegmentProblem:
         source_scaled: Whether messages are scaled by a number of their source.
         target_scaled: Whether sums are scaled by a number of their target beside the degree.
         self_loops: Whether each node has one more edge, to itself, that no array holds.
+        edge_channels: Numbers per edge that a linear layer maps to F, where the message reads such; else 0.
     """
 
     message: str
@@ -52,6 +53,7 @@ class SegmentProblem:
     source_scaled: bool = False
     target_scaled: bool = False
     self_loops: bool = False
+    edge_channels: int = 0
 
     is_current = True
 
@@ -78,7 +80,8 @@ class SegmentProblem:
             "STORAGE": STORAGE[self.dtype],
             **{stat.upper(): int(stat in self.stats) for stat in STATS},
             **{f"AT_{stat.upper()}": self.stats.index(stat) if stat in self.stats else 0 for stat in STATS},
-            "EDGE": (None, "vector", "scalar").index(message.edge),
+            "EDGE": (None, "vector", "scalar", "row").index(message.edge),
+            **({"EDGE_NUMBERS": self.edge_channels} if message.edge == "row" else {}),
             "HAS_KEY": int(message.key),
             "HAS_TARGET": int(message.target),
             "SOURCE_SCALED": int(self.source_scaled),
@@ -108,12 +111,32 @@ class SegmentProblem:
         return sums + (2 if direction == "args" else 1) * self.count(EXTREMES) + 2 * self.count(("mul",))
 
 
+LAYER_NUMBERS = 32
+"""Weights of a linear layer of the edges that a lane holds in registers, beside as many sums for their gradient."""
+
+
+@torch.compiler.assume_constant_result
+def lane_numbers(channels: int, itemsize: int) -> int:
+    """Return how many channels of a row a lane holds."""
+    lanes = lane_constants(1, channels, itemsize, True)
+    return lanes["LANE_VECS"] * lanes["VEC"]
+
+
+def holds_layer(problem: SegmentProblem) -> bool:
+    """Return whether the lanes hold a linear layer of the edges."""
+    numbers = lane_numbers(problem.channels, problem.dtype.itemsize)
+    return 1 <= problem.edge_channels and problem.edge_channels * numbers <= LAYER_NUMBERS
+
+
 def unsupported_reasons(problem: SegmentProblem) -> list[str]:
     """Return every reason why no fused kernel can run ``problem``; empty when one can."""
     reasons = storage_reasons(problem.dtype, problem.device)
     most = max_channels(problem.stats)
     if not 1 <= problem.channels <= most:
         reasons.append(f"{problem.channels} channels in one launch, the kernels take 1 to {most}")
+    if MESSAGES[problem.message].edge == "row" and not holds_layer(problem):
+        most = LAYER_NUMBERS // lane_numbers(problem.channels, problem.dtype.itemsize)
+        reasons.append(f"{problem.edge_channels} numbers per edge, the kernels map 1 to {most} to so many channels")
     if MESSAGES[problem.message].target and not set(problem.stats) <= set(SUMS):
         reasons.append(f"the message {problem.message!r} is only summed or averaged")
     return reasons
@@ -156,7 +179,9 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> Mapping
     # Who looks up extremes waits for memory: more warps are better then than more edges of one.
     looks_up = direction == "sources" and problem.count(EXTREMES) > 0
     in_flight = (16 if looks_up else 32) // (elements * max(1, problem.fragments(direction) // 2))
-    unroll = max(1, min(2 if looks_up else 4, in_flight))
+    # The rows of the edges in flight, and the layer that maps them, take registers too.
+    most = 2 if looks_up or problem.edge_channels > 4 else 4
+    unroll = max(1, min(most, in_flight))
     found = {
         **problem.constants,
         **lanes,
@@ -213,7 +238,8 @@ def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitP
     rows, num_columns = side_of(direction, graph)
     if reads_no_edge(problem, direction):
         return Cost({"memory": rows.num_rows * (problem.row_bytes * 5 + 12) / gpu.memory_bytes_per_s})
-    edge_bytes = {0: 4, 1: 8 + problem.row_bytes, 2: 12}[plan.constants["EDGE"]]
+    row_bytes = problem.edge_channels * problem.dtype.itemsize
+    edge_bytes = {0: 4, 1: 8 + problem.row_bytes, 2: 12, 3: 8 + row_bytes}[plan.constants["EDGE"]]
     moved = rows.num_rows * problem.row_bytes * len(problem.stats) + num_columns * problem.gathered_bytes(direction)
     return Cost(
         {

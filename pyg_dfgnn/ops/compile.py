@@ -250,7 +250,8 @@ def _backward(
         if not is_there or (gradient.when and gradient.when not in flags):
             continue
         if name not in text.arguments:
-            text.allocate(gradient.value, near, passes[0])
+            writers = [run for stated, run in zip(statement.backward, passes, strict=True) if name in stated.arguments]
+            text.allocate(gradient.value, near, writers[0] if writers else passes[0])
         if gradient.input == "target" and "shared" in flags:
             text.arguments["added"] = text.arguments[name]
             continue

@@ -25,16 +25,16 @@ from pyg_dfgnn.runtime.cusparse import SpMM
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.segment import AVERAGES, MESSAGES, MOMENTS, STATS, SUMS, statement_of
 
-_COUNT = {"forward": 14, "args": 14, "targets": 18, "sources": 20}
+_COUNT = {"forward": 16, "args": 16, "targets": 20, "sources": 24}
 """Arguments of the statement's pass that the kernel takes."""
 _MERGED = {
-    "forward": (2, *range(4, 14)),
-    "args": (2, *range(4, 14)),
-    "targets": (17,),
-    "sources": (4, 5, 14, 17, 18),
+    "forward": (2, 4, 5, 6, *range(9, 16)),
+    "args": (2, 4, 5, 6, *range(9, 16)),
+    "targets": (19,),
+    "sources": (4, 5, 16, 19, 20),
 }
 """Places of the arguments that the merge kernel takes between its two states."""
-_OF_NODES = (6, 7, 12, 14, 15, 16)
+_OF_NODES = (6, 9, 14, 16, 17, 18)
 """Those that the pass over targets of moments takes."""
 
 
@@ -47,7 +47,7 @@ class CusparseLaunch(PreparedPass):
     def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device = plan, graph.device
         side, num_cols = side_of(direction, graph)
-        self._places = (2, 7) if direction == "forward" else (14, 18)
+        self._places = (2, 9) if direction == "forward" else (16, 20)
 
         def ones() -> Tensor:
             return outside_capture(torch.ones(graph.num_edges, dtype=problem.dtype, device=graph.device))
@@ -98,7 +98,8 @@ def _op_of(message: str, stats: tuple[str, ...], self_loops: bool) -> Op:
     def problem(inputs: Mapping[str, Any], numbers: Mapping[str, float], heads: int, channels: int) -> SegmentProblem:
         value, of_source, of_target = (inputs[name] for name in ("value", "source_scale", "target_scale"))
         scaled = of_source is not None, of_target is not None
-        return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled, self_loops)
+        edge_channels = inputs["edge"].shape[1] if MESSAGES[message].edge == "row" else 0
+        return SegmentProblem(message, stats, channels, value.dtype, value.device, *scaled, self_loops, edge_channels)
 
     def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
         return frozenset({"args"}) if set(stats) - set(SUMS) else frozenset()
@@ -115,6 +116,8 @@ def aggregate(
     edge: Tensor | None = None,
     key: Tensor | None = None,
     target: Tensor | None = None,
+    lin_weight: Tensor | None = None,
+    lin_bias: Tensor | None = None,
     source_scale: Tensor | None = None,
     target_scale: Tensor | None = None,
     self_loops: bool = False,
@@ -134,10 +137,15 @@ def aggregate(
         x: Features :math:`v` of the sources, shape [N_src, F].
         stats: One of ``STATS``, or a sequence of them.
         message: `"copy"` for :math:`v_j`, `"weight"` for :math:`e_{ij} v_j`, `"add"` for :math:`v_j + e_{ij}`,
-            `"relu_add"` for :math:`\max(v_j + e_{ij}, 0)`, `"gate"` for :math:`\sigma(t_i + k_j) v_j`.
-        edge: Shape [E] for `"weight"`, [E, F] for `"add"` and `"relu_add"`, in the order of ``graph.edge_index``.
+            `"relu_add"` for :math:`\max(v_j + e_{ij}, 0)`, `"relu_linear"` for :math:`\max(v_j + W e_{ij} + b, 0)`,
+            `"gate"` for :math:`\sigma(t_i + k_j) v_j`.
+        edge: Shape [E] for `"weight"`, [E, F] for `"add"` and `"relu_add"`, [E, D] for `"relu_linear"`, in the order of
+            ``graph.edge_index``.
         key: Features :math:`k` of the sources, shape [N_src, F], for `"gate"`.
         target: Features :math:`t` of the targets, shape [N_dst, F], for `"gate"`.
+        lin_weight: :math:`W^T`, shape [D, F], for `"relu_linear"`; kernels hold few numbers per edge, such as 8 for 128
+            features in float32.
+        lin_bias: :math:`b`, shape [F], for `"relu_linear"`.
         source_scale: Factors :math:`a` of the messages, float32 [N_src]; no gradient of them is computed.
         target_scale: Factors :math:`b` of sums and means, float32 [N_dst]; no gradient of them is computed.
         self_loops: Whether each node has one more edge, to itself, that the graph does not hold: a `"sum"` of `"copy"`
@@ -155,6 +163,8 @@ def aggregate(
     # Tuples that torch.compile of torch 2.11 cannot compare.
     if (edge is None) is not reads[0] or (key is None) is not reads[1] or (target is None) is not reads[2]:
         _refuse_operands(message, edge=edge, key=key, target=target)
+    if (lin_weight is None) is not reads[3] or (lin_bias is None) is not reads[3]:
+        _refuse_operands(message, lin_weight=lin_weight, lin_bias=lin_bias)
     graph, _ = check_graph(graph)
     if self_loops and graph.num_src != graph.num_dst:
         sizes = f"{graph.num_src} sources and {graph.num_dst} targets"
@@ -166,7 +176,7 @@ def aggregate(
         "target_scale": target_scale,
         "inverse_degree": None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph),
     }
-    vectors = {"value": x, "edge": edge, "key": key, "target": target}
+    vectors = {"value": x, "edge": edge, "key": key, "target": target, "lin_weight": lin_weight, "lin_bias": lin_bias}
     op = getattr(_ops, _name_of(message, distinct, self_loops))
     out = _run(op, max_channels(distinct), graph, vectors, scales)
     if isinstance(stats, str):
@@ -176,7 +186,7 @@ def aggregate(
     return out if places is None else out[:, places]
 
 
-_requests: dict[Any, tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]] = {}
+_requests: dict[Any, tuple[tuple[str, ...], tuple[bool, bool, bool, bool], list[int] | None]] = {}
 # By attribute: torch.compile reads a dictionary once, before the trace adds to it.
 _ops = SimpleNamespace()
 
@@ -189,11 +199,12 @@ def _name_of(message: str, stats: tuple[str, ...], self_loops: bool) -> str:
 @torch.compiler.assume_constant_result
 def _request(
     names: tuple[str, ...], message: str, self_loops: bool
-) -> tuple[tuple[str, ...], tuple[bool, bool, bool], list[int] | None]:
+) -> tuple[tuple[str, ...], tuple[bool, bool, bool, bool], list[int] | None]:
     """Return what follows from the names of a call of :func:`aggregate`, worked out once, and make its op.
 
     Returns:
-        The distinct names, whether edge, key and target are absent, and the place of each name where one repeats.
+        The distinct names, whether edge, key, target and a linear layer are absent, and the place of each name where
+        one repeats.
     """
     known = _requests.get((names, message, self_loops))
     if known is None:
@@ -210,7 +221,7 @@ def _request(
         record = MESSAGES[message]
         distinct = tuple(dict.fromkeys(names))
         places = None if distinct == names else [distinct.index(name) for name in names]
-        known = distinct, (record.edge is None, not record.key, not record.target), places
+        known = distinct, (record.edge is None, not record.key, not record.target, record.edge != "row"), places
         key = message, distinct, self_loops
         if not hasattr(_ops, _name_of(*key)):
             setattr(_ops, _name_of(*key), _op_of(*key))
@@ -221,7 +232,8 @@ def _request(
 def _refuse_operands(message: str, **operands: Tensor | None) -> None:
     """Raise the error of an operand that a message does not read, or of one that it misses."""
     for name, tensor in operands.items():
-        is_read = bool(getattr(MESSAGES[message], name))
+        record = MESSAGES[message]
+        is_read = record.edge == "row" if name.startswith("lin_") else bool(getattr(record, name))
         if (tensor is None) == is_read:
             raise ValueError(
                 f"{name!r} needs {'a tensor' if is_read else 'None'} for the message {message!r} "
@@ -237,7 +249,7 @@ def _run(
     if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
         pieces = -(-x.size(1) // most)
         cut = {
-            name: [tensor] * pieces if tensor is None or tensor.dim() < 2 else tensor.tensor_split(pieces, dim=1)
+            name: [tensor] * pieces if tensor is None or _is_of_edges(op, name) else tensor.tensor_split(pieces, dim=-1)
             for name, tensor in vectors.items()
         }
         columns = [{name: parts[place] for name, parts in cut.items()} for place in range(pieces)]
@@ -245,6 +257,11 @@ def _run(
     by_name = {**vectors, **scales}
     out: Tensor = op(graph, tuple(by_name[name] for name in op.statement.input_names), (), heads=1)
     return out
+
+
+def _is_of_edges(op: Op, name: str) -> bool:
+    """Return whether an input has other columns than the features."""
+    return "C" not in op.statement.values[name].shape
 
 
 def inverse_degree(graph: Edges) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.statements.op import Gradient, Pass, Statement, Value
+from pyg_dfgnn.statements.op import FEATURES, Gradient, Pass, Statement, Value
 
 STATS = ("sum", "mean", "max", "min", "var", "std", "mul")
 """Statistics that kernels compute; those of ``SUMS`` are scaled, the others are not."""
@@ -32,8 +32,10 @@ class Message:
 
     Attributes:
         name: Name in :data:`MESSAGES`, and stem of its CUDA struct in ``kernels/segment/messages``.
-        reference: The messages [E, F] in plain torch of (value, edge, key, target) at every edge.
-        edge: What it reads of an edge: a "vector" [E, F], a "scalar" [E], or None.
+        reference: The messages [E, F] in plain torch of (value, edge, key, target) at every edge, and of weight and
+            bias of the linear layer.
+        edge: What it reads of an edge: a "vector" [E, F], a "scalar" [E], a "row" [E, D] that a linear layer maps to F
+            channels, or None.
         key: Whether it reads a vector of the source other than the value.
         target: Whether it reads a vector of the target.
     """
@@ -61,7 +63,12 @@ def _relu_add(value: Tensor, edge: Tensor, *_: Tensor | None) -> Tensor:
     return (value + edge).relu()
 
 
-def _gate(value: Tensor, _: Tensor | None, key: Tensor, target: Tensor) -> Tensor:
+def _relu_linear(value: Tensor, edge: Tensor, _: None, __: None, weight: Tensor, bias: Tensor) -> Tensor:
+    dtype = torch.promote_types(edge.dtype, weight.dtype)
+    return (value + (edge.to(dtype) @ weight.to(dtype) + bias)).relu()
+
+
+def _gate(value: Tensor, _: None, key: Tensor, target: Tensor, *__: None) -> Tensor:
     return torch.sigmoid(target + key) * value
 
 
@@ -73,12 +80,17 @@ ADD = Message("add", _add, edge="vector")
 """``m_ij = v_j + e_ij``."""
 RELU_ADD = Message("relu_add", _relu_add, edge="vector")
 """``m_ij = max(v_j + e_ij, 0)``."""
+RELU_LINEAR = Message("relu_linear", _relu_linear, edge="row")
+"""``m_ij = max(v_j + W e_ij + b, 0)`` with few numbers per edge."""
 GATE = Message("gate", _gate, key=True, target=True)
 """``m_ij = sigmoid(t_i + k_j) v_j``."""
-MESSAGES = MappingProxyType({message.name: message for message in (COPY, WEIGHT, ADD, RELU_ADD, GATE)})
+MESSAGES = MappingProxyType({message.name: message for message in (COPY, WEIGHT, ADD, RELU_ADD, RELU_LINEAR, GATE)})
 """Every message by its name."""
 
-_INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale", "inverse_degree")
+_LAYER = ("lin_weight", "lin_bias")
+_INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale", "inverse_degree", *_LAYER)
+EDGE_SHAPES = MappingProxyType({"vector": ("C",), "scalar": (), "row": ("D",), None: ()})
+"""What follows the edges in the shape of what a message reads of them."""
 _KEPT = ("arg_max", "arg_min", "num_max", "num_min", "center", "others")
 FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", *_KEPT))
 
@@ -102,8 +114,11 @@ def statement_of(message: Message, stats: Sequence[str], self_loops: bool = Fals
     read = tuple(name if reads or name not in ("value", "edge") else "" for name in _INPUTS)
     known = (*read, "out" if has((*EXTREMES, "std", "mul")) else "", *_KEPT, "grad_out", "slope", "offset")
     targets = Pass("targets", "targets", "sources", (*known, "grad_target"))
-    sources = Pass("sources", "sources", "targets", (*known, "grad_key", "grad_value", "grad_edge"))
-    edge_shape, edge_dtype = (("C",), "features") if message.edge == "vector" else ((), "float32")
+    sources = Pass(
+        "sources", "sources", "targets", (*known, "grad_key", "grad_value", "grad_edge", "weight_sums", "bias_sums")
+    )
+    edge_shape, edge_dtype = EDGE_SHAPES[message.edge], "float32" if message.edge == "scalar" else FEATURES
+    has_layer = message.edge == "row"
     inputs = (
         Value("target", "targets", ("C",), needed=message.target),
         Value("key", "sources", ("C",), needed=message.key),
@@ -112,6 +127,8 @@ def statement_of(message: Message, stats: Sequence[str], self_loops: bool = Fals
         Value("source_scale", "sources", (), "float32"),
         Value("target_scale", "targets", (), "float32"),
         Value("inverse_degree", "targets", (), "float32", needed=bool(has(AVERAGES))),
+        Value("lin_weight", "whole", ("D", "C"), "float32", needed=has_layer),
+        Value("lin_bias", "whole", ("C",), "float32", needed=has_layer),
     )
     gradients = [Gradient("value", Value("grad_value", "sources", ("C",)))]
     if message.target:
@@ -120,6 +137,9 @@ def statement_of(message: Message, stats: Sequence[str], self_loops: bool = Fals
         gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
     if message.edge is not None:
         gradients.append(Gradient("edge", Value("grad_edge", "edges", edge_shape, edge_dtype), when="edge_grad"))
+    if has_layer:
+        gradients.append(Gradient("lin_weight", Value("weight_sums", "blocks", ("D", "C"), "float32"), "rows"))
+        gradients.append(Gradient("lin_bias", Value("bias_sums", "blocks", ("C",), "float32"), "rows"))
     saved = [Value(f"arg_{stat}", "targets", ("C",), "int16", when="args") for stat in extremes]
     wide = [f"num_{stat}" for stat in extremes] + ["center"] * has_moments + ["others"] * ("mul" in stats)
     saved += [Value(name, "targets", ("C",), "float32", when="args") for name in wide]
@@ -158,7 +178,7 @@ def _reference(
 
     scale = at("source_scale", source)
     value, key, query = at("value", source), at("key", source), at("target", target)
-    messages = message.reference(value, inputs.get("edge"), key, query)
+    messages = message.reference(value, inputs.get("edge"), key, query, *map(inputs.get, _LAYER))
     # Kernels sum in float32 whatever the features are.
     messages = messages.to(torch.promote_types(messages.dtype, torch.float32))
     if scale is not None:

@@ -243,7 +243,10 @@ def segment_specs() -> list[Spec]:
 
     for row in covering(axes, fits):
         what, scaled = (row["message"], row["stats"], row["channels"], row["dtype"]), (row["scaled"],) * 2
-        problem = SegmentProblem(*what, torch.device("cuda"), *scaled, row["self_loops"])
+        # The largest layer of the edges that lanes hold.
+        numbers = segment.LAYER_NUMBERS // segment.lane_numbers(row["channels"], row["dtype"].itemsize)
+        layer = numbers if MESSAGES[row["message"]].edge == "row" else 0
+        problem = SegmentProblem(*what, torch.device("cuda"), *scaled, row["self_loops"], layer)
         directions = ["forward", "sources"] + ["targets"] * (MESSAGES[row["message"]].target or problem.has_moments)
         for direction in directions + ["args"] * (row["stats"] != ("sum",)):
             constants = segment.constants_of(problem, direction, row["wide"])

@@ -48,7 +48,9 @@ def inputs_of(row: Row, graph: Graph) -> dict[str, Tensor]:
     message, channels = MESSAGES[row["message"]], row["channels"]
     sizes = {"x": (graph.num_src, channels)}
     if message.edge:
-        sizes["edge"] = (graph.num_edges,) if message.edge == "scalar" else (graph.num_edges, channels)
+        sizes["edge"] = (graph.num_edges, *{"scalar": (), "vector": (channels,), "row": (2,)}[message.edge])
+    if message.edge == "row":
+        sizes |= {"lin_weight": (2, channels), "lin_bias": (channels,)}
     if message.key:
         sizes |= {"key": sizes["x"], "target": (graph.num_dst, channels)}
     drawn = {name: torch.randn(size) for name, size in sizes.items()}
@@ -114,6 +116,35 @@ def test_statistics_and_gradients(row, monkeypatch):
     assert torch.equal(without, actual["out"]), "forward passes with and without gradients differ"
     wide = [{name: tensor.double() for name, tensor in some.items()} for some in (inputs, scales)]
     assert_largest_close(row["dtype"], actual, run(row, graph, *wide, grad.double()), "segment")
+
+
+@over(
+    [("layout", "stats")],
+    layout=RUNS["layout"],
+    stats=("sum", ("mean", "std"), ("max", "mul")),
+    numbers=(1, 2, 4),
+    channels=(7, 128),
+    dtype=tuple(NAMES),
+    graph=tuple(GRAPHS),
+    allowed=lambda row: row["dtype"] == torch.float32 or row["stats"] != ("max", "mul"),
+)
+def test_a_linear_layer_of_the_edges(layout, stats, numbers, channels, dtype, graph, monkeypatch):
+    """Its gradients are sums over all edges, in sweeps, in chunks and in order."""
+    settings(fallback="error")
+    torch.manual_seed(0)
+    edges = build_graph(*GRAPHS[graph]())
+    take_layout(layout, monkeypatch)
+    sizes = {"x": (edges.num_src, channels), "edge": (edges.num_edges, numbers)}
+    inputs = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
+    inputs |= {"lin_weight": torch.randn(numbers, channels), "lin_bias": torch.randn(channels)}
+    row = {"message": "relu_linear", "stats": stats}
+    shape = (channels,) if isinstance(stats, str) else (len(stats), channels)
+    grad = torch.randn(edges.num_dst, *shape).to(dtype)
+    with emulated_device() as launched:
+        actual = run(row, edges, inputs, {}, grad)
+    assert {"segment_forward", "segment_backward_sources"} <= set(launched)
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    assert_largest_close(dtype, actual, run(row, edges, wide, {}, grad.double()), "segment")
 
 
 @over(

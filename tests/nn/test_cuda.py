@@ -32,6 +32,7 @@ CONVS = {
     "graph_weighted": ("GraphConv", (FEATURES, 16), {"aggr": "max"}),
     "gin": ("GINConv", (torch.nn.Linear(FEATURES, 16),), {"train_eps": True}),
     "gine": ("GINEConv", (torch.nn.Linear(FEATURES, 16),), {"edge_dim": EDGE_DIM}),
+    "gine_max": ("GINEConv", (torch.nn.Linear(FEATURES, 16),), {"edge_dim": EDGE_DIM, "aggr": "max"}),
     "gated": ("ResGatedGraphConv", (FEATURES, 16), {}),
     "sg": ("SGConv", (FEATURES, 16), {"K": 2}),
     "ssg": ("SSGConv", (FEATURES, 16, 0.1), {"K": 2}),

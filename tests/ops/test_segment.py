@@ -27,6 +27,9 @@ def operands(message: str, channels: int = 6) -> dict[str, torch.Tensor]:
     if record.key:
         rows |= {"key": SIZES[0], "target": SIZES[1]}
     tensors = {name: torch.randn(count, channels) for name, count in rows.items()}
+    if record.edge == "row":
+        tensors |= {"edge": torch.randn(EDGE_INDEX.size(1), 2), "lin_weight": torch.randn(2, channels)}
+        tensors |= {"lin_bias": torch.randn(channels)}
     return tensors | ({"edge": torch.randn(EDGE_INDEX.size(1))} if record.edge == "scalar" else {})
 
 
@@ -170,7 +173,8 @@ def test_graphs_of_other_sizes_compile_no_text_anew(message, fused, monkeypatch)
     def call(edge_index, sizes):
         tensors = operands(message)
         if sizes != SIZES:
-            tensors = {name: tensor.repeat(2, *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items()}
+            rows = {name: 1 if name.startswith("lin_") else 2 for name in tensors}
+            tensors = {name: tensor.repeat(rows[name], *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items()}
         graph = Graph.of(edge_index, *sizes)
         with_gradients(lambda **tensors: aggregate(graph, stats=stats, message=message, **tensors), tensors)
 

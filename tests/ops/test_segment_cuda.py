@@ -22,6 +22,10 @@ def inputs_of(message, case, channels, dtype):
     rows = {"x": case.num_src} | ({"edge": case.num_edges} if record.edge == "vector" else {})
     rows |= {"key": case.num_src, "target": case.num_dst} if record.key else {}
     tensors = {name: torch.randn(count, channels, device="cuda").to(dtype) for name, count in rows.items()}
+    if record.edge == "row":
+        sizes = {"edge": (case.num_edges, 2), "lin_weight": (2, channels), "lin_bias": (channels,)}
+        layer = {name: torch.randn(size, device="cuda") for name, size in sizes.items()}
+        return tensors | layer | {"edge": layer["edge"].to(dtype)}
     return tensors | ({"edge": torch.randn(case.num_edges, device="cuda")} if record.edge == "scalar" else {})
 
 

@@ -16,6 +16,9 @@ from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.statements.segment import STATS
 
+Question = tuple[str, tuple[str, ...], int, bool, int]
+"""The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
+
 
 class Sent(NamedTuple):
     """What a call sends along the edges besides features.
@@ -40,6 +43,7 @@ def _problem(
     names: tuple[str, ...],
     channels: int,
     scaled: bool,
+    edge_channels: int,
     dtype: torch.dtype,
     device: torch.device,
     *_: bool,
@@ -47,7 +51,8 @@ def _problem(
     """Return what dispatch is asked of one launch; the op cuts wider features."""
     distinct = tuple(dict.fromkeys(names))
     launches = max(1, -(-channels // max_channels(distinct)))
-    return SegmentProblem(message, distinct, -(-channels // launches), dtype, device, scaled, scaled)
+    scales = scaled, scaled, False
+    return SegmentProblem(message, distinct, -(-channels // launches), dtype, device, *scales, edge_channels)
 
 
 def is_matrix(form: str) -> bool:
@@ -77,13 +82,13 @@ class AggregationConv(FusedConv):
     _channels: str | None = None
     """Attribute with the width of what is aggregated; None for that of `x`."""
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message = "weight" if edge is not None and self._message == "copy" else self._message
         # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
         channels = len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
         if self._channels is not None:
             channels = getattr(self, self._channels)
-        return message, statistics_of(self.aggr_module), channels, False
+        return message, statistics_of(self.aggr_module), channels, False, 0
 
     def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
         return explain(FAMILY, problem, graph, torch.is_grad_enabled())

@@ -9,7 +9,7 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
 from pyg_dfgnn.ops.segment import inverse_root_degree
 
@@ -28,10 +28,10 @@ class ChebConv(AggregationConv, conv.ChebConv):
     propagate_type = {"x": Tensor, "norm": Tensor}
     _upstream_methods = methods_of(conv.ChebConv)
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
-        message, names, channels, _ = super()._question(x, edge)
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
+        message, names, channels, *_ = super()._question(x, edge)
         by_node = self._is_by_node(edge)
-        return message if by_node else "weight", names, channels, by_node
+        return message if by_node else "weight", names, channels, by_node, 0
 
     def _is_by_node(self, edge: Tensor | None) -> bool:
         """Return whether factors of nodes will do on a graph without self-loops, so that no weights are made."""

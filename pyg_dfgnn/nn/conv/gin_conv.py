@@ -7,10 +7,12 @@ from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
+from pyg_dfgnn.dispatch.segment import holds_layer
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
+from pyg_dfgnn.nn.projection import is_plain_linear
 
 
 class GINConv(AggregationConv, conv.GINConv):
@@ -42,7 +44,9 @@ class GINConv(AggregationConv, conv.GINConv):
 class GINEConv(AggregationConv, conv.GINEConv):
     """PyG's `GINEConv` with one fused kernel per direction: same arguments, parameters, results and gradients.
 
-    `x'_i = nn((1 + eps) x_i + aggr_j relu(x_j + W e_ij))`
+    `x'_i = nn((1 + eps) x_i + aggr_j relu(x_j + W e_ij + b))`
+
+    Where an edge has few features, the kernel maps them itself: no tensor has a row per edge as wide as `x`.
 
     Source: Hu et al., "Strategies for Pre-training Graph Neural Networks", 2020.
     """
@@ -50,6 +54,16 @@ class GINEConv(AggregationConv, conv.GINEConv):
     propagate_type = {"x": OptPairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GINEConv)
     _message = "relu_add"
+
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
+        message, names, channels, *_ = super()._question(x, edge)
+        lin = self.lin
+        if isinstance(x, Tensor) and edge is not None and lin is not None and is_plain_linear(lin):
+            dtype, numbers = torch.promote_types(x.dtype, edge.dtype), len(range(edge.size(1)))
+            question = "relu_linear", names, channels, False, numbers
+            if lin.bias is not None and holds_layer(self._problem_type(*question, dtype, x.device)):
+                return question
+        return message, names, channels, False, 0
 
     def _call(
         self,
@@ -82,8 +96,12 @@ class GINEConv(AggregationConv, conv.GINEConv):
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_attr, size=size)
             return out
-        edge: Any = call.edge_attr if self.lin is None else self.lin(call.edge_attr)
+        operands: dict[str, Any] = {"edge": call.edge_attr}
+        if (message := call.problem[0]) == "relu_linear":
+            operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
+        elif self.lin is not None:
+            operands["edge"] = self.lin(call.edge_attr)
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, self._message, edge=edge)
+        out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, message, **operands)
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)

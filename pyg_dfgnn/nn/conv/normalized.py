@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Sent, is_matrix
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
 
@@ -34,10 +34,10 @@ class NormalizedConv(AggregationConv):
     _keeps_edges = False
     """Whether `cached` is about the normalised edges."""
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> tuple[str, tuple[str, ...], int, bool]:
-        message, names, channels, _ = super()._question(x, edge)
+    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
+        message, names, channels, *_ = super()._question(x, edge)
         by_node = self.normalize and self._is_by_node(edge)
-        return "weight" if self.normalize and not by_node else message, names, channels, by_node
+        return "weight" if self.normalize and not by_node else message, names, channels, by_node, 0
 
     @property
     def _takes_cache(self) -> bool:

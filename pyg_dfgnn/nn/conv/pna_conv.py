@@ -11,7 +11,7 @@ from torch_geometric.typing import Adj, OptTensor, SparseTensor
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.aggr.scaler import factors_of
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -41,9 +41,9 @@ class PNAConv(AggregationConv, conv.PNAConv):
     _node_dim = 0
     _is_projected = True
 
-    def _question(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> tuple[str, tuple[str, ...], int, bool]:
+    def _question(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> Question:
         message = "copy" if self.edge_dim is None else "add"
-        return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False
+        return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False, 0
 
     def _standing_reasons(self) -> list[str]:
         return [*self._layer_reasons(), *super()._standing_reasons()]
