@@ -14,6 +14,7 @@ from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
     RowSplitPlan,
+    is_local,
     lane_constants,
     max_edges_of,
     side_of,
@@ -215,11 +216,16 @@ def _plan_pass(
     few = rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows
     if few and kind is not NeighbourParallelPlan:
         constants = constants_of(problem, direction, wide=False)
-    gathered = num_columns * problem.gathered_bytes(direction)
-    blocks = -(-gathered // int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes))
+    cache_bytes, column_bytes = (
+        int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes),
+        problem.gathered_bytes(direction),
+    )
+    blocks = -(-num_columns * column_bytes // cache_bytes)
     if rows.num_edges < _SWEPT_EDGES * blocks * rows.num_rows:
         blocks = 1
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
+    if blocks > 1 and is_local(graph, direction, cache_bytes // column_bytes):
+        return kind(constants, max_edges, 1, ascending=True)
     if blocks > 1 or rows.max_degree > max_edges:
         longest = ORDERED_EDGES if blocks > 1 else max_edges
         return kind({**constants, "ORDERED": 1}, longest, max(1, blocks))

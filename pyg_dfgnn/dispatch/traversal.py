@@ -11,6 +11,7 @@ import torch
 
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.reorder import gather_misses
 
 STORAGE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The constant of each dtype that kernels store."""
@@ -42,15 +43,18 @@ class RowSplitPlan:
         constants: What the kernel is specialised by.
         max_edges: Rows with more edges are split in chunks of at most this many.
         blocks: Number of launches, each over the edges of one block of columns.
+        ascending: Whether the edges of each row are taken in ascending order of their columns.
     """
 
     constants: Mapping[str, int] = field(hash=False)
     max_edges: int
     blocks: int
+    ascending: bool = False
     schedule: ClassVar[str] = "row_split"
 
     def __str__(self) -> str:
         sweep = f", {self.blocks} sweeps over blocks of columns" if self.blocks > 1 else ""
+        sweep += ", columns ascending for a cache that holds most of them" if self.ascending else ""
         joined = " joined in a block" if self.constants["JOINED"] else ""
         return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
 
@@ -136,6 +140,41 @@ def max_edges_of(num_edges: int, max_degree: int) -> int:
 def _balanced(num_edges: int) -> int:
     """Edges of a chunk that spread a graph over some 16,000 warps."""
     return power_of_two(max(1, num_edges // 16384))
+
+
+LOCAL_MISSES = 1 / 8
+"""Share of gathers that may miss the cache where rows one after the other need no sweeps.
+
+On an H200, sums and attention on graphs of 45 to 150 million edges took .68 to 1.06 of the time of sweeps with less,
+and 1.0 to 1.7 of it with more.
+"""
+LOCAL_SHARE = 1 / 4
+"""Share of the cache that counts for it: thousands of rows are gone through at once."""
+_STRETCH = 1 << 23
+"""Gathers that tell the share of all."""
+
+
+def is_local(graph: Graph, direction: str, cache_rows: int) -> bool:
+    """Return whether rows one after the other gather from few enough columns for the cache to hold most of these.
+
+    Nodes in a good order do so (:class:`~pyg_dfgnn.transforms.Reorder`), and batches of graphs that are small.
+
+    Args:
+        graph: The edges.
+        direction: The pass that takes the rows.
+        cache_rows: Columns that the cache holds.
+    """
+    cache_rows = max(1, int(LOCAL_SHARE * cache_rows))
+    if graph.facts is not None:
+        return graph.facts.max_nodes <= cache_rows
+    rows, _ = side_of(direction, graph)
+
+    def build() -> float:
+        count = min(_STRETCH, rows.num_edges // 4)
+        first = (rows.num_edges - count) // 2
+        return gather_misses(rows.col[first : first + count], cache_rows, count_first=False)
+
+    return graph.derived(("misses", rows.rows, rows.cols, cache_rows), build) <= LOCAL_MISSES
 
 
 def side_of(direction: str, graph: Graph) -> tuple[Adjacency, int]:

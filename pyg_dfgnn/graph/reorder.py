@@ -68,7 +68,7 @@ def inverse_of(perm: Tensor) -> Tensor:
     return inverse
 
 
-def gather_misses(col: Tensor, cache_rows: int) -> float:
+def gather_misses(col: Tensor, cache_rows: int, count_first: bool = True) -> float:
     """Estimate the share of the gathered rows that a cache of the most recently used rows does not hold.
 
     A window of w gathers reads on average fp(w) distinct rows. The cache of c rows holds what the last w gathers read,
@@ -77,9 +77,10 @@ def gather_misses(col: Tensor, cache_rows: int) -> float:
     Args:
         col: Row that each gather reads, int [E], in the order of the gathers: `Graph.csr.col` for a pass over targets.
         cache_rows: c, which is the bytes of the cache over the bytes of a row.
+        count_first: Whether the first gather of each row counts, which always misses; False for a stretch of more.
 
     Returns:
-        The share in [0, 1]; 0 without gathers.
+        The share in [0, 1]; 0 without gathers that count.
 
     Source: Xiang et al., HOTL: a Higher Order Theory of Locality, ASPLOS 2013, sections 3.1 and 4.
     """
@@ -106,7 +107,8 @@ def gather_misses(col: Tensor, cache_rows: int) -> float:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if footprint(middle) <= cache_rows else (low, middle - 1)
-    return (num_rows + int((reuse > low).sum())) / num_gathers
+    missed = int((reuse > low).sum())
+    return (num_rows + missed) / num_gathers if count_first else missed / max(1, num_gathers - num_rows)
 
 
 def degree_order(edge_index: Tensor, num_nodes: int) -> Tensor:

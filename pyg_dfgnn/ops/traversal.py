@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.traversal import items_per_block, side_of
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
-from pyg_dfgnn.graph.chunks import column_blocks, heavy_rows, row_order
+from pyg_dfgnn.graph.chunks import ascending, column_blocks, heavy_rows, row_order
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.runtime.launcher import Argument, addresses, kernel_of, launch
@@ -72,7 +72,7 @@ class TraversalLaunch(PreparedPass):
         self.chunks: Sequence[Chunks | None]
         if plan.blocks == 1:
             self.chunks = [heavy_rows(graph, side, plan.max_edges, self.items_per_block if joined else 0, ordered)]
-            arrays = (side.rowptr, side.col, side.perm)
+            arrays = (side.rowptr, *(ascending(graph, side) if plan.ascending else (side.col, side.perm)))
         else:
             swept = column_blocks(graph, side, plan.blocks, plan.max_edges, ordered)
             self.chunks = swept.chunks

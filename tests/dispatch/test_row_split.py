@@ -132,6 +132,8 @@ def test_a_full_warp_has_nothing_to_share():
 class FakeSide:
     """What the rule for column blocks reads of an adjacency."""
 
+    rows = cols = "nodes"
+
     def __init__(self, num_rows, num_edges):
         self.num_rows, self.num_edges = num_rows, num_edges
 
@@ -240,6 +242,8 @@ class FakeGraph:
         self.csr.max_degree = max_degree
 
     def derived(self, key, build):
+        if key[0] == "misses":
+            return 0.5
         assert key == "diagonal_blocks"
 
 

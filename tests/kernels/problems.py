@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import direction_of, largest_errors, tolerance
 from tests.covering import Row, covering
@@ -151,3 +153,9 @@ def check(
     expected["out without gradients"] = expected["out"]
     assert_largest_close(problem.dtype, actual, expected, op, exact_weights=exact_weights)
     return launched
+
+
+def take_sweeps(monkeypatch: pytest.MonkeyPatch, count: int, local: bool = False) -> None:
+    """Let attention sweep so many blocks of columns, or take rows one after the other on a graph found to be local."""
+    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: count)
+    monkeypatch.setattr(row_split, "is_local", lambda *arguments: local)

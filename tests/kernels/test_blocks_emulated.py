@@ -28,6 +28,7 @@ from tests.kernels.problems import (
     label,
     problem_of,
     square_graph,
+    take_sweeps,
 )
 from tests.ops.problems import SCORES
 
@@ -259,7 +260,7 @@ def test_ordered_rows(default_settings, monkeypatch, row):
     monkeypatch.setattr(row_split, "_JOINED_BYTES", 0)
     monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 2)
     monkeypatch.setattr(row_split, "ORDERED_EDGES", 3)
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 2)
+    take_sweeps(monkeypatch, 2)
     assert "attention_forward_merge" in run(row)
 
 

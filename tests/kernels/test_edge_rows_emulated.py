@@ -13,7 +13,7 @@ from tests.emu import ORDERS
 from tests.emu.loader import compiler
 from tests.kernels import problems
 from tests.kernels.emulated import emulated_device
-from tests.kernels.problems import GRAPHS, NAMES, batch_graph, build_graph, heavy_graph
+from tests.kernels.problems import GRAPHS, NAMES, batch_graph, build_graph, heavy_graph, take_sweeps
 from tests.ops.problems import EdgeRows
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
@@ -70,7 +70,7 @@ def test_against_float64(row):
 
 @over(sizes=((3, 40, 7), (8, 40, 20)), dtype=tuple(NAMES))
 def test_sweeps_over_column_blocks(dtype, sizes, monkeypatch):
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
+    take_sweeps(monkeypatch, 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     launched = check(problem_of(graph, *sizes, dtype), graph, 0.3)

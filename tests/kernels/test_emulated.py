@@ -24,6 +24,7 @@ from tests.kernels.problems import (
     label,
     problem_of,
     sparse_graph,
+    take_sweeps,
 )
 from tests.ops.problems import SCORES
 
@@ -130,7 +131,7 @@ def test_without_target_scalars():
 @pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
 def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
     """Each pass takes three launches, and rows are heavy in some of the column blocks only."""
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
+    take_sweeps(monkeypatch, 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     problem = problem_of(score, graph, 3, 40, dtype, edge=score != "cosine")
@@ -142,9 +143,22 @@ def test_sweeps_over_column_blocks(score, dtype, order, monkeypatch):
     assert launched.count("attention_forward") == 6
 
 
+@pytest.mark.parametrize(("score", "dtype"), SCORE_AND_DTYPE)
+def test_rows_of_a_local_graph_are_not_swept(score, dtype, monkeypatch):
+    """Their edges are taken by ascending column, whatever their order; rows are heavy, light and empty."""
+    take_sweeps(monkeypatch, 3, local=True)
+    monkeypatch.setattr(row_split, "max_edges_of", lambda *sizes: 8)
+    edges, num_src, num_dst = heavy_graph()
+    edges = [(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges
+    graph = build_graph([edges[place] for place in torch.randperm(len(edges)).tolist()], num_src, num_dst)
+    launched = check(problem_of(score, graph, 3, 40, dtype, edge=score != "cosine"), graph, 0.3)
+    assert launched.count("attention_forward") == 2 and "attention_forward_merge" in launched
+    assert graph.peek(("ascending", "targets", "sources")) is not None
+
+
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 def test_sweeps_that_leave_the_tangent(dtype, monkeypatch):
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
+    take_sweeps(monkeypatch, 3)
     edges, num_src, num_dst = heavy_graph()
     graph = build_graph([(j, i) for i in range(num_dst) for j in range(i % 3, num_src, 2)] + edges, num_src, num_dst)
     launched = check(problem_of("add", graph, 3, 40, dtype, edge=False), graph, 0.3)
@@ -180,7 +194,7 @@ def test_packed_rows_of_whole_heads(name, dtype, order):
 @pytest.mark.parametrize("square", [False, True], ids=["bipartite", "square"])
 def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
     """A lane per head on four edges of a row: hubs, rows without edges, and some without any in a block of columns."""
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
+    take_sweeps(monkeypatch, 3)
     edges, num_src, num_dst = heavy_graph()
     num_src, num_dst = (24, 24) if square else (num_src, num_dst)
     edges = edges + [(j, i) for i in range(num_dst - 2) for j in range(i % 3, 20, 2)] * 2
@@ -199,7 +213,7 @@ def test_sweeps_of_whole_heads(square, dtype, order, monkeypatch):
 )
 def test_sweeps_of_rows_that_share_a_warp(score, dtype, monkeypatch):
     """Some rows have no edge in a block of columns while those beside them have."""
-    monkeypatch.setattr(row_split, "_blocks", lambda *arguments: 3)
+    take_sweeps(monkeypatch, 3)
     num_src = num_dst = 12
     edges = [(j, i) for i in range(num_dst) for j in range(num_src) if i % 4 or j // 4 != i // 4] * 2
     graph = build_graph([*edges, *[(0, 1)] * 40], num_src, num_dst)

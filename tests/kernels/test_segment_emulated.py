@@ -27,7 +27,7 @@ AXES = {
 }
 RUNS = {
     "graph": tuple(GRAPHS),
-    "layout": ("light", "heavy", "swept"),
+    "layout": ("light", "heavy", "swept", "local"),
     "values": ("normal", "tied"),
     "scaled": (False, True),
     "order": ORDERS,
@@ -91,9 +91,10 @@ def take_layout(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if layout != "light":
         monkeypatch.setattr(segment, "max_edges_of", lambda *sizes: CHUNK)
         monkeypatch.setattr(segment, "ORDERED_EDGES", CHUNK)
-    if layout == "swept":
+    if layout in ("swept", "local"):
         monkeypatch.setattr(segment, "_SWEPT_EDGES", 0)
         monkeypatch.setattr(segment, "_CACHE_SHARE", 1e-5)
+        monkeypatch.setattr(traversal, "LOCAL_MISSES", -1.0 if layout == "swept" else 1.0)
 
 
 @pytest.mark.parametrize("row", rows(), ids=label)
@@ -189,6 +190,7 @@ def hub_values() -> dict[str, Tensor]:
 def test_deviations_of_a_hub_keep_their_digits(values, monkeypatch):
     monkeypatch.setattr(segment, "_SWEPT_EDGES", 0)
     monkeypatch.setattr(segment, "_CACHE_SHARE", 1e-4)
+    monkeypatch.setattr(traversal, "LOCAL_MISSES", -1.0)
     torch.manual_seed(0)
     x = hub_values()[values]
     graph = build_graph([(i, i % 30 * (i % 2)) for i in range(900)] + [(i, 0) for i in range(1, 900, 2)], 900, 30)

@@ -90,6 +90,7 @@ def test_against_float64(score, setup, case):
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 def test_sweeps_over_blocks_of_columns(score, full, monkeypatch):
     monkeypatch.setattr(dispatch_rows, "_blocks", lambda *sizes: 3)
+    monkeypatch.setattr(dispatch_rows, "is_local", lambda *sizes: False)
     monkeypatch.setattr(dispatch_rows, "ORDERED_EDGES", 8)
     problem = problem_of(score, random(60, 12, 1000, seed=6), full)
     launches = []

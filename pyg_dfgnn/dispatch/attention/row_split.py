@@ -21,6 +21,7 @@ from pyg_dfgnn.dispatch.traversal import (
     SUMMED_EDGES,
     WARPS,
     RowSplitPlan,
+    is_local,
     items_per_block,
     joined_edges,
     lane_constants,
@@ -181,13 +182,22 @@ def _blocks(
     Groups of ``heads`` heads run one after the other, so only one group's share of the rows counts.
     Each sweep reads and writes the state of every row, so the average row must have enough edges in each block.
     """
-    itemsize = problem.dtype.itemsize
-    share = _CACHE_SHARE[itemsize][_base_direction(direction)] if share is None else share
+    gathered = num_columns * _column_bytes(problem, direction, heads)
+    blocks = -(-gathered // _cache_bytes(problem, direction, share))
+    return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
+
+
+def _cache_bytes(problem: AttentionProblem, direction: str, share: float | None = None) -> int:
+    """Bytes of the cache for gathered rows."""
+    share = _CACHE_SHARE[problem.dtype.itemsize][_base_direction(direction)] if share is None else share
+    return max(1, int(share * gpu_of(problem.device).cache_bytes))
+
+
+def _column_bytes(problem: AttentionProblem, direction: str, heads: int) -> int:
+    """Bytes that a pass gathers of a column for so many heads."""
     # What each target has for the rows of its edges, in itself and in the gradient.
     edges = 2 * problem.edge_channels if direction == "sources" else 0
-    gathered = num_columns * heads * itemsize * (problem.channels * gathers(problem, direction) + edges)
-    blocks = -(-gathered // max(1, int(share * gpu_of(problem.device).cache_bytes)))
-    return int(blocks) if 1 < blocks and rows.num_edges >= _MIN_BLOCK_EDGES * blocks * rows.num_rows else 1
+    return heads * problem.dtype.itemsize * (problem.channels * gathers(problem, direction) + edges)
 
 
 def swept_constants(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], Sweep | None]:
@@ -255,6 +265,10 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
         constants = pass_constants(problem, direction, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, direction, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
+    if blocks > 1 and is_local(
+        graph, direction, _cache_bytes(problem, direction) // _column_bytes(problem, direction, heads)
+    ):
+        return RowSplitPlan(constants, max_edges_of(rows.num_edges, rows.max_degree), 1, ascending=True)
     if blocks > 1:
         constants, sweep = swept_constants(problem, direction)
         if sweep is None:
