@@ -1,14 +1,5 @@
-"""Common to all tests: fixed seeds, default settings, poisoned fresh buffers, a reason for each skipped GPU test."""
+"""The options of the tests; their fixtures are in `tests/fixtures.py`."""
 
-import sys
-
-import pytest
-import torch
-import torch_geometric.typing
-from torch._dynamo import trace_rules
-
-from pyg_dfgnn.reference.zoo import EdgeList, zoo
-from pyg_dfgnn.settings import Settings
 from tests import covering
 
 
@@ -21,83 +12,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     covering.grid = config.getoption("grid")
-
-
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU (torch.cuda.is_available() is False)")
-    for item in items:
-        if "cuda" in item.keywords:
-            item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    """Every test draws the same random numbers."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def default_settings(monkeypatch):
-    """What a test sets for the process ends with the test."""
-    module = sys.modules["pyg_dfgnn.settings"]
-    monkeypatch.setattr(module, "_global", Settings())
-    monkeypatch.setattr(module, "_base", Settings())
-    monkeypatch.setattr(module, "_calls", [])
-
-
-@pytest.fixture
-def plain_torch(monkeypatch):
-    """PyG's plain torch path is the one to equal: torch_scatter gives a gradient to one of several ties."""
-    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SCATTER", False)
-
-
-@pytest.fixture
-def tf32(request):
-    """Whether the test is one in which factors may be rounded to TF32."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if request.param else "ieee"
-    yield request.param
-    torch.backends.cuda.matmul.fp32_precision = before
-
-
-def list_torch_functions():
-    """Let Dynamo list torch's functions before `poison` replaces some.
-
-    It lists them at its first use and again after each `init_process_group`; a list made while a test runs holds the
-    replacements of that test.
-    """
-    if torch.empty_like not in trace_rules.get_torch_obj_rule_map():
-        trace_rules.clear_lru_cache()
-        trace_rules.get_torch_obj_rule_map()
-
-
-@pytest.fixture(autouse=True)
-def poison(request, monkeypatch):
-    """Fill what pyg_dfgnn.ops allocates with NaN: a kernel that forgets one row cannot pass by luck."""
-    if request.config.getoption("--no-poison"):
-        return
-    list_torch_functions()
-
-    def poisoned(allocate):
-        def wrapper(*args, **kwargs):
-            fresh = allocate(*args, **kwargs)
-            if torch.compiler.is_compiling():
-                return fresh
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith("pyg_dfgnn.ops") and fresh.is_floating_point():
-                fresh.fill_(float("nan"))
-            return fresh
-
-        return wrapper
-
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-
-
-@pytest.fixture(params=zoo(), ids=str)
-def case(request) -> EdgeList:
-    """Each graph of the zoo."""
-    return request.param
+    # A process that only hands tests to others needs neither torch nor fixtures.
+    hands_out = bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+    if not hands_out:
+        config.pluginmanager.import_plugin("tests.fixtures")

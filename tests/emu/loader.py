@@ -115,6 +115,10 @@ def compiler() -> tuple[str, ...] | None:
     return (path, *flags)
 
 
+_LONG = re.compile("gemm|outer")
+"""Entries that run for longer than it takes to optimise them."""
+
+
 def cache_folder() -> Path:
     """Where libraries are kept: $PYG_DFGNN_EMULATOR_CACHE, or a folder of the user among the temporary files."""
     default = Path(tempfile.gettempdir()) / f"pyg-dfgnn-emulator-{os.getuid()}"
@@ -154,6 +158,8 @@ def build(source: str) -> Path:
     command = compiler()
     if command is None:
         raise EmulationError("no host compiler: install g++ or set CXX")
+    if any(map(_LONG.search, ENTRY.findall(source))):
+        command = (*command, "-O1")
     body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
     entries = "\n".join(f"EMU_ENTRY({name})" for name in ENTRY.findall(source))
     # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
