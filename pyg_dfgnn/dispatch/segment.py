@@ -216,10 +216,8 @@ def _plan_pass(
     few = rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows
     if few and kind is not NeighbourParallelPlan:
         constants = constants_of(problem, direction, wide=False)
-    cache_bytes, column_bytes = (
-        int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes),
-        problem.gathered_bytes(direction),
-    )
+    cache_bytes = int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)
+    column_bytes = problem.gathered_bytes(direction)
     blocks = -(-num_columns * column_bytes // cache_bytes)
     if rows.num_edges < _SWEPT_EDGES * blocks * rows.num_rows:
         blocks = 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch_geometric.data import Batch, Data
 
 from pyg_dfgnn.dispatch import gpu, segment, traversal
 from pyg_dfgnn.dispatch.attention import row_split
@@ -53,8 +54,6 @@ def test_a_local_graph_is_not_swept(order, small_cache):
 
 @pytest.mark.parametrize("order", ["apart", "at random"])
 def test_other_graphs_are_swept_until_they_are_reordered(order, small_cache):
-    from torch_geometric.data import Data
-
     edge_index = communities(order)
     for plan in plans(edge_index):
         assert plan.blocks > 1 and not plan.ascending
@@ -84,8 +83,6 @@ def test_the_measurement_is_kept_for_each_cache(monkeypatch):
 
 def test_a_batch_is_local_where_its_graphs_are_small(monkeypatch):
     """Nothing is measured, since each batch is another graph."""
-    from torch_geometric.data import Batch, Data
-
     monkeypatch.setattr(traversal, "gather_misses", None)
     graphs = [SortEdges()(Data(edge_index=torch.randint(9, (2, 40)), num_nodes=n)) for n in (9, 30)]
     batch = Batch.from_data_list(graphs)

@@ -84,7 +84,8 @@ def test_the_layer_is_part_of_the_plan():
     with emulated_device():
         plan = pyg_dfgnn.describe_plan(conv, x, case.edge_index, torch.randn(140, FEW))
         wide = pyg_dfgnn.describe_plan(conv, x, case.edge_index, torch.randn(140, MANY))
-    assert plan.fused and wide.fused
+    assert plan.fused and (plan.problem.message, plan.problem.edge_channels) == ("relu_linear", FEW)
+    assert wide.fused and (wide.problem.message, wide.problem.edge_channels) == ("relu_add", 0)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
