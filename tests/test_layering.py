@@ -34,6 +34,7 @@ ALLOWED = {
     "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
     "bench": {
         "training",
+        "transforms",
         "capture",
         "models",
         "datasets",

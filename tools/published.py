@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_dfgnn.bench import table2_report, tables
+from pyg_dfgnn.bench.orders import gains_table
 from pyg_dfgnn.bench.results import Table, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,6 +175,12 @@ def lanes() -> str:
     return _measured("lanes", tables.times_table)
 
 
+def reorder() -> str:
+    """Times faster of layers on reordered graphs, with the cost of each order and the calls until it has paid."""
+    costs = [*Table.read(ROOT / "results" / "bench" / GPU / "reorder-cost.csv")]
+    return _measured("reorder", partial(gains_table, costs), (GPU,))
+
+
 def _measured(name: str, make: Callable[[list[Row]], str], gpus: Sequence[str] = (GPU, OTHER_GPU)) -> str:
     """Return the table of an experiment for each GPU that it was measured on, or how it is measured."""
     folder, parts = ROOT / "results" / "bench", list[str]()
@@ -294,7 +301,8 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, lanes, relational, messages, restated, conv_steps)},
+    **{make.__name__: make for make in (segment, segment_peers, lanes, reorder, relational, messages, restated)},
+    conv_steps.__name__: conv_steps,
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""

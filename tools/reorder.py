@@ -1,8 +1,9 @@
 """What each order of the nodes costs, and after how many calls of a layer it has paid for itself.
 
-``python -m pyg_dfgnn.bench experiment=reorder`` times layers on graphs such as ``cornell5+rcm``. This command measures
-the cost of the orders of those graphs and the gathers that are estimated to miss, adds to
-``results/bench/<gpu>/reorder-cost.csv`` what is not there yet for these sources, and prints both side by side.
+``python -m pyg_dfgnn.bench experiment=reorder`` times attention layers on graphs such as ``cornell5+rcm``,
+``experiment=reorder_segment`` aggregations. This command measures the cost of the orders of those graphs and the
+gathers that are estimated to miss, adds to ``results/bench/<gpu>/reorder-cost.csv`` what is not there yet for these
+sources, and prints both side by side.
 """
 
 from __future__ import annotations
@@ -18,15 +19,12 @@ from hydra import compose, initialize_config_dir
 from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
-from pyg_dfgnn.bench.results import Rows, Table, default_folder, environment, file_stem, markdown, now
-from pyg_dfgnn.bench.tables import label, milliseconds, place_of, timed
+from pyg_dfgnn.bench.orders import GAIN, gains
+from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, markdown, now
 from pyg_dfgnn.paths import configs_dir
-from pyg_dfgnn.transforms import Reorder, break_even_epochs
+from pyg_dfgnn.transforms import Reorder
 
 FIELDS = "graph nodes edges cost_s misses_before misses_after gpu torch cuda pyg cupy commit digest time".split()
-GAIN = (
-    "graph cost_s misses layer size direction implementation before_ms after_ms times_faster break_even_calls".split()
-)
 
 
 def experiment_graphs() -> list[str]:
@@ -60,28 +58,6 @@ def measure(name: str, device: torch.device, small: bool) -> dict[str, Any]:
         "time": now(),
         **environment(device),
     }
-
-
-def gains(costs: Rows, times: Rows) -> list[dict[str, Any]]:
-    """One row per timed layer on a reordered graph, with the columns ``GAIN``.
-
-    Args:
-        costs: Rows of this command.
-        times: Rows of the experiment, those on the graphs in their own order among them.
-    """
-    cost_of = {row["graph"]: row for row in costs}
-    before = {(*place_of(row), label(row)): milliseconds(row) for row in timed(times)}
-    rows = []
-    for (layer, size, direction, graph, implementation), after_ms in before.items():
-        base = before.get((layer, size, direction, graph.partition("+")[0], implementation))
-        if base is None or graph not in cost_of:
-            continue
-        cost = cost_of[graph]
-        calls = break_even_epochs(float(cost["cost_s"]), base / 1e3, after_ms / 1e3)
-        misses = f"{float(cost['misses_before']):.1%} to {float(cost['misses_after']):.1%}"
-        values = (graph, cost["cost_s"], misses, layer, size, direction, implementation, f"{base:.4g}")
-        rows.append(dict(zip(GAIN, (*values, f"{after_ms:.4g}", f"{base / after_ms:.2f}", calls), strict=True)))
-    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from pyg_dfgnn.bench.cases.attention.case import SCORES, AttentionCase
 from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
+from pyg_dfgnn.bench.orders import gains, gains_table
 from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.bench.run import FIELDS
 from pyg_dfgnn.bench.timing import Timer
@@ -146,11 +147,14 @@ def test_orders_are_set_against_their_gain(tmp_path, capsys):
     row |= {"implementation": "fused", "schedule": "auto", "direction": "fwd", "state": "warm"}
     times = [{**row, "graph": name, "median_ms": ms} for name, ms in {"c": 2.0, "c+degree": 1.5, "c+rcm": 2.5}.items()]
     Table(path.with_name("reorder.csv"), FIELDS).append(times)
-    faster, slower = reorder.gains(
-        [{**cost, "cost_s": "10"} for cost in costs_of], Table.read(path.with_name("reorder.csv"))
-    )
+    costs_of = [{**cost, "cost_s": "10"} for cost in costs_of]
+    faster, slower = gains(costs_of, times)
     assert (faster["graph"], faster["times_faster"], faster["break_even_calls"]) == ("c+degree", "1.33", 20_000)
     assert (slower["graph"], slower["times_faster"], slower["break_even_calls"]) == ("c+rcm", "0.80", math.inf)
+    steps = [{**each, "direction": "fwd+bwd"} for each in times]
+    half = [{**each, "dtype": "bfloat16", "median_ms": float(each["median_ms"]) ** 2} for each in steps]
+    table = gains_table(costs_of, [*steps, *half])
+    assert "| 1.33 (20,000), 1.78 |" in table and "| 0.80, 0.64 |" in table
     assert reorder.main([*words, str(tmp_path)]) == 0
     assert "| 2 | 1.5 | 1.33 |" in capsys.readouterr().out
 

@@ -1,0 +1,66 @@
+"""What layers gain from other orders of the nodes, beside the cost of the orders."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pyg_dfgnn.bench.results import Rows, markdown
+from pyg_dfgnn.bench.tables import in_order, label, milliseconds, place_of, timed
+from pyg_dfgnn.transforms import break_even_epochs
+
+GAIN = (
+    "graph cost_s misses layer size direction implementation before_ms after_ms times_faster break_even_calls".split()
+)
+"""Columns of a gain."""
+
+
+def gains(costs: Rows, times: Rows) -> list[dict[str, Any]]:
+    """One row per timed layer on a reordered graph, with the columns ``GAIN``.
+
+    Args:
+        costs: Rows of ``tools/reorder.py``.
+        times: Rows of the experiment, those on the graphs in their own order among them.
+    """
+    cost_of = {row["graph"]: row for row in costs}
+    before = {(*place_of(row), label(row)): milliseconds(row) for row in timed(times)}
+    rows = []
+    for (layer, size, direction, graph, implementation), after_ms in before.items():
+        base = before.get((layer, size, direction, graph.partition("+")[0], implementation))
+        if base is None or graph not in cost_of:
+            continue
+        cost = cost_of[graph]
+        calls = break_even_epochs(float(cost["cost_s"]), base / 1e3, after_ms / 1e3)
+        misses = f"{float(cost['misses_before']):.1%} to {float(cost['misses_after']):.1%}"
+        values = (graph, cost["cost_s"], misses, layer, size, direction, implementation, f"{base:.4g}")
+        rows.append(dict(zip(GAIN, (*values, f"{after_ms:.4g}", f"{base / after_ms:.2f}", calls), strict=True)))
+    return rows
+
+
+def gains_table(costs: Rows, times: Rows) -> str:
+    """A table: how many times faster forward and backward of each layer is on each reordered graph.
+
+    A cell holds the factor in float32, after how many calls the order has paid for itself, and the factor in bfloat16.
+
+    Args:
+        costs: As for :func:`gains`.
+        times: As for :func:`gains`.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for row in gains(costs, times):
+        if row["direction"] != "fwd+bwd":
+            continue
+        line = cells.setdefault(row["graph"], {})
+        if row["implementation"].endswith("bfloat16"):
+            line[row["layer"]] += f", {row['times_faster']}"
+        else:
+            calls = row["break_even_calls"]
+            line[row["layer"]] = row["times_faster"] + ("" if calls == math.inf else f" ({calls:,})")
+    cost_of = {row["graph"]: row for row in costs}
+    layers = dict.fromkeys(layer for line in cells.values() for layer in line)
+    body = []
+    for graph in in_order(cells):
+        cost = cost_of[graph]
+        misses = f"{float(cost['misses_before']):.0%} to {float(cost['misses_after']):.0%}"
+        body.append([graph, f"{float(cost['cost_s']):.2g}", misses, *(cells[graph].get(layer, "") for layer in layers)])
+    return markdown(["graph", "cost, s", "misses", *layers], body)
