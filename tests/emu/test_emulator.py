@@ -175,6 +175,24 @@ def test_uninitialised_memory_is_poisoned():
     assert np.isfinite(a).nonzero()[0].tolist() == [0, 33]
 
 
+@pytest.mark.skipif("-ftrivial-auto-var-init=pattern" not in (compiler() or ()), reason="g++ before 12 fills nothing")
+def test_uninitialised_variables_are_far_from_any_number():
+    a, b = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    body = """
+        float single, sum, several[4];
+        struct { float first, second; } pair;
+        if (threadIdx.x == 0) { single = 1; sum = 0; pair.second = 1; several[1] = 1; }
+        pair.first = several[0] = 0;
+        for (int i = 0; i < 4; ++i) sum += a[i];
+        __syncthreads();
+        a[threadIdx.x] = single;
+        b[threadIdx.x] = threadIdx.x < 2 ? sum : threadIdx.x < 3 ? pair.first + pair.second : several[threadIdx.x ^ 2];
+    """
+    run(body, a, b, block=4)
+    assert a[0] == 1 and b[0] == 0
+    assert (np.abs(a[1:]) > 1e38).all() and (np.abs(b[1:]) > 1e38).all()
+
+
 def test_shared_memory_of_inline_functions_and_members():
     source = """
     template <int SIZE> __device__ __forceinline__ float reversed(float value) {
