@@ -1,5 +1,7 @@
 """Common to all tests: fixed seeds, default settings, poisoned fresh buffers, a reason for each skipped GPU test."""
 
+import gc
+import logging
 import sys
 
 import pytest
@@ -20,10 +22,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """What stays until the end is left out of what every test pays for: modules and tests from each search for garbage.
+
+    Pytest adds its handlers to every logger that does not propagate, six times per test, and torch has dozens of those.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     """Every test draws the same random numbers."""
-    torch.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.manual_seed(0)
+    else:
+        # torch.manual_seed would note where it was called, for each kind of device that is not there.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
