@@ -253,6 +253,19 @@ def accelerate_modules() -> dict[str, list[Any]]:
     return calls
 
 
+def let_parameters_follow(device: str) -> None:
+    """Put every parameter of a module on the device: layers of PyG's call `torch.Tensor(size)`, which is on the CPU."""
+    register = torch.nn.Module.register_parameter
+
+    def on_device(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        is_elsewhere = param is not None and param.device.type != torch.device(device).type
+        if is_elsewhere and not torch.nn.parameter.is_lazy(param):
+            torch.utils.swap_tensors(param, torch.nn.Parameter(param.detach().to(device), param.requires_grad))
+        register(self, name, param)
+
+    torch.nn.Module.register_parameter = on_device  # type: ignore[method-assign]
+
+
 def worker(options: argparse.Namespace) -> None:
     """Run pytest in this process and write the outcomes."""
     import pytest
@@ -269,6 +282,7 @@ def worker(options: argparse.Namespace) -> None:
         calls = swap(options.reference)
     if options.device:
         torch.set_default_device(options.device)
+        let_parameters_follow(options.device)
     result = Path(options.result)
     outcomes = Outcomes(json.loads(result.read_text())["outcome"] if result.exists() else ())
     settings = ["-c", os.devnull, "--rootdir", ".", "-q", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore"]

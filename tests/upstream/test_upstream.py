@@ -1,5 +1,8 @@
 """The runner of PyG's tests, on a test file of our own."""
 
+import torch
+from torch_geometric.nn import ChebConv
+
 from tests.upstream import run
 
 TESTS = """
@@ -58,3 +61,14 @@ def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path, c
     assert "ClusterGCNConv: 3 of 3 calls were compiled" in lines
     (refused,) = (line for line in lines if line.startswith("Branching: 0 of 1 calls were compiled"))
     assert "1 times: conv/test_made_up.py:13 `return x_j if x_j.sum() > 0 else -x_j`" in refused
+
+
+def test_parameters_follow_the_default_device(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", torch.nn.Module.register_parameter)
+    assert not ChebConv(3, 2, K=2).bias.is_meta
+    run.let_parameters_follow("meta")
+    layer = torch.nn.Linear(3, 2, bias=False)
+    weight = layer.weight
+    layer.tied = weight
+    assert weight.is_meta and layer.tied is weight and weight.requires_grad
+    assert all(parameter.is_meta for parameter in ChebConv(3, 2, K=2).parameters())
