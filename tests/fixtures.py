@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What stays until the end is left out of what every test pays for: modules and tests from each search for garbage.
+    """Keep modules and tests out of each search for garbage, and the loggers of torch out of what each test sets up.
 
     Pytest adds its handlers to every logger that does not propagate, six times per test, and torch has dozens of those.
     """
@@ -37,7 +37,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def fixed_seed():
     """Every test draws the same random numbers."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
         # torch.manual_seed would note where it was called, for each kind of device that is not there.

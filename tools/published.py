@@ -301,8 +301,8 @@ def _table2(model: str) -> Callable[[], str]:
 
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
-    **{make.__name__: make for make in (segment, segment_peers, lanes, reorder, relational, messages, restated)},
-    conv_steps.__name__: conv_steps,
+    **{make.__name__: make for make in (segment, segment_peers, lanes, reorder)},
+    **{make.__name__: make for make in (relational, messages, restated, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pyg_dfgnn.bench.results import Rows, markdown
-from pyg_dfgnn.bench.tables import in_order, label, milliseconds, place_of, timed
+from pyg_dfgnn.bench.tables import TITLES, in_order, label, milliseconds, place_of, timed
 from pyg_dfgnn.transforms import break_even_epochs
 
 GAIN = (
@@ -40,27 +40,25 @@ def gains(costs: Rows, times: Rows) -> list[dict[str, Any]]:
 def gains_table(costs: Rows, times: Rows) -> str:
     """A table: how many times faster forward and backward of each layer is on each reordered graph.
 
-    A cell holds the factor in float32, after how many calls the order has paid for itself, and the factor in bfloat16.
+    A cell holds the factor of each dtype, float32 with the calls after which the order has paid for itself.
 
     Args:
         costs: As for :func:`gains`.
         times: As for :func:`gains`.
     """
-    cells: dict[str, dict[str, str]] = {}
+    cells: dict[str, dict[str, list[str]]] = {}
     for row in gains(costs, times):
         if row["direction"] != "fwd+bwd":
             continue
-        line = cells.setdefault(row["graph"], {})
-        if row["implementation"].endswith("bfloat16"):
-            line[row["layer"]] += f", {row['times_faster']}"
-        else:
-            calls = row["break_even_calls"]
-            line[row["layer"]] = row["times_faster"] + ("" if calls == math.inf else f" ({calls:,})")
+        pays = row["implementation"] == TITLES["fused"] and row["break_even_calls"] < math.inf
+        text = row["times_faster"] + (f" ({row['break_even_calls']:,})" if pays else "")
+        cells.setdefault(row["graph"], {}).setdefault(row["layer"], []).append(text)
     cost_of = {row["graph"]: row for row in costs}
     layers = dict.fromkeys(layer for line in cells.values() for layer in line)
     body = []
     for graph in in_order(cells):
         cost = cost_of[graph]
         misses = f"{float(cost['misses_before']):.0%} to {float(cost['misses_after']):.0%}"
-        body.append([graph, f"{float(cost['cost_s']):.2g}", misses, *(cells[graph].get(layer, "") for layer in layers)])
+        factors = (", ".join(cells[graph].get(layer, ())) for layer in layers)
+        body.append([graph, f"{float(cost['cost_s']):.2g}", misses, *factors])
     return markdown(["graph", "cost, s", "misses", *layers], body)
