@@ -281,6 +281,22 @@ def inverse_root_degree(graph: Edges, domain: str = "targets", self_loops: bool 
     )
 
 
+def symmetric_norm(edge_index: Tensor, weight: Tensor, degree: Tensor) -> Tensor:
+    r"""Return :math:`w_{ij} / \sqrt{d_i d_j}`, or 0 where a degree is 0.
+
+    Torch's operators, whose gradients for the degrees are sums by atomics: those of an index in brackets are sorted
+    first, on many edges for longer than all else.
+
+    Args:
+        edge_index: The ends of the edges, [2, E].
+        weight: Their weights :math:`w`, [E].
+        degree: The degree :math:`d` of each node, [N].
+    """
+    root = degree.pow(-0.5)
+    root = root.masked_fill(root == torch.inf, 0.0)
+    return root.index_select(0, edge_index[0]) * weight * root.index_select(0, edge_index[1])
+
+
 def of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of the degrees of a domain; a graph whose edges stay keeps it."""
     if not isinstance(graph, Graph):

@@ -225,6 +225,21 @@ def test_self_loops_are_found_once_for_weights_that_are_new_in_each_call(learnt,
     torch.testing.assert_close(layer(x, edge_index, weight), plain(x, edge_index, weight))
 
 
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("loops", [True, False])
+def test_norms_of_learnt_weights_have_both_derivatives_of_pyg(loops, flow, x, edge_index):
+    plain, layer = Weighted(), accelerate(Weighted())
+    # A node without edges, and the weights of its neighbours' norm.
+    edge_index = edge_index.clamp(max=4)
+    weight = torch.rand(9, requires_grad=True)
+    found = []
+    for each in (layer, plain):
+        norm = each(x, edge_index, weight, add_self_loops=loops, flow=flow)[2]
+        (first,) = torch.autograd.grad(norm.square().sum(), weight, create_graph=True)
+        found.append((norm, first, torch.autograd.grad(first.square().sum(), weight)[0]))
+    torch.testing.assert_close(*found)
+
+
 def test_weights_of_another_number_than_the_edges_are_refused(x, edge_index):
     layer = accelerate(Weighted())
     for size in (8, 10):

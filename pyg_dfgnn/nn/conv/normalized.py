@@ -12,7 +12,7 @@ from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import statistics_of
-from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
+from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 
 _SCALED = {"sum", "mean"}
 
@@ -118,9 +118,7 @@ class NormalizedConv(AggregationConv):
                 weight = self._with_loops(call, cast(Graph, graph), weight)
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         degree = aggregate(graph, wide.new_ones(graph.num_src, 1), message="weight", edge=wide).view(-1)
-        root = degree.pow(-0.5)
-        root = root.masked_fill(root == torch.inf, 0.0)
-        return (root.index_select(0, ends[0]) * wide * root.index_select(0, ends[1])).to(weight.dtype)
+        return symmetric_norm(ends, wide, degree).to(weight.dtype)
 
     def _with_loops(self, call: edges.Call, graph: Graph, weight: Tensor) -> Tensor:
         """Return the weights in the order of a graph with replaced self-loops, which keep the weights they had."""

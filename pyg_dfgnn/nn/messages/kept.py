@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remove_self_loops, scatter
 
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.nn.gate import transform_reasons
+from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
 
 FUNCTIONS = (gcn_norm, add_self_loops, remove_self_loops, add_remaining_self_loops)
@@ -132,16 +133,20 @@ def _norm(kind: type, /, *args: Any, **kwargs: Any) -> Any:
     """Return what `gcn_norm` does, with self-loops that are found once for the edges, whatever their weights are."""
     call = _NORM.bind(*args, **kwargs)
     call.apply_defaults()
-    edge_index, weight, num_nodes, improved, adds_loops, *others = call.args
+    edge_index, weight, num_nodes, improved, adds_loops, flow, _ = call.args
     is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided and type(num_nodes) is int
-    if not adds_loops or not is_plain or weight is None or weight.shape != edge_index.shape[1:]:
+    if not is_plain or weight is None or not weight.is_floating_point() or weight.shape != edge_index.shape[1:]:
         return gcn_norm(*args, **kwargs)
-    looped, kept, loops, nodes = _call(kind, _with_loops, edge_index, num_nodes)
-    new = weight.new_full((num_nodes,), 2.0 if improved else 1.0)
-    if loops.numel():
-        # As PyG does, also where a node has several: the last counts, and each gets its gradient.
-        weight, new = weight.index_select(0, kept), new.index_put((nodes,), weight.index_select(0, loops))
-    return gcn_norm(looped, torch.cat([weight, new]), num_nodes, improved, False, *others)
+    if adds_loops:
+        edge_index, own, loops, nodes = _call(kind, _with_loops, edge_index, num_nodes)
+        new = weight.new_full((num_nodes,), 2.0 if improved else 1.0)
+        if loops.numel():
+            # As PyG does, also where a node has several: the last counts, and each gets its gradient.
+            weight, new = weight.index_select(0, own), new.index_put((nodes,), weight.index_select(0, loops))
+        weight = torch.cat([weight, new])
+    targets = edge_index[1 if flow == "source_to_target" else 0]
+    degree = scatter(weight, targets, dim_size=num_nodes)
+    return edge_index, symmetric_norm(edge_index, weight, degree)
 
 
 def _with_loops(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
