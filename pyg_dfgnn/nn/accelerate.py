@@ -28,9 +28,9 @@ Choice = type | str | Iterable[type | str] | None
 def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Model:
     """Take the layers of a model, in place, and say in one line what was changed.
 
-    PyG's convs and linear layers become drop-ins. The messages of every other `MessagePassing` are compiled: see
-    :mod:`pyg_dfgnn.nn.messages`. Parameters, buffers, hooks and settings stay as they are. Only modules of exactly
-    PyG's classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
+    PyG's convs, and linear layers of PyG and torch, become drop-ins. The messages of every other `MessagePassing` are
+    compiled: see :mod:`pyg_dfgnn.nn.messages`. Parameters, buffers, hooks and settings stay as they are. Only modules
+    of exactly these classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
 
     Args:
         model: Any module, also a single conv.
@@ -185,7 +185,7 @@ def describe_plan(
     if "" in rows:
         return _describe(*rows[""], device, *args, **kwargs)
     if not rows:
-        why = f"{type(model).__name__} has no layer that passes messages, and none of PyG's linear layers"
+        why = f"{type(model).__name__} has no layer that passes messages, and no linear layer"
         return Description(str(model), (why,))
     return Description(str(model), layers=dict(_layers(model, device, args, kwargs)))
 

@@ -8,7 +8,7 @@ import torch
 from torch_geometric.nn import MessagePassing
 
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
-"""PyG's classes and ours in their place.
+"""PyG's classes, and torch's linear layer, and ours in their place.
 
 A drop-in has two methods: `_standing_reasons()` returns why every call will be PyG's own, and
 `_describe(device, *args, **kwargs)` returns the :class:`Description` of one call.
@@ -109,10 +109,14 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
             yield layer, Row(name, kind.__name__, False, "", compiled=True)
         elif isinstance(module, (MessagePassing, *replaced)):
             if kind in DROP_INS:
-                why = f"This is PyG's {kind.__name__}; call pyg_dfgnn.accelerate(model) first"
+                why = f"This is {_of(kind)}; call pyg_dfgnn.accelerate(model) first"
             elif isinstance(module, replaced):
                 base = next(base for base in kind.__mro__ if base in DROP_INS)
-                why = f"a subclass of PyG's {base.__name__} may mean something else"
+                why = f"a subclass of {_of(base)} may mean something else"
             else:
                 why = f"{kind.__name__} has no drop-in"
             yield layer, Row(name, kind.__name__, False, why)
+
+
+def _of(kind: type) -> str:
+    return f"{'PyG' if kind.__module__.startswith('torch_geometric') else 'torch'}'s {kind.__name__}"

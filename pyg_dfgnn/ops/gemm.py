@@ -54,6 +54,8 @@ MAX_ROWS = 1 << 15
 """Number of rows at which a GEMM costs as much as its launch."""
 MAX_MULTIPLICATIONS = MAX_ROWS << 14
 """Number of multiplications at which a GEMM costs as much as its launch: of so many rows, 128 features and channels."""
+SMALL_PRODUCT = 1 << 28
+"""Most multiplications of a layer that torch is left with: kernels gain what their autograd costs the host."""
 _COLUMN_SUM_ROWS = 1 << 12
 """Most rows that torch sums: the kernel takes less time than the host needs to launch it."""
 
@@ -64,7 +66,7 @@ def kernel_is_faster(x: Tensor, channels: int) -> bool:
     The product is large, in float32 that nothing may round, and the device has a kernel.
     """
     # First what most calls end at, which this should not delay.
-    if x.numel() * channels <= MAX_MULTIPLICATIONS or x.dim() != 2 or x.dtype is not torch.float32:
+    if x.numel() * channels <= SMALL_PRODUCT or x.dim() != 2 or x.dtype is not torch.float32:
         return False
     if not (x.is_cuda or x.device.type in fused_device_types) or x.layout is not torch.strided:
         return False

@@ -1,4 +1,4 @@
-"""The drop-in for PyG's linear layer: its results and gradients, and what it leaves to PyG's code."""
+"""The drop-ins for linear layers, PyG's and torch's: results and gradients, and what they leave to their origin."""
 
 import copy
 import pickle
@@ -13,6 +13,7 @@ from torch_geometric.nn import ClusterGCNConv as PyGConv
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.nn import Linear
+from pyg_dfgnn.nn.dense import TorchLinear
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
@@ -21,10 +22,19 @@ from tests.kernels.emulated import emulated_device
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
 
+UPSTREAM = {Linear: dense.Linear, TorchLinear: torch.nn.Linear}
+
+
+@pytest.fixture(params=UPSTREAM, ids=["pyg", "torch"])
+def kind(request):
+    """Each drop-in."""
+    return request.param
+
+
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Products of any size go to the kernels."""
-    monkeypatch.setattr(gemm, "MAX_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(gemm, "SMALL_PRODUCT", 0)
     monkeypatch.setattr(
         gemm, "_kernel_is_faster", lambda rows, features, channels, device: not (features | channels) % 4
     )
@@ -39,8 +49,8 @@ def launched(small_is_large):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 70])
-def test_values_and_gradients(rows, bias, launched):
-    layer, x = Linear(8, 12, bias=bias), torch.randn(rows, 8, requires_grad=True)
+def test_values_and_gradients(rows, bias, kind, launched):
+    layer, x = kind(8, 12, bias=bias), torch.randn(rows, 8, requires_grad=True)
     grad = torch.randn(rows, 12)
     leaves = [x, *layer.parameters()]
     out = layer(x)
@@ -59,9 +69,9 @@ def test_values_and_gradients(rows, bias, launched):
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_second_derivatives(strided, launched):
+def test_second_derivatives(strided, kind, launched):
     """A penalty on gradients, whatever made the product."""
-    layer, x = Linear(8, 12), torch.randn(9, 8)
+    layer, x = kind(8, 12), torch.randn(9, 8)
     x = (x.t().contiguous().t() if strided else x).requires_grad_()
     assert x.is_contiguous() is not strided
     pairs, exact = [], copy.deepcopy(layer).double()
@@ -72,8 +82,8 @@ def test_second_derivatives(strided, launched):
     assert_all_close({str(i): pair for i, pair in enumerate(zip(*pairs, strict=True))}, op="gemm")
 
 
-def test_batched_gradients(launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8, requires_grad=True)
+def test_batched_gradients(kind, launched):
+    layer, x = kind(8, 12), torch.randn(9, 8, requires_grad=True)
     grads = torch.randn(5, 9, 12)
     batched = torch.autograd.grad(layer(x), [x, *layer.parameters()], grads, is_grads_batched=True)
     apart = [torch.autograd.grad(layer(x), [x, *layer.parameters()], grad) for grad in grads]
@@ -81,63 +91,64 @@ def test_batched_gradients(launched):
         torch.testing.assert_close(together, torch.stack(others))
 
 
-def pruned():
-    layer = Linear(8, 12)
+def pruned(kind):
+    layer = kind(8, 12)
     torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
     return layer
 
 
-def with_bias(bias):
-    layer = Linear(8, 12)
+def with_bias(kind, bias):
+    layer = kind(8, 12)
     layer.bias = torch.nn.Parameter(bias)
     return layer
 
 
 # A layer and an input: three dimensions, sizes that no kernel takes, other dtypes, sparse rows, weights kept elsewhere.
 LEFT = {
-    "dimensions": lambda: (Linear(8, 12), torch.randn(2, 9, 8)),
-    "a vector": lambda: (Linear(8, 12), torch.randn(8)),
-    "features": lambda: (Linear(6, 12), torch.randn(9, 6)),
-    "channels": lambda: (Linear(8, 3), torch.randn(9, 8)),
-    "no rows": lambda: (Linear(8, 12), torch.randn(0, 8)),
-    "float64": lambda: (Linear(8, 12).double(), torch.randn(9, 8).double()),
-    "bfloat16": lambda: (Linear(8, 12).bfloat16(), torch.randn(9, 8).bfloat16()),
-    "sparse": lambda: (Linear(8, 12), torch.randn(9, 8).to_sparse_csr()),
-    "pruned": lambda: (pruned(), torch.randn(9, 8)),
-    "a bias of one": lambda: (with_bias(torch.randn(1)), torch.randn(9, 8)),
-    "strides": lambda: (Linear(8, 12), torch.randn(8, 9).t()),
+    "dimensions": lambda kind: (kind(8, 12), torch.randn(2, 9, 8)),
+    "a vector": lambda kind: (kind(8, 12), torch.randn(8)),
+    "features": lambda kind: (kind(6, 12), torch.randn(9, 6)),
+    "channels": lambda kind: (kind(8, 3), torch.randn(9, 8)),
+    "no rows": lambda kind: (kind(8, 12), torch.randn(0, 8)),
+    "float64": lambda kind: (kind(8, 12).double(), torch.randn(9, 8).double()),
+    "bfloat16": lambda kind: (kind(8, 12).bfloat16(), torch.randn(9, 8).bfloat16()),
+    "sparse": lambda kind: (kind(8, 12), torch.randn(9, 8).to_sparse_csr()),
+    "pruned": lambda kind: (pruned(kind), torch.randn(9, 8)),
+    "a bias of one": lambda kind: (with_bias(kind, torch.randn(1)), torch.randn(9, 8)),
+    "strides": lambda kind: (kind(8, 12), torch.randn(8, 9).t()),
 }
 
 
 @pytest.mark.parametrize("key", LEFT)
-def test_what_torch_takes(key, launched):
-    layer, x = LEFT[key]()
+def test_what_torch_takes(key, kind, launched):
+    layer, x = LEFT[key](kind)
     out = layer(x)
-    assert launched == [] and torch.equal(out, dense.Linear.forward(layer, x))
+    assert launched == [] and torch.equal(out, UPSTREAM[kind].forward(layer, x))
 
 
 def test_small_products_are_torchs():
     with emulated_device() as launched:
-        Linear(8, 12)(torch.randn(9, 8))
+        for kind in UPSTREAM:
+            kind(8, 12)(torch.randn(9, 8))
         assert launched == []
-        x = torch.randn(gemm.MAX_ROWS, 128)
+        x = torch.empty(gemm.SMALL_PRODUCT >> 14, 128)
         assert gemm.kernel_is_faster(x, 132) and not gemm.kernel_is_faster(x, 128)
         # Torch takes widths that no warpgroup takes.
         assert not gemm.kernel_is_faster(x, 1024)
 
 
 @pytest.mark.parametrize(("tf32", "cast"), [(True, False), (False, True)], indirect=["tf32"])
-def test_rounded_products_are_torchs(tf32, cast, launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8)
+def test_rounded_products_are_torchs(tf32, cast, kind, launched):
+    layer, x = kind(8, 12), torch.randn(9, 8)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         out = layer(x)
         assert out.dtype is (torch.bfloat16 if cast else torch.float32)
-        assert torch.equal(out, dense.Linear.forward(layer, x))
+        assert torch.equal(out, UPSTREAM[kind].forward(layer, x))
     assert launched == []
 
 
-def test_torch_compile_sees_the_layer(launched):
-    layer, x, functions = Linear(8, 12), torch.randn(9, 8), []
+def test_torch_compile_sees_the_layer(kind, launched):
+    layer, x, functions = kind(8, 12), torch.randn(9, 8), []
 
     def record(module, inputs):
         functions.extend(node.target for node in module.graph.nodes if node.op == "call_function")
@@ -147,17 +158,17 @@ def test_torch_compile_sees_the_layer(launched):
     assert functions == [F.linear]
 
 
-def test_torch_func(launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8)
+def test_torch_func(kind, launched):
+    layer, x = kind(8, 12), torch.randn(9, 8)
     jacobian = torch.func.vmap(torch.func.jacrev(layer))(x)
     assert launched == [] and torch.equal(jacobian, layer.weight.expand(9, 12, 8))
 
 
-def test_script(launched, caplog, forget_logged):
-    layer, x = torch.nn.Sequential(Linear(8, 12), torch.nn.ReLU()), torch.randn(9, 8)
+def test_script(kind, launched, caplog, forget_logged):
+    layer, x = torch.nn.Sequential(kind(8, 12), torch.nn.ReLU()), torch.randn(9, 8)
     scripted = torch.jit.script(layer)
     # torch.jit puts the class that it compiles into the model, and the user is told.
-    assert type(layer[0]) is dense.Linear and "torch.jit.script" in caplog.text
+    assert type(layer[0]) is UPSTREAM[kind] and "torch.jit.script" in caplog.text
     assert scripted.state_dict().keys() == layer.state_dict().keys()
     torch.testing.assert_close(scripted(x), layer(x))
 
@@ -209,21 +220,21 @@ TRACED = {
 
 
 @pytest.mark.parametrize("key", TRACED)
-def test_trace(key, launched):
-    layer, x = Linear(8, 12), torch.randn(9, 8)
+def test_trace(key, kind, launched):
+    layer, x = kind(8, 12), torch.randn(9, 8)
     traced = TRACED[key](layer)
     assert launched == []
     torch.testing.assert_close(traced(x), layer(x))
 
 
-def test_lazy_hooks_and_copies(launched):
+def test_lazy_hooks_and_copies(kind, launched):
     """A layer that takes its features from its first input, one with hooks, copies."""
     x, seen = torch.randn(9, 8), []
-    layer = Linear(-1, 12)
+    layer = kind(-1 if kind is Linear else 8, 12)
     layer.register_forward_hook(lambda *_: seen.append("hook"))
-    assert layer(x).shape == (9, 12) and layer.in_channels == 8 and seen == ["hook"]
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(Linear(8, 12)))):
-        assert type(other) is Linear
+    assert layer(x).shape == (9, 12) and layer.weight.shape == (12, 8) and seen == ["hook"]
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(kind(8, 12)))):
+        assert type(other) is kind
         other.load_state_dict(layer.state_dict())
         assert torch.equal(other(x), layer(x))
     assert set(launched) <= {"gemm_forward"} and len(launched) >= 4
@@ -236,13 +247,17 @@ def test_accelerate(launched):
     )
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
     with torch.no_grad():
-        expected = model["mlp"](x), model["conv"](x, edges)
+        plain = copy.deepcopy(model)
+        expected = model["mlp"](x), model["conv"](x, edges), model["torch"](x)
         pyg_dfgnn.accelerate(model)
         assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin_out)] == [Linear] * 3
-        assert type(model["torch"]) is torch.nn.Linear and type(model["conv"]) is PyGConv
-        torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges)), expected)
+        assert type(model["torch"]) is TorchLinear and type(model["conv"]) is PyGConv
+        torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges), model["torch"](x)), expected)
     # Messages that are sums of sources run on the kernels of aggregations.
-    assert sorted(launched) == [*["gemm_forward"] * 4, "segment_forward"]
+    assert sorted(launched) == [*["gemm_forward"] * 5, "segment_forward"]
+    assert repr(model) == repr(plain)
+    for own, before in zip(pyg_dfgnn.restore(model).modules(), plain.modules(), strict=True):
+        assert type(own) is type(before)
 
 
 def test_inside_a_drop_in(launched):

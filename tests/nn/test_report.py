@@ -117,7 +117,8 @@ def test_describe_plan_under_autocast(name, x):
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.ClusterGCNConv(3, 4), x, EDGES))
-    assert "none of PyG's linear layers" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
+    assert "This is torch's Linear" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
+    assert "no linear layer" in str(pyg_dfgnn.describe_plan(torch.nn.ReLU(), x))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 

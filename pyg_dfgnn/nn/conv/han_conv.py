@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import EdgeType, NodeType, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph, compact_rows
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.joint import JointConv
+from pyg_dfgnn.nn.dense import TorchLinear
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
@@ -34,7 +35,7 @@ class HANConv(JointConv, conv.HANConv):
         edge_index_dict: dict[EdgeType, Any],
         return_semantic_attention_weights: bool = False,
     ) -> Call:
-        plain = is_plain_layer(self.k_lin, (nn.Linear,)) and self.k_lin.bias is not None
+        plain = is_plain_layer(self.k_lin, (torch.nn.Linear, TorchLinear)) and self.k_lin.bias is not None
         reasons = [] if plain else ["k_lin is another layer than PyG's"]
         unknown = [name for name in x_dict if name not in self.proj]
         reasons += [f"x_dict has {', '.join(unknown)} without parameters"] if unknown else []

@@ -1,6 +1,7 @@
-"""Drop-in for PyG's Linear with a kernel for large products."""
+"""Drop-in for PyG's Linear, and what it shares with that for torch's: a kernel for large products."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,18 +10,16 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import strips_of
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, upstream_of
 from pyg_dfgnn.nn.fallback import scripted_twin
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
 
 
-class Linear(dense.Linear):
-    """PyG's `Linear` with a kernel for large products in float32: same arguments, parameters, results and gradients.
+class KernelLinear(torch.nn.Module):
+    """In front of a linear layer: `Y = X W^T + b` by a kernel, where products are large and in float32."""
 
-    `Y = X W^T + b`; under autocast, where TF32 is allowed, and for other products PyG's code runs, which no setting
-    reports.
-    """
+    weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         """Return shape [*, F_out] of x [*, F_in]."""
@@ -29,10 +28,14 @@ class Linear(dense.Linear):
             assert weight is not None
             if weight.dtype is x.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == weight.shape[:1]):
                 return gemm.linear(x, weight, bias)
-        return super().forward(x)
+        out: Tensor = super().forward(x)
+        return out
 
-    def _is_for_kernel(self, x: Tensor) -> bool:
-        if torch.compiler.is_compiling() or not is_plain(x) or not gemm.kernel_is_faster(x, self.out_channels):
+    def _channels(self) -> int:
+        raise NotImplementedError
+
+    def _is_for_kernel(self, x: Any) -> bool:
+        if torch.compiler.is_compiling() or not is_plain(x) or not gemm.kernel_is_faster(x, self._channels()):
             return False
         if not is_eager() or torch._C._is_tracing() or x.is_neg():
             return False
@@ -61,14 +64,26 @@ class Linear(dense.Linear):
             return reasons
         if len(shape) != 2:
             return [*reasons, f"the input needs shape [N, F] (got {list(shape)})"]
-        (rows, features), channels = shape, self.out_channels
+        (rows, features), channels = shape, self._channels()
         sizes = 1, rows, features, channels, True, device
-        if rows * features * channels <= gemm.MAX_MULTIPLICATIONS:
+        if rows * features * channels <= gemm.SMALL_PRODUCT:
             reasons.append(f"[{rows}, {features}] x [{features}, {channels}] takes no longer than its launch")
         elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
-        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, Linear.__bases__[-1]) if type(self) is Linear else self
+        """TorchScript compiles the layer's own class: `torch.jit.script` puts one in its place, same parameters."""
+        upstream = upstream_of(type(self))
+        return self if upstream is type(self) else scripted_twin(self, upstream)
+
+
+class Linear(KernelLinear, dense.Linear):
+    """PyG's `Linear` with a kernel for large products in float32: same arguments, parameters, results and gradients.
+
+    `Y = X W^T + b`; under autocast, where TF32 is allowed, and for other products PyG's code runs, which no setting
+    reports.
+    """
+
+    def _channels(self) -> int:
+        return cast(int, self.out_channels)
