@@ -12,7 +12,7 @@ dense        values with few rows, such as products of weights, and maps of rows
 ============ ==========================================================================================================
 
 What lies between is computed in registers where it is read: a value on edges is stored only if it is a linear map, an
-output, or at most a number per head that several steps read.
+output, or at most a number per head that several steps read or that much arithmetic makes of features of edges.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pyg_dfgnn.ir.lanes import (
 )
 from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_of_numbers, is_wide, width_of
 from pyg_dfgnn.ir.patterns import statistic, weighted
-from pyg_dfgnn.ir.pointwise import COMPARISONS
+from pyg_dfgnn.ir.pointwise import COMPARISONS, POINTWISE
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 from pyg_dfgnn.ir.unroll import unrolled
@@ -52,6 +52,8 @@ _STORED = ("input", "dense", "linear", "traversal")
 """Kinds of values that are stored whatever reads them."""
 _INLINED_READS = 1.5
 """Numbers that a value is recomputed from, for each of its own, above which it is stored."""
+_COSTLY = 16
+"""Operators on features of edges that make a number per head, from which on it is rather stored for each edge."""
 _STORED_READS = 5
 """Rows that a step gathers for a number per head from which that is rather stored for each edge."""
 
@@ -218,6 +220,7 @@ class _Lowering:
         short |= {i for i in self.products.rows if self.kinds[i] == "inline"}
         if self.joins_apart:
             short |= {i for i in self.ids if self.kinds[i] == "inline" and joins_few(self.values, i)}
+        short |= self._costly()
         self.operands |= short - {self.base(i) for _, i in self.program.outputs}
         self.per_edge |= short & self.operands
         self.kept |= self.operands | {self.base(i) for _, i in self.program.outputs} - consts
@@ -244,6 +247,25 @@ class _Lowering:
                 return False
             i = reader
         return True
+
+    def _costly(self) -> set[int]:
+        """Numbers per head that much arithmetic makes of features of edges: each lane of a traversal would do it."""
+        arithmetic: dict[int, set[int]] = {}
+        costly: set[int] = set()
+        for i in self.ids:
+            value = self.values[i]
+            args = [j for j in value.args if self.values[j].domain not in FEW]
+            if value.domain is not E or self.kinds[i] != "inline":
+                continue
+            if all(j in arithmetic or (self.values[j].domain is E and self.kinds[j] == "input") for j in args):
+                own = {i} if value.op in POINTWISE else set[int]()
+                arithmetic[i] = own.union(*(arithmetic[j] for j in args if j in arithmetic))
+                cost = sum(prod(self.values[j].shape) for j in arithmetic[i])
+                is_narrow = prod(value.shape) == max(value.shape, default=1) and not is_wide(value.shape, self.width)
+                if is_narrow and cost >= _COSTLY * prod(value.shape):
+                    costly.add(i)
+        # Of those that follow from each other the last.
+        return {i for i in costly if self.values[i].op in POINTWISE and not set(self._readers_of(i)) <= costly}
 
     def _is_joined_twice(self, i: int) -> bool:
         """Whether numbers of an edge, which join the channels of more heads than a group holds, are joined in turn."""

@@ -91,8 +91,22 @@ def test_sums_that_fill_the_registers_are_shared_out(size, passes):
     """Two gradients of weights for each of two functions and so many coordinates."""
     program = gaussians.program(x=(128,), edge=(size,), mu=(2, size), sigma=(2, size))
     lowered = lower(optimise(program, SIZES, wrt=tuple(program.inputs))[-1].program, ("out",))
-    assert [step.domain for step in lowered.forward if step.over is E] == [D]
+    assert [step.domain for step in lowered.forward if step.kind == "traversal"] == [D]
     assert [step.domain for step in lowered.backward if step.over is E] == passes
+
+
+@pytest.mark.parametrize(("size", "is_stored"), [(2, False), (8, True)])
+def test_numbers_that_much_arithmetic_makes_of_edges_are_computed_once_for_each(size, is_stored):
+    """A number per function of an edge is read by the passes, which else compute it in every lane."""
+    program = gaussians.program(x=(128,), edge=(size,), mu=(2, size), sigma=(2, size))
+    lowered = lower(optimise(program, SIZES, wrt=("x",))[-1].program, ("out",))
+    maps = [step for step in lowered.forward if step.kind == "map" and step.domain is E]
+    assert len(maps) == is_stored
+    passes = [step for step in (*lowered.forward, *lowered.backward) if step.kind == "traversal"]
+    assert [step.domain for step in passes] == [D, S]
+    assert all(("edge" in step.reads) is not is_stored for step in passes)
+    kept = [buffer for buffer in lowered.buffers.values() if buffer.domain is E and buffer.name != "edge"]
+    assert [(buffer.shape, buffer.is_exact) for buffer in kept] == [((2, 1), True)] * is_stored
 
 
 @pytest.mark.parametrize(("shape", "is_refused"), [((6, 4, 2, 3), False), ((16, 16, 3, 3), True)])

@@ -13,13 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import Linear, MessagePassing
+from torch_geometric.nn import GMMConv, Linear, MessagePassing
 from torch_geometric.utils import scatter
 
 from pyg_dfgnn import describe_plan
 from pyg_dfgnn.nn import accelerate, messages
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import trace as tracing
+from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
 from tests.covering import extended
@@ -510,6 +511,27 @@ def test_kernels_run_messages(name):
         results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
     assert calls and not any(reasons for *_, reasons in calls)
     assert_results(results, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_much_arithmetic_makes_of_edges_are_made_once(dtype):
+    """Gaussians of the coordinates of an edge, which a kernel of their own computes before the messages."""
+    graph, found = ZOO["self-loops"](), []
+    layer = GMMConv(8, 8, dim=6, kernel_size=2).to(dtype)
+    x, edge = torch.randn(graph.num_src, 8, dtype=dtype), torch.rand(graph.num_edges, 6, dtype=dtype)
+    grad = torch.randn(graph.num_dst, 8, dtype=dtype)
+
+    def run(layer):
+        leaves = [x.to(layer.g.dtype).requires_grad_(), edge.to(layer.g.dtype).requires_grad_(), *layer.parameters()]
+        out = layer(leaves[0], graph.edge_index, leaves[1])
+        found.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))))
+
+    with emulated_device() as launched, settings(fallback="error"):
+        run(accelerate(copy.deepcopy(layer)))
+    assert [name for name in launched if "relational" in name][:2] == ["relational_map", "relational_traversal"]
+    run(layer.double())
+    names = ["out", "grad_x", "grad_edge", *(f"grad_{name}" for name, _ in layer.named_parameters())]
+    assert_all_close(dict(zip(names, zip(*found, strict=True), strict=True)), op="relational")
 
 
 def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
