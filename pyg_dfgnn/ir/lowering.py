@@ -17,43 +17,29 @@ output, or at most a number per head that several steps read or that much arithm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
+from pyg_dfgnn.ir.keeping import Keeping
 from pyg_dfgnn.ir.lanes import (
-    JOINS,
-    MAX_JOINED,
     Refusal,
     find_lanes,
-    folds,
     is_of_heads,
-    joins_few,
     lane_numbers,
-    stored_row,
 )
-from pyg_dfgnn.ir.narrow import MAX_OUTER, find, is_of_numbers, is_wide, width_of
+from pyg_dfgnn.ir.narrow import MAX_OUTER, is_wide
 from pyg_dfgnn.ir.patterns import statistic, weighted
-from pyg_dfgnn.ir.pointwise import COMPARISONS, POINTWISE
-from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Builder, Program
+from pyg_dfgnn.ir.pointwise import COMPARISONS
+from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
 from pyg_dfgnn.ir.unroll import unrolled
 
-ADD = "add"
-"""The operator that adds a bias to a linear map."""
-_MOVES = ("permute", "concat", "slice", "pad", "matmul")
-"""Operators that move numbers between lanes: torch runs them on nodes and pairs."""
 MAX_SUMS = 56
 """Numbers that a lane adds up where sums are written out: with more, their terms would leave no registers."""
-_STORED = ("input", "dense", "linear", "traversal")
-"""Kinds of values that are stored whatever reads them."""
-_INLINED_READS = 1.5
-"""Numbers that a value is recomputed from, for each of its own, above which it is stored."""
-_COSTLY = 16
-"""Operators on features of edges that make a number per head, from which on it is rather stored for each edge."""
 _STORED_READS = 5
 """Rows that a step gathers for a number per head from which that is rather stored for each edge."""
 
@@ -92,248 +78,8 @@ class _Draft:
         self.kind, self.domain, self.over, self.targets = kind, domain, over, set(targets)
 
 
-class _Lowering:
-    """The steps of a program while they are found. With `joins_apart` what joins the channels of heads of an edge, as
-    of queries and keys, is stored by steps of its own: no kernel can hold it beside values of another width.
-    """
-
-    def __init__(self, program: Program, outputs: frozenset[str], joins_apart: bool) -> None:
-        self.program, self.values, self.outputs = program, program.values, outputs
-        self.ids = sorted(program.live)
-        self.forward = Program("", self.values, tuple((n, i) for n, i in program.outputs if n in outputs)).live
-        self.readers: dict[int, set[int]] = {i: set() for i in self.ids}
-        for i in self.ids:
-            for arg in self.values[i].args:
-                self.readers[arg].add(i)
-        self.products, self.width = find(program), width_of(program)
-        self.joins_apart = joins_apart
-        self.is_unrolled = any(stored_row(self.values, i) is not None for i in self.ids)
-        self.kinds: dict[int, str] = {}
-        for i in self.ids:
-            self.kinds[i] = self._kind(i)
-        # Values that a step leaves for others, unless they turn out to be read by none.
-        self.kept: set[int] = {i for i in self.ids if self.kinds[i] not in ("inline", "const")}
-        # Numbers of an edge that are float32.
-        self.per_edge: set[int] = set()
-        self._keep()
-        # Those on edges that a traversal stores as it computes them; others may compute them as well before.
-        self.stored = {i for i in self.kept - self.operands if self.kinds[i] == "inline" and self.values[i].domain is E}
-
-    # What is stored ------------------------------------------------------------------------------------------------
-
-    def _kind(self, i: int) -> str:
-        value, operands = self.values[i], [self.values[arg] for arg in self.values[i].args]
-        if value.op in ("input", "const"):
-            return value.op
-        if value.op in REDUCTIONS and value.attrs[1] not in FEW:
-            if value.op == "count":
-                return "static"
-            if value.op == "sum" and value.domain is One and self.kinds[self.base(value.args[0])] in _STORED:
-                # One row of very many terms, which torch shares out better.
-                return "dense"
-            return "outer" if value.op == "outer" and i not in self.products.outer else "traversal"
-        if self._is_transposed(i) or self._is_of_rows(i):
-            return "inline"
-        if value.domain in FEW:
-            return "dense"
-        if self._is_biased(i):
-            (product,) = (arg for arg in value.args if self.kinds[arg] == "linear")
-            self.kinds[product] = "inline"
-            return "linear"
-        if i in self.products.spread | self.products.project | self.products.parts:
-            return "inline"
-        if is_of_numbers(self.values, i) or stored_row(self.values, i) is not None:
-            return "inline"
-        if value.op == "linear":
-            is_dense = operands[1].domain is One and operands[0].domain is value.domain
-            return "dense" if is_dense else "linear"
-        if value.op in _MOVES or (value.op == "fold" and value.domain is not E and not folds(self.values, i)):
-            is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
-            if value.domain is E or is_matrix:
-                why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
-                raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} {why}")
-            return "dense"
-        if prod(value.shape) == 1 and {self.kinds[arg] for arg in value.args} <= {"const", "static"}:
-            return "static"
-        return "inline"
-
-    def _is_transposed(self, i: int) -> bool:
-        """Whether a value is weights transposed, as which products read them where they lie."""
-        value, rank = self.values[i], len(self.values[i].shape)
-        swapped = (*range(rank - 2), rank - 1, rank - 2)
-        readers = [self.values[reader] for reader in self.readers[i]]
-        return (
-            value.op == "permute"
-            and value.domain in FEW
-            and value.attrs[0] == swapped
-            and i not in {j for _, j in self.program.outputs}
-            and not self.readers[i] & self.products.spread
-            and all(v.op == "matmul" or (v.op == "linear" and v.args[1] == i != v.args[0]) for v in readers)
-        )
-
-    def _is_of_rows(self, i: int) -> bool:
-        """Whether a value is stored rows transposed, of which kernels read single ones where they lie."""
-        rows = [stored_row(self.values, reader) for reader in self.readers[i]]
-        return bool(rows) and None not in rows
-
-    def _is_biased(self, i: int) -> bool:
-        """Whether a value is a linear map, read by nothing else, and a bias by the type of the map's weight."""
-        value = self.values[i]
-        if value.op != ADD or {self.kinds[arg] for arg in value.args} not in (
-            {"linear", "input"},
-            {"linear", "dense"},
-        ):
-            return False
-        product, bias = sorted(value.args, key=lambda arg: self.kinds[arg] != "linear")
-        weight = self.values[self.values[product].args[1]]
-        fits = self.values[bias].domain is weight.domain and self.values[bias].shape == self.values[product].shape
-        return fits and self.values[product].op == "linear" and self.readers[product] == {i}
-
-    def _product_operands(self, i: int) -> Iterator[int]:
-        """What is stored of the operands of a product."""
-        for arg in self.values[i].args:
-            if self.kinds[i] == "linear" and self.kinds[arg] == "inline" and self.values[arg].op == "linear":
-                yield from self._product_operands(arg)
-            else:
-                yield self._operand(arg)
-
-    def base(self, i: int) -> int:
-        """The value whose rows a value has in another shape; a view on another domain gathers."""
-        while self.values[i].op == "view" and self.values[self.values[i].args[0]].domain is self.values[i].domain:
-            i = self.values[i].args[0]
-        return i
-
-    def _readers_of(self, i: int) -> Iterator[int]:
-        """The readers of a value, through views of it."""
-        for reader in self.readers[i]:
-            if self.kinds[reader] == "inline" and self.values[reader].op == "view":
-                yield from self._readers_of(reader)
-            else:
-                yield reader
-
-    def _keep(self) -> None:
-        """Find which values are stored although registers could hold them."""
-        consts = {i for i in self.ids if self.kinds[i] == "const"}
-        products = [i for i in self.ids if self.kinds[i] in ("dense", "linear", "outer", "static")]
-        self.operands = {operand for i in products for operand in self._product_operands(i)} - consts
-        short = {i for i in self.products.project if not self._is_added(i)}
-        short |= {i for i in self.products.rows if self.kinds[i] == "inline"}
-        if self.joins_apart:
-            short |= {i for i in self.ids if self.kinds[i] == "inline" and joins_few(self.values, i)}
-        short |= self._costly()
-        self.operands |= short - {self.base(i) for _, i in self.program.outputs}
-        self.per_edge |= short & self.operands
-        self.kept |= self.operands | {self.base(i) for _, i in self.program.outputs} - consts
-        for i in self.ids:
-            if self.kinds[i] == "inline" and self._is_read_often(i):
-                self.kept.add(i)
-            if self.kinds[i] == "inline" and self._is_joined_twice(i):
-                self.kept.add(i)
-                self.per_edge.add(i)
-        for i in self.ids:
-            if self.kinds[i] == "traversal":
-                self._keep_instead(i)
-
-    def _is_added(self, i: int) -> bool:
-        """Whether a map to a short row is only added to other such maps, which gives a result."""
-        results = {self.base(j) for _, j in self.program.outputs}
-        while i not in results:
-            readers = self.readers[i]
-            reader = min(readers, default=i)
-            is_sum = len(readers) == 1 and self.values[reader].op == ADD
-            if not is_sum or any(
-                arg not in self.products.project and self.values[arg].op != ADD for arg in self.values[reader].args
-            ):
-                return False
-            i = reader
-        return True
-
-    def _costly(self) -> set[int]:
-        """Numbers per head that much arithmetic makes of features of edges: each lane of a traversal would do it."""
-        arithmetic: dict[int, set[int]] = {}
-        costly: set[int] = set()
-        for i in self.ids:
-            value = self.values[i]
-            args = [j for j in value.args if self.values[j].domain not in FEW]
-            if value.domain is not E or self.kinds[i] != "inline":
-                continue
-            if all(j in arithmetic or (self.values[j].domain is E and self.kinds[j] == "input") for j in args):
-                own = {i} if value.op in POINTWISE else set[int]()
-                arithmetic[i] = own.union(*(arithmetic[j] for j in args if j in arithmetic))
-                cost = sum(prod(self.values[j].shape) for j in arithmetic[i])
-                is_narrow = prod(value.shape) == max(value.shape, default=1) and not is_wide(value.shape, self.width)
-                if is_narrow and cost >= _COSTLY * prod(value.shape):
-                    costly.add(i)
-        # Of those that follow from each other the last.
-        return {i for i in costly if self.values[i].op in POINTWISE and not set(self._readers_of(i)) <= costly}
-
-    def _is_joined_twice(self, i: int) -> bool:
-        """Whether numbers of an edge, which join the channels of more heads than a group holds, are joined in turn."""
-        value = self.values[i]
-        rows = max((prod(self.values[arg].shape) for arg in value.args), default=0)
-        if (
-            value.domain is not E
-            or rows <= MAX_JOINED
-            or not is_of_heads(self.values, i)
-            or is_wide(value.shape, self.width)
-        ):
-            return False
-        reached, waiting = set[int](), [i]
-        while waiting:
-            for reader in self.readers[waiting.pop()] - reached:
-                if self.values[reader].domain is E:
-                    reached.add(reader)
-                    waiting.append(reader)
-        return any(self.values[j].op in JOINS for j in reached)
-
-    def _operand(self, i: int) -> int:
-        """What is stored of the operand of a step that gathers by itself."""
-        while self.values[i].op in ("view", "gather", "permute") and self.kinds[i] == "inline":
-            i = self.values[i].args[0]
-        return i
-
-    def _is_read_often(self, i: int) -> bool:
-        """Whether a value on nodes or pairs, read on more rows, is made of more numbers than it has."""
-        value = self.values[i]
-        if value.domain is E or value.op in ("view", "gather", "expand"):
-            return False
-        ranges = {self._range(reader) for reader in self._readers_of(i)}
-        numbers = sum(prod(self.values[leaf].shape) for leaf in self.leaves(i, self.kept - {i}))
-        return ranges != {value.domain} and numbers > _INLINED_READS * prod(value.shape)
-
-    def _range(self, i: int) -> Domain:
-        value = self.values[i]
-        return value.attrs[1] if value.op in RANGED else value.domain
-
-    def _keep_instead(self, i: int) -> None:
-        """Store what alone is made of a reduction rather than the reduction."""
-        value, last = self.values[i], i
-        results = {self.base(j) for _, j in self.program.outputs}
-        while last not in results:
-            readers = set(self._readers_of(last))
-            reader = min(readers)
-            other = self.values[reader]
-            # A map to which a bias is added is part of a product.
-            is_inner = self.kinds[reader] == "inline" and other.op != "linear" and other.domain is value.domain
-            if len(readers) > 1 or not is_inner or prod(other.shape) > prod(value.shape):
-                break
-            last = reader
-        self.kept |= {last}
-
-    def leaves(self, i: int, known: Collection[int]) -> set[int]:
-        """The values that a value is computed from: the nearest ones among `known`."""
-        reached: set[int] = set()
-        waiting, seen = list(self.values[i].args), set[int]()
-        while waiting:
-            j = waiting.pop()
-            if j in seen or self.kinds[j] == "const":
-                continue
-            seen.add(j)
-            if j in known:
-                reached.add(j)
-            else:
-                waiting += self.values[j].args
-        return reached
+class _Lowering(Keeping):
+    """The steps of a program while they are found."""
 
     # In which order ------------------------------------------------------------------------------------------------
 
@@ -490,23 +236,37 @@ class _Lowering:
     # What is stored of numbers per head ----------------------------------------------------------------------------
 
     def _store_numbers(self) -> None:
-        """Choose numbers per head that are stored for each edge or pair: what is read by several steps, one of which
-        would gather vectors or many numbers for it alone.
+        """Choose numbers per head that are stored for each edge or pair: what is read by several steps, or by one while
+        another has all at hand, where one would gather vectors or many numbers for it alone.
         """
         candidates = [i for i in self.ids if self._is_narrow(i)]
         for is_first in (True, False):
             for i in candidates if is_first else reversed(candidates):
                 readers = self._steps_reading(i)
-                # The first of them computes it in any case.
-                costs = [self._read_for(i, draft) for draft in readers[1:]]
+                # The first step computes it in any case.
+                others = readers if is_first and self._has_host(i, readers) else readers[1:]
+                costs = [self._read_for(i, draft) for draft in others]
                 if is_first:
                     is_costly = is_of_heads(self.values, i) and any(width > self.narrow for width, _ in costs)
                 else:
                     is_costly = any(count >= _STORED_READS for _, count in costs)
-                if is_costly and i not in self.kept and len(readers) > 1:
+                if is_costly and i not in self.kept:
                     on_edges = (self.stored, self.per_edge) if self.values[i].domain is E else ()
                     for chosen in (self.kept, *on_edges):
                         chosen.add(i)
+
+    def _has_host(self, i: int, readers: Sequence[_Draft]) -> bool:
+        """Whether a traversal before the one that reads a number of an edge has all at hand that it is made of."""
+        if self.values[i].domain is not E or len(readers) != 1:
+            return False
+        for draft in chain(self.drafts["forward"], self.drafts["backward"]):
+            if draft is readers[0]:
+                break
+            if draft.kind == "traversal" and draft.over is E:
+                read = {leaf for target in draft.targets for leaf in self.leaves(target, self.kept)}
+                if self._is_at_hand(i, draft.domain, draft.targets, read):
+                    return True
+        return False
 
     def _read_for(self, i: int, draft: _Draft) -> tuple[int, int]:
         """What a step gathers for a value of edges or pairs alone: numbers of the widest row, and how many rows."""
@@ -537,20 +297,9 @@ class _Lowering:
             for draft in self.drafts[part]:
                 is_kernel = draft.kind == "traversal" and (draft.over is E or not is_of_edge)
                 is_kernel |= draft.kind == "map" and not is_of_edge
-                if is_kernel and i in self._inlined(draft.targets):
+                if is_kernel and i in self._needed(draft.targets, self.kept - draft.targets):
                     drafts.append(draft)
         return drafts
-
-    def _inlined(self, targets: set[int]) -> set[int]:
-        inlined: set[int] = set()
-        waiting = list(targets)
-        while waiting:
-            j = waiting.pop()
-            for arg in self.values[j].args:
-                if arg not in self.kept and arg not in inlined:
-                    waiting.append(arg)
-                inlined.add(arg)
-        return inlined
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -560,15 +309,11 @@ class _Lowering:
 
     def _piece(self, targets: Collection[int], writes: Collection[int] | None = None) -> tuple[Program, set[int]]:
         """Return the program of some targets and the stored values that it reads."""
-        known = self.home.keys() - targets
-        needed: set[int] = set()
-        waiting = list(targets if writes is None else writes)
-        while waiting:
-            j = waiting.pop()
-            if j not in needed:
-                needed.add(j)
-                if j not in known:
-                    waiting += self.values[j].args
+        roots, known = targets if writes is None else writes, self.home.keys() - targets
+        needed = self._needed(roots, known)
+        # With all in registers that a costly number is made of, little of it is left to compute.
+        known -= {i for i in self.costly & needed & known if self.leaves(i, self.kept) <= needed}
+        needed = self._needed(roots, known)
         builder, ids = Builder(), dict[int, int]()
         for j in sorted(needed):
             value = self.values[j]
@@ -577,8 +322,20 @@ class _Lowering:
                 ids[j] = builder.copy(value, ()) if is_input else builder.input(name, value.domain, value.shape)
             else:
                 ids[j] = builder.copy(value, [ids[arg] for arg in value.args])
-        outputs = {self._name(j): ids[j] for j in sorted(targets if writes is None else writes)}
+        outputs = {self._name(j): ids[j] for j in sorted(roots)}
         return builder.build(self.program.name, outputs), needed & known
+
+    def _needed(self, targets: Collection[int], known: Collection[int]) -> set[int]:
+        """Return the values that targets are made of, back to known ones."""
+        needed: set[int] = set()
+        waiting = list(targets)
+        while waiting:
+            j = waiting.pop()
+            if j not in needed:
+                needed.add(j)
+                if j not in known:
+                    waiting += self.values[j].args
+        return needed
 
     def _finish(self) -> Lowered:
         known, self.home = self.home, {i: d for i, d in self.home.items() if d is None}

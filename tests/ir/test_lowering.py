@@ -95,6 +95,16 @@ def test_sums_that_fill_the_registers_are_shared_out(size, passes):
     assert [step.domain for step in lowered.backward if step.over is E] == passes
 
 
+def test_a_number_of_an_edge_comes_from_the_pass_that_has_both_its_rows():
+    """Gradients of Gaussians need a product of rows, which the pass that gathers one of them has at hand."""
+    program = gaussians.program(x=(128,), edge=(8,), mu=(2, 8), sigma=(2, 8))
+    lowered = lower(optimise(program, SIZES, wrt=("x", "mu"))[-1].program, ("out",))
+    first, second = (step for step in lowered.backward if step.kind == "traversal")
+    assert (first.domain, second.domain) == (S, D)
+    assert {"x", "d_out"} <= set(first.reads) and not {"x", "d_out"} & set(second.reads)
+    assert set(first.writes) & set(second.reads)
+
+
 @pytest.mark.parametrize(("size", "is_stored"), [(2, False), (8, True)])
 def test_numbers_that_much_arithmetic_makes_of_edges_are_computed_once_for_each(size, is_stored):
     """A number per function of an edge is read by the passes, which else compute it in every lane."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, sorted_by_type
 from pyg_dfgnn.ir import Domain, One, Program, R, Rows, U, V
+from pyg_dfgnn.ir.keeping import ADD
 from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import ADD
 from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 
