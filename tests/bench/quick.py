@@ -3,7 +3,6 @@
 import csv
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.bench.case import forward_backward
@@ -11,13 +10,14 @@ from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.prepare import rounded_problem
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import ZOO
+from tests.configs import compose
 
 QUICK = ["pace.sampling_ms=0", "pace.min_repetitions=3", "pace.max_repetitions=3", "device=cpu", "small=true"]
 
 
 def composed(*overrides):
-    with initialize_config_dir(str(configs_dir() / "bench"), version_base="1.3"):
-        return OmegaConf.to_container(compose("bench", list(overrides)), resolve=True, throw_on_missing=True)
+    cfg = compose.composed(configs_dir() / "bench", "bench", *overrides)
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
 def read(folder):

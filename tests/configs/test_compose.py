@@ -3,11 +3,12 @@
 from itertools import cycle
 
 import pytest
+from hydra.errors import HydraException
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.paths import configs_dir
-from tests.configs.train import train_config
+from tests.configs.train import hydra_config, train_config
 
 GROUPS = ("optimizer", "scheduler", "trainer", "model", "backend")
 WHOLE_GRAPH = (
@@ -59,6 +60,29 @@ def test_experiment(experiment):
     # The name says the data set, the config agrees.
     task = config["data"]["task"]
     assert experiment.split("_")[1] in task.get("name", task["_target_"].split(".")[-1]).lower()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["data=cora", "trainer.epochs=3", "paths.run=run"],
+        ["experiment=gat_cora", "model=gatv2", "+trainer.more=[1,2]", "~optimizer.lr", "model.dropout=0.5"],
+        ["trainer.epochs=1,2"],
+        ["trainer.epoch=3"],
+        ["+trainer.epochs=3"],
+        ["data=nowhere"],
+        ["nowhere@data=cora"],
+    ],
+)
+def test_values_on_a_copy_are_what_hydra_makes_of_them(overrides):
+    results = []
+    for make in (hydra_config, train_config, train_config):
+        try:
+            results.append(make(*overrides))
+        except HydraException as error:
+            results.append((type(error), str(error)))
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -124,7 +148,7 @@ def test_a_graph_that_fills_a_gpu_is_trained_in_16_bits_for_its_labelled_nodes(n
 def test_runs_of_a_second_have_folders_of_their_own():
     dirs = set()
     for _ in range(2):
-        dirs.add(train_config(return_hydra_config=True).hydra.sweep.dir)
+        dirs.add(hydra_config(return_hydra_config=True).hydra.sweep.dir)
     assert len(dirs) == 2
     config = OmegaConf.load(configs_dir() / "hydra" / "default.yaml")
     run, sweep = (OmegaConf.to_container(config, resolve=False)[mode]["dir"].split("/") for mode in ("run", "sweep"))

