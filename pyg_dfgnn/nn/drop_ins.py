@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +27,13 @@ def upstream_of(kind: type) -> type:
             if drop_in is kind:
                 return upstream
     return kind
+
+
+def keep_signature(kind: type) -> None:
+    """Let a class whose constructor takes any arguments show those of PyG's class of the same name."""
+    upstream = kind.__bases__[-1]
+    if upstream.__name__ == kind.__name__:
+        kind.__signature__ = signature(upstream)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The drop-ins for linear layers, PyG's and torch's: results and gradients, and what they leave to their origin."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
+import torch_geometric.nn as pyg
 from torch_geometric.nn import MLP, dense
 from torch_geometric.nn import ClusterGCNConv as PyGConv
 
@@ -270,3 +272,18 @@ def test_inside_a_drop_in(launched):
         launched.clear()
         pyg_dfgnn.accelerate(conv)
         assert type(conv.lin_query) is Linear and torch.equal(conv(x, edges), expected) and launched == before
+
+
+def test_layers_that_a_conv_makes_take_the_kernel_and_those_of_the_user_stay(launched):
+    own = torch.nn.Sequential(torch.nn.Linear(8, 8), dense.Linear(8, 4))
+    conv, plain = pyg_dfgnn.nn.GINEConv(own, edge_dim=3), pyg.GINEConv(copy.deepcopy(own), edge_dim=3)
+    assert type(conv.lin) is Linear and [type(layer) for layer in conv.nn] == [torch.nn.Linear, dense.Linear]
+    assert repr(conv) == repr(plain)
+    assert inspect.signature(type(conv)) == inspect.signature(type(plain))
+    conv, plain = pyg_dfgnn.nn.ResGatedGraphConv(8, 4), pyg.ResGatedGraphConv(8, 4)
+    conv.load_state_dict(plain.state_dict())
+    x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(conv(x, edges), plain(x, edges))
+    assert "gemm_forward" in launched
+    assert [type(layer) for layer in pyg_dfgnn.restore(conv).modules()] == [type(layer) for layer in plain.modules()]

@@ -1,7 +1,6 @@
 """What the drop-in aggregations share: the question whether kernels take a call, and how it is described."""
 
 from collections.abc import Iterable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import groups
-from pyg_dfgnn.nn.drop_ins import DROP_INS, Description
+from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.fallback import scripted_twin
 
 
@@ -21,9 +20,7 @@ class FusedAggregation(aggr.Aggregation):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        upstream = cls.__bases__[-1]
-        if upstream.__name__ == cls.__name__:
-            cls.__signature__ = signature(upstream)  # type: ignore[attr-defined]
+        keep_signature(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
