@@ -12,6 +12,7 @@ from pyg_dfgnn.bench import table2, table2_report, table2_steps
 from pyg_dfgnn.bench.cases.attention import unfused_nn
 from pyg_dfgnn.bench.table2_steps import PHASES, STEP_BY_STEP, Disagreement, Pace, Phases, Reference, agree
 from pyg_dfgnn.paths import configs_dir
+from tests.configs.compose import composed
 
 TINY = [
     "device=cpu",
@@ -32,8 +33,9 @@ TINY = [
 
 
 @pytest.fixture
-def options(tmp_path):
+def options(tmp_path, monkeypatch):
     """options(*overrides) of a tiny table; Hydra stays set up for the cells."""
+    monkeypatch.setattr(table2, "compose", lambda name, overrides: composed(configs_dir(), name, *overrides))
     with initialize_config_dir(str(configs_dir()), version_base="1.3"):
 
         def make(*overrides):

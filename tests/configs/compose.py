@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
@@ -32,5 +33,11 @@ def composed(folder, name, *overrides):
 
 @cache
 def _chosen(folder, name, overrides):
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose(name, list(overrides))
+    instance = GlobalHydra.instance()
+    # Hydra may be set up for other calls of a test.
+    others, instance.hydra = instance.hydra, None
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return compose(name, list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = others
