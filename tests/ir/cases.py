@@ -142,6 +142,15 @@ def gaussians(x: S, edge: E, mu: One, sigma: One):
 
 
 @relational
+def typed_gaussians(x: S, edge: E, mu: R):
+    """Parts of the source, each weighted by a Gaussian of the coordinates of an edge, around a centre per relation."""
+    kernels, size = mu.shape
+    weight = ((edge.view(1, size) - mu) ** 2 * -0.5).emit("fold", attrs=((kernels, 1),)).apply("exp")
+    parts = x.view(kernels, -1) * weight
+    return sum_to(D, parts.emit("fold", attrs=((1, parts.shape[-1]),)).view(-1))
+
+
+@relational
 def many_gaussians(x: S, edge: E, mu: One, sigma: One, g: One):
     """A matrix per edge, each number of which is a sum of Gaussians of the coordinates of the edge, on the source."""
     features, channels, kernels, size = mu.shape
@@ -217,6 +226,7 @@ PROGRAMS: dict[str, Program] = {
     "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
     "gaussians": gaussians.program(x=(8,), edge=(3,), mu=(2, 3), sigma=(2, 3)),
     "stored-gaussians": gaussians.program(x=(8,), edge=(5,), mu=(2, 5), sigma=(2, 5)),
+    "typed-gaussians": typed_gaussians.program(x=(8,), edge=(6,), mu=(2, 6)),
     "many-gaussians": many_gaussians.program(x=(5,), edge=(3,), mu=(5, 4, 2, 3), sigma=(5, 4, 2, 3), g=(5, 4, 2)),
     "pointwise": pointwise.program(x=(4,), e=(4,)),
 }

@@ -15,7 +15,7 @@ from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
 from tests.capture.test_step import HostRecorder
-from tests.configs.train import train_config
+from tests.configs.train import hydra_config, train_config
 from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
@@ -419,7 +419,7 @@ def test_command_of_a_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "cfg", None)
     assert resume_command(tmp_path) == f"resume={tmp_path}"
     overrides = ["seed=3", "resume=before", "trainer.sampler={num_neighbors: [4], batch_size: 2}"]
-    job.set_config(train_config(*overrides, "hydra.job.chdir=false", return_hydra_config=True))
+    job.set_config(hydra_config(*overrides, "hydra.job.chdir=false", return_hydra_config=True))
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-O", *sys.argv])
     arguments = f"seed=3 'trainer.sampler={{num_neighbors: [4], batch_size: 2}}' resume={tmp_path}"
