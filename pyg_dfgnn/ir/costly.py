@@ -29,13 +29,12 @@ def costly(program: Program, inline: Collection[int], width: int) -> set[int]:
     for i in sorted(program.live):
         value = values[i]
         args = [j for j in value.args if values[j].domain not in FEW]
+        cost = 0
         is_made = i in inline and value.domain is E
-        if not is_made or not all(j in arithmetic or (values[j].domain, values[j].op) == (E, "input") for j in args):
-            last |= found.intersection(value.args)
-            continue
-        own = {i} if value.op in POINTWISE else set[int]()
-        arithmetic[i] = own.union(*(arithmetic[j] for j in args if j in arithmetic))
-        cost = sum(prod(values[j].shape) for j in arithmetic[i])
+        if is_made and all(j in arithmetic or (values[j].domain, values[j].op) == (E, "input") for j in args):
+            own = {i} if value.op in POINTWISE else set[int]()
+            arithmetic[i] = own.union(*(arithmetic[j] for j in args if j in arithmetic))
+            cost = sum(prod(values[j].shape) for j in arithmetic[i])
         is_narrow = prod(value.shape) == max(value.shape, default=1) and not is_wide(value.shape, width)
         if is_narrow and cost > MOST_OPERATORS * prod(value.shape):
             found.add(i)

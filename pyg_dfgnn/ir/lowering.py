@@ -12,7 +12,8 @@ dense        values with few rows, such as products of weights, and maps of rows
 ============ ==========================================================================================================
 
 What lies between is computed in registers where it is read: a value on edges is stored only if it is a linear map, an
-output, or at most a number per head that several steps read or that much arithmetic makes of features of edges.
+output, or at most a number per head: one that several steps read, that one reads while another has its rows at hand, or
+that much arithmetic makes of features of edges.
 """
 
 from __future__ import annotations
@@ -25,12 +26,7 @@ from math import prod
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
 from pyg_dfgnn.ir.keeping import Keeping
-from pyg_dfgnn.ir.lanes import (
-    Refusal,
-    find_lanes,
-    is_of_heads,
-    lane_numbers,
-)
+from pyg_dfgnn.ir.lanes import Refusal, find_lanes, is_of_heads, lane_numbers
 from pyg_dfgnn.ir.narrow import MAX_OUTER, is_wide
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, rows_of, upstream_of
@@ -30,7 +31,8 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
 
     PyG's convs, and linear layers of PyG and torch, become drop-ins. The messages of every other `MessagePassing` are
     compiled: see :mod:`pyg_dfgnn.nn.messages`. Parameters, buffers, hooks and settings stay as they are. Only modules
-    of exactly these classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
+    of exactly these classes become drop-ins; a subclass may mean something else. Compile the model afterwards. What
+    looks for torch's own `Linear`, such as dynamic quantization, finds it after :func:`restore`.
 
     Args:
         model: Any module, also a single conv.
@@ -106,7 +108,7 @@ def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
 
 
 def restore(model: Model) -> Model:
-    """Undo :func:`accelerate`, in place: drop-ins become PyG's classes, and no messages are compiled any more.
+    """Undo :func:`accelerate`, in place: drop-ins become the classes they stand for, and no messages are compiled.
 
     Args:
         model: Any module, also a single conv.
@@ -120,6 +122,11 @@ def restore(model: Model) -> Model:
     _check_module(model)
     for module in model.modules():
         module.__dict__.pop(MARK, None)
+        if is_parametrized(module):
+            # Of a class of its own, which torch has derived from the layer's.
+            (base,) = type(module).__bases__
+            type(module).__bases__ = (upstream_of(base),)
+            continue
         upstream = upstream_of(type(module))
         if upstream is not type(module):
             module.__class__ = upstream

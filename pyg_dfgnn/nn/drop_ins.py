@@ -21,7 +21,7 @@ MARK = "_pyg_dfgnn_compiled"
 
 
 def upstream_of(kind: type) -> type:
-    """Return PyG's class that a drop-in stands for; any other class itself."""
+    """Return the class, PyG's or torch's, that a drop-in stands for; any other class itself."""
     if kind not in DROP_INS:
         for upstream, drop_in in DROP_INS.items():
             if drop_in is kind:
@@ -30,9 +30,15 @@ def upstream_of(kind: type) -> type:
 
 
 def keep_signature(kind: type) -> None:
-    """Let a class whose constructor takes any arguments show those of PyG's class of the same name."""
+    """Let a class whose constructor takes any arguments show those of its last base, PyG's class of the same name.
+
+    Subclasses of it with a constructor of their own show that one's.
+    """
     upstream = kind.__bases__[-1]
-    if upstream.__name__ == kind.__name__:
+    if "__init__" in vars(kind):
+        own = signature(kind.__init__)  # type: ignore[misc]
+        kind.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+    elif upstream.__name__ == kind.__name__:
         kind.__signature__ = signature(upstream)  # type: ignore[attr-defined]
 
 
@@ -115,6 +121,9 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
             yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
         elif MARK in module.__dict__:
             yield layer, Row(name, kind.__name__, False, "", compiled=True)
+        elif isinstance(module, torch.nn.Linear) and kind not in DROP_INS:
+            # Attention of torch's has one that it never calls.
+            continue
         elif isinstance(module, (MessagePassing, *replaced)):
             if kind in DROP_INS:
                 why = f"This is {_of(kind)}; call pyg_dfgnn.accelerate(model) first"

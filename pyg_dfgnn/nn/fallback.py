@@ -14,7 +14,7 @@ from pyg_dfgnn.settings import current
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_DEVICE = "the tensors are not on a CUDA device"
-SCRIPTED = "torch.jit.script puts PyG's own class in its place"
+SCRIPTED = "torch.jit.script puts the layer's own class in its place"
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
 
 logger = logging.getLogger("pyg_dfgnn")
@@ -68,7 +68,7 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
 
 
 def scripted_twin(module: nn.Module, upstream: type[nn.Module]) -> nn.Module:
-    """Return PyG's module that `torch.jit.script` compiles in place of a drop-in; both share their parameters."""
+    """Return the module that `torch.jit.script` compiles in place of a drop-in; both share their parameters."""
     report_fallback(type(module).__name__, [SCRIPTED])
     twin: nn.Module = object.__new__(upstream)
     twin.__dict__.update(module.__dict__)

@@ -292,7 +292,8 @@ def symmetric_norm(edge_index: Tensor, weight: Tensor, degree: Tensor) -> Tensor
         weight: Their weights :math:`w`, [E].
         degree: The degree :math:`d` of each node, [N].
     """
-    root = degree.pow(-0.5)
+    # Autocast would leave it in float32.
+    root = degree.pow(-0.5).to(degree.dtype)
     root = root.masked_fill(root == torch.inf, 0.0)
     return root.index_select(0, edge_index[0]) * weight * root.index_select(0, edge_index[1])
 

@@ -19,9 +19,11 @@ def composed(folder, name, *overrides):
         *overrides: As on a command line.
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    # Sweeps too are left to Hydra, which refuses them.
+    # So are Hydra's own values, and sweeps, which it refuses.
     is_value = [
-        not (override.is_sweep_override() or Path(folder, override.key_or_group.partition("@")[0]).is_dir())
+        not override.is_sweep_override()
+        and not override.key_or_group.startswith("hydra.")
+        and not Path(folder, override.key_or_group.partition("@")[0]).is_dir()
         for override in parsed
     ]
     chosen = tuple(override.input_line for override, value in zip(parsed, is_value, strict=True) if not value)

@@ -70,6 +70,7 @@ def test_experiment(experiment):
         ["experiment=gat_cora", "model=gatv2", "+trainer.more=[1,2]", "~optimizer.lr", "model.dropout=0.5"],
         ["trainer.epochs=1,2"],
         ["trainer.epoch=3"],
+        ["hydra.job.name=train", "trainer.epochs=3"],
         ["+trainer.epochs=3"],
         ["data=nowhere"],
         ["nowhere@data=cora"],

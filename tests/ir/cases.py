@@ -225,7 +225,6 @@ PROGRAMS: dict[str, Program] = {
     "queries": queries.program(q=(6,), k=(6,), x=(10,)),
     "joined-heads": joined_heads.program(x=(15,), xd=(3,), gate=(3, 5)),
     "gaussians": gaussians.program(x=(8,), edge=(3,), mu=(2, 3), sigma=(2, 3)),
-    "stored-gaussians": gaussians.program(x=(8,), edge=(5,), mu=(2, 5), sigma=(2, 5)),
     "typed-gaussians": typed_gaussians.program(x=(8,), edge=(6,), mu=(2, 6)),
     "many-gaussians": many_gaussians.program(x=(5,), edge=(3,), mu=(5, 4, 2, 3), sigma=(5, 4, 2, 3), g=(5, 4, 2)),
     "pointwise": pointwise.program(x=(4,), e=(4,)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.ir import D, E, One, R, Rows, S, V, dot, interpret, relational, softmax, sum_to
+from pyg_dfgnn.ir import D, E, One, R, Rows, S, V, costly, dot, interpret, lowering, relational, softmax, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
 from pyg_dfgnn.ir.lanes import Refusal, find_lanes
 from pyg_dfgnn.ir.layers import film, rgat
@@ -52,6 +52,29 @@ def run_steps(lowered: Lowered, rows: Rows, tensors: dict[str, torch.Tensor]) ->
         lead = () if lowered.buffers[buffer].domain is One else tensors[buffer].shape[:1]
         results[name] = tensors[buffer].reshape(*lead, *shape)
     return results
+
+
+@pytest.fixture
+def most_operators(monkeypatch):
+    """most_operators(number) of which lanes rather run so many than read what they make."""
+
+    def allow(number):
+        monkeypatch.setattr(costly, "MOST_OPERATORS", number)
+        lowering._lowered.cache_clear()
+
+    yield allow
+    lowering._lowered.cache_clear()
+
+
+@over(name=("gaussians", "typed-gaussians", "many-gaussians"), graph=tuple(ALL_GRAPHS))
+def test_steps_give_what_is_computed_once_for_each_edge(name, graph, most_operators):
+    most_operators(2)
+    drawn = case(LOWERED[name], graph)
+    program = joint(drawn)
+    lowered = lower(program, dict(drawn.program.outputs))
+    assert name == "many-gaussians" or any(step.kind == "map" and step.domain is E for step in lowered.forward)
+    inputs = {**drawn.inputs, **drawn.upstream_named("d_")}
+    compare_all(name, run_steps(lowered, drawn.rows, inputs), interpret(program, drawn.rows, inputs))
 
 
 @over(name=tuple(LOWERED), graph=tuple(ALL_GRAPHS))
@@ -105,10 +128,11 @@ def test_a_number_of_an_edge_comes_from_the_pass_that_has_both_its_rows():
     assert set(first.writes) & set(second.reads)
 
 
-@pytest.mark.parametrize(("size", "is_stored"), [(2, False), (8, True)])
-def test_numbers_that_much_arithmetic_makes_of_edges_are_computed_once_for_each(size, is_stored):
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_numbers_that_much_arithmetic_makes_of_edges_are_computed_once_for_each(is_stored, most_operators):
     """A number per function of an edge is read by the passes, which else compute it in every lane."""
-    program = gaussians.program(x=(128,), edge=(size,), mu=(2, size), sigma=(2, size))
+    most_operators(5 if is_stored else 1000)
+    program = gaussians.program(x=(128,), edge=(8,), mu=(2, 8), sigma=(2, 8))
     lowered = lower(optimise(program, SIZES, wrt=("x",))[-1].program, ("out",))
     maps = [step for step in lowered.forward if step.kind == "map" and step.domain is E]
     assert len(maps) == is_stored

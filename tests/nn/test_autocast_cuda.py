@@ -1,8 +1,11 @@
 """The convs under autocast on a GPU, beside PyG's and against float64: captured, scaled, in few launches."""
 
+import copy
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
@@ -180,3 +183,31 @@ def test_few_kernels(schedule):
     theirs = kernels_of(step_of(other))
     assert len(found) <= 20 and len(found) < len(theirs) // 2, "\n".join(found)
     assert not [name for name in found if "reduce_kernel" in name and "splitK" not in name]
+
+
+class Learnt(pyg.MessagePassing):
+    """Sums with norms of weights that are computed in the region of autocast; returns the norms."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = torch.nn.Linear(2, 1)
+
+    def forward(self, x, edge_index, edge):
+        weight = torch.sigmoid(self.lin(edge)).view(-1)
+        edges, norm = gcn_norm(edge_index, weight, x.size(0))
+        return self.propagate(edges, x=x, norm=norm), norm
+
+    def message(self, x_j, norm):
+        return norm.view(-1, 1) * x_j
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_of_learnt_weights_have_the_dtype_of_pygs(dtype):
+    x, edge_index = graph_of(60)
+    edge, plain = torch.rand(edge_index.size(1), 2, device="cuda"), Learnt().cuda()
+    layer = pyg_dfgnn.accelerate(copy.deepcopy(plain))
+    with autocast(dtype):
+        own, other = layer(x, edge_index, edge), plain(x, edge_index, edge)
+    assert [part.dtype for part in own] == [part.dtype for part in other] and other[1].dtype is dtype
+    # A sum of 120 weights in 16 bits, in whatever order.
+    torch.testing.assert_close(own[1], other[1], atol=0.1, rtol=0.1)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 import torch_geometric.nn as pyg
 from torch_geometric.nn import MLP, dense
@@ -68,6 +69,31 @@ def test_values_and_gradients(rows, bias, kind, launched):
     layer.requires_grad_(False)
     (alone,) = torch.autograd.grad(layer(x), [x], grad)
     assert torch.equal(alone, own[0])
+
+
+def test_arguments_are_those_of_the_layer(kind, launched):
+    assert inspect.signature(kind) == inspect.signature(UPSTREAM[kind])
+    assert list(inspect.signature(kind.forward).parameters) == list(
+        inspect.signature(UPSTREAM[kind].forward).parameters
+    )
+    layer, x = kind(8, 12), torch.randn(9, 8)
+    name = "input" if kind is TorchLinear else "x"
+    assert torch.equal(layer(**{name: x}), layer(x)) and len(launched) == 2
+    plans = [str(pyg_dfgnn.describe_plan(layer, *args, **kwargs)) for args, kwargs in (((x,), {}), ((), {name: x}))]
+    assert plans[0] == plans[1]
+
+
+def test_restored_and_parametrized(kind):
+    """A parametrization that is taken off after `restore` leaves the layer that there was."""
+    layer = UPSTREAM[kind](8, 12)
+    pyg_dfgnn.accelerate(layer)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    x = torch.randn(9, 8)
+    expected = layer(x)
+    pyg_dfgnn.restore(layer)
+    assert torch.equal(layer(x), expected) and not isinstance(layer, kind)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is UPSTREAM[kind]
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -280,6 +306,16 @@ def test_layers_that_a_conv_makes_take_the_kernel_and_those_of_the_user_stay(lau
     assert type(conv.lin) is Linear and [type(layer) for layer in conv.nn] == [torch.nn.Linear, dense.Linear]
     assert repr(conv) == repr(plain)
     assert inspect.signature(type(conv)) == inspect.signature(type(plain))
+
+    class Own(pyg_dfgnn.nn.GCNConv):
+        def __init__(self, hidden, *, more=1):
+            super().__init__(hidden, hidden)
+
+    class Same(pyg_dfgnn.nn.GCNConv):
+        """With the constructor of its base."""
+
+    assert str(inspect.signature(Own)) == "(hidden, *, more=1)"
+    assert inspect.signature(Same) == inspect.signature(pyg.GCNConv)
     conv, plain = pyg_dfgnn.nn.ResGatedGraphConv(8, 4), pyg.ResGatedGraphConv(8, 4)
     conv.load_state_dict(plain.state_dict())
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))

@@ -21,15 +21,14 @@ class KernelLinear(torch.nn.Module):
 
     weight: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return shape [*, F_out] of x [*, F_in]."""
+    def _by_kernel(self, x: Tensor) -> Tensor | None:
+        """Return the result by a kernel; None where the layer's own code is to run."""
         if self._is_for_kernel(x):
             weight, bias = self._parameters["weight"], self._parameters["bias"]
             assert weight is not None
             if weight.dtype is x.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == weight.shape[:1]):
                 return gemm.linear(x, weight, bias)
-        out: Tensor = super().forward(x)
-        return out
+        return None
 
     def _channels(self) -> int:
         raise NotImplementedError
@@ -67,7 +66,8 @@ class KernelLinear(torch.nn.Module):
         (rows, features), channels = shape, self._channels()
         sizes = 1, rows, features, channels, True, device
         if rows * features * channels <= gemm.SMALL_PRODUCT:
-            reasons.append(f"[{rows}, {features}] x [{features}, {channels}] takes no longer than its launch")
+            product = f"[{rows}, {features}] x [{features}, {channels}]"
+            reasons.append(f"{product} is too small for a kernel to gain what its autograd costs the host")
         elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
@@ -84,6 +84,11 @@ class Linear(KernelLinear, dense.Linear):
     `Y = X W^T + b`; under autocast, where TF32 is allowed, and for other products PyG's code runs, which no setting
     reports.
     """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return shape [*, F_out] of x [*, F_in]."""
+        out = self._by_kernel(x)
+        return super().forward(x) if out is None else out
 
     def _channels(self) -> int:
         return cast(int, self.out_channels)

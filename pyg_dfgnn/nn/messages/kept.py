@@ -22,6 +22,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, remo
 
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived
+from pyg_dfgnn.graph.graph import FLOWS
 from pyg_dfgnn.nn.gate import transform_reasons
 from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
@@ -130,11 +131,12 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 
 
 def _norm(kind: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Return what `gcn_norm` does, with self-loops that are found once for the edges, whatever their weights are."""
+    """Return what `gcn_norm` does, with self-loops that are found once for the edges, and gradients without a sort."""
     call = _NORM.bind(*args, **kwargs)
     call.apply_defaults()
     edge_index, weight, num_nodes, improved, adds_loops, flow, _ = call.args
     is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided and type(num_nodes) is int
+    is_plain &= flow in FLOWS
     if not is_plain or weight is None or not weight.is_floating_point() or weight.shape != edge_index.shape[1:]:
         return gcn_norm(*args, **kwargs)
     if adds_loops:
