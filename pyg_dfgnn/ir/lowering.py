@@ -240,7 +240,7 @@ class _Lowering(Keeping):
             for i in candidates if is_first else reversed(candidates):
                 readers = self._steps_reading(i)
                 # The first step computes it in any case.
-                others = readers if is_first and self._has_host(i, readers) else readers[1:]
+                others = readers if is_first and self._is_at_hand_before(i, readers) else readers[1:]
                 costs = [self._read_for(i, draft) for draft in others]
                 if is_first:
                     is_costly = is_of_heads(self.values, i) and any(width > self.narrow for width, _ in costs)
@@ -251,7 +251,7 @@ class _Lowering(Keeping):
                     for chosen in (self.kept, *on_edges):
                         chosen.add(i)
 
-    def _has_host(self, i: int, readers: Sequence[_Draft]) -> bool:
+    def _is_at_hand_before(self, i: int, readers: Sequence[_Draft]) -> bool:
         """Whether a traversal before the one that reads a number of an edge has all at hand that it is made of."""
         if self.values[i].domain is not E or len(readers) != 1:
             return False

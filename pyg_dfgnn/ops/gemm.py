@@ -55,7 +55,7 @@ MAX_ROWS = 1 << 15
 MAX_MULTIPLICATIONS = MAX_ROWS << 14
 """Number of multiplications at which a GEMM costs as much as its launch: of so many rows, 128 features and channels."""
 SMALL_PRODUCT = 1 << 28
-"""A layer with at most so many multiplications is left to torch: above, a kernel gains more than its autograd costs."""
+"""Most multiplications of a layer that torch is left with: kernels save about what autograd costs the host there."""
 _COLUMN_SUM_ROWS = 1 << 12
 """Most rows that torch sums: the kernel takes less time than the host needs to launch it."""
 

@@ -229,7 +229,7 @@ def test_self_loops_are_found_once_for_weights_that_are_new_in_each_call(learnt,
 @pytest.mark.parametrize("loops", [True, False])
 def test_norms_of_learnt_weights_have_both_derivatives_of_pyg(loops, flow, x, edge_index):
     plain, layer = Weighted(), accelerate(Weighted())
-    # A node without edges, and the weights of its neighbours' norm.
+    # Node 5 has no edges.
     edge_index = edge_index.clamp(max=4)
     weight = torch.rand(9, requires_grad=True)
     found = []

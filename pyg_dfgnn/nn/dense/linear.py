@@ -67,7 +67,7 @@ class KernelLinear(torch.nn.Module):
         sizes = 1, rows, features, channels, True, device
         if rows * features * channels <= gemm.SMALL_PRODUCT:
             product = f"[{rows}, {features}] x [{features}, {channels}]"
-            reasons.append(f"{product} is too small for a kernel to gain what its autograd costs the host")
+            reasons.append(f"{product} is so small that a kernel saves no more than its autograd costs the host")
         elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
