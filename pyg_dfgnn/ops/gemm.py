@@ -37,7 +37,7 @@ from pyg_dfgnn.dispatch.gemm import (
     weight_grad,
 )
 from pyg_dfgnn.dispatch.traversal import STORAGE
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import (
     Argument,
     Grid,
@@ -103,43 +103,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         Shape [N, K].
     """
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    out: Tensor = _apply_linear(*tensors) if needs_grad(tensors) else _linear(*tensors)
-    return out
-
-
-def _linear(x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
-    results = separate(x, (weight,), biases)
-    return F.linear(x, weight, *biases) if results is None else results[0]
-
-
-class _Linear(torch.autograd.Function):
-    """One linear layer. Torch's products give gradients that are to be differentiated, and batches of gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *biases: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = (weight, *biases)
-        return _linear(x, weight, *biases)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched(grad) or not is_plain(grad):
-            grad_x = grad @ weight if needs_x else None
-            grad_weight = grad.t() @ x if needs_weight else None
-            return grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
-        wanted = needs_x, needs_weight, any(needs_bias)
-        grad_x, of_layer = gradients(x, 1, (weight,), ctx.layer, (grad,), wanted)
-        return grad_x, *of_layer
-
-
-_apply_linear = apply_of(_Linear)
+    return project(x, (weight,), () if bias is None else (bias,), twice=True)[0]
 
 
 def project(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], heads: int, dtype: torch.dtype | None = None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    twice: bool = False,
 ) -> Sequence[Tensor]:
     r"""Return what linear layers of one shape make of x, under one node of autograd.
 
@@ -155,23 +129,24 @@ def project(
         x: Shape [N, F].
         weights: L of them, each [H * C, F].
         biases: As many, each [H * C], or none.
-        heads: The number H of heads.
+        heads: The number H of heads; None to leave the channels undivided.
         dtype: To which x and the parameters are cast; None for their own.
+        twice: Whether gradients may be differentiated; torch's products give such gradients. Only without a cast.
 
     Returns:
-        L tensors [N, H, C].
+        L tensors [N, H, C], or [N, H * C] undivided.
     """
     if dtype is not None:
         x = x.to(dtype)
     tensors = (*weights, *biases)
     if needs_grad((x, *tensors)):
-        results: Sequence[Tensor] = _apply_projection((heads, len(weights)), x, *tensors)
+        results: Sequence[Tensor] = _apply_projection((heads, len(weights), twice), x, *tensors)
         return results
     return _project(heads, x, weights, biases)[0]
 
 
 def _project(
-    heads: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    heads: int | None, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[list[Tensor], Sequence[Tensor]]:
     """Return the results, and the weights in the dtype of x, which backward needs."""
     results = separate(x, weights, biases)
@@ -179,14 +154,16 @@ def _project(
         weights, biases = _in_dtype(x.dtype, weights, biases)
         added: Sequence[Tensor | None] = biases or [None] * len(weights)
         results = [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]
+    if heads is None:
+        return results, weights
     shape = x.size(0), heads, weights[0].size(0) // heads
     return [result.view(shape) for result in results], weights
 
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rest: tuple[int, int], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        heads, count = rest
+    def forward(ctx: Any, rest: tuple[int | None, int, bool], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        heads, count, ctx.twice = rest
         results, weights = _project(heads, x, tensors[:count], tensors[count:])
         ctx.save_for_backward(x, *weights)
         ctx.layers = tensors
@@ -195,25 +172,42 @@ class _Projection(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        count, layers = len(grads), ctx.layers
-        used = [index for index, grad in enumerate(grads) if grad is not None]
-        _, needs_x, *needed = ctx.needs_input_grad
-        if not used:
-            return None, None, *[None] * len(needed)
-        places = [*used, *([index + count for index in used] if len(layers) > count else ())]
-        grad_x, of_parameters = gradients(
-            x,
-            len(used),
-            [weights[index] for index in used],
-            [layers[place] for place in places],
-            [grads[index].flatten(1) for index in used],  # type: ignore[union-attr]
-            (needs_x, any(needed[:count]), any(needed[count:])),
-        )
-        by_place = dict(zip(places, of_parameters, strict=True))
-        return None, grad_x, *[by_place.get(place) for place in range(len(needed))]
+        if ctx.twice and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _differentiable_gradients(ctx, grads)
+        return _projection_gradients(ctx, *grads)  # type: ignore[no-any-return]
+
+
+@once_differentiable
+def _projection_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    count, layers = len(grads), ctx.layers
+    used = [index for index, grad in enumerate(grads) if grad is not None]
+    _, needs_x, *needed = ctx.needs_input_grad
+    if not used:
+        return None, None, *[None] * len(needed)
+    places = [*used, *([index + count for index in used] if len(layers) > count else ())]
+    grad_x, of_parameters = gradients(
+        x,
+        len(used),
+        [weights[index] for index in used],
+        [layers[place] for place in places],
+        [grads[index].flatten(1) for index in used],  # type: ignore[union-attr]
+        (needs_x, any(needed[:count]), any(needed[count:])),
+    )
+    by_place = dict(zip(places, of_parameters, strict=True))
+    return None, grad_x, *[by_place.get(place) for place in range(len(needed))]
+
+
+def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of a projection by torch's products, which have derivatives of their own."""
+    x, *weights = ctx.saved_tensors
+    flat = [None if grad is None else grad.flatten(1) for grad in grads]
+    of_x = [grad @ weight for grad, weight in zip(flat, weights, strict=True) if grad is not None]
+    of_weights = [None if grad is None else grad.t() @ x for grad in flat]
+    of_biases = [None if grad is None else grad.sum(0) for grad in flat] if len(ctx.layers) > len(weights) else []
+    computed = [reduce(torch.add, of_x) if of_x else None, *of_weights, *of_biases]
+    return None, *(grad if needed else None for grad, needed in zip(computed, ctx.needs_input_grad[1:], strict=True))
 
 
 _apply_projection = apply_of(_Projection)
