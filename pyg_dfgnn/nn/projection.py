@@ -9,34 +9,35 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import dense
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.nn.dense import torch_linear
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.gate import is_plain_layer, is_product, promoted_dtype, settle
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.attention.projected import USED, projected_attention
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 
-_LINEAR = (dense.Linear, Linear)
+_LINEAR = (dense.Linear, Linear, torch.nn.Linear, torch_linear.Linear)
 _Parameters = tuple[list[Tensor], list[Tensor], torch.dtype | None]
 
 
-def project(x: Tensor, heads: int, *layers: torch.nn.Module) -> Sequence[Tensor]:
-    """Return what each linear layer makes of `x`, with the channels divided into heads.
+def project(x: Tensor, heads: int | None, *layers: torch.nn.Module) -> Sequence[Tensor]:
+    """Return what each linear layer makes of `x`, with the channels divided into heads or not.
 
     Plain layers of one shape share a node of autograd, see :func:`pyg_dfgnn.ops.gemm.project`. Under autocast x and the
     parameters are cast once for all layers.
 
     Args:
         x: Shape [N, F].
-        heads: The number H of heads.
-        layers: PyG's `Linear` of H * C channels; others, and those with hooks, are called one by one.
+        heads: The number H of heads; None to leave the channels undivided.
+        layers: Linear layers of H * C channels; others, and those with hooks, are called one by one.
 
     Returns:
-        As many tensors [N, H, C].
+        As many tensors [N, H, C], or [N, H * C] undivided.
     """
     parameters = None
     # The host calls one layer in less time than it plans a launch.
     if len(layers) > 1 or (is_eager() and _is_large(x, getattr(layers[0], "out_channels", 0))):
-        parameters = _parameters_of(x, layers)
+        parameters = parameters_of(x, layers)
     return _project(x, heads, layers, parameters)
 
 
@@ -78,7 +79,7 @@ def attend(
     x, layers = inputs[0]
     roles = USED[score]
     if len(inputs) == 1 and len(layers) > 1:
-        parameters = _parameters_of(x, layers)
+        parameters = parameters_of(x, layers)
         if parameters is not None and not edge and not return_weights:
             results = _attend_at_once(score, graph, heads, x, parameters, vectors, options)
             if results is not None:
@@ -123,7 +124,7 @@ def _attend_at_once(
 
 
 def _project(
-    x: Tensor, heads: int, layers: Sequence[torch.nn.Module], parameters: _Parameters | None
+    x: Tensor, heads: int | None, layers: Sequence[torch.nn.Module], parameters: _Parameters | None
 ) -> Sequence[Tensor]:
     if parameters is not None:
         weights, biases, dtype = parameters
@@ -131,7 +132,7 @@ def _project(
     results = []
     for layer in layers:
         rows = layer(x)
-        results.append(rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads))
+        results.append(rows if heads is None else rows.view(*rows.shape[:-1], heads, rows.size(-1) // heads))
     return results
 
 
@@ -140,7 +141,7 @@ def is_plain_linear(layer: torch.nn.Module) -> bool:
     return is_plain_layer(layer, _LINEAR)
 
 
-def _parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:
+def parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters | None:
     """Return the parameters of layers that are products with matrices of one shape, which nothing watches or changes.
 
     Returns:

@@ -8,6 +8,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
+from pyg_dfgnn.nn.projection import project
 
 
 class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
@@ -43,7 +44,11 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
             out: Tensor = self._fall_back(call, x, edge_attr)
             return out
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        target, key, value = self.lin_key(x_dst), self.lin_query(x_src), self.lin_value(x_src)
+        if x_src is x_dst:
+            target, key, value = project(x_src, None, self.lin_key, self.lin_query, self.lin_value)
+        else:
+            key, value = project(x_src, None, self.lin_query, self.lin_value)
+            target = self.lin_key(x_dst)
         out = self._aggregate(self._sent(call), value, self._message, key=key, target=target)
         if self.root_weight:
             out = out + self.lin_skip(x_dst)
