@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
+from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
@@ -35,17 +35,8 @@ _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
 _MOST_REFUSED = 1024
 
 
-_seen: dict[int, tuple[weakref.ref[torch.nn.Module], Seen]] = {}
-"""Number of a layer -> the layer, and the edges that it was called with."""
-
-
-def seen_by(layer: torch.nn.Module) -> Seen:
-    """Return what is kept for a layer, for as long as it lives; layers need not be hashable."""
-    number = id(layer)
-    known = _seen.get(number)
-    if known is None or known[0]() is not layer:
-        known = _seen[number] = weakref.ref(layer, lambda _: _seen.pop(number, None)), {}
-    return known[1]
+_seen: OfLayers[Seen] = OfLayers(dict)
+"""The edges that layers were called with."""
 
 
 class Outcome(NamedTuple):
@@ -312,7 +303,7 @@ class _Runnable:
             source, number = self.trace.types
             types = argument_of(call.kwargs, source), number
         if call.edges is call.edge_index or types is not None:
-            graph = graph_of(seen_by(self.layer), call.edge_index, num_src, num_dst, not self.is_forward, types)
+            graph = graph_of(_seen.of(self.layer), call.edge_index, num_src, num_dst, not self.is_forward, types)
         else:
             graph = Graph.of(call.edges, num_src, num_dst, flow=self.layer.flow)
         # Nothing else keeps the graph of tensors of inference mode.

@@ -18,6 +18,7 @@ from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
+from pyg_dfgnn.nn.messages.products import watching
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.traced import call_traced
 from pyg_dfgnn.settings import current
@@ -76,7 +77,8 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         args = tuple(_plain(self, value) for value in args)
         kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
-        return run_forward(forward, self, *args, **kwargs)
+        with watching(self):
+            return run_forward(forward, self, *args, **kwargs)
 
     return _in_front(own, kind, run)
 
