@@ -42,6 +42,7 @@ def commands() -> dict[str, list[str]]:
     for path in sorted((configs_dir() / "bench" / "experiment").glob("*.yaml")):
         named[path.stem] = ["-m", "pyg_dfgnn.bench", f"experiment={path.stem}"]
     named["reorder-cost"] = ["tools/reorder.py"]
+    named["message-steps"] = ["tools/message_steps.py"]
     named["check"] = ["-m", "pyg_dfgnn.bench.check", "--schedules", "row_split", "smem", "block_mma"]
     named["documents"] = ["tools/published.py"]
     return named

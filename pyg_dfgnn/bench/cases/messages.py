@@ -269,12 +269,16 @@ class MessageCase(Case):
 
     def call(self, module: nn.Module, edge_index: Tensor, inputs: Inputs) -> Tensor:
         """The output of a layer that takes its parameters from the inputs."""
-        x, names = inputs["x"], dict(module.named_parameters())
+        names = dict(module.named_parameters())
+        args = self.arguments(edge_index, inputs["x"], inputs.get("edge"))
+        out: Tensor = functional_call(module, {name: inputs[name] for name in names}, args)
+        return out
+
+    def arguments(self, edge_index: Tensor, x: Tensor, edge: Tensor | None) -> tuple[Tensor, ...]:
+        """What a call of the layer takes."""
         # FAConv takes the features of the first layer beside those of the last.
         args = (x, x, edge_index) if self.op == "fa" else (x, edge_index)
-        edge = (inputs["edge"],) if self.spec.edge else ()
-        out: Tensor = functional_call(module, {name: inputs[name] for name in names}, (*args, *edge))
-        return out
+        return args if edge is None else (*args, edge)
 
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
         module = accelerate(self.module(inputs["x"].device, inputs["x"].dtype))
