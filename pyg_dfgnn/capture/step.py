@@ -23,6 +23,7 @@ from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import UnsupportedError, check_device
 from pyg_dfgnn.nn.drop_ins import rows_of
 from pyg_dfgnn.nn.fallback import say_once
+from pyg_dfgnn.nn.messages.kept import edges_stay
 from pyg_dfgnn.settings import current
 
 Loss = Callable[[Any, Any], Tensor]
@@ -256,10 +257,11 @@ class CapturedStep(Step):
         if capture.recording is None:
             if capture.runs <= self._warm_ups:
                 return self.recorder.run(lambda: work(data))
-            capture.recording = self._record(lambda: work(data))
-            capture.watches = model_watches(self.model)
             # The edges of a bucket are edited for each batch.
-            capture.watches += data_watches(data) if self.buckets is None else []
+            with edges_stay(self.buckets is None) as read:
+                capture.recording = self._record(lambda: work(data))
+            capture.watches = model_watches(self.model)
+            capture.watches += data_watches(data, read) if self.buckets is None else []
             capture.watches += optimizer_watches(self.optimizer) if kind == "step" else []
         else:
             for watch in capture.watches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
@@ -82,8 +82,13 @@ def model_watches(model: nn.Module) -> list[Watch]:
     ]
 
 
-def data_watches(data: Any) -> list[Watch]:
-    """Return watches of the attributes of a Data or HeteroData; edges and groups must not even be edited."""
+def data_watches(data: Any, made: Sequence[Tensor] = ()) -> list[Watch]:
+    """Return watches of the attributes of a Data or HeteroData; edges and groups must not even be edited.
+
+    Args:
+        data: The data.
+        made: Edges, and what belongs to them, that layers have made of the data's and the capture reads.
+    """
     entries, edges = [], []
     for store in data.stores:
         prefix = "data" if store._key is None else f"data[{store._key!r}]"
@@ -102,9 +107,9 @@ def data_watches(data: Any) -> list[Watch]:
     edited = "the edges that were captured, with groups and all that belongs to them (it was edited)"
     values = [mapping.get(key) for _, mapping, key in entries]
     # Kernels of the capture read the graphs, whatever becomes of the cache.
-    graphs = [graph for value in values if isinstance(value, Tensor) for graph in Graph.cached_of(value)]
+    graphs = [graph for value in (*values, *made) if isinstance(value, Tensor) for graph in Graph.cached_of(value)]
     return [
-        Watch([name for name, *_ in entries], TENSOR, read, (values, graphs)),
+        Watch([name for name, *_ in entries], TENSOR, read, (values, made, graphs)),
         Watch([name for name, _ in edges], edited, lambda: [str(version_of(tensor)) for _, tensor in edges]),
     ]
 

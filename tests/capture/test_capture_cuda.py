@@ -123,6 +123,54 @@ def test_refilled_features():
         torch.testing.assert_close(step(), want[0], **NEAR)
 
 
+class OwnNorm(torch_geometric.nn.SSGConv):
+    """A layer of a user's own that norms its weighted edges, with self-loops that it adds, in its forward."""
+
+
+class Weighted(torch.nn.Module):
+    """Weights of the edges from features of the nodes, which change, and a layer that norms them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = OwnNorm(5, 3, alpha=0.1, K=2)
+
+    def forward(self, x, edge_index):
+        with torch.no_grad():
+            weight = x[edge_index[0], 0].abs() + 0.1
+        return self.conv(x, edge_index, weight)
+
+
+MAKE_EDGES = {
+    "EGConv": lambda: torch_geometric.nn.EGConv(5, 3, ["sum", "max"], num_heads=3, num_bases=2),
+    "EGConv, normed": lambda: torch_geometric.nn.EGConv(5, 3, ["symnorm"], num_heads=3, num_bases=2),
+    "FeaStConv": lambda: torch_geometric.nn.FeaStConv(5, 3, heads=2),
+    "MixHopConv": lambda: torch_geometric.nn.MixHopConv(5, 1),
+    "weights": Weighted,
+}
+
+
+@pytest.mark.parametrize("name", MAKE_EDGES)
+def test_layers_that_make_their_edges(name):
+    """Compiled layers whose forward adds self-loops and norms edges; a replay reads the features as they are."""
+    data = whole().to(CUDA)
+    data.edge_index[:, 1] = data.edge_index[0, 1]
+    other = data.clone()
+    (by, first), (ours, second) = twins(MAKE_EDGES[name])
+    pyg_dfgnn.accelerate(ours)
+    step = capture_step(ours, masked_loss, second, other)
+    with pyg_dfgnn.settings(fallback="error"):
+        for _ in range(STEPS):
+            x = torch.randn(40, 5)
+            data.x.copy_(x)
+            other.x.copy_(x)
+            want, _ = by_hand(by, masked_loss, first, [data], plain)
+            torch.testing.assert_close(step(), want[0], **NEAR)
+        assert "captured" in str(step)
+        other.edge_index[0, 0] = 1
+        with pytest.raises(StaleError, match="edges that were captured"):
+            step()
+
+
 def node_loss(out, data):
     return F.cross_entropy(out, data.y)
 

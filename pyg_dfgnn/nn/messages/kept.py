@@ -3,13 +3,16 @@
 Such a function launches a dozen kernels and waits for the device, and it returns new tensors each time, whose graph is
 found by another wait. While the forward of a compiled layer runs, stand-ins take the place of those that it names. They
 return the very tensors of an earlier call for as long as its arguments live unchanged. Of a norm whose weights are
-learnt or new, the edges with self-loops are kept and the weights are computed anew.
+learnt or new, the edges with self-loops are kept and the weights are computed anew. So they are in a CUDA graph of
+edges that stay as they are; in other captures PyG's functions run.
 """
 
 from __future__ import annotations
 
 import dis
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from types import CodeType, FunctionType
@@ -37,6 +40,34 @@ _NORM = signature(gcn_norm)
 _Made = tuple[list[Any], list[tuple[Tensor, int]]]
 """What a function has returned, with the place of an argument for it, and the tensors with their versions."""
 _kept: GraphCache[Derived] = GraphCache(MOST_KEPT)
+
+
+class _Capture(threading.local):
+    """The capture of this thread whose edges stay.
+
+    Attributes:
+        read: What it reads of what is kept; None outside of such a capture.
+    """
+
+    read: list[Tensor] | None = None
+
+
+_capture = _Capture()
+
+
+@contextmanager
+def edges_stay(do_they: bool) -> Iterator[list[Tensor]]:
+    """Say whether the edges stay of what this thread captures in the block: no replay follows an edit of them.
+
+    Yields:
+        What the capture reads of what is kept, which is to live as long.
+    """
+    read = list[Tensor]()
+    _capture.read = read if do_they else None
+    try:
+        yield read
+    finally:
+        _capture.read = None
 
 
 def names_of(forward: Any) -> list[str]:
@@ -111,6 +142,10 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     if not tensors or not _may_keep(tensors):
         return function(*args, **kwargs)
     device = tensors[0].device
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # Between replays all but edges may be written anew.
+    if is_captured and (_capture.read is None or len(tensors) > 1):
+        return function(*args, **kwargs)
     facts.append(torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type))
     key, versions = tuple(facts), [tensor._version for tensor in tensors]
 
@@ -124,9 +159,13 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     made = _kept.get(key, tensors, versions)
     parts, seen = made.derived(_MADE, make) if made is not None else ([], [])
     if made is None or any(part._version != version or part.requires_grad for part, version in seen):
+        if is_captured:
+            return function(*args, **kwargs)
         made = Derived(device)
         parts, _ = made.derived(_MADE, make)
         _kept.put(key, tensors, versions, made)
+    if _capture.read is not None:
+        _capture.read += [part for part, _ in seen]
     return tuple(given[part] if type(part) is int else part for part in parts)
 
 
@@ -166,6 +205,4 @@ def _may_keep(tensors: list[Tensor]) -> bool:
             return False
         if tensor.requires_grad or tensor.is_inference():
             return False
-    if not current().compile_messages or transform_reasons() or torch._C._len_torch_dispatch_stack():
-        return False
-    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    return current().compile_messages and not transform_reasons() and not torch._C._len_torch_dispatch_stack()
