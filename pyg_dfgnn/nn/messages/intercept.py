@@ -20,7 +20,7 @@ from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.products import watching
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
-from pyg_dfgnn.nn.messages.traced import call_traced
+from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
 from pyg_dfgnn.settings import current
 
 
@@ -50,6 +50,8 @@ def intercept(kind: type) -> None:
             setattr(kind, method, wrapper)
             if getattr(kind, f"_jinja_{method}", None) is own:
                 setattr(kind, f"_jinja_{method}", wrapper)
+    for function in METHODS:
+        setattr(kind, function.__name__, function)
     forward = kind.forward  # type: ignore[attr-defined]
     if getattr(forward, WRAPPER, None) is not kind:
         kind.forward = _watched(forward, kind)  # type: ignore[attr-defined]

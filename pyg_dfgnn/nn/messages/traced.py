@@ -55,7 +55,7 @@ def call_traced(layer: Any, own: Callable[..., Any], method: str, args: Any, kwa
     is_plain = isinstance(edges, Tensor) and not isinstance(edges, EdgeIndex) and edges.layout is torch.strided
     if method != "propagate" or len(args) > 1 or not is_plain or edges.dim() != 2 or not current().compile_messages:
         return own(layer, *args, **kwargs)
-    lifted, is_forward, node_dim = _wanted(layer)
+    lifted, is_forward, node_dim = layer._pyg_dfgnn_wanted()
     declared = kwargs.get("size")
     data = {name: value for name, value in kwargs.items() if name not in ("edge_index", "size")}
     sizes = _sizes(data, lifted, node_dim, declared)
@@ -68,7 +68,8 @@ def call_traced(layer: Any, own: Callable[..., Any], method: str, args: Any, kwa
     )
     is_declared = None if declared is None else tuple([size is not None for size in declared])
     is_there = all([tensor.device == edges.device for tensor in _tensors(data)])
-    plan = _plan(layer, described, is_declared, _is_one(first, second), edges.dtype, edges.device, is_there)
+    is_one = _is_one(first, second)
+    plan = layer._pyg_dfgnn_plan(described, is_declared, is_one, edges.dtype, edges.device, is_there)
     reasons, name, sources, types, dtype, results, is_single, late = plan
     if reasons:
         report_fallback(type(layer).__name__, reasons)
@@ -88,15 +89,15 @@ def call_traced(layer: Any, own: Callable[..., Any], method: str, args: Any, kwa
     return returned if late is None else layer.update(returned, **{each: data[each] for each in late})
 
 
+# Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
 @torch.compiler.assume_constant_result
-def _wanted(layer: Any) -> tuple[tuple[tuple[str, int], ...], bool, int]:
+def _pyg_dfgnn_wanted(layer: Any) -> tuple[tuple[tuple[str, int], ...], bool, int]:
     """Return the arguments with features of nodes and the rows that read them, the direction, the nodes' dimension."""
     return signature_of(layer, "propagate").lifted, layer.flow == "source_to_target", layer.node_dim
 
 
-# Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
 @torch.compiler.assume_constant_result
-def _plan(
+def _pyg_dfgnn_plan(
     layer: Any,
     described: tuple[tuple[str, Any], ...],
     is_declared: tuple[bool, ...] | None,
@@ -163,6 +164,12 @@ def _plan(
     types = None if trace.types is None else (tuple(trace.types[0]), trace.types[1])
     results = tuple(trace.results[str(k)] for k in range(count))
     return (), name, sources, types, trace.dtype, results, is_single, late
+
+
+METHODS = (_pyg_dfgnn_wanted, _pyg_dfgnn_plan)
+"""Methods, by their own names, of classes of compiled layers: a module may be the object of a constant function, while
+torch 2.11 takes none as an argument.
+"""
 
 
 def _example(
