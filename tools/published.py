@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from pyg_dfgnn.bench import table2_report, tables
@@ -273,6 +274,27 @@ def _messages(name: str, others: Sequence[str], rows: list[Row]) -> str:
     return markdown(["layer", *graphs], [line for line in body if any(line[1:])])
 
 
+def message_steps() -> str:
+    """Times faster in the wall time of a training step, by graph: geometric means over layers, and what is slower."""
+    rows = timings("message-steps")
+    graphs = list(dict.fromkeys(row["graph"] for row in rows))
+    times = {(row["graph"], row["layer"], row["implementation"]): row for row in rows if row["status"] == "ok"}
+    body = []
+    for ours, way in (("fused", "eager"), ("fused_captured", "in a CUDA graph")):
+        for theirs, other in (("pyg", "PyG"), ("compile", "`torch.compile` of it")):
+            cells = []
+            for graph in graphs:
+                factors = {
+                    layer: float(times[graph, layer, theirs]["step_ms"]) / float(row["step_ms"])
+                    for (place, layer, name), row in times.items()
+                    if place == graph and name == ours and (graph, layer, theirs) in times
+                }
+                slower = sum(factor < 1 for factor in factors.values())
+                cells.append(f"{geometric_mean(factors.values()):.2g} ({slower} of {len(factors)})")
+            body.append([f"{way}, than {other}", *cells])
+    return markdown(["steps", *graphs], body)
+
+
 def conv_steps() -> str:
     """Milliseconds of a training step and peak memory of the models without attention, by data set and backend."""
     body = []
@@ -302,7 +324,7 @@ def _table2(model: str) -> Callable[[], str]:
 PUBLISHED: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
     **{make.__name__: make for make in (segment, segment_peers, lanes, reorder)},
-    **{make.__name__: make for make in (relational, messages, restated, conv_steps)},
+    **{make.__name__: make for make in (relational, messages, restated, message_steps, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
 }
 """What documents may hold, by name."""
