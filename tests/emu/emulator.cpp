@@ -322,7 +322,9 @@ static void arrange(unsigned* items, unsigned count) {
     for (unsigned i = 0; i < count; ++i) items[i] = launch->order == REVERSE ? count - 1 - i : i;
     for (unsigned i = count; launch->order == RANDOM && i > 1; --i) {
         random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
-        std::swap(items[i - 1], items[(random_state >> 33) % i]);
+        const unsigned other = (random_state >> 33) % i, item = items[other];
+        items[other] = items[i - 1];
+        items[i - 1] = item;
     }
 }
 

@@ -5,12 +5,11 @@
 // (thread orders), copies that nobody waits for. A barrier needs all threads of the block, also those that have returned.
 // Not covered: PTX, cooperative groups, fences, memory-model races between blocks, spinning on a flag.
 // Kernel texts are compiled with this header; emulator.cpp, compiled once and linked to each of them, runs the threads.
+// Each text pays for every line of what is included: C's headers without those that C++ puts around them.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-
-#include <type_traits>
-#include <utility>
 
 #define PYG_DFGNN_EMULATOR 1
 #define __global__
@@ -87,33 +86,43 @@ void wait_copies(unsigned pending);
 int run(Launch* description, void (*entry)(void**));
 
 // ---- entry points: arguments arrive as an array of pointers, as in cuLaunchKernel ----
-template <class T> static void describe(char*& text) {
-    static_assert(std::is_pointer<T>::value || std::is_same<T, long long>::value || std::is_same<T, double>::value,
-                  "kernel arguments are pointers, long long or double");
-    if constexpr (!std::is_pointer<T>::value) {
-        text += sprintf(text, std::is_same<T, double>::value ? "double " : "int ");
-    } else {
-        typedef typename std::remove_pointer<T>::type Item;
-        const char* access = std::is_const<Item>::value ? "read" : "write";
-        if constexpr (std::is_void<Item>::value) {
-            text += sprintf(text, "%s:any ", access);
-        } else {
-            const char kind = std::is_floating_point<Item>::value ? 'f' : 'i';
-            text += sprintf(text, "%s:%c%d ", access, kind, (int)sizeof(Item));
-        }
-    }
-}
+template <class T> struct Item { static const char kind = 'i'; };
+template <> struct Item<float> { static const char kind = 'f'; };
+template <> struct Item<double> { static const char kind = 'f'; };
+template <class T> struct Parameter {
+    static_assert(!sizeof(T), "kernel arguments are pointers, long long or double");
+    static int describe(char*) { return 0; }
+};
+template <> struct Parameter<long long> {
+    static int describe(char* text) { return sprintf(text, "int "); }
+};
+template <> struct Parameter<double> {
+    static int describe(char* text) { return sprintf(text, "double "); }
+};
+template <class T> struct Parameter<T*> {
+    static int describe(char* text) { return sprintf(text, "write:%c%d ", Item<T>::kind, (int)sizeof(T)); }
+};
+template <class T> struct Parameter<const T*> {
+    static int describe(char* text) { return sprintf(text, "read:%c%d ", Item<T>::kind, (int)sizeof(T)); }
+};
+template <> struct Parameter<void*> {
+    static int describe(char* text) { return sprintf(text, "write:any "); }
+};
+template <> struct Parameter<const void*> {
+    static int describe(char* text) { return sprintf(text, "read:any "); }
+};
 template <class... A> static const char* signature(void (*)(A...)) {
     static char text[16 * sizeof...(A) + 1];
     char* end = text;
-    (describe<A>(end), ...);
+    ((end += Parameter<A>::describe(end)), ...);
     return text;
 }
-template <class... A, size_t... I> static void apply(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
-    kernel(*static_cast<typename std::remove_const<A>::type*>(args[I])...);
-}
+template <class... A> struct Call {
+    Call(void (*kernel)(A...), A... args) { kernel(args...); }
+};
 template <class... A> static void apply(void (*kernel)(A...), void** args) {
-    apply(kernel, args, std::index_sequence_for<A...>());
+    // Braces: one argument after the other.
+    Call<A...>{kernel, *static_cast<A*>(*args++)...};
 }
 #define EMU_EXPORT extern "C" __attribute__((visibility("default")))
 #define EMU_ENTRY(name)                                                                                       \
