@@ -22,10 +22,11 @@ SHIM_TEXT = "".join(path.read_text() for path in (*sorted(SHIM.parent.glob("*.h"
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 DONE, FAILED, FAULT = range(3)
-# Without the C++ library, which nothing uses: to look through it takes longer than the rest of linking.
-LIBRARIES = ("-nodefaultlibs", "-lm", "-lc", "-lgcc")
+# Functions of C are those that the process has: to look through its libraries takes longer than the rest of linking.
+LIBRARIES = ("-nodefaultlibs", "-lgcc")
 
 libc = ctypes.CDLL(None, use_errno=True)
+libm = ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
 class EmulationError(RuntimeError):
