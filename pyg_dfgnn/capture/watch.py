@@ -87,7 +87,7 @@ def data_watches(data: Any, made: Sequence[Tensor] = ()) -> list[Watch]:
 
     Args:
         data: The data.
-        made: Edges, and what belongs to them, that layers have made of the data's and the capture reads.
+        made: Edges that layers have made others of, and these, which the capture reads.
     """
     entries, edges = [], []
     for store in data.stores:
@@ -111,6 +111,7 @@ def data_watches(data: Any, made: Sequence[Tensor] = ()) -> list[Watch]:
     return [
         Watch([name for name, *_ in entries], TENSOR, read, (values, made, graphs)),
         Watch([name for name, _ in edges], edited, lambda: [str(version_of(tensor)) for _, tensor in edges]),
+        Watch(["edges of a layer"] * len(made), edited, lambda: [str(version_of(tensor)) for tensor in made]),
     ]
 
 

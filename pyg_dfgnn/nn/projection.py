@@ -162,7 +162,7 @@ def parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters |
             return None
         parameters: Any = layer._parameters
         weight, bias = parameters["weight"], parameters["bias"]
-        if weight.dtype is not dtype or (weights and weight.shape != weights[0].shape):
+        if weight.dtype is not dtype or weight.device != x.device or (weights and weight.shape != weights[0].shape):
             return None
         weights.append(weight)
         if bias is not None:

@@ -37,7 +37,7 @@ from pyg_dfgnn.dispatch.gemm import (
     weight_grad,
 )
 from pyg_dfgnn.dispatch.traversal import STORAGE
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import (
     Argument,
     Grid,
@@ -165,22 +165,26 @@ class _Projection(torch.autograd.Function):
     def forward(ctx: Any, rest: tuple[int | None, int, bool], x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         heads, count, ctx.twice = rest
         results, weights = _project(heads, x, tensors[:count], tensors[count:])
-        ctx.save_for_backward(x, *weights)
-        ctx.layers = tensors
+        # Weights that no gradient reads may be edited.
+        ctx.save_for_backward(x, *(weights if x.requires_grad else ()))
+        ctx.layers, ctx.unread = tensors, () if x.requires_grad else weights
         # A layer whose result nothing reads gets no gradient, rather than one of zeros.
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if ctx.twice and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _differentiable_gradients(ctx, grads)
+        if ctx.twice and not torch.compiler.is_compiling():
+            given = [grad for grad in grads if grad is not None]
+            if torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given):
+                return _differentiable_gradients(ctx, grads)
         return _projection_gradients(ctx, *grads)  # type: ignore[no-any-return]
 
 
 @once_differentiable
 def _projection_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
+    saved: list[Tensor] = [*ctx.saved_tensors, *ctx.unread]
+    x, weights = saved[0], saved[1:]
     count, layers = len(grads), ctx.layers
     used = [index for index, grad in enumerate(grads) if grad is not None]
     _, needs_x, *needed = ctx.needs_input_grad
@@ -200,12 +204,12 @@ def _projection_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 def _differentiable_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of a projection by torch's products, which have derivatives of their own."""
-    x, *weights = ctx.saved_tensors
-    flat = [None if grad is None else grad.flatten(1) for grad in grads]
-    of_x = [grad @ weight for grad, weight in zip(flat, weights, strict=True) if grad is not None]
-    of_weights = [None if grad is None else grad.t() @ x for grad in flat]
-    of_biases = [None if grad is None else grad.sum(0) for grad in flat] if len(ctx.layers) > len(weights) else []
+    """Return the gradients of undivided results by torch's products, which have derivatives of their own."""
+    saved: list[Tensor] = [*ctx.saved_tensors, *ctx.unread]
+    x, weights = saved[0], saved[1:]
+    of_x = [grad @ weight for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    of_weights = [None if grad is None else grad.t() @ x for grad in grads]
+    of_biases = [None if grad is None else grad.sum(0) for grad in grads] if len(ctx.layers) > len(weights) else []
     computed = [reduce(torch.add, of_x) if of_x else None, *of_weights, *of_biases]
     return None, *(grad if needed else None for grad, needed in zip(computed, ctx.needs_input_grad[1:], strict=True))
 

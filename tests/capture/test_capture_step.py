@@ -14,6 +14,7 @@ from torch_geometric.loader import DataLoader
 
 import pyg_dfgnn
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step, capture_step
+from pyg_dfgnn.capture.watch import data_watches
 from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, StaticGraph
 from pyg_dfgnn.models import GAT
@@ -354,6 +355,17 @@ def test_graphs_live_as_long_as_their_capture():
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+def test_edges_that_layers_have_made_others_of_are_not_to_be_edited():
+    data, edge_index = whole(), torch.tensor([[0, 1], [1, 0]])
+    watches = data_watches(data, [edge_index])
+    for watch in watches:
+        watch.check()
+    edge_index[0, 0] = 1
+    with pytest.raises(StaleError, match="'edges of a layer' needs the edges that were captured"):
+        for watch in watches:
+            watch.check()
+
+
 def test_groups_of_a_reduction_are_not_to_be_edited():
     data = whole()
     data.group, data.y = torch.arange(40) % 4, torch.randint(3, (4,))

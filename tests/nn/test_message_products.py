@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing, ResGatedGraphConv, TransformerConv
 
 import pyg_dfgnn
+from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
 from tests.kernels.emulated import emulated_device
@@ -20,17 +21,22 @@ pytestmark = [
 NODES, WIDTH = 9, 8
 
 
+def three(layer, x):
+    """The three results, one after the other."""
+    return [getattr(layer, name)(x) for name in "abc"]
+
+
 class Gated(MessagePassing):
-    """Three layers of one input, and one of another; `step` is called with each result of the three."""
+    """Three layers of one input, and one of another; `step` (layer, x) gives the three results."""
 
     def __init__(self, step=None, bias=True):
         super().__init__(aggr="add")
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3))
         self.last = nn.Linear(WIDTH, WIDTH)
-        self.step = step or (lambda name, layer, x: getattr(layer, name)(x))
+        self.step = step or three
 
     def forward(self, x, edge_index):
-        a, b, c = (self.step(name, self, x) for name in "abc")
+        a, b, c = self.step(self, x)
         return self.last(self.propagate(edge_index, a=a, b=b, c=c))
 
     def message(self, a_i, b_j, c_j):
@@ -107,7 +113,7 @@ def test_the_drop_in_of_res_gated_has_one_product(launched):
 
 
 def test_layers_of_other_tensors_are_left_alone(launched):
-    check(Gated(lambda name, layer, x: getattr(layer, name)(x + 0)), launched, 0)
+    check(Gated(lambda layer, x: [getattr(layer, name)(x + 0) for name in "abc"]), launched, 0)
 
 
 def test_many_layers_and_two_inputs(launched):
@@ -126,39 +132,163 @@ def test_many_layers_and_two_inputs(launched):
     check(Many(), launched, 1)
 
 
-def add_to_the_result(name, layer, x):
-    return getattr(layer, name)(x).mul_(2).relu_()
+def edit_results(layer, x):
+    return [rows.mul_(2).relu_() for rows in three(layer, x)]
 
 
-def edit_the_input(name, layer, x):
-    rows = getattr(layer, name)(x)
+def without_gradient(layer, x):
     with torch.no_grad():
-        x.mul_(1.0)
-    return rows
+        b = layer.b(x)
+    return layer.a(x), b, layer.c(x)
 
 
-def edit_a_weight(name, layer, x):
-    rows = getattr(layer, name)(x)
+def with_autocast_for_one(layer, x):
+    a = layer.a(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype is torch.float32):
+        b = layer.b(x)
+    assert b.dtype is (torch.bfloat16 if x.dtype is torch.float32 else x.dtype)
+    return a, b.detach().to(x.dtype) * 0, layer.c(x)
+
+
+def clamp_through_data(layer, x):
+    results = []
+    for name in "abc":
+        linear = getattr(layer, name)
+        linear.weight.data.mul_(1.25)
+        results.append(linear(x))
+        linear.weight.data.div_(1.25)
+    return results
+
+
+def checkpoint_one(layer, x):
+    return layer.a(x), checkpoint(lambda x: layer.b(x).relu() * 2, x, use_reentrant=False), layer.c(x)
+
+
+def freeze_one(layer, x):
+    layer.c.requires_grad_(False)
+    results = three(layer, x)
+    layer.c.requires_grad_(True)
+    assert results[0].requires_grad
+    return results
+
+
+def differentiate_one(layer, x):
+    a, b, c = three(layer, x)
+    (grad,) = torch.autograd.grad(a.square().sum(), x)
+    return a.detach() + grad, b, c
+
+
+def keep_one(layer, x):
+    results = three(layer, x)
+    layer.kept = results[0]
+    return results
+
+
+# What a forward does -> how many products its three layers of one input have.
+STEPS = {
+    edit_results: 1,
+    without_gradient: 1,
+    with_autocast_for_one: 0,
+    clamp_through_data: 0,
+    checkpoint_one: 0,
+    freeze_one: 0,
+    differentiate_one: 0,
+    keep_one: 0,
+}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_what_users_do(step, launched):
+    check(Gated(step), launched, STEPS[step])
+
+
+class TwoResults(Gated):
+    """Each result has a backward pass of its own."""
+
+    def forward(self, x, edge_index):
+        return self.a(x), self.b(x)
+
+
+def test_results_that_are_differentiated_one_by_one(launched):
+    layer = TwoResults()
+    compiled, upstream = pyg_dfgnn.accelerate(copy.deepcopy(layer)), layer.double()
+    for _ in range(3):
+        for module, dtype in ((compiled, torch.float32), (upstream, torch.float64)):
+            for out in module(features(dtype).detach(), edges()):
+                out.sum().backward()
+        named = {name: (p.grad, q.grad) for (name, p), q in zip(compiled.named_parameters(), upstream.parameters())}
+        assert_all_close({name: pair for name, pair in named.items() if None not in pair}, op="gemm")
+
+
+def test_a_hook_of_a_parameter_is_called_as_without_us(launched):
+    def forward(layer, x):
+        a, b, c = three(layer, x)
+        return a, b * 0 + a, c
+
+    layer = Gated(forward)
+    seen = []
+    for module in (pyg_dfgnn.accelerate(copy.deepcopy(layer)), layer):
+        module.b.weight.register_hook(lambda grad, module=module: seen.append((module is layer, grad is None)))
+        for _ in range(3):
+            outputs_and_gradients(module, features())
+    assert seen == [(False, False)] * 3 + [(True, False)] * 3
+    assert launched.count("gemm_forward") == 0
+
+
+def test_parameters_elsewhere_that_a_branch_leaves_out(launched):
+    def forward(layer, x):
+        return layer.a(x), x if layer.leaves_out else layer.b(x), layer.c(x)
+
+    layer = Gated(forward)
+    layer.leaves_out = False
+    compiled = check(layer, launched, 1)
+    compiled.leaves_out = True
+    compiled.b.to("meta")
+    outputs_and_gradients(compiled, features())
+
+
+def test_modes_of_torch_see_each_product(launched):
+    compiled = check(Gated(), launched, 1)
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        compiled(features(), edges())
+    assert seen.count(nn.functional.linear) >= 4
+
+
+def test_batched_gradients_of_a_projection(launched):
+    x, weight = features(), torch.randn(12, WIDTH, requires_grad=True)
+    grads = torch.randn(5, NODES, 12)
+    out = gemm.linear(x, weight)
+    apart = [torch.autograd.grad(out, [x, weight], grad, retain_graph=True) for grad in grads]
+    batched = torch.vmap(lambda grad: torch.autograd.grad(out, [x, weight], grad, retain_graph=True))(grads)
+    again = torch.autograd.grad(out, [x, weight], grads, is_grads_batched=True, create_graph=True)
+    for together, other, others in zip(batched, again, zip(*apart, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.stack(others))
+        torch.testing.assert_close(other, torch.stack(others))
+
+
+def edit_a_weight(layer, x):
+    a = layer.a(x)
     with torch.no_grad():
-        layer.b.bias.add_(1.0 if name == "a" else 0.0)
-        layer.b.bias.sub_(0.0 if name == "a" else 1.0 if name == "b" else 0.0)
-    return rows
+        layer.b.bias.add_(1.0)
+    b = layer.b(x)
+    with torch.no_grad():
+        layer.b.bias.sub_(1.0)
+    return a, b, layer.c(x)
 
 
-def replace_a_weight(name, layer, x):
-    if name == "c":
-        layer.c.weight = nn.Parameter(layer.c.weight.detach() * 1.0)
-    return getattr(layer, name)(x)
-
-
-def without_gradient(name, layer, x):
-    with torch.set_grad_enabled(name != "b"):
-        return getattr(layer, name)(x)
-
-
-@pytest.mark.parametrize("step", [add_to_the_result, without_gradient])
-def test_what_users_do_with_results(step, launched):
-    check(Gated(step), launched, 1)
+def replace_a_weight(layer, x):
+    a, b = layer.a(x), layer.b(x)
+    weight = layer.c.weight * 1.0
+    del layer.c.weight
+    layer.c.weight = nn.Parameter(weight)
+    return a, b, layer.c(x)
 
 
 @pytest.mark.parametrize("step", [edit_a_weight, replace_a_weight])
@@ -166,7 +296,7 @@ def test_a_changed_parameter_is_seen(step, launched):
     layer = Gated(step)
     compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
     upstream = copy.deepcopy(layer).double()
-    for _ in range(3):
+    for _ in range(4):
         with torch.no_grad():
             actual, expected = compiled(features(), edges()), upstream(features(torch.float64), edges())
         assert_all_close({"out": (actual, expected)}, op="gemm")
@@ -175,8 +305,8 @@ def test_a_changed_parameter_is_seen(step, launched):
 def test_an_edited_input_is_seen(launched):
     """Without gradients, since torch refuses to differentiate after such an edit."""
 
-    def step(name, layer, x):
-        return getattr(layer, name)(x if name == "a" else x.add_(1.0))
+    def step(layer, x):
+        return layer.a(x), layer.b(x.add_(1.0)), layer.c(x.add_(1.0))
 
     layer = Gated(step)
     compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
@@ -190,8 +320,8 @@ def test_an_edited_input_is_seen(launched):
 def test_a_branch_that_leaves_a_layer_out(launched):
     """The layer has no gradient, as without us, and computes its own once it is called again."""
 
-    def step(name, layer, x):
-        return x if name == "c" and layer.leaves_out else getattr(layer, name)(x)
+    def step(layer, x):
+        return layer.a(x), layer.b(x), x if layer.leaves_out else layer.c(x)
 
     layer = Gated(step)
     layer.leaves_out = False

@@ -80,13 +80,23 @@ def test_gradients_that_are_not_wanted(most, monkeypatch):
 
 @pytest.mark.parametrize("edited", ["input", "weight"])
 def test_an_edit_after_the_forward_pass_is_noticed(edited):
-    layers, x = [Linear(8, 12) for _ in range(2)], torch.randn(9, 8)
+    layers, x = [Linear(8, 12) for _ in range(2)], torch.randn(9, 8, requires_grad=True)
     with emulated_device():
         out = project(x, 2, *layers)
     with torch.no_grad():
         (x if edited == "input" else layers[0].weight).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out[0].sum().backward()
+
+
+def test_a_weight_that_no_gradient_reads_may_be_edited():
+    layers, x = [Linear(8, 12) for _ in range(2)], torch.randn(9, 8)
+    with emulated_device():
+        out = project(x, 2, *layers)
+        with torch.no_grad():
+            layers[0].weight.mul_(2)
+        out[0].sum().backward()
+    torch.testing.assert_close(layers[0].weight.grad, x.sum(0).expand(12, 8))
 
 
 def test_what_is_called_layer_by_layer(products):

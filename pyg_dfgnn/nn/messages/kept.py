@@ -3,8 +3,8 @@
 Such a function launches a dozen kernels and waits for the device, and it returns new tensors each time, whose graph is
 found by another wait. While the forward of a compiled layer runs, stand-ins take the place of those that it names. They
 return the very tensors of an earlier call for as long as its arguments live unchanged. Of a norm whose weights are
-learnt or new, the edges with self-loops are kept and the weights are computed anew. So they are in a CUDA graph of
-edges that stay as they are; in other captures PyG's functions run.
+learnt or new, the edges with self-loops are kept and the weights are computed anew. A CUDA graph reads what is kept of
+edges that stay as they are; while another is captured PyG's functions run.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def edges_stay(do_they: bool) -> Iterator[list[Tensor]]:
     """Say whether the edges stay of what this thread captures in the block: no replay follows an edit of them.
 
     Yields:
-        What the capture reads of what is kept, which is to live as long.
+        Edges of which the capture reads what is kept, and that: to live as long, and not to be edited.
     """
-    read = list[Tensor]()
+    before, read = _capture.read, list[Tensor]()
     _capture.read = read if do_they else None
     try:
         yield read
     finally:
-        _capture.read = None
+        _capture.read = before
 
 
 def names_of(forward: Any) -> list[str]:
@@ -165,7 +165,7 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
         parts, _ = made.derived(_MADE, make)
         _kept.put(key, tensors, versions, made)
     if _capture.read is not None:
-        _capture.read += [part for part, _ in seen]
+        _capture.read += [*tensors, *(part for part, _ in seen)]
     return tuple(given[part] if type(part) is int else part for part in parts)
 
 

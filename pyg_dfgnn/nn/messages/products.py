@@ -2,37 +2,47 @@
 
 Which layers a forward calls with one tensor its first call tells. From then on the first of them asks for the product
 with all weights (:func:`pyg_dfgnn.ops.gemm.project`), and each other finds its result there: one node of autograd, one
-launch for the results, and one for each kind of gradients. What is there is used only if the layer's input, parameters
-and the state of torch are what they were; else the layer computes its own.
+launch for the results, and one for each kind of gradients. A result is taken only by the call that would compute it
+from the same tensors, unedited, in the same state of torch. Layers whose code could edit a tensor behind the back of
+its version counter, or differentiate in parts, are left as they are.
 """
 
 from __future__ import annotations
 
+import dis
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
+from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
 from pyg_dfgnn.nn.messages.owned import OfLayers
+from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.projection import parameters_of
 from pyg_dfgnn.ops import gemm
-from pyg_dfgnn.ops.eager import is_plain
+from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.settings import current
 
+_UNSEEN = frozenset(
+    "data numpy storage untyped_storage data_ptr set_ to_dlpack from_dlpack autograd backward grad retain_grad detach "
+    "register_hook requires_grad_ checkpoint apply eval exec globals".split()
+)
+"""Names in code that may edit tensors unseen by their version counters, or ask for gradients of a part of a forward."""
 Group = list["weakref.ref[KernelLinear]"]
 
 
 @dataclass
 class _Known:
-    """What is known of a layer's forward.
+    """What is known of a layer's forward, in training or in evaluation.
 
     Attributes:
         is_learnt: Whether a call of it has been watched.
@@ -43,26 +53,56 @@ class _Known:
     groups: dict[int, Group] = field(default_factory=dict)
 
 
+@dataclass
+class _Layer:
+    """What is kept for a layer.
+
+    Attributes:
+        shows_edits: Whether version counters show all that its forward does to tensors; None before anybody has asked.
+        known: What is known of its forward, by whether it trains.
+    """
+
+    shows_edits: bool | None = None
+    known: dict[bool, _Known] = field(default_factory=lambda: {True: _Known(), False: _Known()})
+
+
+_of_layers = OfLayers(_Layer)
+
+
 class _Ready(NamedTuple):
     """A result that no layer has asked for yet, and what it was made of."""
 
     result: Tensor
     linear: KernelLinear
     x: Tensor
-    made_of: tuple[Any, ...]
+    state: tuple[Any, ...]
+    tensors: tuple[Tensor | None, ...]
+    facts: list[tuple[Any, ...]]
+
+    @staticmethod
+    def of(result: Tensor, linear: KernelLinear, x: Tensor) -> _Ready:
+        tensors = _tensors(linear, x)
+        return _Ready(result, linear, x, _state(x), tensors, _facts(tensors))
 
     @property
     def is_current(self) -> bool:
-        return _made_of(self.linear, self.x) == self.made_of
+        tensors = _tensors(self.linear, self.x)
+        same = len(tensors) == len(self.tensors) and all(new is old for new, old in zip(tensors, self.tensors))
+        return same and _facts(tensors) == self.facts and _state(self.x) == self.state and _may_join(self.x)
 
 
-def _made_of(linear: KernelLinear, x: Tensor) -> tuple[Any, ...]:
-    """Return what the result of a layer depends on, as numbers that a change changes."""
-    tensors = (x, *linear._parameters.values())
-    return torch.is_grad_enabled(), *((id(t), t._version) for t in tensors if t is not None)
+def _tensors(linear: KernelLinear, x: Tensor) -> tuple[Tensor | None, ...]:
+    return x, *linear._parameters.values()
 
 
-_of_layers = OfLayers(_Known)
+def _facts(tensors: Sequence[Tensor | None]) -> list[tuple[Any, ...]]:
+    return [(t._version, t.data_ptr(), t.requires_grad, t.dtype, t.shape) for t in tensors if t is not None]
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    """Return the state of torch that a product depends on."""
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream
 
 
 class _Forward:
@@ -79,21 +119,18 @@ class _Forward:
         if ready is not None:
             return ready.result if ready.is_current else None
         if not self.known.is_learnt:
-            if is_plain(x) and not x.is_inference():
+            if is_plain(x) and not x.is_inference() and not x.is_meta:
                 self.calls.append((linear, x, x._version))
             return None
         layers = self._group(linear)
         if len(layers) < 2 or not _may_join(x):
             return None
         parameters = parameters_of(x, layers)
-        if parameters is None:
+        if parameters is None or not _are_alike(parameters[0], parameters[1]):
             return None
-        weights, biases, _ = parameters
-        if any(tensor.is_inference() for tensor in (*weights, *biases)):
-            return None
-        first, *others = gemm.project(x, weights, biases, twice=True)
+        first, *others = gemm.project(x, parameters[0], parameters[1], twice=True)
         for layer, result in zip(layers[1:], others, strict=True):
-            self.ready[id(layer), id(x)] = _Ready(result, layer, x, _made_of(layer, x))
+            self.ready[id(layer), id(x)] = _Ready.of(result, layer, x)
         return first
 
     def _group(self, linear: KernelLinear) -> list[KernelLinear]:
@@ -102,10 +139,11 @@ class _Forward:
         layers = [layer for reference in group if (layer := reference()) is not None]
         return layers if layers and layers[0] is linear else []
 
-    def close(self) -> None:
-        """Learn from a forward that has returned."""
-        if not self.known.is_learnt:
-            self.known.is_learnt, self.known.groups = True, _groups(self.calls)
+    def close(self, returned: Any) -> None:
+        """Learn from a forward that has returned this; the parts of a tuple may be differentiated one by one."""
+        if not self.known.is_learnt and self.calls:
+            self.known.is_learnt = True
+            self.known.groups = _groups(self.calls) if isinstance(returned, Tensor) else {}
         for ready in self.ready.values():
             # Another branch was taken: its layers compute their own from now on.
             for group in self.known.groups.values():
@@ -133,22 +171,77 @@ def _may_join(x: Any) -> bool:
     """Return whether one product for several layers takes their place unseen, and is faster."""
     if not is_plain(x) or x.dim() != 2 or not (x.is_cuda or x.device.type in fused_device_types):
         return False
-    # A checkpoint counts what is saved, in the first call as in later ones.
+    # A checkpoint counts what is saved, in the first call as in later ones. A mode may change what a product is.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
+        return False
+    if not is_eager() or torch._C._len_torch_function_stack():
         return False
     return not (x.is_inference() or x.is_neg() or torch.is_autocast_enabled(x.device.type))
 
 
-@contextmanager
-def watching(layer: torch.nn.Module) -> Iterator[None]:
-    """Let linear layers that the forward of a compiled layer calls with one tensor share their product."""
-    if not current().compile_messages:
-        yield
-        return
-    before, forward = watch.result, _Forward(_of_layers.of(layer))
+def _are_alike(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+    """Return whether all parameters get gradients, if any does, which nothing looks at before they are added up."""
+    tensors = (*weights, *biases)
+    if any(t.is_inference() or t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors):
+        return False
+    return not torch.is_grad_enabled() or all(t.requires_grad for t in tensors)
+
+
+def _functions(layer: Any) -> Iterator[FunctionType]:
+    """Yield the functions of users that a forward may call: the layer's own, those it holds, and helpers of these."""
+    bases = type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]
+    traced = {name for steps in STEPS.values() for name in steps}
+    waiting: list[Any] = [base.__dict__["forward"] for base in bases if "forward" in base.__dict__]
+    waiting += [type(module).forward for module in layer.modules() if module is not layer]
+    found: dict[int, FunctionType] = {}
+    while waiting:
+        function = original(waiting.pop())
+        function = getattr(function, "__func__", getattr(function, "__wrapped__", function))
+        if not isinstance(function, FunctionType) or id(function) in found:
+            continue
+        found[id(function)] = function
+        if is_of_libraries(function.__code__.co_filename) and not any(function in vars(b).values() for b in bases):
+            continue
+        yield function
+        for name in {n for code in _codes(function) for n in code.co_names} - traced:
+            waiting += [base.__dict__[name] for base in bases if name in base.__dict__]
+            waiting += [table[name] for table in (layer.__dict__, function.__globals__) if name in table]
+        waiting += [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def _codes(function: FunctionType) -> Iterator[Any]:
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, type(code))]
+
+
+def _hides_edits(function: FunctionType) -> bool:
+    """Return whether a function names what edits tensors unseen, or leaves a value in an object other than None."""
+    for code in _codes(function):
+        if not _UNSEEN.isdisjoint(code.co_names):
+            return True
+        steps = list(dis.get_instructions(code))
+        for place, step in enumerate(steps):
+            value = steps[place - 2] if place >= 2 else step
+            if step.opname == "STORE_ATTR" and not (value.opname == "LOAD_CONST" and value.argval is None):
+                return True
+    return False
+
+
+def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a compiled layer; linear layers that it calls with one tensor share their product."""
+    kept = _of_layers.of(layer)
+    if kept.shows_edits is None:
+        kept.shows_edits = not any(map(_hides_edits, _functions(layer)))
+    if not current().compile_messages or not kept.shows_edits:
+        return run(*args, **kwargs)
+    before, forward = watch.result, _Forward(kept.known[layer.training])
     watch.result = forward.result
     try:
-        yield
-        forward.close()
+        returned = run(*args, **kwargs)
+        forward.close(returned)
+        return returned
     finally:
         watch.result = before

@@ -167,8 +167,8 @@ def _pyg_dfgnn_plan(
 
 
 METHODS = (_pyg_dfgnn_wanted, _pyg_dfgnn_plan)
-"""Methods, by their own names, of classes of compiled layers: a module may be the object of a constant function, while
-torch 2.11 takes none as an argument.
+"""Methods, by their own names, of classes of compiled layers. Of a function that is marked constant, torch 2.11 takes a
+module as `self` and not as an argument.
 """
 
 
