@@ -13,8 +13,10 @@ import dis
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FunctionType
+from inspect import unwrap
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -195,8 +197,11 @@ def _functions(layer: Any) -> Iterator[FunctionType]:
     waiting += [type(module).forward for module in layer.modules() if module is not layer]
     found: dict[int, FunctionType] = {}
     while waiting:
-        function = original(waiting.pop())
-        function = getattr(function, "__func__", getattr(function, "__wrapped__", function))
+        function = waiting.pop()
+        if isinstance(function, (MethodType, classmethod, staticmethod)):
+            function = function.__func__
+        if isinstance(function, FunctionType):
+            function = unwrap(original(function))
         if not isinstance(function, FunctionType) or id(function) in found:
             continue
         found[id(function)] = function
@@ -206,7 +211,10 @@ def _functions(layer: Any) -> Iterator[FunctionType]:
         for name in {n for code in _codes(function) for n in code.co_names} - traced:
             waiting += [base.__dict__[name] for base in bases if name in base.__dict__]
             waiting += [table[name] for table in (layer.__dict__, function.__globals__) if name in table]
-        waiting += [cell.cell_contents for cell in function.__closure__ or ()]
+        for cell in function.__closure__ or ():
+            # A name may have no value yet.
+            with suppress(ValueError):
+                waiting.append(cell.cell_contents)
 
 
 def _codes(function: FunctionType) -> Iterator[Any]:
