@@ -150,6 +150,9 @@ def parameters_of(x: Tensor, layers: Sequence[torch.nn.Module]) -> _Parameters |
     """
     if not is_eager() or not is_plain(x) or x.layout is not torch.strided or _has_any_global_hook():
         return None
+    # Gradients of complex numbers are conjugate.
+    if not x.is_floating_point():
+        return None
     cast = None
     dtype: torch.dtype | None = x.dtype
     if torch.is_autocast_enabled(x.device.type):

@@ -1,7 +1,9 @@
 """Linear layers that the forward of a compiled layer calls with one tensor: one product, as if each made its own."""
 
 import copy
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing, ResGatedGraphConv, TransformerConv
 
 import pyg_dfgnn
+from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu.loader import compiler
@@ -27,20 +30,32 @@ def three(layer, x):
 
 
 class Gated(MessagePassing):
-    """Three layers of one input, and one of another; `step` (layer, x) gives the three results."""
+    """Three layers of one input, and one of another."""
 
-    def __init__(self, step=None, bias=True):
+    def __init__(self, bias=True):
         super().__init__(aggr="add")
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3))
         self.last = nn.Linear(WIDTH, WIDTH)
-        self.step = step or three
+
+    def forward(self, x, edge_index):
+        a = self.a(x)
+        a *= 2
+        return self.last(self.propagate(edge_index, a=a, b=self.b(x).relu(), c=self.c(x).view(-1, WIDTH)))
+
+    def message(self, a_i, b_j, c_j):
+        return torch.sigmoid(a_i + b_j) * c_j
+
+
+class Stepped(Gated):
+    """`step` (layer, x) gives the three results: what it does to tensors is not known."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
 
     def forward(self, x, edge_index):
         a, b, c = self.step(self, x)
         return self.last(self.propagate(edge_index, a=a, b=b, c=c))
-
-    def message(self, a_i, b_j, c_j):
-        return torch.sigmoid(a_i + b_j) * c_j
 
 
 class MyTransformer(TransformerConv):
@@ -113,7 +128,11 @@ def test_the_drop_in_of_res_gated_has_one_product(launched):
 
 
 def test_layers_of_other_tensors_are_left_alone(launched):
-    check(Gated(lambda layer, x: [getattr(layer, name)(x + 0) for name in "abc"]), launched, 0)
+    class Copies(Gated):
+        def forward(self, x, edge_index):
+            return self.last(self.propagate(edge_index, a=self.a(x + 0), b=self.b(x + 0), c=self.c(x + 0)))
+
+    check(Copies(), launched, 0)
 
 
 def test_many_layers_and_two_inputs(launched):
@@ -124,7 +143,7 @@ def test_many_layers_and_two_inputs(launched):
 
         def forward(self, x, edge_index):
             y = x.tanh()
-            first, second, third = (layer(x) for layer in self.more)
+            first, second, third = self.more[0](x), self.more[1](x), self.more[2](x)
             a, b, c = self.a(x), self.b(x) + self.b(y), self.c(x) + self.last(y)
             return self.propagate(edge_index, a=a * first, b=b * second, c=c + third)
 
@@ -184,22 +203,37 @@ def keep_one(layer, x):
     return results
 
 
-# What a forward does -> how many products its three layers of one input have.
-STEPS = {
-    edit_results: 1,
-    without_gradient: 1,
-    with_autocast_for_one: 0,
-    clamp_through_data: 0,
-    checkpoint_one: 0,
-    freeze_one: 0,
-    differentiate_one: 0,
-    keep_one: 0,
-}
+STEPS = [
+    edit_results,
+    without_gradient,
+    with_autocast_for_one,
+    clamp_through_data,
+    checkpoint_one,
+    freeze_one,
+    differentiate_one,
+    keep_one,
+]
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_what_users_do(step, launched):
-    check(Gated(step), launched, STEPS[step])
+    """Code that is not known has single products."""
+    check(Stepped(step), launched, 0)
+
+
+class Branch(Gated):
+    """Leaves one layer out, or none."""
+
+    leaves = ""
+
+    def __init__(self):
+        super().__init__()
+        self.leaves = ""
+
+    def forward(self, x, edge_index):
+        b = x if self.leaves == "b" else self.b(x)
+        c = x if self.leaves == "c" else self.c(x)
+        return self.last(self.propagate(edge_index, a=self.a(x), b=b, c=c))
 
 
 class TwoResults(Gated):
@@ -220,31 +254,68 @@ def test_results_that_are_differentiated_one_by_one(launched):
         assert_all_close({name: pair for name, pair in named.items() if None not in pair}, op="gemm")
 
 
-def test_a_hook_of_a_parameter_is_called_as_without_us(launched):
-    def forward(layer, x):
-        a, b, c = three(layer, x)
-        return a, b * 0 + a, c
-
-    layer = Gated(forward)
-    seen = []
-    for module in (pyg_dfgnn.accelerate(copy.deepcopy(layer)), layer):
-        module.b.weight.register_hook(lambda grad, module=module: seen.append((module is layer, grad is None)))
-        for _ in range(3):
-            outputs_and_gradients(module, features())
-    assert seen == [(False, False)] * 3 + [(True, False)] * 3
-    assert launched.count("gemm_forward") == 0
+def test_parameters_with_hooks_and_frozen_ones(launched):
+    """Single products, whose hooks are called, and whose results need gradients, as without us."""
+    compiled, seen = check(Gated(), launched, 1), []
+    hook = compiled.b.weight.register_hook(seen.append)
+    launched.clear()
+    outputs_and_gradients(compiled, features())
+    assert "gemm_forward" not in launched and len(seen) == 1
+    hook.remove()
+    compiled.c.requires_grad_(False)
+    outputs_and_gradients(compiled, features())
+    assert "gemm_forward" not in launched
 
 
 def test_parameters_elsewhere_that_a_branch_leaves_out(launched):
-    def forward(layer, x):
-        return layer.a(x), x if layer.leaves_out else layer.b(x), layer.c(x)
-
-    layer = Gated(forward)
-    layer.leaves_out = False
-    compiled = check(layer, launched, 1)
-    compiled.leaves_out = True
-    compiled.b.to("meta")
+    compiled = check(Branch(), launched, 1)
+    compiled.leaves = "c"
+    compiled.c.to("meta")
     outputs_and_gradients(compiled, features())
+
+
+def test_complex_numbers(launched):
+    layer = Gated().to(torch.complex128)
+    layer.message = lambda a_i, b_j, c_j: a_i * b_j + c_j
+    compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
+    x = torch.randn(NODES, WIDTH, dtype=torch.complex128)
+    for _ in range(3):
+        grads = []
+        for module in (compiled, layer):
+            rows = [getattr(module, name)(x) for name in "abc"]
+            grads.append(torch.autograd.grad(sum(rows).abs().sum(), [module.a.weight, module.c.weight]))
+        for own, other in zip(*grads, strict=True):
+            torch.testing.assert_close(own, other)
+    projected = project(x, None, compiled.a, compiled.b)
+    assert all(torch.equal(rows, layer_of(x)) for rows, layer_of in zip(projected, (layer.a, layer.b)))
+
+
+class Shaped(Gated):
+    """Holds, and its module has, what its forward does not name."""
+
+    SCALES = np.array([1.0, 2.0])
+
+    def __init__(self):
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+        self.thing = Mock(spec=three)
+
+
+def test_what_a_forward_does_not_name_does_not_matter(launched):
+    check(Shaped(), launched, 1)
+
+
+def test_a_forward_that_returns_several_results_later(launched):
+    class Later(Gated):
+        def __init__(self):
+            super().__init__()
+            self.returns = 1
+
+        def forward(self, x, edge_index):
+            out = super().forward(x, edge_index)
+            return out if self.returns == 1 else (out, self.c(x))
+
+    check(Later(), launched, 0)
 
 
 def test_modes_of_torch_see_each_product(launched):
@@ -293,7 +364,7 @@ def replace_a_weight(layer, x):
 
 @pytest.mark.parametrize("step", [edit_a_weight, replace_a_weight])
 def test_a_changed_parameter_is_seen(step, launched):
-    layer = Gated(step)
+    layer = Stepped(step)
     compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
     upstream = copy.deepcopy(layer).double()
     for _ in range(4):
@@ -308,7 +379,7 @@ def test_an_edited_input_is_seen(launched):
     def step(layer, x):
         return layer.a(x), layer.b(x.add_(1.0)), layer.c(x.add_(1.0))
 
-    layer = Gated(step)
+    layer = Stepped(step)
     compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
     for _ in range(3):
         with torch.no_grad():
@@ -320,18 +391,14 @@ def test_an_edited_input_is_seen(launched):
 def test_a_branch_that_leaves_a_layer_out(launched):
     """The layer has no gradient, as without us, and computes its own once it is called again."""
 
-    def step(layer, x):
-        return layer.a(x), layer.b(x), x if layer.leaves_out else layer.c(x)
-
-    layer = Gated(step)
-    layer.leaves_out = False
+    layer = Branch()
     compiled = check(layer, launched, 1)
-    for leaves_out in (True, True, False):
-        layer.leaves_out = compiled.leaves_out = leaves_out
+    for leaves in ("c", "c", ""):
+        layer.leaves = compiled.leaves = leaves
         actual = outputs_and_gradients(compiled, features())
         expected = outputs_and_gradients(copy.deepcopy(layer).double(), features(torch.float64))
         compiled.zero_grad(set_to_none=True)
-        assert actual.keys() == expected.keys() and ("c.weight" in actual) is not leaves_out
+        assert actual.keys() == expected.keys() and ("c.weight" in actual) is (leaves == "")
         assert_all_close({name: (actual[name], expected[name]) for name in expected}, op="gemm")
 
 

@@ -3,8 +3,8 @@
 Which layers a forward calls with one tensor its first call tells. From then on the first of them asks for the product
 with all weights (:func:`pyg_dfgnn.ops.gemm.project`), and each other finds its result there: one node of autograd, one
 launch for the results, and one for each kind of gradients. A result is taken only by the call that would compute it
-from the same tensors, unedited, in the same state of torch. Layers whose code could edit a tensor behind the back of
-its version counter, or differentiate in parts, are left as they are.
+from the same tensors, unedited, in the same state of torch. Layers whose code might edit a tensor behind the back of
+its version counter, or differentiate in parts, are left as they are: all but PyG's and those that name what is known.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import dis
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from inspect import unwrap
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
@@ -34,11 +31,16 @@ from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.settings import current
 
-_UNSEEN = frozenset(
-    "data numpy storage untyped_storage data_ptr set_ to_dlpack from_dlpack autograd backward grad retain_grad detach "
-    "register_hook requires_grad_ checkpoint apply eval exec globals".split()
+_SAFE = frozenset(
+    "Tensor torch F nn functional math isinstance len range int float bool tuple list zip size dim shape dtype device "
+    "view reshape flatten unflatten unsqueeze squeeze transpose permute t chunk split unbind cat stack "
+    "expand sum mean sqrt exp log abs clamp softmax relu gelu silu elu leaky_relu sigmoid tanh softplus dropout "
+    "layer_norm normalize training to add sub mul div matmul".split()
 )
-"""Names in code that may edit tensors unseen by their version counters, or ask for gradients of a part of a forward."""
+"""Names that a user's forward may have besides those of its numbers, tensors and layers of torch and PyG."""
+_PLAIN = (int, float, bool, str, type(None), Tensor, torch.nn.Parameter)
+_LIBRARIES = ("torch", "torch_geometric", "pyg_dfgnn")
+_REFUSED = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR", "YIELD_VALUE", "LOAD_DEREF")
 Group = list["weakref.ref[KernelLinear]"]
 
 
@@ -60,11 +62,11 @@ class _Layer:
     """What is kept for a layer.
 
     Attributes:
-        shows_edits: Whether version counters show all that its forward does to tensors; None before anybody has asked.
+        shows_all: Whether its forward does nothing unseen; None before anybody has asked.
         known: What is known of its forward, by whether it trains.
     """
 
-    shows_edits: bool | None = None
+    shows_all: bool | None = None
     known: dict[bool, _Known] = field(default_factory=lambda: {True: _Known(), False: _Known()})
 
 
@@ -119,7 +121,10 @@ class _Forward:
         """Return the result of a linear layer; None where it is to compute its own."""
         ready = self.ready.pop((id(linear), id(x)), None)
         if ready is not None:
-            return ready.result if ready.is_current else None
+            if ready.is_current:
+                return ready.result
+            self._leave_out(linear)
+            return None
         if not self.known.is_learnt:
             if is_plain(x) and not x.is_inference() and not x.is_meta:
                 self.calls.append((linear, x, x._version))
@@ -145,11 +150,16 @@ class _Forward:
         """Learn from a forward that has returned this; the parts of a tuple may be differentiated one by one."""
         if not self.known.is_learnt and self.calls:
             self.known.is_learnt = True
-            self.known.groups = _groups(self.calls) if isinstance(returned, Tensor) else {}
+            self.known.groups = _groups(self.calls)
+        if not isinstance(returned, Tensor):
+            self.known.groups = {}
+        # Another branch was taken: its layers compute their own from now on.
         for ready in self.ready.values():
-            # Another branch was taken: its layers compute their own from now on.
-            for group in self.known.groups.values():
-                group[:] = [reference for reference in group if reference() is not ready.linear]
+            self._leave_out(ready.linear)
+
+    def _leave_out(self, linear: KernelLinear) -> None:
+        for group in self.known.groups.values():
+            group[:] = [reference for reference in group if reference() is not linear]
 
 
 def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
@@ -171,7 +181,12 @@ def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
 
 def _may_join(x: Any) -> bool:
     """Return whether one product for several layers takes their place unseen, and is faster."""
-    if not is_plain(x) or x.dim() != 2 or not (x.is_cuda or x.device.type in fused_device_types):
+    if (
+        not is_plain(x)
+        or x.dim() != 2
+        or not x.is_floating_point()
+        or not (x.is_cuda or x.device.type in fused_device_types)
+    ):
         return False
     # A checkpoint counts what is saved, in the first call as in later ones. A mode may change what a product is.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
@@ -189,61 +204,69 @@ def _are_alike(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
     return not torch.is_grad_enabled() or all(t.requires_grad for t in tensors)
 
 
-def _functions(layer: Any) -> Iterator[FunctionType]:
-    """Yield the functions of users that a forward may call: the layer's own, those it holds, and helpers of these."""
-    bases = type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]
-    traced = {name for steps in STEPS.values() for name in steps}
-    waiting: list[Any] = [base.__dict__["forward"] for base in bases if "forward" in base.__dict__]
-    waiting += [type(module).forward for module in layer.modules() if module is not layer]
-    found: dict[int, FunctionType] = {}
-    while waiting:
-        function = waiting.pop()
-        if isinstance(function, (MethodType, classmethod, staticmethod)):
-            function = function.__func__
-        if isinstance(function, FunctionType):
-            function = unwrap(original(function))
-        if not isinstance(function, FunctionType) or id(function) in found:
-            continue
-        found[id(function)] = function
-        if is_of_libraries(function.__code__.co_filename) and not any(function in vars(b).values() for b in bases):
-            continue
-        yield function
-        for name in {n for code in _codes(function) for n in code.co_names} - traced:
-            waiting += [base.__dict__[name] for base in bases if name in base.__dict__]
-            waiting += [table[name] for table in (layer.__dict__, function.__globals__) if name in table]
-        for cell in function.__closure__ or ():
-            # A name may have no value yet.
-            with suppress(ValueError):
-                waiting.append(cell.cell_contents)
+def _shows_all(layer: Any) -> bool:
+    """Return whether nothing in a forward could edit tensors unseen, keep results, or differentiate in parts.
+
+    That is so of the forwards of PyG, and of those that name nothing but what is known; their layers are of torch, PyG
+    and this package.
+    """
+    forward = original(type(layer).forward)
+    if type(forward) is not FunctionType or "forward" in layer.__dict__:
+        return False
+    modules = [module for module in layer.modules() if module is not layer]
+    if any(_library(type(module)) not in _LIBRARIES or "forward" in module.__dict__ for module in modules):
+        return False
+    if forward.__module__.partition(".")[0] == "torch_geometric":
+        return is_of_libraries(forward.__code__.co_filename)
+    return all(_is_known(layer, name) for code in _codes(forward) for name in code.co_names) and not any(
+        map(_is_open, _codes(forward))
+    )
 
 
-def _codes(function: FunctionType) -> Iterator[Any]:
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_known(layer: Any, name: str) -> bool:
+    if name in layer._modules or name in STEPS:
+        return True
+    own = [vars(kind) for kind in type(layer).__mro__ if _library(kind) not in (*_LIBRARIES, "builtins")]
+    named = original(type(layer).forward).__globals__
+    tables = (layer.__dict__, layer._parameters, layer._buffers, *own, named)
+    values = [table[name] for table in tables if name in table]
+    return all(map(_is_harmless, values)) and (bool(values) or name in _SAFE)
+
+
+def _is_harmless(value: Any) -> bool:
+    """Return whether a value is a number, a tensor, or a module or a class of torch and PyG."""
+    if type(value) is ModuleType:
+        return value.__name__.partition(".")[0] in ("torch", "math")
+    return type(value) in _PLAIN or (isinstance(value, type) and _library(value) in _LIBRARIES)
+
+
+def _is_open(code: CodeType) -> bool:
+    """Return whether code stores into objects, reads other scopes, or returns several values."""
+    steps = [step.opname for step in dis.get_instructions(code)]
+    builds = [place for place, name in enumerate(steps) if name in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP")]
+    return not set(steps).isdisjoint(_REFUSED) or any(steps[place + 1] == "RETURN_VALUE" for place in builds)
+
+
+def _codes(function: FunctionType) -> Iterator[CodeType]:
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
         yield code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, type(code))]
-
-
-def _hides_edits(function: FunctionType) -> bool:
-    """Return whether a function names what edits tensors unseen, or leaves a value in an object other than None."""
-    for code in _codes(function):
-        if not _UNSEEN.isdisjoint(code.co_names):
-            return True
-        steps = list(dis.get_instructions(code))
-        for place, step in enumerate(steps):
-            value = steps[place - 2] if place >= 2 else step
-            if step.opname == "STORE_ATTR" and not (value.opname == "LOAD_CONST" and value.argval is None):
-                return True
-    return False
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a compiled layer; linear layers that it calls with one tensor share their product."""
+    if not current().compile_messages:
+        return run(*args, **kwargs)
     kept = _of_layers.of(layer)
-    if kept.shows_edits is None:
-        kept.shows_edits = not any(map(_hides_edits, _functions(layer)))
-    if not current().compile_messages or not kept.shows_edits:
+    if kept.shows_all is None:
+        kept.shows_all = _shows_all(layer)
+    if not kept.shows_all:
         return run(*args, **kwargs)
     before, forward = watch.result, _Forward(kept.known[layer.training])
     watch.result = forward.result
