@@ -40,7 +40,11 @@ _SAFE = frozenset(
 """Names that a user's forward may have besides those of its numbers, tensors and layers of torch and PyG."""
 _PLAIN = (int, float, bool, str, type(None), Tensor, torch.nn.Parameter)
 _LIBRARIES = ("torch", "torch_geometric", "pyg_dfgnn")
-_REFUSED = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR", "YIELD_VALUE", "LOAD_DEREF")
+_REFUSED = (
+    "STORE_ATTR STORE_SUBSCR STORE_GLOBAL DELETE_ATTR DELETE_SUBSCR YIELD_VALUE LOAD_DEREF LIST_EXTEND LIST_APPEND "
+    "DICT_MERGE DICT_UPDATE MAP_ADD".split()
+)
+"""Steps of code that store into objects, read other scopes, or may return several values."""
 Group = list["weakref.ref[KernelLinear]"]
 
 
@@ -245,10 +249,11 @@ def _is_harmless(value: Any) -> bool:
 
 
 def _is_open(code: CodeType) -> bool:
-    """Return whether code stores into objects, reads other scopes, or returns several values."""
+    """Return whether code stores into objects, reads other scopes, or may return several values."""
     steps = [step.opname for step in dis.get_instructions(code)]
-    builds = [place for place, name in enumerate(steps) if name in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP")]
-    return not set(steps).isdisjoint(_REFUSED) or any(steps[place + 1] == "RETURN_VALUE" for place in builds)
+    after = [steps[place + 1] for place, name in enumerate(steps) if name in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP")]
+    is_named = any(name.startswith(("RETURN_VALUE", "STORE_FAST", "JUMP")) for name in after)
+    return is_named or not set(steps).isdisjoint(_REFUSED)
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
