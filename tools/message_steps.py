@@ -1,8 +1,8 @@
 """Wall time of training steps of layers whose messages are compiled, beside PyG's code and torch.compile of it.
 
 The model of a step is one layer of ``python -m pyg_dfgnn.bench experiment=messages`` on learnt features of the nodes; a
-step is forward, loss, backward and Adam. Five ways run it: PyG's code, ``torch.compile`` of it in the mode that replays
-CUDA graphs, the compiled messages, ``torch.compile`` around them, and ``pyg_dfgnn.capture_step`` of them. The optimizer
+step is forward, loss, backward and Adam. Four ways run it: PyG's code, ``torch.compile`` of it in the mode that replays
+CUDA graphs, the compiled messages, and ``pyg_dfgnn.capture_step`` of them. The optimizer
 has a learning rate of zero, so that the gradients of the last step can be compared with those in float64; a way whose
 gradients are beyond the bound has no time. The rows go to ``results/bench/<gpu>/message-steps.csv``.
 """
@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch_geometric.data import Data
 import pyg_dfgnn
 from pyg_dfgnn.bench.cases.messages import MessageCase, PyG
 from pyg_dfgnn.bench.graphs import benchmark_graph
-from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, markdown, now
+from pyg_dfgnn.bench.results import Table, environment, markdown, now, parsed
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -118,18 +117,18 @@ def captured(setup: Setup, model: Model) -> Step:
     return pyg_dfgnn.capture_step(model, loss, optimizer_of(model), setup.data, forward=call)
 
 
-def compiled(setup: Setup, model: Model, mode: str) -> Step:
+def compiled(setup: Setup, model: Model) -> Step:
     """A step of ``torch.compile`` of the model."""
     torch._dynamo.reset()
-    backend: dict[str, Any] = {"mode": mode} if setup.graph.device.type == "cuda" else {"backend": "eager"}
+    on_gpu = setup.graph.device.type == "cuda"
+    backend: dict[str, Any] = {"mode": "reduce-overhead"} if on_gpu else {"backend": "eager"}
     return eager(setup, model, torch.compile(model, dynamic=False, **backend))
 
 
 IMPLEMENTATIONS: dict[str, tuple[bool, Callable[[Setup, Model], Step]]] = {
     "pyg": (False, lambda setup, model: eager(setup, model, model)),
-    "compile": (False, lambda setup, model: compiled(setup, model, "reduce-overhead")),
+    "compile": (False, compiled),
     "fused": (True, lambda setup, model: eager(setup, model, model)),
-    "fused_compile": (True, lambda setup, model: compiled(setup, model, "default")),
     "fused_captured": (True, captured),
 }
 """Name -> whether messages are compiled, and what makes a step of a setup and a model."""
@@ -190,12 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", nargs="+", default=ops, help="(default: those of the experiment)")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--size", default="64", help="features (default: 64)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--folder", type=Path, help="(default: results/bench; outputs/bench if small or on a CPU)")
-    parser.add_argument("--small", action="store_true", help="miniature graphs")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    folder = (options.folder or default_folder("bench", device, options.small)) / file_stem(device, options.small)
+    options, device, folder = parsed(parser, arguments)
     table = Table(folder / "message-steps.csv", FIELDS)
     shown = []
     for graph in options.graphs:

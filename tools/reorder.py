@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.graphs import benchmark_graph, recipe_of
 from pyg_dfgnn.bench.orders import GAIN, gains
-from pyg_dfgnn.bench.results import Table, default_folder, environment, file_stem, markdown, now
+from pyg_dfgnn.bench.results import Table, environment, markdown, now, parsed
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.transforms import Reorder
 
@@ -63,12 +62,7 @@ def measure(name: str, device: torch.device, small: bool) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", nargs="+", help="such as cornell5+rcm (default: those of the experiment)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--folder", type=Path, help="(default: results/bench; outputs/bench if small or on a CPU)")
-    parser.add_argument("--small", action="store_true", help="miniature graphs")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    folder = (options.folder or default_folder("bench", device, options.small)) / file_stem(device, options.small)
+    options, device, folder = parsed(parser, arguments)
     table = Table(folder / "reorder-cost.csv", FIELDS)
     done = {(row["graph"], row["digest"]) for row in table.rows()}
     for name in options.graphs or experiment_graphs():
