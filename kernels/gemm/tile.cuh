@@ -69,14 +69,7 @@ __device__ __forceinline__ void copy_operand(float* tile, const Operand& from) {
 // place lane % 4 of each matrix.
 __device__ __forceinline__ void load_matrices(u32 (&numbers)[4], const float* row) {
 #ifdef PYG_DFGNN_EMULATOR
-    const u64 mine = reinterpret_cast<u64>(row);
-    const u32 words[6] = {(u32)mine, (u32)(mine >> 32), 0u, 0u, 0u, 0u};
-    u32 warp[32][6];
-    emu_gather_registers(words, warp);
-    for (int i = 0; i < 4; ++i) {
-        const u32* address = warp[8 * i + lane_group()];
-        numbers[i] = __float_as_uint(reinterpret_cast<const float*>(address[0] | (u64)address[1] << 32)[lane_pos()]);
-    }
+    emu_load_matrices(numbers, row);
 #else
     const u32 address = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -33,22 +33,7 @@ __device__ __forceinline__ int lane_pos() { return threadIdx.x & 3; }
 template <bool FIRST = false>
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #ifdef PYG_DFGNN_EMULATOR
-    u32 warp[32][6];
-    const u32 mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-    emu_gather_registers(mine, warp);
-    for (int i = 0; i < 4; ++i) {
-        if (FIRST) d[i] = 0.0f;
-        const int half = i / 2, column = 2 * lane_pos() + i % 2;
-        for (int k = 0; k < MMA_K; ++k) {
-            const int pos = STORAGE == 0 ? k % 4 : k % 8 / 2, second = STORAGE == 0 ? k / 4 : k / 8;
-            const u32 x = warp[lane_group() * 4 + pos][half + 2 * second], y = warp[column * 4 + pos][4 + second];
-#if STORAGE == 0
-            d[i] += __uint_as_float(x & 0xffffe000u) * __uint_as_float(y & 0xffffe000u);
-#else
-            d[i] += from_bits16(x >> 16 * (k % 2) & 0xffffu) * from_bits16(y >> 16 * (k % 2) & 0xffffu);
-#endif
-        }
-    }
+    emu_mma(d, a, b, FIRST, STORAGE);
 #else
 #if STORAGE == 0
 #define MMA_NAME "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"

@@ -21,7 +21,7 @@ from pyg_dfgnn.models import GAT
 from pyg_dfgnn.nn import fallback
 from pyg_dfgnn.settings import settings
 from tests.capture.test_step import HostRecorder, graph
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 STEPS = 20
@@ -187,7 +187,7 @@ def test_batches_of_a_loader(on):
     torch.testing.assert_close(step.evaluate(batches[0]), weighted_loss(call(right, batches[0]), batches[0]))
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 @pytest.mark.parametrize("name", ["global_add_pool", "global_mean_pool", "global_max_pool"])
 def test_pools_of_batches_on_the_kernels(name, monkeypatch):
     """Each batch refills the groups of its bucket; a graph built anew would wait for the GPU."""
@@ -208,7 +208,7 @@ def test_pools_of_batches_on_the_kernels(name, monkeypatch):
     assert step.recorder.replays and "segment_backward_sources" in launched
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 @pytest.mark.parametrize("conv", ["TransformerConv", "GINEConv"])
 def test_edge_features_of_batches_on_the_kernels(conv):
     graphs = [SortEdges()(rated(6 + i, i)) for i in range(6)]
@@ -354,7 +354,7 @@ def test_graphs_live_as_long_as_their_capture():
     assert kept() is None
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 def test_edges_that_layers_have_made_others_of_are_not_to_be_edited():
     data, edge_index = whole(), torch.tensor([[0, 1], [1, 0]])
     watches = data_watches(data, [edge_index])

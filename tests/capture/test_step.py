@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.step import make_step
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 
@@ -295,7 +295,7 @@ def test_norms_that_padding_would_change(layer):
         Buckets(nn.Sequential(nn.BatchNorm1d(4), layer), capacity(batches()))
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 def test_padded_batches_on_the_kernels():
     import pyg_dfgnn.nn
 

@@ -1,5 +1,16 @@
-"""CUDA kernels on the CPU: compiles their text with g++ and runs every CUDA thread as a fiber."""
+"""CUDA kernels on the CPU: compiles their text with Clang and runs every CUDA thread as a fiber."""
 
-from tests.emu.loader import ORDERS, EmulationError, Kernel
+import pytest
 
-__all__ = ["ORDERS", "EmulationError", "Kernel"]
+from tests.emu.loader import ORDERS, EmulationError, Kernel, compiler
+
+__all__ = ["ORDERS", "EmulationError", "Kernel", "needs_compiler", "require_compiler"]
+
+MISSING = "needs the compiler of ziglang (pip install ziglang)"
+needs_compiler = pytest.mark.skipif(compiler() is None, reason=MISSING)
+
+
+def require_compiler() -> None:
+    """Skip the test that runs where kernels cannot be emulated."""
+    if compiler() is None:
+        pytest.skip(MISSING)

@@ -190,6 +190,40 @@ unsigned active_mask() {
     return mask;
 }
 
+void load_matrices(const Site& site, unsigned (&numbers)[4], const float* row) {
+    static const float* rows[1024];
+    rows[current] = row;
+    meet(site, 0xffffffffu, 0, -1);
+    for (unsigned i = 0; i < 4; ++i) {
+        numbers[i] = bit_cast<unsigned>(rows[current / 32 * 32 + 8 * i + current % 32 / 4][current % 4]);
+    }
+    meet(site, 0xffffffffu, 0, -1);
+}
+
+void multiply(const Site& site, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bool first, int storage) {
+    static unsigned exchange[1024][6];
+    const unsigned lane = current % 32, group = lane / 4, steps = storage == 0 ? 4 : 8;
+    unsigned(*const warp)[6] = exchange + current / 32 * 32;
+    memcpy(warp[lane], a, sizeof(a));
+    memcpy(warp[lane] + 4, b, sizeof(b));
+    meet(site, 0xffffffffu, 0, -1);
+    const auto number = [storage](unsigned word, unsigned k) {
+        if (storage == 0) return bit_cast<float>(word & 0xffffe000u);
+        const unsigned bits = word >> 16 * (k % 2) & 0xffffu;
+        return storage == 1 ? emu_half_to_float((unsigned short)bits) : bit_cast<float>(bits << 16);
+    };
+    for (unsigned i = 0; i < 4; ++i) {
+        float sum = first ? 0.0f : d[i];
+        for (unsigned k = 0; k < 2 * steps; ++k) {
+            const unsigned pos = storage == 0 ? k % 4 : k % 8 / 2, second = k / steps;
+            const unsigned column = lane % 4 * 2 + i % 2, x = warp[group * 4 + pos][i / 2 + 2 * second];
+            sum += number(x, k) * number(warp[column * 4 + pos][4 + second], k);
+        }
+        d[i] = sum;
+    }
+    meet(site, 0xffffffffu, 0, -1);
+}
+
 // A product that a warpgroup has started: by one thread its A and sums.
 struct Product {
     float* sums;

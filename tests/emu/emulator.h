@@ -5,8 +5,6 @@
 // (thread orders), copies that nobody waits for. A barrier needs all threads of the block, also those that have returned.
 // Not covered: PTX, cooperative groups, fences, memory-model races between blocks, spinning on a flag.
 // Kernel texts are compiled with this header; emulator.cpp, compiled once and linked to each of them, runs the threads.
-// Each text pays for every line of what is included: C's headers without those that C++ puts around them.
-#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -61,7 +59,8 @@ enum Result { DONE, FAILED, FAULT };
 struct Site {
     const char *name, *file;
     int line;
-    bool operator==(const Site& o) const { return line == o.line && !strcmp(name, o.name) && !strcmp(file, o.file); }
+    bool operator==(const Site& o) const { return line == o.line && same(name, o.name) && same(file, o.file); }
+    static bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
 };
 extern Launch* launch;
 extern unsigned num_threads, current;
@@ -75,6 +74,10 @@ void named_barrier(const Site& site, int id, unsigned expected, bool waits);
 u64 meet(const Site& site, unsigned mask, u64 value, int source);
 // The lanes of the warp that have not exited.
 unsigned active_mask();
+// Reads four matrices of 8 rows and 4 numbers: row i % 8 of matrix i / 8 is where lane i says.
+void load_matrices(const Site& site, unsigned (&numbers)[4], const float* row);
+// The product of a warp, include/mma.cuh, of tf32, fp16 or bf16 by STORAGE; `first` leaves out what D holds.
+void multiply(const Site& site, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bool first, int storage);
 // The products of a warpgroup, include/wgmma.cuh, read shared memory as late as they may, when the threads wait for them.
 void start_product(const Site& site, float* sums, int count, const unsigned (&a)[4], u64 b, bool adds, bool fp16);
 void wait_products(const Site& site);

@@ -42,14 +42,11 @@ template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int l
                         emu::lane_at(target, target < emu::group_first(width) + width));
 }
 
-// What tensor-core products need: every lane of the warp sees the registers of all.
-template <int COUNT>
-static inline void emu_gather_registers(const unsigned (&mine)[COUNT], unsigned (&warp)[32][COUNT], EMU_HERE) {
-    static unsigned exchange[1024][COUNT];
-    memcpy(exchange[emu::current], mine, sizeof(mine));
-    emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
-    memcpy(warp, exchange[emu::current / 32 * 32], sizeof(warp));
-    emu::meet({"mma", file, line}, 0xffffffffu, 0, -1);
+static inline void emu_load_matrices(unsigned (&numbers)[4], const float* row, EMU_HERE) {
+    emu::load_matrices({"ldmatrix", file, line}, numbers, row);
+}
+static inline void emu_mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bool first, int storage, EMU_HERE) {
+    emu::multiply({"mma", file, line}, d, a, b, first, storage);
 }
 static inline void emu_named_barrier(int id, int threads, bool waits, EMU_HERE) {
     emu::named_barrier({"named barrier", file, line}, id, (unsigned)threads, waits);
@@ -96,6 +93,8 @@ static inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+// A name that newer C libraries have too.
+#define rsqrtf emu_rsqrtf
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline int min(int a, int b) { return a < b ? a : b; }

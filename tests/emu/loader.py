@@ -3,12 +3,15 @@
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import mmap
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +25,6 @@ SHIM_TEXT = "".join(path.read_text() for path in (*sorted(SHIM.parent.glob("*.h"
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 DONE, FAILED, FAULT = range(3)
-# Functions of C are those that the process has: to look through its libraries takes longer than the rest of linking.
-LIBRARIES = ("-nodefaultlibs", "-lgcc")
 
 libc = ctypes.CDLL(None, use_errno=True)
 libm = ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
@@ -103,19 +104,19 @@ class GuardedMemory:
 
 @functools.cache
 def compiler() -> tuple[str, ...] | None:
-    """The host compiler with its flags, or None where there is none."""
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
+    """Clang of the package `ziglang` with its flags and its headers of C, or None where it is not installed."""
+    package = importlib.util.find_spec("ziglang")
+    if package is None or package.origin is None or sys.platform != "linux":
         return None
-    version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True, check=True).stdout
-    # Builds take a tenth longer than with -O0, tests of kernels two thirds as long. The pass that is left out gives a
-    # variable that one branch sets that value in the other branch too. A trap needs no description of each access.
-    flags = ["-std=c++17", "-Og", "-fno-tree-fre", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
-    flags += ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]
-    flags += ["-fvisibility=hidden", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-U_FORTIFY_SOURCE"]
-    if int(version.split(".")[0]) >= 12:
-        flags.append("-ftrivial-auto-var-init=pattern")
-    return (path, *flags)
+    folder, machine = Path(package.origin).parent, platform.machine()
+    family = "x86" if machine == "x86_64" else machine
+    headers = ("include", *(f"libc/include/{name}" for name in (f"{family}-linux-gnu", "generic-glibc")))
+    headers += tuple(f"libc/include/{name}-linux-any" for name in (family, "any"))
+    flags = [f"--target={machine}-linux-gnu", "-std=c++17", "-O0", "-w", "-fPIC", "-fvisibility=hidden"]
+    flags += ["-fno-strict-aliasing", "-ffp-contract=off", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
+    flags += ["-ftrivial-auto-var-init=pattern", "-fsanitize=alignment", "-fsanitize-trap=alignment"]
+    flags += ["-fsanitize-debug-trap-reasons=none", "-nostdinc", "-D__GLIBC_MINOR__=31"]
+    return (str(folder / "zig"), "clang", *flags, *(f"-isystem{folder / 'lib' / name}" for name in headers))
 
 
 def cache_folder() -> Path:
@@ -141,9 +142,9 @@ def run_compiler(command: Sequence[str], target: Path, scratch: str) -> None:
 @functools.cache
 def precompiled_shim(command: tuple[str, ...]) -> Path:
     """The folder of the compiled header, and of the compiled runtime that each library is linked with."""
-    folder = cache_folder() / digest(SHIM_TEXT, *command, *LIBRARIES)
+    folder = cache_folder() / digest(SHIM_TEXT, *command)
     folder.mkdir(exist_ok=True)
-    header, runtime = folder / f"{SHIM.name}.gch", folder / "runtime.o"
+    header, runtime = folder / "header.pch", folder / "runtime.o"
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not header.exists():
             run_compiler([*command, "-x", "c++-header", str(SHIM)], header, scratch)
@@ -152,17 +153,16 @@ def precompiled_shim(command: tuple[str, ...]) -> Path:
     return folder
 
 
-def build(source: str) -> Path:
+def build(source: str, *options: str) -> Path:
     """Compiles a kernel text into a shared library, cached by the hash of all that goes into it."""
-    command = compiler()
-    if command is None:
-        raise EmulationError("no host compiler: install g++ or set CXX")
+    found = compiler()
+    if found is None:
+        raise EmulationError("no host compiler: install ziglang")
+    command = (*found, *options)
     body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
     entries = "\n".join(f"EMU_ENTRY({name})" for name in ENTRY.findall(source))
     # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
-    text = (
-        f'#include "{SHIM.name}"\nnamespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
-    )
+    text = f'namespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
     folder = cache_folder()
     library = folder / f"{digest(text, SHIM_TEXT, *command)}.so"
     if library.exists():
@@ -170,13 +170,12 @@ def build(source: str) -> Path:
     shim = precompiled_shim(command)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Named as the text in it: a debugger may tell either name.
-        code = Path(scratch, "kernel.cu")
+        code, compiled = Path(scratch, "kernel.cu"), Path(scratch, "kernel.o")
         code.write_text(text)
-        sources = ["-x", "c++", str(code), "-x", "none", str(shim / "runtime.o")]
-        names = f"-fdebug-prefix-map={scratch}=/emulator"
-        run_compiler(
-            [*command, f"-I{shim}", f"-I{SHIM.parent}", names, "-shared", *sources, *LIBRARIES], library, scratch
-        )
+        header = ["-include-pch", str(shim / "header.pch"), f"-fdebug-prefix-map={scratch}=/emulator"]
+        run_compiler([*command, *header, "-x", "c++", "-c", str(code)], compiled, scratch)
+        # Functions of C are those that the process has.
+        run_compiler([command[0], "ld.lld", "-shared", str(compiled), str(shim / "runtime.o")], library, scratch)
     return library
 
 
@@ -192,7 +191,7 @@ class Kernel:
     """
 
     def __init__(self, source: str, entry: str) -> None:
-        self.entry = entry
+        self.source, self.entry = source, entry
         self.path = build(source)
         library = ctypes.CDLL(str(self.path))
         if not hasattr(library, f"emu_launch_{entry}"):
@@ -283,7 +282,9 @@ class Kernel:
         tool = shutil.which("addr2line")
         if tool is None:
             return message
-        command = [tool, "-i", "-e", str(self.path), hex((state.fault_code or base) - base)]
+        # A build with numbers of lines, which takes a quarter longer, has the same code at the same places.
+        lines = build(self.source, "-g1")
+        command = [tool, "-i", "-e", str(lines), hex((state.fault_code or base) - base)]
         where = subprocess.run(command, check=False, capture_output=True, text=True).stdout
         return f"{message}\n{re.sub('^/emulator/', '', where, flags=re.MULTILINE)}"
 

@@ -16,8 +16,7 @@ from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD, SOURCES, TARGETS
 from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.covering import Row, covering, over
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.block_mma import (
     BLOCK_MMA,
     ENTRIES,
@@ -39,7 +38,7 @@ from tests.kernels.emulated import emulated_device
 from tests.kernels.passes import empty, launch, values_of
 from tests.kernels.problems import assert_largest_close
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 
 def fits(row: Row) -> bool:

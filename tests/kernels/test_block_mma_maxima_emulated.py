@@ -15,7 +15,7 @@ from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, tolerance
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.attention import FORWARD
 from pyg_dfgnn.statements.op import DIRECTIONS
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.block_mma import (
     BLOCK_MMA,
     ENTRIES,
@@ -37,7 +37,7 @@ from tests.kernels.passes import launch, values_of
 from tests.kernels.problems import assert_largest_close
 from tests.ops.problems import Problem, pairs
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from tests.covering import Row, covering, product
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import (
     NAMES,
@@ -32,7 +31,7 @@ from tests.kernels.problems import (
 )
 from tests.ops.problems import SCORES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 
 GRAPHS = {"heavy": heavy_graph, "square": square_graph, "batch": batch_graph}

@@ -9,14 +9,13 @@ from pyg_dfgnn.reference.zoo import zoo
 from pyg_dfgnn.runtime.launcher import override
 from pyg_dfgnn.settings import settings
 from tests.covering import covering, over
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels import problems
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import GRAPHS, NAMES, batch_graph, build_graph, heavy_graph, take_sweeps
 from tests.ops.problems import EdgeRows
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 CHUNK = 4
 

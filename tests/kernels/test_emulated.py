@@ -9,8 +9,7 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import settings
 from tests.covering import over
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import (
     AXES,
@@ -28,7 +27,7 @@ from tests.kernels.problems import (
 )
 from tests.ops.problems import SCORES
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 CHUNK = 4
 

@@ -16,7 +16,7 @@ from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements import scores
 from pyg_dfgnn.statements.scores import SUPERGAT_MX, SUPERGAT_SD, EdgeOperands, Score, register
 from tests.covering import covering
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import ARCHS, compile_cubin, missing
 from tests.kernels.problems import assert_largest_close, build_graph, heavy_graph, sparse_graph, square_graph
@@ -179,7 +179,7 @@ CASES = covering(
 
 
 DEVICES = (
-    pytest.param("cpu", marks=pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")),
+    pytest.param("cpu", marks=needs_compiler),
     pytest.param("cuda", marks=pytest.mark.cuda),
 )
 

@@ -12,12 +12,11 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.settings import settings
 from tests.covering import covering, over
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.block_mma import mix
 from tests.kernels.problems import AXES, GRAPHS, NAMES, build_graph, cases, check, heavy_graph, label, problem_of
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 CPU = torch.device("cpu")
 SCORES = ("dot", "cosine", "add")

@@ -13,8 +13,7 @@ from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for, traversal
 from tests.covering import product
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.ir.cases import ALL_GRAPHS, case, gatv2, joined_heads, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
@@ -28,7 +27,7 @@ from tests.kernels.relational_specs import (
     without_attention,
 )
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+pytestmark = needs_compiler
 
 PARAMETERS = ("wk", "wq", "wv", "key", "value", "weight", "w", "wp", "gate", "wd", "we")
 

@@ -7,13 +7,12 @@ from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.settings import settings
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import batch_graph, build_graph, check, dense_graph, heavy_graph, problem_of, square_graph
 from tests.ops.problems import SCORES, assert_equal
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 PRODUCTS = ("dot", "cosine", "add")
 TAKES = {"row_split": tuple(SCORES), "smem": tuple(SCORES), "smmf": PRODUCTS, "pmf": PRODUCTS, "block_mma": PRODUCTS}

@@ -11,12 +11,11 @@ from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.statements.segment import MESSAGES, MOMENTS, STATS
 from tests.covering import Row, covering, over
-from tests.emu import ORDERS
-from tests.emu.loader import compiler
+from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import GRAPHS, NAMES, assert_largest_close, batch_graph, build_graph, square_graph
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+pytestmark = needs_compiler
 
 CHUNK = 4
 AXES = {

@@ -10,10 +10,10 @@ from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 NODES, EDGES, GRAPHS = 80, 1200, 5
 # The second has rows that are longer, the third fewer nodes and graphs, the last one row that all others point at.

@@ -20,12 +20,11 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import DROP_INS, fallback
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.covering import over
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import reasons_of
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
-needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 
 
 STATISTICS = ["Sum", "Mean", "Max", "Min", "Var", "Std"]
@@ -79,7 +78,7 @@ def assert_equals_pyg(own, pygs, x, launches, dtype=torch.float32, wanted=None, 
         assert [names.count("segment_forward"), names.count("segment_backward_sources")] == launches
 
 
-@needs_emulator
+@needs_compiler
 @over([("name", "values")], name=(*STATISTICS, "Mul"), groups=tuple(GROUPS), values=tuple(VALUES))
 def test_statistics(name, groups, values):
     index, size = GROUPS[groups]
@@ -90,7 +89,7 @@ def test_statistics(name, groups, values):
 OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9])
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_offsets(name, values):
@@ -105,7 +104,7 @@ def test_offsets(name, values):
     assert torch.equal(positive, -negative)
 
 
-@needs_emulator
+@needs_compiler
 @over(name=STATISTICS, dtype=(torch.bfloat16, torch.float16))
 def test_half_precision(name, dtype):
     index, size = GROUPS["unsorted"]
@@ -116,7 +115,7 @@ def test_half_precision(name, dtype):
 SHAPES = [((9,), -1), ((9,), 0), ((9, 4), 0), ((9, 4), -2), ((4, 9), 1), ((4, 9), -1), ((2, 9, 3), -2), ((2, 3, 9), 2)]
 
 
-@needs_emulator
+@needs_compiler
 @over(name=("Max", "Softmax"), shape_and_dim=(*SHAPES, ((9, 2, 3), 0), ((2, 9, 3, 1), -3)))
 def test_shapes(name, shape_and_dim):
     """Any dimension, by an index or by offsets: PyG's plain torch has no offsets but of the first dimension."""
@@ -129,12 +128,12 @@ def test_shapes(name, shape_and_dim):
     assert_equals_pyg(make(name), make(name, aggr), x, None, wanted=wanted, ptr=ptr, dim=dim)
 
 
-@needs_emulator
+@needs_compiler
 def test_one_group_without_index():
     assert_equals_pyg(make("Mean"), make("Mean", aggr), torch.randn(5, CHANNELS), [1, 1])
 
 
-@needs_emulator
+@needs_compiler
 def test_wide_rows_and_narrow_index():
     index, size = GROUPS["unsorted"]
     x = torch.randn(index.numel(), 520)
@@ -156,7 +155,7 @@ COMPOSED = {
 }
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("groups", ["unsorted", "hub", "no rows"])
 @pytest.mark.parametrize("case", COMPOSED)
 def test_composed(case, groups):
@@ -190,7 +189,7 @@ MULTI = {
 }
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("case", MULTI)
 def test_multi(case):
     aggregations, arguments, launches = MULTI[case]
@@ -214,7 +213,7 @@ def test_multi(case):
             assert_equals_pyg(layer, pygs, x, launches, index=index, dim_size=size)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("train_norm", [False, True])
 @pytest.mark.parametrize("aggregations", [["mean", "max", "min", "std"], "sum", "softmax"], ids=str)
 def test_degree_scaler(aggregations, train_norm):
@@ -233,7 +232,7 @@ def test_degree_scaler(aggregations, train_norm):
 POOLS = ["global_add_pool", "global_mean_pool", "global_max_pool"]
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("shape", [(7,), (7, 5), (2, 7, 3)], ids=str)
 @pytest.mark.parametrize("size", [None, 6])
 @pytest.mark.parametrize("name", POOLS)
@@ -262,7 +261,7 @@ WRONG = {
 }
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("fused", [False, True], ids=["cpu", "fused"])
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("name", ["Sum", "Max", "Std", "Softmax", "Mul"])
@@ -281,7 +280,7 @@ def test_errors_are_pygs(name, case, fused):
     assert messages[0] == messages[1] and "Encountered invalid" in messages[0]
 
 
-@needs_emulator
+@needs_compiler
 def test_wrong_offsets():
     x, layer = torch.randn(4, 3), make("Sum")
     with emulated_device():
@@ -299,7 +298,7 @@ LEFT = {
 }
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("case", LEFT)
 def test_what_pyg_takes(case):
     x, index, reason = LEFT[case](torch.randn(4, 3), torch.tensor([1, 1, 0, 3]))
@@ -312,7 +311,7 @@ def test_what_pyg_takes(case):
             layer(x, index)
 
 
-@needs_emulator
+@needs_compiler
 def test_delegates():
     x, index = torch.randn(4, 3), torch.tensor([1, 1, 0, 3])
     layer = make("Median")
@@ -354,7 +353,7 @@ def test_second_derivatives_are_refused():
 # Graphs ---------------------------------------------------------------------------------------------------------------
 
 
-@needs_emulator
+@needs_compiler
 def test_the_graph_of_a_view_is_kept(monkeypatch):
     """PyG's convs reduce by a row of `edge_index`, a new tensor in each call."""
     built = []
@@ -401,7 +400,7 @@ class Layer(MessagePassing):
         return self.propagate(edge_index, x=x)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("reduction", ["sum", "max", ["mean", "std"], "median"], ids=str)
 def test_in_a_users_layer(reduction):
     """`accelerate` swaps the aggregation of a layer that has no drop-in itself."""
@@ -419,7 +418,7 @@ def test_in_a_users_layer(reduction):
     assert "in 3 groups" in str(described) or not launched
 
 
-@needs_emulator
+@needs_compiler
 def test_convs_know_their_sum():
     """The gate takes the drop-in for the sum as it takes PyG's."""
     x, edge_index = torch.randn(4, 3), torch.tensor([[0, 1, 2, 3, 0], [2, 1, 1, 0, 1]])

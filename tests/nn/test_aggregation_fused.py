@@ -23,7 +23,7 @@ from pyg_dfgnn.ops import segment
 from pyg_dfgnn.reference.tolerances import relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.covering import extended, over
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.test_static_emulated import batch_of
 from tests.nn.convs import (
@@ -41,7 +41,7 @@ from tests.nn.convs import (
 )
 from tests.nn.test_drop_in import HETERO_EDGES, HETERO_X
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+pytestmark = needs_compiler
 
 WEIGHTED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "GraphConv"]
 WIDTH = 8

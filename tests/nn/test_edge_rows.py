@@ -11,10 +11,10 @@ from pyg_dfgnn import describe_plan
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 HEADS, CHANNELS, FEATURES = 4, 4, 6
 
 

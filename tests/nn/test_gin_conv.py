@@ -9,10 +9,10 @@ from pyg_dfgnn import nn as ours
 from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.utils import scatter
 from tests.covering import over
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+pytestmark = needs_compiler
 
 WIDTH, FEW, MANY = 6, 3, 40
 GRAPHS = {"random": random(33, 33, 140), "hub": hub(70), "bipartite": random(20, 30, 90)}

@@ -19,10 +19,10 @@ from pyg_dfgnn.nn import Linear
 from pyg_dfgnn.nn.dense import TorchLinear
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 
 UPSTREAM = {Linear: dense.Linear, TorchLinear: torch.nn.Linear}

@@ -13,7 +13,7 @@ import pyg_dfgnn
 from pyg_dfgnn.nn import fallback, messages
 from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance
 from pyg_dfgnn.reference.zoo import ZOO
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import assert_results, outputs_and_gradients, twins
 from tests.nn.test_messages import CASES
@@ -173,7 +173,7 @@ def test_transforms_take_pygs_path(runs):
     assert not runs
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+@needs_compiler
 def test_kernels_run_in_compiled_graphs_and_what_they_refuse_is_pygs(caplog, monkeypatch):
     monkeypatch.setattr(fallback, "logged", set())
     for name in ("GENConv", "EdgeConv"):

@@ -21,7 +21,7 @@ from pyg_dfgnn.nn.messages import call as calls
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
 from tests.nn.message_cases import EDGE, FEATURES, WIDTH, Case, assert_results, outputs_and_gradients, twins, watched
@@ -124,7 +124,7 @@ def test_results_are_pygs_under_the_mask_of_the_seed(name):
 RUNS = [(torch.float32, 2 * WIDTH, "self-loops"), (torch.bfloat16, 5, "hub")]
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "channels", "graph"), RUNS, ids=lambda value: str(value).removeprefix("torch."))
 def test_kernels_draw_the_masks_of_the_interpreter(dtype, channels, graph):
     """Forward, over the CSR and over the CSC, for numbers per edge, per head, per channel and of both."""

@@ -4,7 +4,6 @@ import copy
 import random
 from math import prod
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import MessagePassing
@@ -12,7 +11,7 @@ from torch_geometric.utils import softmax
 
 from pyg_dfgnn import accelerate, settings
 from pyg_dfgnn.nn import messages
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 NODES, EDGES = 6, 17
@@ -145,7 +144,7 @@ def check(seed):
     return ran[0]
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 def test_random_messages(request):
     seeds = range(300) if request.config.getoption("--grid") == "full" else range(32, 48)
     ran = [check(seed) for seed in seeds]

@@ -14,11 +14,11 @@ import pyg_dfgnn
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="no host compiler"),
+    needs_compiler,
     pytest.mark.filterwarnings("ignore"),
 ]
 NODES, WIDTH = 9, 8

@@ -16,11 +16,10 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import reasons_of
 
-needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
 ALL = ["mean", "min", "max", "std", "sum", "var"]
 SCALERS = ["identity", "amplification", "attenuation", "linear", "inverse_linear"]
 NUM_NODES = 12
@@ -69,7 +68,7 @@ def assert_equals_pyg(
 TOWERS = {"one": {}, "shared": {"towers": 2}, "divided": {"towers": 2, "divide_input": True}}
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("edge_dim", [None, 3])
 @pytest.mark.parametrize("towers", TOWERS)
 def test_values_and_gradients(towers, edge_dim):
@@ -78,7 +77,7 @@ def test_values_and_gradients(towers, edge_dim):
     assert_equals_pyg(own, pygs, torch.randn(NUM_NODES, 6), EDGES, edge_attr)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("aggregators", [["mean"], ["sum", "max"], ["var", "mean"], ["max", "max"]], ids=str)
 @pytest.mark.parametrize(
     "options", [{"post_layers": 2}, {"train_norm": True}, {"post_layers": 3, "towers": 4}], ids=str
@@ -88,7 +87,7 @@ def test_options(aggregators, options):
     assert_equals_pyg(own, pygs, torch.randn(NUM_NODES, 6), EDGES)
 
 
-@needs_emulator
+@needs_compiler
 def test_graphs(case: EdgeList):
     """Nodes without edges get no shift, whatever their own features are."""
     if case.num_src != case.num_dst:
@@ -98,14 +97,14 @@ def test_graphs(case: EdgeList):
     assert_equals_pyg(own, pygs, torch.randn(case.num_src, 6), case.edge_index, launches=launches)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     own, pygs = pair(aggregators=["mean", "sum"], scalers=SCALERS[:2])
     assert_equals_pyg(own, pygs, torch.randn(NUM_NODES, 6), EDGES, dtype=dtype)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 def test_forms_of_edges(flow):
     edge_attr, x = torch.randn(EDGES.size(1), 3), torch.randn(NUM_NODES, 6)
@@ -123,7 +122,7 @@ def test_forms_of_edges(flow):
         assert_equals_pyg(own, pygs, x, adjacency, wanted_edges=edges)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.sparse
 def test_sparse_tensors():
     """The values of a `SparseTensor` are edge features; one value per edge is left to PyG, which fails."""
@@ -143,7 +142,7 @@ def test_sparse_tensors():
         assert "a SparseTensor with one value per edge" in reasons_of(pair()[0], x, weighted)
 
 
-@needs_emulator
+@needs_compiler
 def test_zero_features():
     """The bias of the messages keeps nodes of zeros from sending zeros, whose extremes torch shares with its start."""
     x = torch.zeros(NUM_NODES, 6)
@@ -152,7 +151,7 @@ def test_zero_features():
     assert_equals_pyg(own, pygs, x, EDGES)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("towers", TOWERS)
 def test_autocast(towers, monkeypatch):
     """What is gathered has the dtype of the linear layers."""
@@ -174,7 +173,7 @@ def test_autocast(towers, monkeypatch):
     assert_all_close({"out": (actual, pygs.double()(x.double(), EDGES, edge_attr.double()))}, dtype=torch.bfloat16)
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("edge_dim", [None, 3])
 def test_compile(edge_dim):
     own, pygs = pair(edge_dim=edge_dim)
@@ -197,7 +196,7 @@ LEFT = {
 }
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("reason", LEFT)
 def test_what_pyg_takes(reason):
     own, pygs = pair(**LEFT[reason])
@@ -211,7 +210,7 @@ def test_what_pyg_takes(reason):
     assert "segment_forward" not in launched or reason == "aggr is"
 
 
-@needs_emulator
+@needs_compiler
 def test_a_hook_inside():
     """A hook of a layer that the fused path would not call."""
     own, pygs = pair()
@@ -224,7 +223,7 @@ def test_a_hook_inside():
         assert reasons_of(own, x, EDGES) == []
 
 
-@needs_emulator
+@needs_compiler
 @pytest.mark.parametrize("emulated", [False, True], ids=["cpu", "emulated"])
 def test_accelerate(emulated):
     model = pyg.PNA(6, 8, num_layers=2, aggregators=["mean", "max"], scalers=SCALERS[:2], deg=DEGREES).eval()

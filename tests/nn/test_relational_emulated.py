@@ -5,13 +5,13 @@ import torch
 
 import pyg_dfgnn
 from pyg_dfgnn.nn.conv import hgt_conv
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.ir.cases import GRAPHS
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import both
 from tests.nn.relational import METADATA, WIDTHS, assert_near, cast, hetero, results_of
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+pytestmark = needs_compiler
 
 EDGES = GRAPHS["relations-12"]
 LAYERS = {

@@ -8,7 +8,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.ops import supergat_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import both, reasons_of
 from tests.nn.parity import EDGES, FORMS, NUM_NODES, assert_parity
@@ -47,7 +47,7 @@ def test_the_self_supervised_task(kind, fused_on_cpu):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("kind", ["MX", "SD"])
 def test_kernels(kind, default_settings):
     own, pygs = both("SuperGATConv", 3, 4, 2, dtype=torch.float32, **KINDS[kind])
@@ -62,7 +62,7 @@ def test_kernels(kind, default_settings):
     assert_all_close({name: (value, results[1][name]) for name, value in results[0].items()})
 
 
-@pytest.mark.skipif(compiler() is None, reason="needs a host C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("kind", ["MX", "SD"])
 def test_compiles_without_a_break(kind):
     conv, x = make(kind).eval(), torch.randn(NUM_NODES, 3)

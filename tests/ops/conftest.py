@@ -11,7 +11,7 @@ from torch._inductor import config
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import settings
-from tests.emu.loader import compiler
+from tests.emu import require_compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import SCORES
 
@@ -32,8 +32,7 @@ def general_schedule(default_settings):
 @pytest.fixture
 def fused():
     """CPU tensors take the fused path; the names of the kernels launched so far."""
-    if compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
+    require_compiler()
     with emulated_device() as launched:
         yield launched
 
@@ -41,8 +40,8 @@ def fused():
 @pytest.fixture(params=["reference", "fused"])
 def path(request):
     """Both ways of an operator on the CPU; the value lists the launches, None for the reference."""
-    if request.param == "fused" and compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
+    if request.param == "fused":
+        require_compiler()
     with emulated_device() if request.param == "fused" else nullcontext() as launched:
         yield launched
 

@@ -12,7 +12,7 @@ from pyg_dfgnn.graph.typed_rows import TypedRows, one_type
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.reference import segment_gemm as reference
 from pyg_dfgnn.reference.tolerances import assert_close, relative_error
-from tests.emu.loader import compiler
+from tests.emu import require_compiler
 from tests.kernels.emulated import emulated_device
 
 CPU = torch.device("cpu")
@@ -198,8 +198,7 @@ def test_tf32(tf32, fused):
 
 @pytest.mark.parametrize("order", ["reverse", "random"])
 def test_any_order_of_threads(order):
-    if compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
+    require_compiler()
     with emulated_device(order, seed=3):
         check_linear(UNEVEN, (70, 3, 4))
         check_linear([70, 0, 65], (272, 64, 1))

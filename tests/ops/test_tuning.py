@@ -14,11 +14,11 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import current, settings
 from tests.covering import over
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import DENSE, SCORES, SPARSE, op_and_shape, pairs, problem_of
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.reference.zoo import EdgeList
-from tests.emu.loader import compiler
+from tests.emu import require_compiler
 from tests.kernels.emulated import emulated_device
 from tests.ops.problems import SCORES, Problem
 
@@ -44,8 +44,7 @@ def path(request):
     if request.param == "reference":
         yield
         return
-    if compiler() is None:
-        pytest.skip("needs a host compiler (g++)")
+    require_compiler()
     with emulated_device() as launched:
         yield
     assert launched == []

@@ -15,7 +15,7 @@ from pyg_dfgnn.runtime.compiler import CompileError
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, launch, override
 from pyg_dfgnn.statements.scores import DOT
 from pyg_dfgnn.statements.spec import Spec, assemble
-from tests.emu.loader import compiler as host_compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.nvrtc import compile_cubin, missing
 from tests.runtime.conftest import SCALE, forget
@@ -207,7 +207,7 @@ def test_overrides_nest_and_end():
     assert launcher._override is None
 
 
-@pytest.mark.skipif(host_compiler() is None, reason="needs a host compiler (g++)")
+@needs_compiler
 def test_a_launch_on_the_emulator(kernels):
     x = torch.arange(40.0)
     with emulated_device() as launched:

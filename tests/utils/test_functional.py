@@ -12,11 +12,11 @@ from pyg_dfgnn import utils
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.nn.pool import global_add_pool, global_max_pool, global_mean_pool
 from pyg_dfgnn.reference.tolerances import assert_all_close
-from tests.emu.loader import compiler
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs a host compiler (g++)"),
+    needs_compiler,
     pytest.mark.usefixtures("plain_torch"),
 ]
 
