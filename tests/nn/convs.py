@@ -9,11 +9,11 @@ from torch.nn import Linear, ReLU, Sequential
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 
-NORMALIZED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv"]
+NORMALIZED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "ARMAConv"]
 PAIRS = ["GraphConv", "SAGEConv", "GINConv", "GINEConv", "ResGatedGraphConv"]
-AGGREGATION = [*NORMALIZED, *PAIRS]
-"""The convs without attention: on a normalised adjacency, and those that take a pair of node sets."""
-LOOPED = ["GATConv", "GATv2Conv", "AGNNConv", "GCNConv", "GCN2Conv", "SGConv", "SSGConv", "APPNP"]
+AGGREGATION = [*NORMALIZED, *PAIRS, "ClusterGCNConv"]
+"""The convs without attention: on a normalised adjacency, those that take a pair of node sets, and one with loops."""
+LOOPED = ["GATConv", "GATv2Conv", "AGNNConv", "GCNConv", "GCN2Conv", "SGConv", "SSGConv", "APPNP", "ClusterGCNConv"]
 """The convs that replace self-loops."""
 NAMES = ["GATConv", "GATv2Conv", "TransformerConv", "AGNNConv", "GCNConv", "SAGEConv"]
 """The convs of attention and two without it."""

@@ -31,6 +31,7 @@ from tests.nn.convs import (
     EDGES,
     FEATURES,
     LOOPED,
+    NORMALIZED,
     NUM_NODES,
     PAIRS,
     arguments,
@@ -43,7 +44,7 @@ from tests.nn.test_drop_in import HETERO_EDGES, HETERO_X
 
 pytestmark = needs_compiler
 
-WEIGHTED = ["GCNConv", "GCN2Conv", "SGConv", "SSGConv", "TAGConv", "APPNP", "ChebConv", "LGConv", "GraphConv"]
+WEIGHTED = [*NORMALIZED, "GraphConv"]
 WIDTH = 8
 GRAPHS = {
     # Isolated nodes, duplicates, own self-loops; a hub; one node; no edge.
@@ -68,6 +69,8 @@ CASES = [
     ("GINEConv", {"edge_dim": WIDTH}),
     ("GINEConv", {"aggr": "max"}),
     ("ResGatedGraphConv", {"aggr": "mean"}),
+    ("ARMAConv", {"num_stacks": 2, "num_layers": 3}),
+    ("ClusterGCNConv", {"diag_lambda": 0.5}),
 ]
 
 

@@ -38,6 +38,8 @@ CONVS = {
     "ssg": ("SSGConv", (FEATURES, 16, 0.1), {"K": 2}),
     "tag_weighted": ("TAGConv", (FEATURES, 16), {}),
     "cheb": ("ChebConv", (FEATURES, 16, 3), {}),
+    "arma_weighted": ("ARMAConv", (FEATURES, 16), {"num_stacks": 2, "num_layers": 2}),
+    "cluster_gcn": ("ClusterGCNConv", (FEATURES, 16), {"diag_lambda": 0.5}),
 }
 ATTENTION = [key for key, (name, _, _) in CONVS.items() if name in ("GATConv", "GATv2Conv", "TransformerConv")]
 

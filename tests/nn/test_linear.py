@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 import torch_geometric.nn as pyg
-from torch_geometric.nn import MLP, dense
-from torch_geometric.nn import ClusterGCNConv as PyGConv
+from torch_geometric.nn import MLP, ClusterGCNConv, dense
 
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
@@ -268,10 +267,14 @@ def test_lazy_hooks_and_copies(kind, launched):
     assert set(launched) <= {"gemm_forward"} and len(launched) >= 4
 
 
+class OwnConv(ClusterGCNConv):
+    """A conv that has no drop-in."""
+
+
 def test_accelerate(launched):
     """Layers of a model, those in convs too, and the messages of other convs."""
     model = torch.nn.ModuleDict(
-        {"mlp": MLP([8, 12, 4], norm=None), "conv": PyGConv(8, 12), "torch": torch.nn.Linear(8, 4)}
+        {"mlp": MLP([8, 12, 4], norm=None), "conv": OwnConv(8, 12), "torch": torch.nn.Linear(8, 4)}
     )
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
     with torch.no_grad():
@@ -279,7 +282,7 @@ def test_accelerate(launched):
         expected = model["mlp"](x), model["conv"](x, edges), model["torch"](x)
         pyg_dfgnn.accelerate(model)
         assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin_out)] == [Linear] * 3
-        assert type(model["torch"]) is TorchLinear and type(model["conv"]) is PyGConv
+        assert type(model["torch"]) is TorchLinear and type(model["conv"]) is OwnConv
         torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges), model["torch"](x)), expected)
     # Messages that are sums of sources run on the kernels of aggregations.
     assert sorted(launched) == [*["gemm_forward"] * 5, "segment_forward"]

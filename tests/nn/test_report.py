@@ -45,7 +45,7 @@ def test_accelerate(x):
         {
             "nested": torch.nn.ModuleList([torch.nn.Sequential(pyg.GATConv(3, 4)), pyg.AGNNConv()]),
             "model": pyg.GAT(3, 4, num_layers=2, v2=True),
-            "other": pyg.ClusterGCNConv(3, 4),
+            "other": pyg.LEConv(3, 4),
             "special": Special(3, 4),
         }
     ).eval()
@@ -55,7 +55,7 @@ def test_accelerate(x):
         assert pyg_dfgnn.accelerate(model) is model
     assert type(model["nested"][0][0]) is ours.GATConv and type(model["nested"][1]) is ours.AGNNConv
     assert all(type(conv) is ours.GATv2Conv for conv in model["model"].convs)
-    assert type(model["other"]) is pyg.ClusterGCNConv and type(model["special"]) is Special
+    assert type(model["other"]) is pyg.LEConv and type(model["special"]) is Special
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     actual = model["nested"][0][0](x, EDGES), model["model"](x, EDGES)
     torch.testing.assert_close(actual, expected)
@@ -116,7 +116,7 @@ def test_describe_plan_under_autocast(name, x):
 
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
-    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.ClusterGCNConv(3, 4), x, EDGES))
+    assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.LEConv(3, 4), x, EDGES))
     assert "This is torch's Linear" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
     assert "no linear layer" in str(pyg_dfgnn.describe_plan(torch.nn.ReLU(), x))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
@@ -211,7 +211,7 @@ for name, setup in {setups}.items():
     assert os.waitpid(child, 0)[1] == 0
 if child:
     sys.exit()
-model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.ClusterGCNConv(3, 4), pyg.Linear(3, 3)])
+model = torch.nn.ModuleList([pyg.GATConv(3, 4), pyg.GATConv(3, 4), pyg.FAConv(3), pyg.Linear(3, 3)])
 exec(setup)
 pyg_dfgnn.accelerate(model)
 for conv in model[:2]:
@@ -238,5 +238,5 @@ def test_what_a_script_prints(tmp_path):
         shown = [line for line in part.splitlines() if "pyg_dfgnn" in line]
         assert len(shown) == lines, (name, shown)
         if lines:
-            assert "2 GATConv, 3 Linear" in shown[0] and "compiled: 1 ClusterGCNConv; left: none" in shown[0]
+            assert "2 GATConv, 3 Linear" in shown[0] and "compiled: 1 FAConv; left: none" in shown[0]
             assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]

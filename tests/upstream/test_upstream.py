@@ -7,7 +7,7 @@ from tests.upstream import run
 
 TESTS = """
 import torch
-from torch_geometric.nn import ClusterGCNConv, GCNConv, MessagePassing
+from torch_geometric.nn import LEConv, GCNConv, MessagePassing
 
 X, EDGES = torch.randn(4, 3), torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
 
@@ -21,7 +21,7 @@ class Branching(MessagePassing):
 
 
 def test_layers():
-    conv = ClusterGCNConv(3, 2)
+    conv = LEConv(3, 2)
     out = conv(X, EDGES)
     assert torch.allclose(conv(X, EDGES), out)
     assert GCNConv(3, 2)(X, EDGES).shape == (4, 2)
@@ -44,7 +44,7 @@ def test_that_fails_with_pyg():
 
 
 def test_that_tells_us_from_pyg():
-    conv = ClusterGCNConv(3, 2)
+    conv = LEConv(3, 2)
     conv(X, EDGES)
     assert not [name for name in vars(conv) if "dfgnn" in name]
 """
@@ -58,7 +58,7 @@ def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path, c
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 of 5 tests pass with PyG's classes, 1 of them fail with ours"
     assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
-    assert "ClusterGCNConv: 3 of 3 calls were compiled" in lines
+    assert "LEConv: 3 of 3 calls were compiled" in lines
     (refused,) = (line for line in lines if line.startswith("Branching: 0 of 1 calls were compiled"))
     assert "1 times: conv/test_made_up.py:13 `return x_j if x_j.sum() > 0 else -x_j`" in refused
 

@@ -151,9 +151,7 @@ def _gin(kind: type[nn.Module], width: int) -> nn.Module:
 
 
 LAYERS = {
-    "arma": Layer("ARMAConv", lambda f: pyg.ARMAConv(f, f, num_layers=2), "weight"),
     "cg": Layer("CGConv", lambda f: pyg.CGConv(f, dim=EDGE), "attr"),
-    "cluster_gcn": Layer("ClusterGCNConv", lambda f: pyg.ClusterGCNConv(f, f)),
     "eg": Layer("EGConv", lambda f: pyg.EGConv(f, f, ["sum", "mean", "max"])),
     "fa": Layer("FAConv", lambda f: pyg.FAConv(f)),
     "feast": Layer("FeaStConv", lambda f: pyg.FeaStConv(f, f, heads=4)),
@@ -172,6 +170,8 @@ LAYERS = {
     "differences": Layer("differences", Differences),
     "my_gat": _restated("GATConv", heads=HEADS, add_self_loops=False),
     "my_gatv2": _restated("GATv2Conv", heads=HEADS, add_self_loops=False),
+    "my_arma": _restated("ARMAConv", edge="weight", num_layers=2),
+    "my_cluster_gcn": _restated("ClusterGCNConv"),
     "my_gcn": _restated("GCNConv", edge="weight", normalize=False),
     "my_gin": Layer(
         "my GINConv",

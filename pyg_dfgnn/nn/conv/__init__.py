@@ -4,7 +4,9 @@ from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.nn.conv.agnn_conv import AGNNConv
 from pyg_dfgnn.nn.conv.appnp import APPNP
+from pyg_dfgnn.nn.conv.arma_conv import ARMAConv
 from pyg_dfgnn.nn.conv.cheb_conv import ChebConv
+from pyg_dfgnn.nn.conv.cluster_gcn_conv import ClusterGCNConv
 from pyg_dfgnn.nn.conv.film_conv import FiLMConv
 from pyg_dfgnn.nn.conv.gat_conv import GATConv
 from pyg_dfgnn.nn.conv.gatv2_conv import GATv2Conv
@@ -31,7 +33,9 @@ from pyg_dfgnn.nn.drop_ins import DROP_INS
 __all__ = [
     "AGNNConv",
     "APPNP",
+    "ARMAConv",
     "ChebConv",
+    "ClusterGCNConv",
     "FastRGCNConv",
     "FiLMConv",
     "GATConv",
