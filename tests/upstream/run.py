@@ -49,6 +49,8 @@ FILES = (
     "nn/conv/test_appnp.py",
     "nn/conv/test_cheb_conv.py",
     "nn/conv/test_lg_conv.py",
+    "nn/conv/test_arma_conv.py",
+    "nn/conv/test_cluster_gcn_conv.py",
     "nn/conv/test_pna_conv.py",
     "nn/conv/test_rgcn_conv.py",
     "nn/conv/test_rgat_conv.py",
