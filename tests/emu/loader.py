@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,14 @@ SHIM_TEXT = "".join(path.read_text() for path in (*sorted(SHIM.parent.glob("*.h"
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 DONE, FAILED, FAULT = range(3)
+MACHINE = platform.machine()
+FAMILY = "x86" if MACHINE == "x86_64" else MACHINE
+FLAGS = (
+    f"--target={MACHINE}-linux-gnu",
+    *("-std=c++17", "-O0", "-w", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
+    *("-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ftrivial-auto-var-init=pattern", "-fsanitize=alignment"),
+    *("-fsanitize-trap=alignment", "-fsanitize-debug-trap-reasons=none", "-nostdinc", "-D__GLIBC_MINOR__=31"),
+)
 
 libc = ctypes.CDLL(None, use_errno=True)
 libm = ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
@@ -108,15 +117,10 @@ def compiler() -> tuple[str, ...] | None:
     package = importlib.util.find_spec("ziglang")
     if package is None or package.origin is None or sys.platform != "linux":
         return None
-    folder, machine = Path(package.origin).parent, platform.machine()
-    family = "x86" if machine == "x86_64" else machine
-    headers = ("include", *(f"libc/include/{name}" for name in (f"{family}-linux-gnu", "generic-glibc")))
-    headers += tuple(f"libc/include/{name}-linux-any" for name in (family, "any"))
-    flags = [f"--target={machine}-linux-gnu", "-std=c++17", "-O0", "-w", "-fPIC", "-fvisibility=hidden"]
-    flags += ["-fno-strict-aliasing", "-ffp-contract=off", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
-    flags += ["-ftrivial-auto-var-init=pattern", "-fsanitize=alignment", "-fsanitize-trap=alignment"]
-    flags += ["-fsanitize-debug-trap-reasons=none", "-nostdinc", "-D__GLIBC_MINOR__=31"]
-    return (str(folder / "zig"), "clang", *flags, *(f"-isystem{folder / 'lib' / name}" for name in headers))
+    folder = Path(package.origin).parent
+    headers = ("include", *(f"libc/include/{name}" for name in (f"{FAMILY}-linux-gnu", "generic-glibc")))
+    headers += tuple(f"libc/include/{name}-linux-any" for name in (FAMILY, "any"))
+    return (str(folder / "zig"), "clang", *FLAGS, *(f"-isystem{folder / 'lib' / name}" for name in headers))
 
 
 def cache_folder() -> Path:
@@ -141,13 +145,19 @@ def run_compiler(command: Sequence[str], target: Path, scratch: str) -> None:
 
 @functools.cache
 def precompiled_shim(command: tuple[str, ...]) -> Path:
-    """The folder of the compiled header, and of the compiled runtime that each library is linked with."""
-    folder = cache_folder() / digest(SHIM_TEXT, *command)
+    """The folder of the compiled header, and of the compiled runtime that each library is linked with.
+
+    The compiler refuses a compiled header when a file it was made of is newer or gone: those of the shim lie beside it.
+    """
+    folder = cache_folder() / digest(SHIM_TEXT, *command, str(os.stat(command[0]).st_mtime_ns))
     folder.mkdir(exist_ok=True)
     header, runtime = folder / "header.pch", folder / "runtime.o"
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not header.exists():
-            run_compiler([*command, "-x", "c++-header", str(SHIM)], header, scratch)
+            for path in SHIM.parent.glob("*.h"):
+                shutil.copy2(path, scratch)
+                os.replace(Path(scratch, path.name), folder / path.name)
+            run_compiler([*command, "-x", "c++-header", str(folder / SHIM.name)], header, scratch)
         if not runtime.exists():
             run_compiler([*command, "-O2", "-c", str(RUNTIME)], runtime, scratch)
     return folder
@@ -164,7 +174,8 @@ def build(source: str, *options: str) -> Path:
     # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
     text = f'namespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
     folder = cache_folder()
-    library = folder / f"{digest(text, SHIM_TEXT, *command)}.so"
+    # Wherever the compiler lies, a version of it makes the same of a text.
+    library = folder / f"{digest(text, SHIM_TEXT, version('ziglang'), *FLAGS, *options)}.so"
     if library.exists():
         return library
     shim = precompiled_shim(command)
