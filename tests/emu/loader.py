@@ -289,7 +289,8 @@ class Kernel:
         elif state.fault_signal not in (signal.SIGSEGV, signal.SIGBUS):
             message = f"{self.entry}: {signal.strsignal(state.fault_signal)}"
         maps = Path("/proc/self/maps").read_text().splitlines()
-        base = next(int(line.split("-")[0], 16) for line in maps if line.endswith(str(self.path)))
+        # Another process may have put its build of the same text in place of this one, which is "(deleted)" then.
+        base = next(int(line.split("-")[0], 16) for line in maps if str(self.path) in line)
         tool = shutil.which("addr2line")
         if tool is None:
             return message
