@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 ORDERS = ("forward", "reverse", "random")
 SHIM = Path(__file__).with_name("emulator.h")
@@ -152,11 +153,10 @@ def precompiled_shim(command: tuple[str, ...]) -> Path:
     folder = cache_folder() / digest(SHIM_TEXT, *command, str(os.stat(command[0]).st_mtime_ns))
     folder.mkdir(exist_ok=True)
     header, runtime = folder / "header.pch", folder / "runtime.o"
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with FileLock(folder / "lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not header.exists():
             for path in SHIM.parent.glob("*.h"):
-                shutil.copy2(path, scratch)
-                os.replace(Path(scratch, path.name), folder / path.name)
+                shutil.copyfile(path, folder / path.name)
             run_compiler([*command, "-x", "c++-header", str(folder / SHIM.name)], header, scratch)
         if not runtime.exists():
             run_compiler([*command, "-O2", "-c", str(RUNTIME)], runtime, scratch)
