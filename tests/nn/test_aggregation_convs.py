@@ -107,6 +107,8 @@ OPTIONS = {
         "layers": {"num_layers": 6},
         "shared": {"num_layers": 3, "num_stacks": 2, "shared_weights": True, "bias": False},
         "act": {"act": torch.nn.Softmax(dim=0), "num_stacks": 2},
+        "act_of_fewer": {"act": torch.nn.GLU(dim=-1), "num_stacks": 2},
+        "act_of_a_view": {"act": lambda h: h.view(h.size(0), -1).relu().view_as(h), "num_stacks": 2},
         "no_act": {"act": None, "aggr": "mean"},
     },
     "GraphConv": {aggr: {"aggr": aggr} for aggr in ("add", "mean", "max", "min")},
@@ -329,3 +331,41 @@ def test_dtypes_are_those_of_pyg(name, weighted, autocast, dtype):
     if outputs[0] is not None:
         assert outputs[1].dtype == outputs[0].dtype
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("options", [{}, {"act": torch.nn.Tanh()}, {"num_stacks": 2}, {"act": None}])
+def test_what_arma_returns_may_be_edited(options):
+    for conv in build("ARMAConv", **options):
+        out = conv(torch.randn(NUM_NODES, F_IN, dtype=torch.float64, requires_grad=True), EDGES)
+        out += 1
+        out.sum().backward()
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("options", [{"dropout": 0.4}, {"act": torch.nn.Dropout(0.4)}])
+def test_arma_draws_what_pyg_draws(options):
+    convs = build("ARMAConv", num_stacks=2, num_layers=2, **options)
+    x, outs = torch.randn(NUM_NODES, F_IN, dtype=torch.float64), []
+    for conv in convs:
+        torch.manual_seed(3)
+        outs.append(conv(x, EDGES))
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("ARMAConv", {"aggr": ["add", "mean"], "num_stacks": 2}, "several aggregations"),
+        ("ARMAConv", {"num_layers": 0}, "there is no layer"),
+        ("ARMAConv", {"dropout": 1.5}, "dropout needs a probability (got 1.5)"),
+        ("ClusterGCNConv", {"aggr": "mean"}, "the aggregation needs to be a sum (got 'mean')"),
+        ("ClusterGCNConv", {"flow": "target_to_source"}, "degrees are of sources in this flow"),
+        ("ClusterGCNConv", {"add_self_loops": False}, "the self-loops that edges have"),
+        ("ClusterGCNConv", {"diag_lambda": torch.tensor(0.5)}, "diag_lambda is a tensor"),
+    ],
+)
+def test_what_takes_pygs_path(name, options, reason):
+    conv, _ = build(name, **options)
+    assert any(reason in text for text in conv._call(torch.randn(NUM_NODES, F_IN, dtype=torch.float64), EDGES).reasons)

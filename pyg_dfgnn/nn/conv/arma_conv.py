@@ -11,7 +11,8 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.gate import methods_of
+from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.gate import is_multiple, methods_of
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 
@@ -35,6 +36,16 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
     @property
     def _width(self) -> int:
         return int(self.num_stacks * self.out_channels)
+
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Call:
+        reasons = []
+        if is_multiple(self.aggr_module):
+            reasons.append("several aggregations of stacks that lie side by side")
+        if self.num_layers < 1:
+            reasons.append(f"there is no layer (num_layers is {self.num_layers})")
+        if not 0 <= self.dropout <= 1:
+            reasons.append(f"dropout needs a probability (got {self.dropout})")
+        return self._ask_normalized(x, edge_index, edge_weight, *reasons)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ARMAConv.forward`."""
@@ -60,22 +71,20 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
                 (root,) = _products(dropped, [self.root_weight[place]], [self._bias(place)])
             else:
                 root = roots[place]
-            out = self._aggregate(sent, out) + root
+            # As PyG's, whose first dimension is that of the stacks: the activation may read any of them.
+            out = (self._aggregate(sent, out) + root).unflatten(1, (self.num_stacks, -1)).transpose(0, 1)
             if self.act is not None:
-                # As PyG's, whose first dimension is that of the stacks.
-                stacks = out.view(-1, self.num_stacks, self.out_channels).transpose(0, 1)
-                out = self.act(stacks).transpose(0, 1).flatten(1)
-        return out if self.num_stacks == 1 else out.view(-1, self.num_stacks, self.out_channels).mean(dim=1)
+                out = self.act(out.contiguous())
+        return out.mean(dim=-3)
 
     def _bias(self, place: int) -> Tensor | None:
         return None if self.bias is None else self.bias[place].flatten()
 
     def _next(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return what each stack's matrix makes of its part of x [N, K * F]."""
-        if self.num_stacks == 1:
-            return _products(x, [weight])[0]
-        stacks = x.view(-1, self.num_stacks, self.out_channels).transpose(0, 1)
-        return (stacks @ weight).transpose(0, 1).flatten(1)
+        """Return what each matrix of a layer [K, F, C] makes of its stack of x [K, N, F], as [N, K * C]."""
+        if self.num_stacks == 1 == x.size(0):
+            return _products(x[0], [weight])[0]
+        return (x @ weight).transpose(0, 1).flatten(1)
 
 
 def _products(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Sequence[Tensor]:

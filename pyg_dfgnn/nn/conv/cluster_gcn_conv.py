@@ -41,6 +41,8 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
             reasons.append("a sparse adjacency")
         if not self.add_self_loops:
             reasons.append("PyG takes the self-loops that edges have for one per node")
+        if isinstance(self.diag_lambda, Tensor):
+            reasons.append("diag_lambda is a tensor")
         if not isinstance(x, Tensor):
             reasons.append("x is no tensor")
         return self._ask(x, edge_index, self_loops=True, reasons=tuple(reasons))
@@ -55,6 +57,6 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
         # In the dtype of x: with PyG's weights, of the default one, the linear layer refuses all others.
         out = aggregate(graph, x, "mean")
         if self.diag_lambda:
-            inverse_degree = inverse_root_degree(graph).to(out.dtype).square()
+            inverse_degree = inverse_root_degree(graph).square().to(out.dtype)
             out = torch.addcmul(out, x, inverse_degree.view(-1, 1), value=self.diag_lambda)
         return self.lin_out(out) + self.lin_root(x)
