@@ -75,7 +75,8 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
             out = (self._aggregate(sent, out) + root).unflatten(1, (self.num_stacks, -1)).transpose(0, 1)
             if self.act is not None:
                 out = self.act(out.contiguous())
-        return out.mean(dim=-3)
+        # A result of its own, which may be edited.
+        return out.squeeze(-3).clone() if out.size(-3) == 1 else out.mean(dim=-3)
 
     def _bias(self, place: int) -> Tensor | None:
         return None if self.bias is None else self.bias[place].flatten()
