@@ -192,6 +192,7 @@ unsigned active_mask() {
 
 void load_matrices(const Site& site, unsigned (&numbers)[4], const float* row) {
     static const float* rows[1024];
+    if (reinterpret_cast<u64>(row) % 16) fail("%s:%d: a row of a matrix is not aligned", site.file, site.line);
     rows[current] = row;
     meet(site, 0xffffffffu, 0, -1);
     for (unsigned i = 0; i < 4; ++i) {

@@ -168,10 +168,10 @@ LAYERS = {
     "temperature": Layer("softmax with temperature", Temperature),
     "modulated": Layer("modulated sum", Modulated),
     "differences": Layer("differences", Differences),
-    "my_gat": _restated("GATConv", heads=HEADS, add_self_loops=False),
-    "my_gatv2": _restated("GATv2Conv", heads=HEADS, add_self_loops=False),
     "my_arma": _restated("ARMAConv", edge="weight", num_layers=2),
     "my_cluster_gcn": _restated("ClusterGCNConv"),
+    "my_gat": _restated("GATConv", heads=HEADS, add_self_loops=False),
+    "my_gatv2": _restated("GATv2Conv", heads=HEADS, add_self_loops=False),
     "my_gcn": _restated("GCNConv", edge="weight", normalize=False),
     "my_gin": Layer(
         "my GINConv",

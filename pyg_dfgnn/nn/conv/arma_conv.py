@@ -22,8 +22,8 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
 
     `x' = 1 / K sum_k h_k`, `h_k <- act(P h_k W_k + x V_k + b_k)` T times from `x`, with the normalised adjacency `P`
 
-    The stacks lie side by side in one row per node: one gather serves all of them, and what they make of `x` in all
-    layers is one product.
+    The stacks lie side by side in one row per node: one gather serves all of them. Without dropout the products with
+    `x` of all layers are joined.
 
     Source: Bianchi et al., "Graph Neural Networks with Convolutional ARMA Filters", 2021.
     """
