@@ -28,6 +28,7 @@ Launch = Callable[[Spec, str, Grid, Grid, Sequence[Argument], int], None]
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _MAX_PARAMETERS = 64
 _override: Launch | None = None
+_compile: Callable[[Sequence[Spec]], None] | None = None
 # Held while a limit on dynamic shared memory is read and raised.
 _limits = threading.Lock()
 
@@ -107,7 +108,12 @@ def compiled_together(device: torch.device) -> Iterator[None]:
     finally:
         _of_thread.asked = before
     specs = list(dict.fromkeys(asked))
-    if len(specs) > 1 and device.type == "cuda" and not is_overridden():
+    if len(specs) < 2:
+        return
+    if _override is not None:
+        if _compile is not None:
+            _compile(specs)
+    elif device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         with ThreadPoolExecutor(len(specs)) as pool:
             list(pool.map(module, specs, repeat(index)))
@@ -197,14 +203,16 @@ def is_overridden() -> bool:
 
 
 @contextmanager
-def override(run: Launch | None) -> Iterator[Launch | None]:
+def override(run: Launch | None, compile_: Callable[[Sequence[Spec]], None] | None = None) -> Iterator[Launch | None]:
     """Send every launch to ``run(spec, entry, grid, block, arguments, shared_bytes)`` instead of a GPU.
 
-    Yields what they were sent to before, None for a GPU, so that ``run`` can pass a launch on.
+    ``compile_`` is told of modules that are to be compiled together, before one of them is launched. Yields what
+    launches were sent to before, None for a GPU, so that ``run`` can pass a launch on.
     """
-    global _override
-    before, _override = _override, run
+    global _override, _compile
+    before, before_compile = _override, _compile
+    _override, _compile = run, compile_
     try:
         yield before
     finally:
-        _override = before
+        _override, _compile = before, before_compile

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.emu.loader import ORDERS, EmulationError, Kernel, compiler
+from tests.emu.loader import ORDERS, EmulationError, Kernel, build, compiler
 
-__all__ = ["ORDERS", "EmulationError", "Kernel", "needs_compiler", "require_compiler"]
+__all__ = ["ORDERS", "EmulationError", "Kernel", "build", "needs_compiler", "require_compiler"]
 
 MISSING = "needs the compiler of ziglang (pip install ziglang)"
 needs_compiler = pytest.mark.skipif(compiler() is None, reason=MISSING)

@@ -128,10 +128,10 @@ template <class... A> static void apply(void (*kernel)(A...), void** args) {
     Call<A...>{kernel, *static_cast<A*>(*args++)...};
 }
 #define EMU_EXPORT extern "C" __attribute__((visibility("default")))
-#define EMU_ENTRY(name)                                                                                       \
-    EMU_EXPORT const char* emu_signature_##name() { return emu::signature(emu_text::name); }                  \
-    EMU_EXPORT int emu_launch_##name(emu::Launch* launch) {                                                   \
-        return emu::run(launch, [](void** args) { emu::apply(emu_text::name, args); });                       \
+#define EMU_ENTRY(text, name)                                                                                 \
+    EMU_EXPORT const char* emu_signature_##text##_##name() { return emu::signature(text::name); }             \
+    EMU_EXPORT int emu_launch_##text##_##name(emu::Launch* launch) {                                          \
+        return emu::run(launch, [](void** args) { emu::apply(text::name, args); });                           \
     }
 
 template <class T> static T shuffle(const Site& site, unsigned mask, T value, int source) {

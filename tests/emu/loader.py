@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gzip
 import hashlib
 import importlib.util
 import mmap
@@ -26,6 +27,7 @@ RUNTIME = SHIM.with_suffix(".cpp")
 SHIM_TEXT = "".join(path.read_text() for path in (*sorted(SHIM.parent.glob("*.h")), RUNTIME))
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")
 ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 DONE, FAILED, FAULT = range(3)
 MACHINE = platform.machine()
 FAMILY = "x86" if MACHINE == "x86_64" else MACHINE
@@ -164,23 +166,31 @@ def precompiled_shim(command: tuple[str, ...]) -> Path:
     return folder
 
 
-def build(source: str, *options: str) -> Path:
-    """Compiles a kernel text into a shared library, cached by the hash of all that goes into it."""
+def place_of(source: str) -> Path:
+    """Where the library with a kernel text is looked for."""
+    # Wherever the compiler lies, a version of it makes the same of a text.
+    return cache_folder() / f"{digest(in_namespace(source, 'text'), SHIM_TEXT, version('ziglang'), *FLAGS)}.so"
+
+
+def in_namespace(source: str, name: str) -> str:
+    """A kernel text with its entries in a namespace of its own, after which other texts can follow."""
+    body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
+    # Entries of C would be one function in all namespaces.
+    body = re.sub(r'extern\s+"C"\s+(?=__global__)', "", body)
+    entries = "".join(f"EMU_ENTRY({name}, {entry})\n" for entry in ENTRY.findall(source))
+    macros = "".join(f"#undef {macro}\n" for macro in sorted(set(MACRO.findall(source))))
+    # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
+    return f'namespace {name} {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}{macros}'
+
+
+def compile_library(text: str, library: Path, *options: str) -> None:
+    """Compiles kernel texts in their namespaces, and links them with the emulator's runtime."""
     found = compiler()
     if found is None:
         raise EmulationError("no host compiler: install ziglang")
     command = (*found, *options)
-    body = DYNAMIC_SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emu::launch->shared);", source)
-    entries = "\n".join(f"EMU_ENTRY({name})" for name in ENTRY.findall(source))
-    # The unnamed namespace gives shared memory in inline functions and templates a place in the section of its kind.
-    text = f'namespace emu_text {{ namespace {{\n#line 1 "kernel.cu"\n{body}\n}} }}\n{entries}\n'
-    folder = cache_folder()
-    # Wherever the compiler lies, a version of it makes the same of a text.
-    library = folder / f"{digest(text, SHIM_TEXT, version('ziglang'), *FLAGS, *options)}.so"
-    if library.exists():
-        return library
     shim = precompiled_shim(command)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         # Named as the text in it: a debugger may tell either name.
         code, compiled = Path(scratch, "kernel.cu"), Path(scratch, "kernel.o")
         code.write_text(text)
@@ -188,7 +198,29 @@ def build(source: str, *options: str) -> Path:
         run_compiler([*command, *header, "-x", "c++", "-c", str(code)], compiled, scratch)
         # Functions of C are those that the process has.
         run_compiler([command[0], "ld.lld", "-shared", str(compiled), str(shim / "runtime.o")], library, scratch)
-    return library
+
+
+def build(sources: Sequence[str]) -> list[Path]:
+    """Compiles those kernel texts that no library has into one, and returns where the library of each is.
+
+    Texts in one library take half the time of as many libraries: the compiler starts, reads its header and links once.
+    """
+    places = {source: place_of(source) for source in sources}
+    missing = {place.stem: source for source, place in places.items() if not place.exists()}
+    if not missing:
+        return [places[source] for source in sources]
+    text = "".join(in_namespace(source, f"text_{name}") for name, source in missing.items())
+    library = cache_folder() / f"library-{digest(*missing)}.so"
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        kept = Path(scratch, "text")
+        kept.write_bytes(gzip.compress(text.encode(), 1))
+        os.replace(kept, library.with_suffix(".gz"))
+        compile_library(text, library)
+        for name in missing:
+            link = Path(scratch, name)
+            link.symlink_to(library.name)
+            os.replace(link, library.with_name(f"{name}.so"))
+    return [places[source] for source in sources]
 
 
 class Kernel:
@@ -203,13 +235,13 @@ class Kernel:
     """
 
     def __init__(self, source: str, entry: str) -> None:
-        self.source, self.entry = source, entry
-        self.path = build(source)
-        library = ctypes.CDLL(str(self.path))
-        if not hasattr(library, f"emu_launch_{entry}"):
+        (place,) = build([source])
+        self.entry, self.path = entry, place.resolve()
+        library, name = ctypes.CDLL(str(self.path)), f"text_{place.stem}_{entry}"
+        if not hasattr(library, f"emu_launch_{name}"):
             raise EmulationError(f"no entry {entry!r} (the text has {', '.join(ENTRY.findall(source)) or 'none'})")
-        self.run = getattr(library, f"emu_launch_{entry}")
-        describe = getattr(library, f"emu_signature_{entry}")
+        self.run = getattr(library, f"emu_launch_{name}")
+        describe = getattr(library, f"emu_signature_{name}")
         describe.restype = ctypes.c_char_p
         self.signature: list[str] = describe().decode().split()
 
@@ -296,7 +328,9 @@ class Kernel:
         if tool is None:
             return message
         # A build with numbers of lines, which takes a quarter longer, has the same code at the same places.
-        lines = build(self.source, "-g1")
+        lines = self.path.with_suffix(".g1.so")
+        if not lines.exists():
+            compile_library(gzip.decompress(self.path.with_suffix(".gz").read_bytes()).decode(), lines, "-g1")
         command = [tool, "-i", "-e", str(lines), hex((state.fault_code or base) - base)]
         where = subprocess.run(command, check=False, capture_output=True, text=True).stdout
         return f"{message}\n{re.sub('^/emulator/', '', where, flags=re.MULTILINE)}"

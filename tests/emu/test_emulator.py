@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.emu import ORDERS, EmulationError, Kernel, needs_compiler
+from tests.emu import ORDERS, EmulationError, Kernel, build, needs_compiler
 
 pytestmark = needs_compiler
 FULL = "0xffffffffu"
@@ -282,6 +282,23 @@ def test_refused_texts():
         Kernel('extern "C" __global__ void test(float x) {}', "test")
     with pytest.raises(EmulationError, match="no entry 'other' .the text has test"):
         Kernel('extern "C" __global__ void test() {}', "other")
+
+
+def test_texts_of_one_library(monkeypatch, tmp_path):
+    """Names and macros that several texts have stay each text's own; a fault names the line of its text."""
+    monkeypatch.setenv("PYG_DFGNN_EMULATOR_CACHE", str(tmp_path))
+    head = 'static __device__ float twice(float v) { return v * VALUE; }\nextern "C" __global__ void test(float* a) {\n'
+    bodies = ("a[0] = twice(a[0]);", "__shared__ float s[1]; s[0] = 4; a[0] = twice(s[0]);", "\n a[1] = 0;")
+    sources = [f"#define VALUE {number}\n{head}{body} }}" for number, body in enumerate(bodies, 2)]
+    build(sources[:2])
+    build(sources)
+    assert len(list(tmp_path.glob("library-*.so"))) == 2
+    results = [floats(1) for _ in bodies]
+    for source, result in zip(sources[:2], results, strict=False):
+        Kernel(source, "test").launch((1,), (1,), [result])
+    assert [result[0] for result in results] == [2, 12, 1]
+    with pytest.raises(EmulationError, match=r"past the end .*\nkernel.cu:5"):
+        Kernel(sources[2], "test").launch((1,), (1,), [results[2]])
 
 
 def test_an_array_given_twice_is_one():

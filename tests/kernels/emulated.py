@@ -1,6 +1,6 @@
 """Runs the package's own host code on the CPU: what it launches goes to the emulator."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -11,12 +11,16 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.statements.spec import Spec
-from tests.emu import Kernel
+from tests.emu import Kernel, build
 
 
 @cache
 def _kernel(spec: Spec, entry: str) -> Kernel:
     return Kernel(spec.source, entry)
+
+
+def build_together(specs: Iterable[Spec]) -> None:
+    build([spec.source for spec in specs])
 
 
 def _argument(value: Tensor | float | None) -> np.ndarray | float | None:
@@ -57,7 +61,7 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
     torch.use_deterministic_algorithms(True)
     fused_device_types.add("cpu")
     try:
-        with launcher.override(run):
+        with launcher.override(run, build_together):
             yield launched
     finally:
         fused_device_types.discard("cpu")

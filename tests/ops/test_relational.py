@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
-from tests.kernels.emulated import emulated_device
+from tests.kernels.emulated import build_together, emulated_device
 
 
 @relational
@@ -180,7 +180,7 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
         held.append(sum(tensor() is not None for tensor in saved))
         emulate(*launch)
 
-    with emulated_device(), launcher.override(run) as emulate:
+    with emulated_device(), launcher.override(run, build_together) as emulate:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = apply(gated, rows_of(graph), inputs)["out"]
         held.clear()

@@ -249,7 +249,7 @@ def test_a_bfloat16_array_comes_back_as_bfloat16():
 
 
 def test_modules_are_compiled_together(monkeypatch):
-    """Each on a thread of its own, once; nothing is compiled ahead on a CPU or outside."""
+    """Once, each on a thread of its own or by what takes the launches; nothing ahead on a CPU or outside."""
     met, compiled = threading.Barrier(3, timeout=30), []
 
     def compile_(spec, index):
@@ -265,3 +265,8 @@ def test_modules_are_compiled_together(monkeypatch):
                 launcher.kernel_of(spec, "kernel")
             assert not compiled
     assert sorted(compiled) == [(spec.path, 1) for spec in specs]
+    told = []
+    with override(lambda *launched: None, told.append), launcher.compiled_together(torch.device("cpu")):
+        for spec in (*specs, specs[0]):
+            launcher.kernel_of(spec, "kernel")
+    assert told == [specs]
