@@ -148,12 +148,12 @@ def run_compiler(command: Sequence[str], target: Path, scratch: str) -> None:
 
 
 @functools.cache
-def precompiled_shim(command: tuple[str, ...]) -> Path:
-    """The folder of the compiled header, and of the compiled runtime that each library is linked with.
+def precompiled_shim(command: tuple[str, ...], kept: Path) -> Path:
+    """The folder, among what is kept, of the compiled header and of the runtime that each library is linked with.
 
     The compiler refuses a compiled header when a file it was made of is newer or gone: those of the shim lie beside it.
     """
-    folder = cache_folder() / digest(SHIM_TEXT, *command, str(os.stat(command[0]).st_mtime_ns))
+    folder = kept / digest(SHIM_TEXT, *command, str(os.stat(command[0]).st_mtime_ns))
     folder.mkdir(exist_ok=True)
     header, runtime = folder / "header.pch", folder / "runtime.o"
     with FileLock(folder / "lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -189,7 +189,7 @@ def compile_library(text: str, library: Path, *options: str) -> None:
     if found is None:
         raise EmulationError("no host compiler: install ziglang")
     command = (*found, *options)
-    shim = precompiled_shim(command)
+    shim = precompiled_shim(command, library.parent)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         # Named as the text in it: a debugger may tell either name.
         code, compiled = Path(scratch, "kernel.cu"), Path(scratch, "kernel.o")
