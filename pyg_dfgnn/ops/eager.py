@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad, function
+from torch.utils._device import DeviceContext
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose operators nothing overrides."""
@@ -21,6 +22,13 @@ def is_eager() -> bool:
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
+
+
+def intercepts_functions() -> bool:
+    """Return whether a mode sees torch's functions; that of a default device sees only those that make tensors."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def is_plain(tensor: object) -> bool:

@@ -132,6 +132,23 @@ def test_double_backward_is_refused(fused):
         sum(grad.square().sum() for grad in grads).backward()
 
 
+def test_gradients_that_may_be_differentiated(fused):
+    """They are torch's where they are, and in batches of gradients."""
+    leaves = [tensor.requires_grad_() for tensor in draw(9, 2, 8)]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    second = []
+    for x, first, other in (leaves, wide):
+        terms = attention_terms(x, first, other, twice=True)
+        grads = torch.autograd.grad(sum(t.square().sum() for t in terms), (x, first, other), create_graph=True)
+        second.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), (x, first, other)))
+    assert_all_close({str(place): pair for place, pair in enumerate(zip(*second))})
+    assert fused[0] == "attention_terms"
+    terms, batch = attention_terms(*leaves, twice=True), torch.randn(3, 9, 2)
+    found = torch.autograd.grad(terms[0], leaves[:2], batch, is_grads_batched=True)
+    want = torch.autograd.grad((wide[0] * wide[1]).sum(-1), wide[:2], batch.double(), is_grads_batched=True)
+    assert_all_close({str(place): pair for place, pair in enumerate(zip(found, want))})
+
+
 def test_gradcheck_of_plain_torch():
     leaves = [tensor.double().requires_grad_() for tensor in draw(4, 2, 3)]
     assert torch.autograd.gradcheck(attention_terms, leaves)

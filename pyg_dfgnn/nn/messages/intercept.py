@@ -20,6 +20,7 @@ from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.products import run_watched
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
+from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
 from pyg_dfgnn.settings import current
 
@@ -50,7 +51,7 @@ def intercept(kind: type) -> None:
             setattr(kind, method, wrapper)
             if getattr(kind, f"_jinja_{method}", None) is own:
                 setattr(kind, f"_jinja_{method}", wrapper)
-    for function in METHODS:
+    for function in (*METHODS, METHOD):
         setattr(kind, function.__name__, function)
     forward = kind.forward  # type: ignore[attr-defined]
     if getattr(forward, WRAPPER, None) is not kind:
@@ -72,7 +73,7 @@ def _in_front(own: Callable[..., Any], kind: type, run: Callable[..., Any]) -> C
 
 
 def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    forward = keeping(own, kind)
+    forward = keeping(with_terms(own), kind)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():

@@ -2,9 +2,10 @@
 
 Which layers a forward calls with one tensor its first call tells. From then on the first of them asks for the product
 with all weights (:func:`pyg_dfgnn.ops.gemm.project`), and each other finds its result there: one node of autograd, one
-launch for the results, and one for each kind of gradients. A result is taken only by the call that would compute it
-from the same tensors, unedited, in the same state of torch. Layers whose code might edit a tensor behind the back of
-its version counter, or differentiate in parts, are left as they are: all but PyG's and those that name what is known.
+launch for the results, and one for each kind of gradients. Two attention terms of one tensor are joined alike. A result
+is taken only by the call that would compute it from the same tensors, unedited, in the same state of torch. Layers
+whose code might edit a tensor behind the back of its version counter, or differentiate in parts, are left as they are:
+all but PyG's and those that name what is known.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,11 +26,13 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
 from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
+from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
+from pyg_dfgnn.nn.messages.terms import MOST_TERMS, Vector, may_multiply, multiply
 from pyg_dfgnn.nn.projection import parameters_of
 from pyg_dfgnn.ops import gemm
-from pyg_dfgnn.ops.eager import is_eager, is_plain
+from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
 from pyg_dfgnn.settings import current
 
 _SAFE = frozenset(
@@ -45,7 +49,8 @@ _REFUSED = (
     "DICT_MERGE DICT_UPDATE MAP_ADD".split()
 )
 """Steps of code that store into objects, read other scopes, or may return several values."""
-Group = list["weakref.ref[KernelLinear]"]
+Part = KernelLinear | Vector
+Group = list["weakref.ref[Part]"]
 
 
 @dataclass
@@ -75,20 +80,21 @@ class _Layer:
 
 
 _of_layers = OfLayers(_Layer)
+_hooks = itemgetter(*HOOKS)
 
 
 class _Ready(NamedTuple):
     """A result that no layer has asked for yet, and what it was made of."""
 
     result: Tensor
-    linear: KernelLinear
+    linear: Part
     x: Tensor
     state: tuple[Any, ...]
     tensors: tuple[Tensor | None, ...]
     facts: list[tuple[Any, ...]]
 
     @staticmethod
-    def of(result: Tensor, linear: KernelLinear, x: Tensor) -> _Ready:
+    def of(result: Tensor, linear: Part, x: Tensor) -> _Ready:
         tensors = _tensors(linear, x)
         return _Ready(result, linear, x, _state(x), tensors, _facts(tensors))
 
@@ -99,7 +105,7 @@ class _Ready(NamedTuple):
         return same and _facts(tensors) == self.facts and _state(self.x) == self.state and _may_join(self.x)
 
 
-def _tensors(linear: KernelLinear, x: Tensor) -> tuple[Tensor | None, ...]:
+def _tensors(linear: Part, x: Tensor) -> tuple[Tensor | None, ...]:
     return x, *linear._parameters.values()
 
 
@@ -118,10 +124,10 @@ class _Forward:
 
     def __init__(self, known: _Known) -> None:
         self.known = known
-        self.calls: list[tuple[KernelLinear, Tensor, int]] = []
+        self.calls: list[tuple[Part, Tensor, int]] = []
         self.ready: dict[tuple[int, int], _Ready] = {}
 
-    def result(self, linear: KernelLinear, x: Any) -> Tensor | None:
+    def result(self, linear: Part, x: Any) -> Tensor | None:
         """Return the result of a linear layer; None where it is to compute its own."""
         ready = self.ready.pop((id(linear), id(x)), None)
         if ready is not None:
@@ -136,15 +142,15 @@ class _Forward:
         layers = self._group(linear)
         if len(layers) < 2 or not _may_join(x):
             return None
-        parameters = parameters_of(x, layers)
-        if parameters is None or not _are_alike(parameters[0], parameters[1]):
+        results = _joined(x, layers)
+        if results is None:
             return None
-        first, *others = gemm.project(x, parameters[0], parameters[1], twice=True)
+        first, *others = results
         for layer, result in zip(layers[1:], others, strict=True):
             self.ready[id(layer), id(x)] = _Ready.of(result, layer, x)
         return first
 
-    def _group(self, linear: KernelLinear) -> list[KernelLinear]:
+    def _group(self, linear: Part) -> list[Part]:
         """Return the layers that are called with the input of this one, it first; none where there are no others."""
         group = self.known.groups.get(id(linear), ())
         layers = [layer for reference in group if (layer := reference()) is not None]
@@ -161,23 +167,38 @@ class _Forward:
         for ready in self.ready.values():
             self._leave_out(ready.linear)
 
-    def _leave_out(self, linear: KernelLinear) -> None:
+    def _leave_out(self, linear: Part) -> None:
         for group in self.known.groups.values():
             group[:] = [reference for reference in group if reference() is not linear]
 
 
-def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
+def _joined(x: Tensor, parts: Sequence[Part]) -> Sequence[Tensor] | None:
+    """Return the results of layers of one kind, by one product; None where each is to compute its own."""
+    if isinstance(parts[0], Vector):
+        vectors = [vector for part in parts if (vector := part._parameters["weight"]) is not None]
+        may = len(vectors) == len(parts) and all(may_multiply(x, vector) for vector in vectors)
+        return multiply(x, vectors) if may and _are_alike(vectors, ()) else None
+    layers = [part for part in parts if isinstance(part, KernelLinear)]
+    parameters = parameters_of(x, layers) if x.dim() == 2 else None
+    if parameters is None or not _are_alike(parameters[0], parameters[1]):
+        return None
+    return gemm.project(x, parameters[0], parameters[1], twice=True)
+
+
+def _groups(calls: list[tuple[Part, Tensor, int]]) -> dict[int, Group]:
     """Return the groups of layers that were called once, with one tensor, and have parameters of one shape."""
     times = Counter(id(linear) for linear, _, _ in calls)
-    kinds: dict[tuple[Any, ...], list[KernelLinear]] = {}
+    kinds: dict[tuple[Any, ...], list[Part]] = {}
     for linear, x, version in calls:
         weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
         if weight is not None and times[id(linear)] == 1:
-            kinds.setdefault((id(x), version, weight.shape, bias is None), []).append(linear)
+            kind = id(x), version, weight.shape, bias is None, isinstance(linear, Vector)
+            kinds.setdefault(kind, []).append(linear)
     groups: dict[int, Group] = {}
     for layers in kinds.values():
-        for start in range(0, len(layers), MAX_LAYERS):
-            group = layers[start : start + MAX_LAYERS]
+        most = MOST_TERMS if isinstance(layers[0], Vector) else MAX_LAYERS
+        for start in range(0, len(layers), most):
+            group = layers[start : start + most]
             if len(group) > 1:
                 groups[id(group[0])] = [weakref.ref(linear) for linear in group]
     return groups
@@ -185,17 +206,12 @@ def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
 
 def _may_join(x: Any) -> bool:
     """Return whether one product for several layers takes their place unseen, and is faster."""
-    if (
-        not is_plain(x)
-        or x.dim() != 2
-        or not x.is_floating_point()
-        or not (x.is_cuda or x.device.type in fused_device_types)
-    ):
+    if not is_plain(x) or not x.is_floating_point() or not (x.is_cuda or x.device.type in fused_device_types):
         return False
     # A checkpoint counts what is saved, in the first call as in later ones. A mode may change what a product is.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
         return False
-    if not is_eager() or torch._C._len_torch_function_stack():
+    if not is_eager() or intercepts_functions():
         return False
     return not (x.is_inference() or x.is_neg() or torch.is_autocast_enabled(x.device.type))
 
@@ -249,11 +265,12 @@ def _is_harmless(value: Any) -> bool:
 
 
 def _is_open(code: CodeType) -> bool:
-    """Return whether code stores into objects, reads other scopes, or may return several values."""
+    """Return whether code stores into objects, edits in place, reads other scopes, or may return several values."""
     steps = [step.opname for step in dis.get_instructions(code)]
     after = [steps[place + 1] for place, name in enumerate(steps) if name in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP")]
     is_named = any(name.startswith(("RETURN_VALUE", "STORE_FAST", "JUMP")) for name in after)
-    return is_named or not set(steps).isdisjoint(_REFUSED)
+    edits = any(isinstance(constant, tuple) and "inplace" in constant for constant in code.co_consts)
+    return is_named or edits or not set(steps).isdisjoint(_REFUSED)
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
@@ -271,7 +288,7 @@ def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **k
     kept = _of_layers.of(layer)
     if kept.shows_all is None:
         kept.shows_all = _shows_all(layer)
-    if not kept.shows_all:
+    if not kept.shows_all or any(_hooks(layer.__dict__)):
         return run(*args, **kwargs)
     before, forward = watch.result, _Forward(kept.known[layer.training])
     watch.result = forward.result
