@@ -114,6 +114,25 @@ def test_describe_plan_under_autocast(name, x):
     assert problem.dtype == (torch.float32 if name in ("AGNNConv", "SAGEConv") else torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "make_conv",
+    [
+        lambda: ours.GCNConv(3, 4),
+        lambda: ours.SAGEConv(3, 4),
+        lambda: ours.SAGEConv(3, 4, aggr="max"),
+        lambda: ours.ClusterGCNConv(3, 4),
+        lambda: ours.GATConv(3, 4),
+    ],
+    ids=["GCN", "mean", "max", "ClusterGCN", "GAT"],
+)
+def test_described_is_all_that_a_step_keeps(make_conv, x):
+    conv, edges = make_conv(), EDGES.clone()
+    with emulated_device():
+        before = pyg_dfgnn.describe_plan(conv, x, edges)
+        conv(x.clone().requires_grad_(), edges).sum().backward()
+        assert before.memory == pyg_dfgnn.describe_plan(conv, x, edges).memory
+
+
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.LEConv(3, 4), x, EDGES))

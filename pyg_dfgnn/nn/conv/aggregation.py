@@ -16,8 +16,8 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import DROP_INS, keep_signature
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
-from pyg_dfgnn.ops.segment import aggregate
-from pyg_dfgnn.statements.segment import STATS
+from pyg_dfgnn.ops.segment import aggregate, inverse_degree
+from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
 Question = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
@@ -106,6 +106,8 @@ class AggregationConv(FusedConv):
         return message, statistics_of(self.aggr_module), channels, False, 0
 
     def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
+        if not set(problem.stats).isdisjoint(AVERAGES):
+            inverse_degree(graph)
         return explain(FAMILY, problem, graph, torch.is_grad_enabled())
 
     def _ask(
