@@ -2,10 +2,10 @@
 
 Which layers a forward calls with one tensor its first call tells. From then on the first of them asks for the product
 with all weights (:func:`pyg_dfgnn.ops.gemm.project`), and each other finds its result there: one node of autograd, one
-launch for the results, and one for each kind of gradients. Two attention terms of one tensor are joined alike. A result
-is taken only by the call that would compute it from the same tensors, unedited, in the same state of torch. Layers
-whose code might edit a tensor behind the back of its version counter, or differentiate in parts, are left as they are:
-all but PyG's and those that name what is known.
+launch for the results, and one for each kind of gradients. An attention term takes the next one of the code along, from
+the first call on, unless that was of another tensor before. A result is taken only by the call that would compute it
+from the same tensors, unedited, in the same state of torch. Layers whose code might edit a tensor behind the back of
+its version counter, or differentiate in parts, are left as they are: all but PyG's and those that name what is known.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
 from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
-from pyg_dfgnn.nn.messages.terms import MOST_TERMS, Vector, may_multiply, multiply
+from pyg_dfgnn.nn.messages.terms import Vector, may_multiply, multiply
 from pyg_dfgnn.nn.projection import parameters_of
 from pyg_dfgnn.ops import gemm
-from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
+from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.settings import current
 
 _SAFE = frozenset(
@@ -49,8 +49,7 @@ _REFUSED = (
     "DICT_MERGE DICT_UPDATE MAP_ADD".split()
 )
 """Steps of code that store into objects, read other scopes, or may return several values."""
-Part = KernelLinear | Vector
-Group = list["weakref.ref[Part]"]
+Group = list["weakref.ref[KernelLinear]"]
 
 
 @dataclass
@@ -60,10 +59,12 @@ class _Known:
     Attributes:
         is_learnt: Whether a call of it has been watched.
         groups: Number of a linear layer -> it, and those that are called after it with the same tensor.
+        alone: Names of parameters whose terms were not of the tensor of the term before.
     """
 
     is_learnt: bool = False
     groups: dict[int, Group] = field(default_factory=dict)
+    alone: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -87,14 +88,14 @@ class _Ready(NamedTuple):
     """A result that no layer has asked for yet, and what it was made of."""
 
     result: Tensor
-    linear: Part
+    linear: KernelLinear | Vector
     x: Tensor
     state: tuple[Any, ...]
     tensors: tuple[Tensor | None, ...]
     facts: list[tuple[Any, ...]]
 
     @staticmethod
-    def of(result: Tensor, linear: Part, x: Tensor) -> _Ready:
+    def of(result: Tensor, linear: KernelLinear | Vector, x: Tensor) -> _Ready:
         tensors = _tensors(linear, x)
         return _Ready(result, linear, x, _state(x), tensors, _facts(tensors))
 
@@ -105,7 +106,7 @@ class _Ready(NamedTuple):
         return same and _facts(tensors) == self.facts and _state(self.x) == self.state and _may_join(self.x)
 
 
-def _tensors(linear: Part, x: Tensor) -> tuple[Tensor | None, ...]:
+def _tensors(linear: KernelLinear | Vector, x: Tensor) -> tuple[Tensor | None, ...]:
     return x, *linear._parameters.values()
 
 
@@ -124,33 +125,47 @@ class _Forward:
 
     def __init__(self, known: _Known) -> None:
         self.known = known
-        self.calls: list[tuple[Part, Tensor, int]] = []
+        self.calls: list[tuple[KernelLinear, Tensor, int]] = []
         self.ready: dict[tuple[int, int], _Ready] = {}
 
-    def result(self, linear: Part, x: Any) -> Tensor | None:
-        """Return the result of a linear layer; None where it is to compute its own."""
+    def result(self, linear: KernelLinear | Vector, x: Any) -> Tensor | None:
+        """Return the result of a linear layer or an attention term; None where it is to compute its own."""
         ready = self.ready.pop((id(linear), id(x)), None)
         if ready is not None:
             if ready.is_current:
                 return ready.result
             self._leave_out(linear)
             return None
+        if isinstance(linear, Vector):
+            return self._with_next(linear, x)
         if not self.known.is_learnt:
             if is_plain(x) and not x.is_inference() and not x.is_meta:
                 self.calls.append((linear, x, x._version))
             return None
         layers = self._group(linear)
-        if len(layers) < 2 or not _may_join(x):
+        if len(layers) < 2 or x.dim() != 2 or not _may_join(x):
             return None
-        results = _joined(x, layers)
-        if results is None:
+        parameters = parameters_of(x, layers)
+        if parameters is None or not _are_alike(parameters[0], parameters[1]):
             return None
-        first, *others = results
+        first, *others = gemm.project(x, parameters[0], parameters[1], twice=True)
         for layer, result in zip(layers[1:], others, strict=True):
             self.ready[id(layer), id(x)] = _Ready.of(result, layer, x)
         return first
 
-    def _group(self, linear: Part) -> list[Part]:
+    def _with_next(self, vector: Vector, x: Tensor) -> Tensor | None:
+        """Return a term, having made the next one of the code too; None where each is to compute its own."""
+        following = vector.following
+        if following is None or following.name in self.known.alone or not _may_join(x):
+            return None
+        vectors = [tensor for part in (vector, following) if (tensor := part.weight) is not None]
+        if len(vectors) < 2 or not may_multiply(x, vectors[1]) or not _are_alike(vectors, ()):
+            return None
+        first, second = multiply(x, vectors)
+        self.ready[id(following), id(x)] = _Ready.of(second, following, x)
+        return first
+
+    def _group(self, linear: KernelLinear) -> list[KernelLinear]:
         """Return the layers that are called with the input of this one, it first; none where there are no others."""
         group = self.known.groups.get(id(linear), ())
         layers = [layer for reference in group if (layer := reference()) is not None]
@@ -167,38 +182,25 @@ class _Forward:
         for ready in self.ready.values():
             self._leave_out(ready.linear)
 
-    def _leave_out(self, linear: Part) -> None:
+    def _leave_out(self, linear: KernelLinear | Vector) -> None:
+        if isinstance(linear, Vector):
+            self.known.alone.add(linear.name)
         for group in self.known.groups.values():
             group[:] = [reference for reference in group if reference() is not linear]
 
 
-def _joined(x: Tensor, parts: Sequence[Part]) -> Sequence[Tensor] | None:
-    """Return the results of layers of one kind, by one product; None where each is to compute its own."""
-    if isinstance(parts[0], Vector):
-        vectors = [vector for part in parts if (vector := part._parameters["weight"]) is not None]
-        may = len(vectors) == len(parts) and all(may_multiply(x, vector) for vector in vectors)
-        return multiply(x, vectors) if may and _are_alike(vectors, ()) else None
-    layers = [part for part in parts if isinstance(part, KernelLinear)]
-    parameters = parameters_of(x, layers) if x.dim() == 2 else None
-    if parameters is None or not _are_alike(parameters[0], parameters[1]):
-        return None
-    return gemm.project(x, parameters[0], parameters[1], twice=True)
-
-
-def _groups(calls: list[tuple[Part, Tensor, int]]) -> dict[int, Group]:
+def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
     """Return the groups of layers that were called once, with one tensor, and have parameters of one shape."""
     times = Counter(id(linear) for linear, _, _ in calls)
-    kinds: dict[tuple[Any, ...], list[Part]] = {}
+    kinds: dict[tuple[Any, ...], list[KernelLinear]] = {}
     for linear, x, version in calls:
         weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
         if weight is not None and times[id(linear)] == 1:
-            kind = id(x), version, weight.shape, bias is None, isinstance(linear, Vector)
-            kinds.setdefault(kind, []).append(linear)
+            kinds.setdefault((id(x), version, weight.shape, bias is None), []).append(linear)
     groups: dict[int, Group] = {}
     for layers in kinds.values():
-        most = MOST_TERMS if isinstance(layers[0], Vector) else MAX_LAYERS
-        for start in range(0, len(layers), most):
-            group = layers[start : start + most]
+        for start in range(0, len(layers), MAX_LAYERS):
+            group = layers[start : start + MAX_LAYERS]
             if len(group) > 1:
                 groups[id(group[0])] = [weakref.ref(linear) for linear in group]
     return groups
@@ -211,7 +213,7 @@ def _may_join(x: Any) -> bool:
     # A checkpoint counts what is saved, in the first call as in later ones. A mode may change what a product is.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
         return False
-    if not is_eager() or intercepts_functions():
+    if not is_eager() or torch._C._len_torch_function_stack():
         return False
     return not (x.is_inference() or x.is_neg() or torch.is_autocast_enabled(x.device.type))
 

@@ -27,8 +27,6 @@ from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
 from pyg_dfgnn.settings import current
 
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-MOST_TERMS = 2
-"""Terms of one tensor that a kernel makes together."""
 _Scope = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
@@ -40,18 +38,34 @@ class Vector:
     Args:
         layer: The layer.
         name: Name of the parameter.
+        following: The parameter of the next attention term in the code of the forward; None for the last.
     """
 
-    def __init__(self, layer: torch.nn.Module, name: str) -> None:
-        self._layer, self._name = weakref.ref(layer), name
+    def __init__(self, layer: torch.nn.Module, name: str, following: Vector | None = None) -> None:
+        self._layer, self.name, self.following = weakref.ref(layer), name, following
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The parameter."""
+        layer = self._layer()
+        return None if layer is None else layer._parameters.get(self.name)
 
     @property
     def _parameters(self) -> dict[str, Tensor | None]:
-        layer = self._layer()
-        return {"weight": None if layer is None else layer._parameters.get(self._name), "bias": None}
+        return {"weight": self.weight}
 
 
-_vectors: OfLayers[dict[str, Vector]] = OfLayers(dict)
+_vectors: OfLayers[dict[tuple[str, ...], Vector]] = OfLayers(dict)
+
+
+def _vector_of(layer: torch.nn.Module, names: tuple[str, ...]) -> Vector:
+    """Return the parameter with the first of the names, followed by that with the second, if any."""
+    kept = _vectors.of(layer)
+    known = kept.get(names)
+    if known is None:
+        following = _vector_of(layer, names[1:]) if names[1:] else None
+        known = kept[names] = Vector(layer, names[0], following)
+    return known
 
 
 class _Product:
@@ -61,20 +75,18 @@ class _Product:
         layer: The layer whose forward runs.
         x: The rows.
         vector: The vector.
+        names: Its name, and those of the vectors of later terms in the code.
     """
 
-    __slots__ = ("layer", "x", "vector")
+    __slots__ = ("layer", "x", "vector", "names")
 
-    def __init__(self, layer: Any, x: Tensor, vector: Tensor) -> None:
-        self.layer, self.x, self.vector = layer, x, vector
+    def __init__(self, layer: Any, x: Tensor, vector: Tensor, names: tuple[str, ...]) -> None:
+        self.layer, self.x, self.vector, self.names = layer, x, vector, names
 
     def sum(self, *_: Any, **__: Any) -> Tensor:
-        """Return the sum over the last dimension, with that of another vector where the forward asks for it next."""
-        parameters = self.layer._parameters.items()
-        name = next((name for name, parameter in parameters if parameter is self.vector), None)
-        if watch.result is not None and name is not None:
-            own = _vectors.of(self.layer)
-            result = watch.result(own.get(name) or own.setdefault(name, Vector(self.layer, name)), self.x)
+        """Return the sum over the last dimension."""
+        if watch.result is not None and self.layer._parameters.get(self.names[0]) is self.vector:
+            result = watch.result(_vector_of(self.layer, self.names), self.x)
             if result is not None:
                 return result
         return multiply(self.x, [self.vector])[0]
@@ -84,10 +96,10 @@ class _Product:
         return args[0].sum()  # type: ignore[no-any-return]
 
 
-def _pyg_dfgnn_product(self: Any, left: Any, right: Any, x_is_left: bool) -> Any:
+def _pyg_dfgnn_product(self: Any, left: Any, right: Any, x_is_left: bool, names: tuple[str, ...]) -> Any:
     """Return `left * right`, or what stands for it where a kernel makes its sum."""
     x, vector = (left, right) if x_is_left else (right, left)
-    return _Product(self, x, vector) if may_multiply(x, vector) else left * right
+    return _Product(self, x, vector, names) if may_multiply(x, vector) else left * right
 
 
 METHOD = _pyg_dfgnn_product
@@ -144,6 +156,9 @@ def _with_products(forward: FunctionType) -> CodeType | None:
         return None
     products = _Products(own, forward.__globals__.get("torch") is torch)
     scope.body = [products.visit(statement) for statement in scope.body]
+    names: tuple[Any, ...] = tuple(node.value for node in products.names)
+    for place, node in enumerate(products.names):
+        node.value = names[place:]  # type: ignore[assignment]
     replaced = _compiled(module, code)
     return replaced if replaced != code and replaced is not None and replaced.co_freevars == code.co_freevars else None
 
@@ -196,10 +211,14 @@ class _Products(ast.NodeTransformer):
     Args:
         own: What the forward calls its layer.
         has_torch: Whether `torch` is the library.
+
+    Attributes:
+        names: The last argument of each call, so far the name of its vector.
     """
 
     def __init__(self, own: str, has_torch: bool) -> None:
         self.own, self.has_torch = own, has_torch
+        self.names: list[ast.Constant] = []
 
     def visit(self, node: ast.AST) -> Any:
         """Return what stands for a node; scopes inside may call something else as the forward calls its layer."""
@@ -222,11 +241,13 @@ class _Products(ast.NodeTransformer):
         """Return the call for a product, or the product if neither side is an attribute of the layer."""
         for vector, is_right in ((product.right, True), (product.left, False)):
             match vector:
-                case ast.Attribute(ast.Name(self.own)):
+                case ast.Attribute(ast.Name(self.own), name):
                     # On the line where the product begins: Python has a call on the last line of its method's name.
                     method = ast.Attribute(ast.Name(self.own, ast.Load()), METHOD.__name__, ast.Load())
-                    call = ast.Call(method, [product.left, product.right, ast.Constant(is_right)], [])
-                    for new in (method.value, method, call.args[-1], call):
+                    self.names.append(ast.Constant(name))
+                    rest = [ast.Constant(is_right), self.names[-1]]
+                    call = ast.Call(method, [product.left, product.right, *rest], [])
+                    for new in (method.value, method, *rest, call):
                         ast.copy_location(new, product)
                         new.end_lineno, new.end_col_offset = product.lineno, product.col_offset
                     return call
