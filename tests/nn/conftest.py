@@ -11,6 +11,7 @@ from pyg_dfgnn.nn.dense.hetero_linear import TypedLayer
 from pyg_dfgnn.ops.function import ops
 from pyg_dfgnn.ops.relational.traced import KIND
 from pyg_dfgnn.settings import settings
+from tests.kernels.emulated import emulated_device
 from tests.nn.convs import FEATURES, NUM_NODES
 
 
@@ -44,6 +45,13 @@ def runs(monkeypatch):
     run = programs.run
     monkeypatch.setattr(programs, "run", lambda self, *args: taken.append(args) or run(self, *args))
     return taken
+
+
+@pytest.fixture
+def launched():
+    """Names of the kernels launched so far: CPU tensors take the fused path, and what is left to PyG is not said."""
+    with emulated_device() as names, settings(fallback="silent"):
+        yield names
 
 
 @pytest.fixture

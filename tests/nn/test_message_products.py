@@ -15,13 +15,12 @@ from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
-from tests.kernels.emulated import emulated_device
+from tests.nn.message_forwards import NODES, WIDTH, compiled_calls, edges, features, outputs_and_gradients
 
 pytestmark = [
     needs_compiler,
     pytest.mark.filterwarnings("ignore"),
 ]
-NODES, WIDTH = 9, 8
 
 
 def three(layer, x):
@@ -66,39 +65,10 @@ class MyResGated(ResGatedGraphConv):
     """PyG's as a user restates it; its last layer has no bias."""
 
 
-@pytest.fixture
-def launched():
-    with emulated_device() as names, pyg_dfgnn.settings(fallback="silent"):
-        yield names
-
-
-def edges():
-    return torch.randint(NODES, (2, 40), generator=torch.Generator().manual_seed(0))
-
-
-def features(dtype=torch.float32):
-    x = torch.randn(NODES, WIDTH, generator=torch.Generator().manual_seed(1))
-    return x.to(dtype).requires_grad_()
-
-
-def outputs_and_gradients(layer, x):
-    layer.zero_grad()
-    out = layer(x, edges())
-    out.square().sum().backward()
-    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {"out": out, "grad_x": x.grad, **grads}
-
-
-def check(layer, launched, products, calls=3):
+def check(layer, launched, products):
     """Calls of the compiled layer equal PyG's in float64; the last has so many launches of products of several."""
-    compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
-    expected = outputs_and_gradients(copy.deepcopy(layer).double(), features(torch.float64))
-    for _ in range(calls):
-        launched.clear()
-        actual = outputs_and_gradients(compiled, features())
-        assert actual.keys() == expected.keys()
-        assert_all_close({name: (actual[name], expected[name]) for name in expected}, op="gemm")
-    assert launched.count("gemm_forward") == products
+    compiled, counts = compiled_calls(layer, launched)
+    assert counts[-1]["gemm_forward"] == products
     return compiled
 
 

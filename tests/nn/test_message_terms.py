@@ -1,6 +1,5 @@
 """Products of rows with a parameter, summed, in the forward of a compiled layer: one kernel, and torch's results."""
 
-import copy
 import linecache
 import traceback
 import warnings
@@ -17,10 +16,10 @@ from pyg_dfgnn.nn.messages.spec import original
 from pyg_dfgnn.nn.messages.terms import with_terms
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
-from tests.kernels.emulated import emulated_device
+from tests.nn.message_forwards import NODES, WIDTH, compiled_calls, edges, features, outputs_and_gradients
 
 pytestmark = [needs_compiler, pytest.mark.filterwarnings("ignore")]
-NODES, WIDTH, HEADS, CHANNELS = 9, 8, 2, 4
+HEADS, CHANNELS = 2, 4
 
 
 class Gated(MessagePassing):
@@ -85,39 +84,10 @@ class Stepped(Gated):
         return self.propagate(edge_index, x=x, first=first, second=second + third).flatten(1)
 
 
-@pytest.fixture
-def launched():
-    with emulated_device() as names, pyg_dfgnn.settings(fallback="silent"):
-        yield names
-
-
-def edges():
-    return torch.randint(NODES, (2, 40), generator=torch.Generator().manual_seed(0))
-
-
-def features(dtype=torch.float32):
-    x = torch.randn(NODES, WIDTH, generator=torch.Generator().manual_seed(1))
-    return x.to(dtype).requires_grad_()
-
-
-def outputs_and_gradients(layer, x):
-    layer.zero_grad()
-    out = layer(x, edges())
-    out.square().sum().backward()
-    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {"out": out, "grad_x": x.grad, **grads}
-
-
 def check(layer, launched, launches):
     """Calls of the compiled layer equal PyG's in float64, with so many launches for terms, and for their gradients."""
-    compiled = pyg_dfgnn.accelerate(copy.deepcopy(layer))
-    expected = outputs_and_gradients(copy.deepcopy(layer).double(), features(torch.float64))
-    for _ in range(3):
-        launched.clear()
-        actual = outputs_and_gradients(compiled, features())
-        assert actual.keys() == expected.keys()
-        assert_all_close({name: (actual[name], expected[name]) for name in expected}, op="gemm")
-        assert launched.count("attention_terms") == launched.count("attention_terms_backward") == launches
+    compiled, counts = compiled_calls(layer, launched)
+    assert all(n["attention_terms"] == n["attention_terms_backward"] == launches for n in counts)
     return compiled
 
 
