@@ -328,9 +328,11 @@ class Kernel:
         if tool is None:
             return message
         # A build with numbers of lines, which takes a quarter longer, has the same code at the same places.
-        lines = self.path.with_suffix(".g1.so")
+        lines, text = self.path.with_suffix(".g1.so"), self.path.with_suffix(".gz")
+        if not text.exists():
+            return message
         if not lines.exists():
-            compile_library(gzip.decompress(self.path.with_suffix(".gz").read_bytes()).decode(), lines, "-g1")
+            compile_library(gzip.decompress(text.read_bytes()).decode(), lines, "-g1")
         command = [tool, "-i", "-e", str(lines), hex((state.fault_code or base) - base)]
         where = subprocess.run(command, check=False, capture_output=True, text=True).stdout
         return f"{message}\n{re.sub('^/emulator/', '', where, flags=re.MULTILINE)}"

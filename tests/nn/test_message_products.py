@@ -204,6 +204,24 @@ class Branch(Gated):
         return self.last(self.propagate(edge_index, a=self.a(x), b=b, c=c))
 
 
+def test_a_layer_that_is_not_known_asks_no_forward_around_it(launched):
+    """Nor does one with hooks of messages."""
+    inner = pyg_dfgnn.accelerate(Stepped(clamp_through_data))
+    wide = copy.deepcopy(inner).double()
+
+    class Around(Gated):
+        def update(self, inputs):
+            return (inner if inputs.dtype is torch.float32 else wide)(inputs, edges())
+
+    check(Around(), launched, 1)
+    hooked = pyg_dfgnn.accelerate(Gated())
+    hooked.register_propagate_forward_pre_hook(lambda *_: None)
+    for _ in range(3):
+        launched.clear()
+        hooked(features(), edges())
+    assert "gemm_forward" not in launched
+
+
 class TwoResults(Gated):
     """Each result has a backward pass of its own."""
 

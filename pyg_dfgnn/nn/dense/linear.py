@@ -18,13 +18,13 @@ from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
 
 
 class _Watch(threading.local):
-    """Whom linear layers and attention terms of a thread ask for their result first.
+    """Whom linear layers of a thread ask for their result first.
 
     Attributes:
         result: (layer, x) -> the result, or None where the layer is to compute it; None where nobody is asked.
     """
 
-    result: Callable[[Any, Any], Tensor | None] | None = None
+    result: "Callable[[KernelLinear, Any], Tensor | None] | None" = None
 
 
 watch = _Watch()

@@ -2,8 +2,7 @@
 
 Which layers a forward calls with one tensor its first call tells. From then on the first of them asks for the product
 with all weights (:func:`pyg_dfgnn.ops.gemm.project`), and each other finds its result there: one node of autograd, one
-launch for the results, and one for each kind of gradients. An attention term takes the next one of the code along, from
-the first call on, unless that was of another tensor before. A result is taken only by the call that would compute it
+launch for the results, and one for each kind of gradients. A result is taken only by the call that would compute it
 from the same tensors, unedited, in the same state of torch. Layers whose code might edit a tensor behind the back of
 its version counter, or differentiate in parts, are left as they are: all but PyG's and those that name what is known.
 """
@@ -29,7 +28,6 @@ from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
 from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
-from pyg_dfgnn.nn.messages.terms import Vector, may_multiply, multiply
 from pyg_dfgnn.nn.projection import parameters_of
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -59,12 +57,10 @@ class _Known:
     Attributes:
         is_learnt: Whether a call of it has been watched.
         groups: Number of a linear layer -> it, and those that are called after it with the same tensor.
-        alone: Names of parameters whose terms were not of the tensor of the term before.
     """
 
     is_learnt: bool = False
     groups: dict[int, Group] = field(default_factory=dict)
-    alone: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -88,14 +84,14 @@ class _Ready(NamedTuple):
     """A result that no layer has asked for yet, and what it was made of."""
 
     result: Tensor
-    linear: KernelLinear | Vector
+    linear: KernelLinear
     x: Tensor
     state: tuple[Any, ...]
     tensors: tuple[Tensor | None, ...]
     facts: list[tuple[Any, ...]]
 
     @staticmethod
-    def of(result: Tensor, linear: KernelLinear | Vector, x: Tensor) -> _Ready:
+    def of(result: Tensor, linear: KernelLinear, x: Tensor) -> _Ready:
         tensors = _tensors(linear, x)
         return _Ready(result, linear, x, _state(x), tensors, _facts(tensors))
 
@@ -106,7 +102,7 @@ class _Ready(NamedTuple):
         return same and _facts(tensors) == self.facts and _state(self.x) == self.state and _may_join(self.x)
 
 
-def _tensors(linear: KernelLinear | Vector, x: Tensor) -> tuple[Tensor | None, ...]:
+def _tensors(linear: KernelLinear, x: Tensor) -> tuple[Tensor | None, ...]:
     return x, *linear._parameters.values()
 
 
@@ -128,22 +124,20 @@ class _Forward:
         self.calls: list[tuple[KernelLinear, Tensor, int]] = []
         self.ready: dict[tuple[int, int], _Ready] = {}
 
-    def result(self, linear: KernelLinear | Vector, x: Any) -> Tensor | None:
-        """Return the result of a linear layer or an attention term; None where it is to compute its own."""
+    def result(self, linear: KernelLinear, x: Any) -> Tensor | None:
+        """Return the result of a linear layer; None where it is to compute its own."""
         ready = self.ready.pop((id(linear), id(x)), None)
         if ready is not None:
             if ready.is_current:
                 return ready.result
             self._leave_out(linear)
             return None
-        if isinstance(linear, Vector):
-            return self._with_next(linear, x)
         if not self.known.is_learnt:
             if is_plain(x) and not x.is_inference() and not x.is_meta:
                 self.calls.append((linear, x, x._version))
             return None
         layers = self._group(linear)
-        if len(layers) < 2 or x.dim() != 2 or not _may_join(x):
+        if len(layers) < 2 or not _may_join(x):
             return None
         parameters = parameters_of(x, layers)
         if parameters is None or not _are_alike(parameters[0], parameters[1]):
@@ -151,18 +145,6 @@ class _Forward:
         first, *others = gemm.project(x, parameters[0], parameters[1], twice=True)
         for layer, result in zip(layers[1:], others, strict=True):
             self.ready[id(layer), id(x)] = _Ready.of(result, layer, x)
-        return first
-
-    def _with_next(self, vector: Vector, x: Tensor) -> Tensor | None:
-        """Return a term, having made the next one of the code too; None where each is to compute its own."""
-        following = vector.following
-        if following is None or following.name in self.known.alone or not _may_join(x):
-            return None
-        vectors = [tensor for part in (vector, following) if (tensor := part.weight) is not None]
-        if len(vectors) < 2 or not may_multiply(x, vectors[1]) or not _are_alike(vectors, ()):
-            return None
-        first, second = multiply(x, vectors)
-        self.ready[id(following), id(x)] = _Ready.of(second, following, x)
         return first
 
     def _group(self, linear: KernelLinear) -> list[KernelLinear]:
@@ -182,9 +164,7 @@ class _Forward:
         for ready in self.ready.values():
             self._leave_out(ready.linear)
 
-    def _leave_out(self, linear: KernelLinear | Vector) -> None:
-        if isinstance(linear, Vector):
-            self.known.alone.add(linear.name)
+    def _leave_out(self, linear: KernelLinear) -> None:
         for group in self.known.groups.values():
             group[:] = [reference for reference in group if reference() is not linear]
 
@@ -208,7 +188,12 @@ def _groups(calls: list[tuple[KernelLinear, Tensor, int]]) -> dict[int, Group]:
 
 def _may_join(x: Any) -> bool:
     """Return whether one product for several layers takes their place unseen, and is faster."""
-    if not is_plain(x) or not x.is_floating_point() or not (x.is_cuda or x.device.type in fused_device_types):
+    if (
+        not is_plain(x)
+        or x.dim() != 2
+        or not x.is_floating_point()
+        or not (x.is_cuda or x.device.type in fused_device_types)
+    ):
         return False
     # A checkpoint counts what is saved, in the first call as in later ones. A mode may change what a product is.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
@@ -285,18 +270,17 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of a compiled layer; linear layers that it calls with one tensor share their product."""
-    if not current().compile_messages:
-        return run(*args, **kwargs)
     kept = _of_layers.of(layer)
     if kept.shows_all is None:
         kept.shows_all = _shows_all(layer)
-    if not kept.shows_all or any(_hooks(layer.__dict__)):
-        return run(*args, **kwargs)
-    before, forward = watch.result, _Forward(kept.known[layer.training])
-    watch.result = forward.result
+    is_watched = kept.shows_all and current().compile_messages and not any(_hooks(layer.__dict__))
+    forward = _Forward(kept.known[layer.training]) if is_watched else None
+    # What is not watched asks no forward around it either.
+    before, watch.result = watch.result, None if forward is None else forward.result
     try:
         returned = run(*args, **kwargs)
-        forward.close(returned)
+        if forward is not None:
+            forward.close(returned)
         return returned
     finally:
         watch.result = before

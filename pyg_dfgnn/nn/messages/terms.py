@@ -12,7 +12,6 @@ import __future__
 import ast
 import linecache
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -20,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.nn.dense.linear import watch
-from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.ops.attention.terms import attention_terms, has_kernel
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
 from pyg_dfgnn.settings import current
@@ -32,81 +29,40 @@ _SCOPES = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
-class Vector:
-    """A parameter of a layer with which rows are multiplied, as the linear layer that it is: `weight`, no bias.
-
-    Args:
-        layer: The layer.
-        name: Name of the parameter.
-        following: The parameter of the next attention term in the code of the forward; None for the last.
-    """
-
-    def __init__(self, layer: torch.nn.Module, name: str, following: Vector | None = None) -> None:
-        self._layer, self.name, self.following = weakref.ref(layer), name, following
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The parameter."""
-        layer = self._layer()
-        return None if layer is None else layer._parameters.get(self.name)
-
-    @property
-    def _parameters(self) -> dict[str, Tensor | None]:
-        return {"weight": self.weight}
-
-
-_vectors: OfLayers[dict[tuple[str, ...], Vector]] = OfLayers(dict)
-
-
-def _vector_of(layer: torch.nn.Module, names: tuple[str, ...]) -> Vector:
-    """Return the parameter with the first of the names, followed by that with the second, if any."""
-    kept = _vectors.of(layer)
-    known = kept.get(names)
-    if known is None:
-        following = _vector_of(layer, names[1:]) if names[1:] else None
-        known = kept[names] = Vector(layer, names[0], following)
-    return known
-
-
 class _Product:
     """The product of rows with a vector, of which only the sum is asked for; `sum` and `torch.sum` return it.
 
     Args:
-        layer: The layer whose forward runs.
         x: The rows.
         vector: The vector.
-        names: Its name, and those of the vectors of later terms in the code.
     """
 
-    __slots__ = ("layer", "x", "vector", "names")
+    __slots__ = ("x", "vector")
 
-    def __init__(self, layer: Any, x: Tensor, vector: Tensor, names: tuple[str, ...]) -> None:
-        self.layer, self.x, self.vector, self.names = layer, x, vector, names
+    def __init__(self, x: Tensor, vector: Tensor) -> None:
+        self.x, self.vector = x, vector
 
     def sum(self, *_: Any, **__: Any) -> Tensor:
         """Return the sum over the last dimension."""
-        if watch.result is not None and self.layer._parameters.get(self.names[0]) is self.vector:
-            result = watch.result(_vector_of(self.layer, self.names), self.x)
-            if result is not None:
-                return result
-        return multiply(self.x, [self.vector])[0]
+        term, _nothing = attention_terms(self.x, self.vector, twice=True)
+        return term.to(torch.result_type(self.x, self.vector))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         return args[0].sum()  # type: ignore[no-any-return]
 
 
-def _pyg_dfgnn_product(self: Any, left: Any, right: Any, x_is_left: bool, names: tuple[str, ...]) -> Any:
+def _pyg_dfgnn_product(_: Any, left: Any, right: Any, x_is_left: bool) -> Any:
     """Return `left * right`, or what stands for it where a kernel makes its sum."""
     x, vector = (left, right) if x_is_left else (right, left)
-    return _Product(self, x, vector, names) if may_multiply(x, vector) else left * right
+    return _Product(x, vector) if _has_sum(x, vector) else left * right
 
 
 METHOD = _pyg_dfgnn_product
 """Method, by its own name, of classes of compiled layers."""
 
 
-def may_multiply(x: Any, vector: Any) -> bool:
+def _has_sum(x: Any, vector: Any) -> bool:
     """Return whether a kernel sums the products of a tensor [N, H, C] or [N, C] with a vector for each of its rows."""
     if not (is_plain(x) and is_plain(vector) and has_kernel(x, [vector]) and current().compile_messages):
         return False
@@ -116,12 +72,6 @@ def may_multiply(x: Any, vector: Any) -> bool:
     if not is_eager() or intercepts_functions() or torch._C._is_tracing():
         return False
     return not (torch.is_autocast_enabled(x.device.type) or x.is_neg() or vector.is_neg())
-
-
-def multiply(x: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the products of rows with one or two vectors, by kernel, as :func:`may_multiply` allows."""
-    terms = [term for term in attention_terms(x, *vectors, twice=True) if term is not None]
-    return [term.to(torch.result_type(x, vector)) for term, vector in zip(terms, vectors, strict=True)]
 
 
 def with_terms(forward: Any) -> Any:
@@ -154,11 +104,9 @@ def _with_products(forward: FunctionType) -> CodeType | None:
         isinstance(node, ast.Name) and node.id == own and isinstance(node.ctx, ast.Store) for node in ast.walk(scope)
     ):
         return None
-    products = _Products(own, forward.__globals__.get("torch") is torch)
+    is_local = "torch" in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    products = _Products(own, forward.__globals__.get("torch") is torch and not is_local)
     scope.body = [products.visit(statement) for statement in scope.body]
-    names: tuple[Any, ...] = tuple(node.value for node in products.names)
-    for place, node in enumerate(products.names):
-        node.value = names[place:]  # type: ignore[assignment]
     replaced = _compiled(module, code)
     return replaced if replaced != code and replaced is not None and replaced.co_freevars == code.co_freevars else None
 
@@ -211,14 +159,10 @@ class _Products(ast.NodeTransformer):
     Args:
         own: What the forward calls its layer.
         has_torch: Whether `torch` is the library.
-
-    Attributes:
-        names: The last argument of each call, so far the name of its vector.
     """
 
     def __init__(self, own: str, has_torch: bool) -> None:
         self.own, self.has_torch = own, has_torch
-        self.names: list[ast.Constant] = []
 
     def visit(self, node: ast.AST) -> Any:
         """Return what stands for a node; scopes inside may call something else as the forward calls its layer."""
@@ -241,13 +185,11 @@ class _Products(ast.NodeTransformer):
         """Return the call for a product, or the product if neither side is an attribute of the layer."""
         for vector, is_right in ((product.right, True), (product.left, False)):
             match vector:
-                case ast.Attribute(ast.Name(self.own), name):
+                case ast.Attribute(ast.Name(self.own)):
                     # On the line where the product begins: Python has a call on the last line of its method's name.
                     method = ast.Attribute(ast.Name(self.own, ast.Load()), METHOD.__name__, ast.Load())
-                    self.names.append(ast.Constant(name))
-                    rest = [ast.Constant(is_right), self.names[-1]]
-                    call = ast.Call(method, [product.left, product.right, *rest], [])
-                    for new in (method.value, method, *rest, call):
+                    call = ast.Call(method, [product.left, product.right, ast.Constant(is_right)], [])
+                    for new in (method.value, method, call.args[-1], call):
                         ast.copy_location(new, product)
                         new.end_lineno, new.end_col_offset = product.lineno, product.col_offset
                     return call
