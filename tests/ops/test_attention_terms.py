@@ -144,7 +144,9 @@ def test_gradients_that_may_be_differentiated(fused):
     assert_all_close({str(place): pair for place, pair in enumerate(zip(*second))})
     assert fused[0] == "attention_terms"
     terms, batch = attention_terms(*leaves, twice=True), torch.randn(3, 9, 2)
-    found = torch.autograd.grad(terms[0], leaves[:2], batch, is_grads_batched=True)
+    found = torch.autograd.grad(terms[0], leaves[:2], batch, is_grads_batched=True, retain_graph=True)
+    mapped = torch.func.vmap(lambda grad: torch.autograd.grad(terms[1], leaves[2], grad, retain_graph=True)[0])(batch)
+    torch.testing.assert_close(mapped, torch.einsum("bnh,nhc->bhc", batch, leaves[0].detach()).unsqueeze(1))
     want = torch.autograd.grad((wide[0] * wide[1]).sum(-1), wide[:2], batch.double(), is_grads_batched=True)
     assert_all_close({str(place): pair for place, pair in enumerate(zip(found, want))})
 

@@ -90,8 +90,10 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.twice and (torch.is_grad_enabled() or any(is_batched(grad) for grad in grads)):
-            return _differentiable_gradients(ctx.saved_tensors, grads)
+        if ctx.twice:
+            given = [grad for grad in grads if grad is not None]
+            if torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given):
+                return _differentiable_gradients(ctx.saved_tensors, grads)
         return _gradients(ctx, *grads)
 
 
