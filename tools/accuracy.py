@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyg_dfgnn.bench.plots import save_figure
 from pyg_dfgnn.training.sweep import (
     Curves,
     Groups,
@@ -113,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     (folder / "table.md").write_text(beside_published(groups, read_published(published) if published.exists() else {}))
     # Earlier results may have no curves.
     if curves:
-        figure(groups, curves).savefig(folder / "curves.png", dpi=110)
+        save_figure(figure(groups, curves), folder / "curves.png")
     print(f"{len(groups)} settings of {len(rows)} runs: {folder / 'table.md'}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,17 @@ def draw(rows: Rows, baseline: str, path: Path) -> Path | None:
     if not any(bars for panel in panels.values() for bars in panel.values()):
         return None
     figure = speedup_figure(panels, TITLES.get(baseline, baseline), f"{path.stem}, {rows[0]['gpu']}")
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
     return path
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib in 64 colours, which take a third of the bytes of all."""
+    from PIL import Image
+
+    with BytesIO() as whole:
+        figure.savefig(whole, format="png", dpi=110)
+        Image.open(whole).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

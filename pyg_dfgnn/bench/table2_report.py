@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyg_dfgnn.bench.plots import speedup_figure
+from pyg_dfgnn.bench.plots import save_figure, speedup_figure
 from pyg_dfgnn.bench.results import markdown
 from pyg_dfgnn.bench.table2_steps import PHASES, STEP_BY_STEP, SUMMED
 
@@ -75,5 +75,5 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         if backend != BASELINE:
             panel[dataset][backend] = factor
     title = f"training steps of {rows[0]['model']}, {rows[0]['gpu']}"
-    speedup_figure({("", "preprocess, forward and backward"): panel}, "PyG", title).savefig(path, dpi=110)
+    save_figure(speedup_figure({("", "preprocess, forward and backward"): panel}, "PyG", title), path)
     return path

@@ -152,6 +152,10 @@ def test_figure_is_drawn_from_the_results(tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000 and published.FIGURE.exists()
 
 
+def test_results_take_at_most_two_megabytes():
+    assert sum(path.stat().st_size for path in (ROOT / "results").rglob("*") if path.is_file()) <= 2_000_000
+
+
 @pytest.mark.parametrize("name", ["accelerate_gat", "batches"])
 def test_examples_run(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
