@@ -41,7 +41,8 @@ _STATISTICS = {
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
 _module_hooks = itemgetter(*_MODULE_HOOKS)
-_hooks = itemgetter(*HOOKS)
+hooks_of = itemgetter(*HOOKS)
+"""(attributes of a layer) -> its hooks of messages, of each kind."""
 _overrides: dict[type, tuple[str, ...]] = {}
 _answers: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
@@ -183,7 +184,7 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     if own["_explain"]:
         reasons.append("an explainer is attached")
     # torch.compile cannot trace `itemgetter`.
-    if any(map(own.__getitem__, HOOKS) if compiling else _hooks(own)):
+    if any(map(own.__getitem__, HOOKS) if compiling else hooks_of(own)):
         reasons.append("message passing hooks are registered")
     replaced = overridden(type(conv))
     if compiling or not own.keys().isdisjoint(METHODS):

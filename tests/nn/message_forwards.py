@@ -11,6 +11,18 @@ from pyg_dfgnn.reference.tolerances import assert_all_close
 NODES, WIDTH = 9, 8
 
 
+class Functions(torch.overrides.TorchFunctionMode):
+    """The functions of torch that are called in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
 def edges():
     return torch.randint(NODES, (2, 40), generator=torch.Generator().manual_seed(0))
 

@@ -15,7 +15,7 @@ from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
-from tests.nn.message_forwards import NODES, WIDTH, compiled_calls, edges, features, outputs_and_gradients
+from tests.nn.message_forwards import NODES, WIDTH, Functions, compiled_calls, edges, features, outputs_and_gradients
 
 pytestmark = [
     needs_compiler,
@@ -301,16 +301,9 @@ def test_a_forward_that_returns_several_results_later(launched):
 
 def test_modes_of_torch_see_each_product(launched):
     compiled = check(Gated(), launched, 1)
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Mode():
+    with Functions() as mode:
         compiled(features(), edges())
-    assert seen.count(nn.functional.linear) >= 4
+    assert mode.seen.count(nn.functional.linear) >= 4
 
 
 def test_batched_gradients_of_a_projection(launched):

@@ -16,7 +16,7 @@ from pyg_dfgnn.nn.messages.spec import original
 from pyg_dfgnn.nn.messages.terms import with_terms
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
-from tests.nn.message_forwards import NODES, WIDTH, compiled_calls, edges, features, outputs_and_gradients
+from tests.nn.message_forwards import NODES, WIDTH, Functions, compiled_calls, edges, features, outputs_and_gradients
 
 pytestmark = [needs_compiler, pytest.mark.filterwarnings("ignore")]
 HEADS, CHANNELS = 2, 4
@@ -214,16 +214,13 @@ def test_terms_of_rows_without_heads_are_no_views(launched):
 
 
 def test_modes_of_torch_see_each_function(launched):
-    compiled, seen = pyg_dfgnn.accelerate(Gated()), []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Mode():
+    compiled = pyg_dfgnn.accelerate(Gated())
+    with Functions() as mode:
         compiled(features(), edges())
-    assert "attention_terms" not in launched and seen.count(torch.Tensor.mul) == seen.count(torch.Tensor.sum) == 2
+    assert (
+        "attention_terms" not in launched
+        and mode.seen.count(torch.Tensor.mul) == mode.seen.count(torch.Tensor.sum) == 2
+    )
     with torch.device("cpu"):
         compiled(features(), edges())
     assert "attention_terms" in launched

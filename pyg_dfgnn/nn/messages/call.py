@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
-from pyg_dfgnn.nn.gate import HOOKS, transform_reasons
+from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
@@ -55,16 +54,13 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 """Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
 
 
-_hooks = itemgetter(*HOOKS)
-
-
 def layer_reasons(layer: Any, call: Call) -> list[str]:
     """Return what the state of the layer and of torch have against compiled messages."""
     own = layer.__dict__
     reasons = transform_reasons()
     if own["_explain"]:
         reasons.append("an explainer is attached")
-    if any(_hooks(own)):
+    if any(hooks_of(own)):
         reasons.append("message passing hooks are registered")
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")

@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
 from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
-from pyg_dfgnn.nn.gate import HOOKS
+from pyg_dfgnn.nn.gate import hooks_of
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.projection import parameters_of
@@ -77,7 +76,6 @@ class _Layer:
 
 
 _of_layers = OfLayers(_Layer)
-_hooks = itemgetter(*HOOKS)
 
 
 class _Ready(NamedTuple):
@@ -273,7 +271,7 @@ def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **k
     kept = _of_layers.of(layer)
     if kept.shows_all is None:
         kept.shows_all = _shows_all(layer)
-    is_watched = kept.shows_all and current().compile_messages and not any(_hooks(layer.__dict__))
+    is_watched = kept.shows_all and current().compile_messages and not any(hooks_of(layer.__dict__))
     forward = _Forward(kept.known[layer.training]) if is_watched else None
     # What is not watched asks no forward around it either.
     before, watch.result = watch.result, None if forward is None else forward.result
