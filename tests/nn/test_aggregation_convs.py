@@ -372,3 +372,15 @@ def test_arma_draws_what_pyg_draws(options):
 def test_what_takes_pygs_path(name, options, reason):
     conv, _ = build(name, **options)
     assert any(reason in text for text in conv._call(torch.randn(NUM_NODES, F_IN, dtype=torch.float64), EDGES).reasons)
+
+
+@pytest.mark.usefixtures("exact")
+def test_arma_says_of_a_sparse_tensor_what_pyg_says():
+    """PyG has no product of a sparse tensor with features of three dimensions, which those of the stacks are."""
+    adjacency = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(EDGES.size(1)), (NUM_NODES, NUM_NODES)).coalesce()
+    errors = []
+    for conv in build("ARMAConv", num_stacks=2):
+        with pytest.raises(RuntimeError) as raised:
+            conv(torch.randn(NUM_NODES, F_IN, dtype=torch.float64), adjacency.to(torch.float64))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]

@@ -11,7 +11,7 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import Call, form_of
 from pyg_dfgnn.nn.gate import is_multiple, methods_of
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -45,6 +45,8 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
             reasons.append(f"there is no layer (num_layers is {self.num_layers})")
         if not 0 <= self.dropout <= 1:
             reasons.append(f"dropout needs a probability (got {self.dropout})")
+        if form_of(edge_index) == "torch.sparse":
+            reasons.append("PyG's ARMAConv has no product of torch's sparse tensors with its stacks")
         return self._ask_normalized(x, edge_index, edge_weight, *reasons)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Tensor:
