@@ -8,7 +8,7 @@ from math import prod
 from pyg_dfgnn.ir.domains import FEW, E
 from pyg_dfgnn.ir.narrow import is_wide
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.program import Program, through
 
 MOST_OPERATORS = 16
 """Operators on features of edges that a lane rather computes than reads what they make."""
@@ -40,11 +40,4 @@ def costly(program: Program, inline: Collection[int], width: int) -> set[int]:
             found.add(i)
         else:
             last |= found.intersection(value.args)
-    return {_viewed(program, i) for i in last}
-
-
-def _viewed(program: Program, i: int) -> int:
-    """The number that a view shows."""
-    while program.values[i].op == "view":
-        i = program.values[i].args[0]
-    return i
+    return {through(values, i) for i in last}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pyg_dfgnn.ir.domains import D, E, One, S, U, V
 from pyg_dfgnn.ir.lanes import MAX_JOINED, MAX_SHORT
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite
+from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite, through
 
 MAX_WEIGHTS = 4096
 """Numbers of a weight: of more, what lanes have in flight does not fit their registers."""
@@ -68,9 +68,9 @@ def find(program: Program) -> Narrow:
                 parts |= _parts(values, short)
             elif values[short].op == "slice":
                 parts.add(short)
-                rows.add(_base(values, values[short].args[0]))
+                rows.add(through(values, values[short].args[0]))
             else:
-                rows.add(_base(values, short))
+                rows.add(through(values, short))
     return Narrow(*(frozenset(ids) for ids in (*kinds.values(), rows, parts)))
 
 
@@ -154,15 +154,9 @@ def _is_sum_of_outer(values: Sequence[Value], i: int) -> bool:
     return value.attrs == (One, E) and is_rows
 
 
-def _base(values: Sequence[Value], i: int) -> int:
-    while values[i].op == "view":
-        i = values[i].args[0]
-    return i
-
-
 def _is_computed(values: Sequence[Value], i: int) -> bool:
     """Whether a row is one that registers compute rather than one that is stored anyhow."""
-    return values[_base(values, i)].op in (*POINTWISE, "expand", "fold")
+    return values[through(values, i)].op in (*POINTWISE, "expand", "fold")
 
 
 def _is_short(values: Sequence[Value], i: int, width: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.program import Value
+from pyg_dfgnn.ir.program import Value, through
 
 
 class Statistic(NamedTuple):
@@ -57,9 +57,7 @@ def weighted(values: Sequence[Value], i: int) -> Weighted | None:
         return None
     factors = values[value.args[0]].args
     for place, vector in enumerate(factors):
-        alpha = factors[1 - place]
-        while values[alpha].op == "view":
-            alpha = values[alpha].args[0]
+        alpha = through(values, factors[1 - place])
         parts = _softmax(values, alpha)
         if parts is not None and values[parts[1]].attrs == value.attrs:
             return Weighted(*parts, alpha, place, vector)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import Domain, E, determines
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
+
+_MOVED = ("view", "gather")
+"""Operators that leave numbers as they are, in another shape or on other rows."""
 
 
 def split_concats(program: Program) -> Program:
@@ -73,7 +76,7 @@ def share_sums(program: Program) -> Program:
             if product.op != "inner" or prod(product.shape) != prod(value.shape):
                 continue
             for x, y in (product.args, product.args[::-1]):
-                row, bare = _bare(program, x), _bare(program, y)
+                row, bare = (through(program.values, j, *_MOVED) for j in (x, y))
                 for known in sums:
                     is_same = (known.over, known.y) == (over, bare) and known.factors == factors - Counter([inner])
                     is_row = determines(known.domain, domain)
@@ -123,15 +126,8 @@ def _sizes(shape: Shape) -> Shape:
     return tuple(size for size in shape if size > 1)
 
 
-def _bare(program: Program, i: int) -> int:
-    """The value whose numbers a value has, in another shape or on other rows."""
-    while program.values[i].op in ("view", "gather"):
-        i = program.values[i].args[0]
-    return i
-
-
 def _factors(program: Program, i: int) -> Counter[int]:
     """What is multiplied to a value, in any order."""
-    i = _bare(program, i)
+    i = through(program.values, i, *_MOVED)
     value = program.values[i]
     return sum((_factors(program, arg) for arg in value.args), Counter()) if value.op == "mul" else Counter([i])

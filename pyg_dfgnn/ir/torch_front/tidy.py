@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyg_dfgnn.ir.domains import Domain
 from pyg_dfgnn.ir.interpreter import EPSILON
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
 from pyg_dfgnn.ir.simplify import remove_dead
 
 _STEPS = ("div", "exp", "add")
@@ -49,22 +49,18 @@ def _softmax(program: Program, value: Value) -> tuple[int, tuple] | None:
     """Return x and (domain, over) of a softmax, None if a value is something else."""
     values = program.values
 
-    def inner(i: int, *ops: str) -> Value:
-        while values[i].op in ops:
-            i = values[i].args[0]
-        return values[i]
-
     if value.op != _STEPS[0]:
         return None
-    exp, total = values[value.args[0]], inner(value.args[1], "gather")
+    exp, total = values[value.args[0]], values[through(values, value.args[1], "gather")]
     if (value.op, exp.op, total.op) != _STEPS or values[exp.args[0]].op != "sub":
         return None
     x, largest = values[exp.args[0]].args
-    parts = [inner(arg) for arg in total.args]
-    sums = [part for part in parts if part.op == "sum" and inner(part.args[0]) == exp]
+    parts = [values[arg] for arg in total.args]
+    sums = [part for part in parts if part.op == "sum" and values[part.args[0]] == exp]
     constants = [part for part in parts if part.op == "const" and part.attrs == (EPSILON,)]
-    most = inner(largest, "gather")
+    most = values[through(values, largest, "gather")]
     if not (sums and constants and most.op == "max" and most.attrs == sums[0].attrs):
         return None
-    same = inner(most.args[0], "detach") == inner(x, "detach") and exp.domain is most.attrs[1]
+    reached = {values[through(values, j, "detach")] for j in (most.args[0], x)}
+    same = len(reached) == 1 and exp.domain is most.attrs[1]
     return (x, most.attrs) if same else None
