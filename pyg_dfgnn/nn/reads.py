@@ -11,7 +11,7 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -188,12 +188,16 @@ class Reads:
         code = function.__code__
         if is_of_libraries(code.co_filename) or _is_standard(code.co_filename):
             return
-        names, loaded = set(_names_in(code)), set(_loaded_in(code))
-        asked = set(filter(str.isidentifier, _strings_in(code))) if loaded & {"getattr", "hasattr"} else set[str]()
+        codes = list(codes_in(code))
+        steps = [step for each in codes for step in dis.get_instructions(each)]
+        names = {name for each in codes for name in each.co_names}
+        loaded = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        strings = (text for each in codes for text in each.co_consts if isinstance(text, str))
+        asked = set(filter(str.isidentifier, strings)) if loaded & {"getattr", "hasattr"} else set[str]()
         names |= asked
         self._asked |= asked
         self._names |= names
-        for module in _imported_in(code, function.__globals__.get("__package__")):
+        for module in _imported_in(steps, function.__globals__.get("__package__")):
             self._follow(module)
         self.hold(function, "__code__", code)
         self.hold(function, "__defaults__", function.__defaults__)
@@ -383,41 +387,21 @@ _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
 """Module of the standard library, or numpy -> what it answers differently from call to call."""
 
 
-def _loaded_in(code: types.CodeType) -> Iterator[str]:
-    """The globals that code reads."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and those of the functions defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _loaded_in(constant)
+            yield from codes_in(constant)
 
 
-def _strings_in(code: types.CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _strings_in(constant)
-        elif isinstance(constant, str):
-            yield constant
-
-
-def _imported_in(code: types.CodeType, package: str | None) -> Iterator[types.ModuleType]:
+def _imported_in(steps: Iterable[dis.Instruction], package: str | None) -> Iterator[types.ModuleType]:
     """The modules that code imports while it runs, which are loaded already."""
-    for instruction in dis.get_instructions(code):
+    for instruction in steps:
         if instruction.opname == "IMPORT_NAME":
             for name in (instruction.argval, f"{package}.{instruction.argval}" if instruction.argval else package):
                 if name in sys.modules:
                     yield sys.modules[name]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _imported_in(constant, package)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 HOOKED = object()

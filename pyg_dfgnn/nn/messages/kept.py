@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import FLOWS
 from pyg_dfgnn.nn.gate import transform_reasons
+from pyg_dfgnn.nn.reads import codes_in
 from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
 
@@ -74,7 +75,7 @@ def names_of(forward: Any) -> list[str]:
     """Return the names by which a function calls functions of edges, none if it edits its globals or asks for them."""
     if type(forward) is not FunctionType:
         return []
-    steps = [step for code in _codes(forward.__code__) for step in dis.get_instructions(code)]
+    steps = [step for code in codes_in(forward.__code__) for step in dis.get_instructions(code)]
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
     if names & {"globals", "eval", "exec"} or any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in steps):
         return []
@@ -91,14 +92,6 @@ def keeping(forward: Any, kind: type) -> Any:
     function = FunctionType(code, own, forward.__name__, forward.__defaults__, forward.__closure__)
     function.__kwdefaults__ = forward.__kwdefaults__
     return torch.compiler.disable(function, recursive=False)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 class _Globals(dict[str, Any]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dis
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from pyg_dfgnn.nn.gate import hooks_of
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.projection import parameters_of
+from pyg_dfgnn.nn.reads import codes_in
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.settings import current
@@ -223,8 +224,8 @@ def _shows_all(layer: Any) -> bool:
         return False
     if forward.__module__.partition(".")[0] == "torch_geometric":
         return is_of_libraries(forward.__code__.co_filename)
-    return all(_is_known(layer, name) for code in _codes(forward) for name in code.co_names) and not any(
-        map(_is_open, _codes(forward))
+    return all(_is_known(layer, name) for code in codes_in(forward.__code__) for name in code.co_names) and not any(
+        map(_is_open, codes_in(forward.__code__))
     )
 
 
@@ -256,14 +257,6 @@ def _is_open(code: CodeType) -> bool:
     is_named = any(name.startswith(("RETURN_VALUE", "STORE_FAST", "JUMP")) for name in after)
     edits = any(isinstance(constant, tuple) and "inplace" in constant for constant in code.co_consts)
     return is_named or edits or not set(steps).isdisjoint(_REFUSED)
-
-
-def _codes(function: FunctionType) -> Iterator[CodeType]:
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        yield code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def run_watched(layer: torch.nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

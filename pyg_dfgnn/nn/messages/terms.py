@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.nn.reads import codes_in
 from pyg_dfgnn.ops.attention.terms import attention_terms, has_kernel
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
 from pyg_dfgnn.settings import current
@@ -144,13 +145,9 @@ def _is_of(scope: _Scope, code: CodeType) -> bool:
 
 def _compiled(module: ast.Module, like: CodeType) -> CodeType | None:
     """Return the code of the function of a module that has the name and the place of another, compiled as that was."""
-    waiting = [compile(module, like.co_filename, "exec", like.co_flags & _FUTURE, True)]
-    while waiting:
-        code = waiting.pop()
-        if (code.co_name, code.co_firstlineno) == (like.co_name, like.co_firstlineno):
-            return code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return None
+    compiled = compile(module, like.co_filename, "exec", like.co_flags & _FUTURE, True)
+    place = like.co_name, like.co_firstlineno
+    return next((code for code in codes_in(compiled) if (code.co_name, code.co_firstlineno) == place), None)
 
 
 class _Products(ast.NodeTransformer):
