@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.nn.drop_ins import upstream_of
 from pyg_dfgnn.settings import current
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,12 +68,17 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
         log_once(name, tuple(reasons))
 
 
-def scripted_twin(module: nn.Module, upstream: type[nn.Module]) -> nn.Module:
-    """Return the module that `torch.jit.script` compiles in place of a drop-in; both share their parameters."""
-    report_fallback(type(module).__name__, [SCRIPTED])
-    twin: nn.Module = object.__new__(upstream)
-    twin.__dict__.update(module.__dict__)
-    return twin
+class Scripted:
+    """A drop-in in whose place `torch.jit.script` compiles a module of PyG's own class with the same parameters."""
+
+    def __prepare_scriptable__(self: Any) -> nn.Module:
+        upstream = upstream_of(type(self))
+        if upstream is type(self):
+            return self  # type: ignore[return-value]
+        report_fallback(type(self).__name__, [SCRIPTED])
+        twin: nn.Module = object.__new__(upstream)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
 
 def scripts(upstream: Callable[..., Any]) -> Callable[[F], F]:

@@ -20,7 +20,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, upstream_of
-from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback, scripted_twin
+from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.gemm import keeps_weight
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -38,9 +38,9 @@ _STATISTICS = {
     aggr.VarAggregation: "var",
     aggr.StdAggregation: "std",
 }
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
-_module_hooks = itemgetter(*_MODULE_HOOKS)
+_module_hooks = itemgetter(*MODULE_HOOKS)
 hooks_of = itemgetter(*HOOKS)
 """(attributes of a layer) -> its hooks of messages, of each kind."""
 _overrides: dict[type, tuple[str, ...]] = {}
@@ -168,7 +168,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
     attributes = module.__dict__
     # torch.compile cannot trace `itemgetter`.
     is_compiling = torch.compiler.is_compiling()
-    return any(map(attributes.__getitem__, _MODULE_HOOKS) if is_compiling else _module_hooks(attributes))
+    return any(map(attributes.__getitem__, MODULE_HOOKS) if is_compiling else _module_hooks(attributes))
 
 
 def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
@@ -246,7 +246,7 @@ def edge_reasons(edge_index: Any, form: str, flow: str, device: torch.device) ->
     return reasons
 
 
-class FusedConv(MessagePassing):
+class FusedConv(Scripted, MessagePassing):
     """What the drop-in convs share: the gate, PyG's own path, and the edges in the order of the fused ops.
 
     A drop-in subclasses PyG's conv under the same name, adds no parameter and overrides `forward` only. Its `_call`
@@ -325,12 +325,10 @@ class FusedConv(MessagePassing):
         """Return the gate's view of a forward call with these arguments."""
         raise NotImplementedError
 
-    def __prepare_scriptable__(self) -> Any:
-        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this conv, same parameters."""
-        if "_upstream_methods" not in vars(type(self)):
-            return self
-        twin = scripted_twin(self, type(self).__bases__[-1])
-        MessagePassing._set_jittable_templates(twin)
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        twin = super().__prepare_scriptable__()
+        if twin is not self:
+            MessagePassing._set_jittable_templates(twin)
         return twin
 
     def _gate(

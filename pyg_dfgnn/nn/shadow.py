@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.drop_ins import upstream_of
+from pyg_dfgnn.nn.gate import MODULE_HOOKS
 from pyg_dfgnn.nn.reads import (
     HOOKED,
     MISSING,
@@ -26,7 +27,6 @@ from pyg_dfgnn.nn.reads import (
 )
 
 _NOTES = "_pyg_dfgnn_notes"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @functools.cache
@@ -147,7 +147,7 @@ class Shadow:
         used = {(*check.path, check.key) for check in reads.checks.values() if check.table == "module"}
         hooked = []
         for path, module, _ in self._pairs:
-            for hooks in _HOOKS if path in used else ():
+            for hooks in MODULE_HOOKS if path in used else ():
                 has_some = bool(vars(module)[hooks])
                 reads.checks[path, hooks] = Check(path, "hooks", hooks, has_some)
                 hooked += [f"hooks are registered on {'.'.join(path)}"] if has_some else []

@@ -9,10 +9,10 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
-from pyg_dfgnn.nn.fallback import scripted_twin
+from pyg_dfgnn.nn.fallback import Scripted
 
 
-class FusedAggregation(aggr.Aggregation):
+class FusedAggregation(Scripted, aggr.Aggregation):
     """A drop-in aggregation: it subclasses PyG's class under the same name and adds no parameter."""
 
     _stats: tuple[str, ...] = ("sum",)
@@ -64,8 +64,3 @@ class FusedAggregation(aggr.Aggregation):
         if not self._takes(x, index, ptr, dim, (reduce,)):
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         return groups.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        upstream = type(self).__bases__[-1]
-        return scripted_twin(self, upstream) if upstream.__name__ == type(self).__name__ else self

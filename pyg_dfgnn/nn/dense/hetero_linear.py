@@ -12,7 +12,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import Description
-from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback, scripted_twin
+from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.nn.gate import is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.eager import is_eager
@@ -45,7 +45,7 @@ def _types_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         return types.repeat_interleave(torch.tensor(sizes, device=device), output_size=sum(sizes))
 
 
-class TypedLayer(torch.nn.Module):
+class TypedLayer(Scripted, torch.nn.Module):
     """A drop-in for a linear layer with a weight per type.
 
     Its `_reasons(*arguments of forward)` returns what is against the program, and `_typed(...)` the rows and inputs.
@@ -126,10 +126,6 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
     def _typed(self, x: Tensor, type_vec: Tensor) -> tuple[Rows | RowSet, dict[str, Tensor]]:
         return typed_rows(self, x, type_vec)
 
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, HeteroLinear.__bases__[-1]) if type(self) is HeteroLinear else self
-
 
 def typed_rows(
     layer: Any, x: Tensor, type_vec: Tensor, name: str = "type_vec"
@@ -197,10 +193,6 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
             inputs["bias"] = torch.stack([layer.bias for layer in layers])
         type_vec = _types_of(tuple(x.size(0) for x in features), features[0].device)
         return rows_of_types(type_vec, len(keys)), inputs
-
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """TorchScript compiles PyG's own class: `torch.jit.script` puts one in place of this layer, same parameters."""
-        return scripted_twin(self, HeteroDictLinear.__bases__[-1]) if type(self) is HeteroDictLinear else self
 
 
 HETERO_DICT_LINEAR = (dense.HeteroDictLinear, HeteroDictLinear)

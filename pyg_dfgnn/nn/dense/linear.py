@@ -11,8 +11,8 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import strips_of
-from pyg_dfgnn.nn.drop_ins import Description, upstream_of
-from pyg_dfgnn.nn.fallback import scripted_twin
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import Scripted
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
 
@@ -30,7 +30,7 @@ class _Watch(threading.local):
 watch = _Watch()
 
 
-class KernelLinear(torch.nn.Module):
+class KernelLinear(Scripted, torch.nn.Module):
     """In front of a linear layer: `Y = X W^T + b` by a kernel, where products are large and in float32."""
 
     weight: Tensor
@@ -89,11 +89,6 @@ class KernelLinear(torch.nn.Module):
         elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
-
-    def __prepare_scriptable__(self) -> torch.nn.Module:
-        """TorchScript compiles the layer's own class: `torch.jit.script` puts one in its place, same parameters."""
-        upstream = upstream_of(type(self))
-        return self if upstream is type(self) else scripted_twin(self, upstream)
 
 
 class Linear(KernelLinear, dense.Linear):
