@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pyg_dfgnn.bench.plots import save_figure
+from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.sweep import (
     Curves,
     Groups,
@@ -25,7 +26,6 @@ from pyg_dfgnn.training.sweep import (
     read_curves,
     setting,
     table,
-    write_rows,
 )
 
 PUBLISHED_KEY = ("experiment", "task", "model", "metric")

@@ -32,6 +32,7 @@ from pyg_dfgnn.datasets import pattern
 from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
 from pyg_dfgnn.graph import Graph, SortEdges
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import make_step
 
@@ -256,11 +257,8 @@ def _synchronize(group: Group) -> None:
 
 def _write(path: Path, results: list[Result]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as stream:
-        columns = [*(field.name for field in fields(Result)), "verdict"]
-        writer = csv.DictWriter(stream, fieldnames=columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**asdict(result), "verdict": result.verdict} for result in results)
+    columns = [*(field.name for field in fields(Result)), "verdict"]
+    write_rows(path, columns, ({**asdict(result), "verdict": result.verdict} for result in results))
 
 
 def main(arguments: list[str] | None = None) -> bool:

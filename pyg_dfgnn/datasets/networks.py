@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch_geometric.data import Data, download_url
 from torch_geometric.datasets import Amazon, LINKXDataset, Reddit
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles
-from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, one_graph
+from pyg_dfgnn.datasets.task import SPLITS, Task, add_random_masks, one_graph
 from pyg_dfgnn.errors import check_choice, check_integer, need_extra
 
 _HETEROPHILOUS_URL = "https://github.com/yandex-research/heterophilous-graphs/raw/main/data"
@@ -100,7 +99,7 @@ def facebook(
     root = Path(cache).expanduser() / "linkx"
     raw_files = RawFiles(name, ("data.mat",), (f"linkx/{name}/raw", f"{name}/raw"), search)
     data = raw_files.load(root / name / "raw", download, lambda: LINKXDataset(str(root), name)[0])
-    _split(data, (data.y >= 0).nonzero().flatten(), (0.5, 0.25), seed)
+    add_random_masks(data, (data.y >= 0).nonzero().flatten(), (0.5, 0.25), seed)
     return one_graph(name, data, 2)
 
 
@@ -135,7 +134,7 @@ def co_purchase(
     file = f"amazon_electronics_{name.lower()}.npz"
     raw_files = RawFiles(name, (file,), (f"amazon/{name}/raw", f"{name}/raw"), search)
     data = raw_files.load(root / name / "raw", download, lambda: Amazon(str(root), name)[0])
-    _split(data, torch.arange(data.num_nodes), (0.6, 0.2), seed)
+    add_random_masks(data, torch.arange(data.num_nodes), (0.6, 0.2), seed)
     return one_graph(f"Amazon {name}", data, int(data.y.max()) + 1)
 
 
@@ -165,10 +164,3 @@ def reddit(*, search: Folders = SEARCH, cache: str | Path = CACHE, download: boo
     raw_files = RawFiles("Reddit", files, ("reddit/raw",), search, "data=reddit_like is generated instead.")
     data = raw_files.load(root / "raw", download, lambda: Reddit(str(root))[0])
     return one_graph("Reddit", data, int(data.y.max()) + 1)
-
-
-def _split(data: Data, labelled: Tensor, shares: tuple[float, float], seed: int) -> None:
-    """Divide the labelled nodes at random into training, validation and test nodes."""
-    order = labelled[torch.randperm(len(labelled), generator=torch.Generator().manual_seed(seed))]
-    train, val = (round(share * len(order)) for share in shares)
-    add_masks(data, order.split([train, val, len(order) - train - val]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData, download_url, extract_tar
 
 from pyg_dfgnn.datasets.files import CACHE, SEARCH, Folders, RawFiles
-from pyg_dfgnn.datasets.task import SPLITS, Task, one_graph
+from pyg_dfgnn.datasets.task import SPLITS, Task, add_masks, add_random_masks, one_graph
 from pyg_dfgnn.errors import check_choice, check_integer, check_range
 
 _ENTITIES_URL = "https://data.dgl.ai/dataset/{}.tgz"
@@ -31,7 +31,6 @@ _TABLES = ("trainingSet.tsv", "testSet.tsv")
 _TRIPLE = re.compile(r"(<[^>]*>|_:\S+)\s+(<[^>]*>)\s+(.+?)\s*\.\s*$")
 _FB15K237_URL = "https://raw.githubusercontent.com/villmow/datasets_knowledge_embedding/master/FB15k-237"
 _FILES_OF_SPLITS = dict(zip(SPLITS, ("train.txt", "valid.txt", "test.txt")))
-_IMDB_SHARES = (0.6, 0.2)
 
 Triples = Mapping[str, Tensor]
 """Split -> triples int64 [T, 3] of source, relation and target."""
@@ -92,8 +91,7 @@ def entities(
     order = torch.randperm(num_train, generator=torch.Generator().manual_seed(seed))
     val = round(val_share * num_train)
     test = torch.arange(num_train, data.y.numel())
-    for split, ids in zip(SPLITS, (order[val:], order[:val] if val else order, test)):
-        data[f"{split}_mask"] = torch.zeros(data.y.numel(), dtype=torch.bool).index_fill_(0, ids, True)
+    add_masks(data, (order[val:], order[:val] if val else order, test))
     sizes = {"num_features": data.num_nodes, "num_relations": num_relations}
     return one_graph(name, data, int(data.y.max()) + 1, **sizes)
 
@@ -245,9 +243,5 @@ def imdb(*, seed: int = 0, search: Folders = SEARCH) -> Task:
         data[source, name, "movie"].edge_index = edge_index
         data["movie", f"rev_{name}", source].edge_index = edge_index.flip(0)
     data.y = arrays["movie_genre"]
-    labelled = (data.y >= 0).nonzero().flatten()
-    order = labelled[torch.randperm(len(labelled), generator=torch.Generator().manual_seed(seed))]
-    train, val = (round(share * len(order)) for share in _IMDB_SHARES)
-    for split, ids in zip(SPLITS, order.split([train, val, len(order) - train - val])):
-        setattr(data, f"{split}_mask", torch.zeros(len(data.y), dtype=torch.bool).index_fill_(0, ids, True))
+    add_random_masks(data, (data.y >= 0).nonzero().flatten(), (0.6, 0.2), seed)
     return one_graph("IMDB", data, 3, num_features=data["movie"].num_features)

@@ -129,10 +129,17 @@ def one_graph(name: str, data: Any, num_classes: int, **options: Any) -> Task:
     return Task(name, dict.fromkeys(SPLITS, [data]), features, num_classes, **options)
 
 
-def add_masks(data: Data, split_ids: Iterable[Tensor]) -> None:
-    """Give a graph a mask per split that marks the nodes with these ids."""
+def add_masks(data: Any, split_ids: Iterable[Tensor]) -> None:
+    """Give a graph a mask per split that marks the labels at these places."""
     for split, ids in zip(SPLITS, split_ids):
-        data[f"{split}_mask"] = torch.zeros(data.num_nodes, dtype=torch.bool).index_fill_(0, ids, True)
+        setattr(data, f"{split}_mask", torch.zeros(len(data.y), dtype=torch.bool).index_fill_(0, ids, True))
+
+
+def add_random_masks(data: Any, labelled: Tensor, shares: tuple[float, float], seed: int) -> None:
+    """Divide the labelled nodes at random into training, validation and test nodes."""
+    order = labelled[torch.randperm(len(labelled), generator=torch.Generator().manual_seed(seed))]
+    train, val = (round(share * len(order)) for share in shares)
+    add_masks(data, order.split([train, val, len(order) - train - val]))
 
 
 def progress(name: str, total: int, unit: str = "graph") -> tqdm:

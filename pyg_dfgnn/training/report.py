@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,16 @@ def write_metrics(folder: Path, summary: dict[str, Any], history: list[dict[str,
     """Write `metrics.json` (the summary) and `metrics.csv` (one row per epoch), and return both paths."""
     json_path, csv_path = folder / "metrics.json", folder / "metrics.csv"
     json_path.write_text(json.dumps(summary, indent=2) + "\n")
-    write_history(csv_path, history)
+    write_rows(csv_path, history[0], history)
     return json_path, csv_path
 
 
-def write_history(path: Path, history: list[dict[str, float]]) -> None:
-    """Write one row per epoch as CSV."""
+def write_rows(path: Path, fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as CSV with these columns."""
     with open(path, "w", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(history[0]))
+        writer = csv.DictWriter(stream, fieldnames=list(fields), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(history)
+        writer.writerows(rows)
 
 
 def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_epoch: int) -> Path:

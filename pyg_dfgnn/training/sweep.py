@@ -17,6 +17,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from pyg_dfgnn.training.report import write_rows
+
 KEY = ("task", "model", "metric", "experiment", "convs", "device", "changes")
 """What makes a setting: its runs differ only in their seed, or in a split that the seed decides."""
 CURVE_POINTS = 100
@@ -143,14 +145,6 @@ def figure(groups: Groups, curves: Curves) -> Figure:
     for axes in places[len(panels) :]:
         axes.remove()
     return image
-
-
-def write_rows(path: Path, fields: Iterable[str], rows: Iterable[Row]) -> None:
-    """Write rows as CSV with these columns."""
-    with open(path, "w", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(fields), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, query_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import RankScore, Score
-from pyg_dfgnn.training.report import write_history
+from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.step import PRECISIONS, make_step
 
 log = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ class Trainer:
         checkpoint.save(self.folder / "checkpoints" / "last.pt", self._state)
         if self._state["best"] is not None:
             checkpoint.save(self.folder / "checkpoints" / "best.pt", {**self._state["best"], "config": self.config})
-            write_history(self.folder / "metrics.csv", self._state["history"])
+            write_rows(self.folder / "metrics.csv", self._state["history"][0], self._state["history"])
 
     def _run_epoch(self, bar: tqdm) -> dict[str, float]:
         start = time.perf_counter()
