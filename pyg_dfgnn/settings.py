@@ -16,8 +16,7 @@ SCHEDULES = (
     *("row_split", "smem", "block_mma", "smmf", "pmf", "cusparse", "cusparse_alg3"),
     # What lanes share: features, or edges too. Of attention, forward passes of smmf without its optimisations.
     *("feature_parallel", "neighbour_parallel"),
-    *(f"feature_parallel+{on}" for on in ("scores", "softmax", "gather")),
-    *(f"feature_parallel+{on}" for on in ("scores+softmax", "scores+gather", "softmax+gather")),
+    *("feature_parallel+scores", "feature_parallel+scores+softmax"),
 )
 FALLBACKS = ("log", "error", "silent")
 

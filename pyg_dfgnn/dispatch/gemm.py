@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from pyg_dfgnn.dispatch.gpu import H200, gpu_of
+from pyg_dfgnn.graph.node_ranges import ceil_div
 
 MAX_LAYERS = 4
 """Most linear layers that one launch takes."""
@@ -35,10 +36,6 @@ _MAX_HELD = 1 << 15
 """Most numbers that a thread block holds, at first in its registers."""
 _SCALES_BYTES = 1 << 12
 """Shared memory that is left for scales and biases."""
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Strips:
     @cached_property
     def places(self) -> int:
         """Places of the sum over one matrix, filled up to whole sections."""
-        return _ceil_div((self.channels if self.backward else self.features), self.section) * self.section
+        return ceil_div((self.channels if self.backward else self.features), self.section) * self.section
 
     @cached_property
     def _held(self) -> int:
@@ -152,8 +149,8 @@ class Strips:
     def blocks(self, rows: int, device: torch.device) -> int:
         """Return the number of blocks: one per multiprocessor, as far as all warpgroups of a block have a strip."""
         width, layers = (self.features, 1) if self.backward else (self.channels, self.layers)
-        groups = layers * _ceil_div(width, self.columns)
-        return groups * max(1, min(gpu_of(device).multiprocessors // groups, _ceil_div(rows, 64 * self.warpgroups)))
+        groups = layers * ceil_div(width, self.columns)
+        return groups * max(1, min(gpu_of(device).multiprocessors // groups, ceil_div(rows, 64 * self.warpgroups)))
 
     def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants of `kernels/gemm/forward_strips.cu`."""
@@ -192,7 +189,7 @@ class WeightGrad:
     @property
     def groups(self) -> int:
         """Thread blocks for one partial sum."""
-        return self.layers * _ceil_div(self.channels, _GROUP) * _ceil_div(self.features, _GROUP)
+        return self.layers * ceil_div(self.channels, _GROUP) * ceil_div(self.features, _GROUP)
 
     def constants(self, interleaved: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants of `kernels/gemm/weight_grad.cu`."""
@@ -262,8 +259,8 @@ def strips_of(
     if places <= _GROUP and (layers == 1 or not backward):
         # One section: fewer sums round more, but the tensor cores do not wait for them.
         columns = 64 if width <= 64 or (layers == 1 and width <= 128) else 128
-        return Strips(backward, *sizes, columns, _ceil_div(places, 16) * 16)
-    section = min((80, 64, 48), key=lambda section: _ceil_div(places, section) * section)
+        return Strips(backward, *sizes, columns, ceil_div(places, 16) * 16)
+    section = min((80, 64, 48), key=lambda section: ceil_div(places, section) * section)
     # With 128 columns, sections of 80 are faster too, but would spill registers.
     layouts = ((128, 2), (64, 3), (64, 2))[section == 80 :]
     strips = (Strips(backward, *sizes, columns, section, warpgroups) for columns, warpgroups in layouts)
@@ -301,28 +298,28 @@ def split_k(
         by_warpgroups: How warpgroups sum the weight gradients; None if tiles do.
         one_split: Whether all rows are one sum.
     """
-    x_blocks = _ceil_div(rows, tile.rows) * _ceil_div(features, tile.columns)
+    x_blocks = ceil_div(rows, tile.rows) * ceil_div(features, tile.columns)
     if by_warpgroups is None:
-        tiles = layers * _ceil_div(channels, tile.rows) * _ceil_div(features, tile.columns)
+        tiles = layers * ceil_div(channels, tile.rows) * ceil_div(features, tile.columns)
         per_multiprocessor = tile.min_blocks
     else:
         tiles, per_multiprocessor = by_warpgroups.groups, 1
     filling = max(1, gpu_of(device).multiprocessors * per_multiprocessor // tiles)
-    wanted = filling * _ceil_div(rows, filling * SPLIT_ROWS)
+    wanted = filling * ceil_div(rows, filling * SPLIT_ROWS)
     room = _PARTIAL_BYTES // (4 * layers * channels * (features + 1))
     splits = 1 if one_split else max(1, min(wanted, rows // (2 * DEPTH), room))
-    rows_per_split = _ceil_div(rows, splits * DEPTH) * DEPTH
-    splits = _ceil_div(rows, rows_per_split)
+    rows_per_split = ceil_div(rows, splits * DEPTH) * DEPTH
+    splits = ceil_div(rows, rows_per_split)
     return SplitK(x_blocks, tiles * splits, rows_per_split, splits)
 
 
 def column_sum_splits(rows: int, groups: int, device: torch.device) -> tuple[int, int]:
     """Return the number of partial sums over rows in so many groups of columns, and the rows of one."""
     wanted = max(1, min(rows // _COLUMN_SUM_ROWS, _COLUMN_SUM_BLOCKS * gpu_of(device).multiprocessors // groups))
-    rows_per_split = _ceil_div(rows, wanted)
-    return _ceil_div(rows, rows_per_split), rows_per_split
+    rows_per_split = ceil_div(rows, wanted)
+    return ceil_div(rows, rows_per_split), rows_per_split
 
 
 def column_groups(columns: int, itemsize: int) -> int:
     """Return the number of groups of columns that blocks which sum rows take."""
-    return _ceil_div(columns * itemsize, _COLUMN_SUM_BYTES)
+    return ceil_div(columns * itemsize, _COLUMN_SUM_BYTES)

@@ -51,7 +51,7 @@ H200 = Gpu(
     launch_s=2.5e-6,
     capability=(9, 0),
 )
-"""Copy as measured; gathers and instructions as the passes of `rows` show them."""
+"""Copy as measured; gathers and instructions as the passes of `row_split` show them."""
 
 H200_CLOCK_KHZ, H200_MEMORY_CLOCK_KHZ, H200_BUS_BITS = 1_980_000, 3_201_000, 6144
 

@@ -17,7 +17,6 @@ from pyg_dfgnn.dispatch.traversal import (
     is_local,
     lane_constants,
     max_edges_of,
-    side_of,
     storage_reasons,
 )
 from pyg_dfgnn.graph import Graph
@@ -206,7 +205,7 @@ def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:
 def _plan_pass(
     problem: SegmentProblem, direction: str, graph: Graph, kind: type[RowSplitPlan] = RowSplitPlan
 ) -> RowSplitPlan:
-    rows, num_columns = side_of(direction, graph)
+    rows = graph.side(direction)
     if reads_no_edge(problem, direction):
         return RowSplitPlan(constants_of(problem, direction, wide=False), rows.max_degree, 1)
     constants = constants_of(problem, direction, wide=kind is not FeatureParallelPlan)
@@ -218,7 +217,7 @@ def _plan_pass(
         constants = constants_of(problem, direction, wide=False)
     cache_bytes = int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)
     column_bytes = problem.gathered_bytes(direction)
-    blocks = -(-num_columns * column_bytes // cache_bytes)
+    blocks = -(-rows.num_cols * column_bytes // cache_bytes)
     if rows.num_edges < _SWEPT_EDGES * blocks * rows.num_rows:
         blocks = 1
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
@@ -239,12 +238,12 @@ def specs_of(problem: SegmentProblem, direction: str, plan: Any) -> list[Spec]:
 
 def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitPlan, gpu: Gpu) -> Cost:
     """Estimated time of the pass: nodes travel once, gathered rows come from the last-level cache."""
-    rows, num_columns = side_of(direction, graph)
+    rows = graph.side(direction)
     if reads_no_edge(problem, direction):
         return Cost({"memory": rows.num_rows * (problem.row_bytes * 5 + 12) / gpu.memory_bytes_per_s})
     row_bytes = problem.edge_channels * problem.dtype.itemsize
     edge_bytes = {0: 4, 1: 8 + problem.row_bytes, 2: 12, 3: 8 + row_bytes}[plan.constants["EDGE"]]
-    moved = rows.num_rows * problem.row_bytes * len(problem.stats) + num_columns * problem.gathered_bytes(direction)
+    moved = rows.num_rows * problem.row_bytes * len(problem.stats) + rows.num_cols * problem.gathered_bytes(direction)
     return Cost(
         {
             "memory": (moved + rows.num_edges * edge_bytes) / gpu.memory_bytes_per_s,

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 
-from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.dispatch.traversal import STORAGE, storage_reasons
+from pyg_dfgnn.graph.node_ranges import ceil_div
 from pyg_dfgnn.statements.spec import Spec
 
 PRODUCTS = ("linear", "transposed", "outer")
@@ -33,10 +32,6 @@ _HELD_BYTES = 64 << 10
 _STAGES = 3
 _STAGE_LINES = 32
 _WARPS = 4
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,6 @@ class SegmentGemmProblem:
         return (rows if self.fold == "none" else rows * self.heads), columns
 
     @property
-    def is_current(self) -> bool:
-        """Whether torch still lets products be rounded as the problem says."""
-        return self.tf32 == tf32_allowed(self.dtype)
-
-    @property
     def split(self) -> bool:
         """Whether tensor cores multiply each number as two TF32 numbers."""
         return self.dtype is torch.float32 and not self.tf32
@@ -106,17 +96,12 @@ class SegmentGemmPlan:
     length: int
     groups: int
     shared_bytes: int
-    schedule: ClassVar[str] = "tiles"
 
     @cached_property
     def block(self) -> tuple[int, int, int]:
         """Threads of a block."""
         c = self.constants
         return (32 * c["WARPS_M"] * c["WARPS_N"] * c.get("WARPS_K", 1), 1, 1)
-
-    def __str__(self) -> str:
-        c = self.constants
-        return f"tiles of {c['TILE_M']} x {c['TILE_N']}, items of {self.length} rows in {self.groups} groups"
 
 
 def unsupported_reasons(problem: SegmentGemmProblem) -> list[str]:
@@ -141,7 +126,7 @@ def specs_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan) -> list[Spec]:
 
 def _tile(size: int, sizes: tuple[int, ...]) -> int:
     """Return the size of tiles that waste little and are few."""
-    return min(sizes, key=lambda tile: _ceil_div(size, tile) * (tile + 16))
+    return min(sizes, key=lambda tile: ceil_div(size, tile) * (tile + 16))
 
 
 def _column_tile(columns: int) -> int:
@@ -158,7 +143,7 @@ def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> 
     is_transposed = problem.product == "transposed"
     tile_n = _column_tile(columns)
     tile_m, warps_m, warps_n = (64, 2, 2) if tile_n == 64 else (128, 4, 1)
-    chunks = _ceil_div(places * problem.dtype.itemsize, 64)
+    chunks = ceil_div(places * problem.dtype.itemsize, 64)
     is_held = chunks * tile_n * 64 <= _HELD_BYTES
     constants = {
         "STORAGE": STORAGE[problem.dtype],
@@ -178,7 +163,7 @@ def _plan_linear(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> 
         # Three where split numbers and sums, or what is read of a weight, fill the registers.
         "MIN_BLOCKS": 3 if tile_n >= 32 and (problem.split or not is_held) else 4,
     }
-    groups = problem.launch_heads * _ceil_div(columns, tile_n)
+    groups = problem.launch_heads * ceil_div(columns, tile_n)
     items = max(1, _LINEAR_ITEMS * gpu_of(problem.device).multiprocessors // groups)
     length = max(_FEWEST_ROWS, min(LINEAR_ROWS, _power_of_two(num_rows // items)))
     stage = min(chunks, 2) * 64 * (tile_m + (0 if is_held else tile_n))
@@ -205,12 +190,12 @@ def _plan_outer(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> S
         # More would spill.
         "MIN_BLOCKS": 4 if tile_m * tile_n < 4096 else 2 if problem.split else 3,
     }
-    groups = problem.launch_heads * _ceil_div(features, tile_m) * _ceil_div(channels, tile_n)
+    groups = problem.launch_heads * ceil_div(features, tile_m) * ceil_div(channels, tile_n)
     # Each type has an item that is not full.
     wanted = max(1, _SUMMED_ITEMS * gpu_of(problem.device).multiprocessors // groups)
     balanced = num_rows // max(wanted // 4, wanted - num_types // 2, 1)
     partial = 4 * problem.heads * problem.features * problem.channels
-    least = max(_FEWEST_SUMMED_ROWS, _ceil_div(num_rows * partial, _PARTIAL_BYTES))
+    least = max(_FEWEST_SUMMED_ROWS, ceil_div(num_rows * partial, _PARTIAL_BYTES))
     length = max(least, min(_MOST_SUMMED_ROWS, _power_of_two(balanced)))
     shared_bytes = 2 * 4 * _STAGE_LINES * (_line(tile_m) + _line(tile_n))
     return SegmentGemmPlan(MappingProxyType(constants), length, groups, shared_bytes)

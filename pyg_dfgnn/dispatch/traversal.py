@@ -167,7 +167,7 @@ def is_local(graph: Graph, direction: str, cache_rows: int) -> bool:
     cache_rows = max(1, int(LOCAL_SHARE * cache_rows))
     if graph.facts is not None:
         return graph.facts.max_nodes <= cache_rows
-    rows, _ = side_of(direction, graph)
+    rows = graph.side(direction)
 
     def build() -> float:
         count = min(_STRETCH, rows.num_edges // 4)
@@ -175,11 +175,6 @@ def is_local(graph: Graph, direction: str, cache_rows: int) -> bool:
         return gather_misses(rows.col[first : first + count], cache_rows, count_first=False)
 
     return graph.derived(("misses", rows.rows, rows.cols, cache_rows), build) <= LOCAL_MISSES
-
-
-def side_of(direction: str, graph: Graph) -> tuple[Adjacency, int]:
-    """The rows that a pass takes and the number of columns it gathers from."""
-    return (graph.csc, graph.num_dst) if direction == "sources" else (graph.csr, graph.num_src)
 
 
 def joined_edges(rows: Adjacency, items: int) -> int:

@@ -73,11 +73,6 @@ class BlockSparse(BlockCounts):
     bits: Tensor
 
 
-def side_of(graph: Graph, direction: str) -> Adjacency:
-    """Return the adjacency that a pass works on: rows are sources for the pass over sources, else targets."""
-    return graph.csc if direction == "sources" else graph.csr
-
-
 def of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
     """Return the dense blocks that a pass works on.
 
@@ -93,7 +88,7 @@ def of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
         blocks = None if compact else diagonal_blocks(graph)
         stored = None if compact else stored_bits(graph)
         bits = None if stored is None else stored(domain, rows)
-        return make_blocks(side_of(graph, direction), rows, blocks, bits)
+        return make_blocks(graph.side(direction), rows, blocks, bits)
 
     return graph.derived((KEY, domain, rows, compact), build)
 
@@ -133,7 +128,7 @@ def counts(graph: Graph, direction: str, rows: int, compact: bool) -> BlockCount
     def build() -> BlockCounts:
         diagonal = None if compact else diagonal_blocks(graph)
         if diagonal is None:
-            side = side_of(graph, direction)
+            side = graph.side(direction)
             area = BLOCK * rows * max(_sampled_fill(graph, domain, rows), 1e-9)
             return BlockCounts(-(-side.num_rows // rows), round(side.num_edges / area), most_columns(side, rows))
         sizes = diagonal.ptr.diff() if diagonal.sizes is None else diagonal.sizes
@@ -164,7 +159,7 @@ def fill(graph: Graph, rows: int, compact: bool) -> float:
 
 
 def _sampled_fill(graph: Graph, domain: str, rows: int) -> float:
-    return graph.derived(("fill", domain, rows), lambda: sample_fill(side_of(graph, domain), rows))
+    return graph.derived(("fill", domain, rows), lambda: sample_fill(graph.side(domain), rows))
 
 
 def area_of(blocks: DiagonalBlocks) -> int:

@@ -13,7 +13,7 @@ from torch_geometric.data.collate import collate
 from pyg_dfgnn.errors import check_dtype, check_range
 from pyg_dfgnn.graph.adjacency import INT32_MAX, Arrays, from_degree, push
 from pyg_dfgnn.graph.batch import trusted
-from pyg_dfgnn.graph.block_sparse import block_count, make_blocks, side_of, stored_bits
+from pyg_dfgnn.graph.block_sparse import block_count, make_blocks, stored_bits
 from pyg_dfgnn.graph.build import check_edges
 from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE, BatchFacts
 from pyg_dfgnn.graph.graph import Graph, keep
@@ -168,7 +168,7 @@ class DeviceDataset:
     def _make_bits(self, ids: Tensor, domain: str, rows: int) -> Tensor:
         batch = self.batch(ids)
         graph = Graph.of_batch(batch)
-        return make_blocks(side_of(graph, domain), rows, diagonal_blocks(graph)).bits
+        return make_blocks(graph.side(domain), rows, diagonal_blocks(graph)).bits
 
 
 def first(lengths: Tensor) -> Tensor:

@@ -385,6 +385,10 @@ class Graph(Derived):
         """Rows are sources, columns are targets; built on first use."""
         return self.adjacency("sources", "targets")
 
+    def side(self, direction: str) -> Adjacency:
+        """Return the adjacency that a pass works on: rows are sources for the pass over sources, else targets."""
+        return self.csc if direction == "sources" else self.csr
+
     @property
     def has_loops(self) -> bool:
         """Whether there are self-loops; a static graph takes none later where it has answered no."""

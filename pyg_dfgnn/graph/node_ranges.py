@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -70,7 +71,10 @@ class NodeRanges:
     bound: int
 
 
-def ceil_div(sizes: Tensor, unit: int) -> Tensor:
+Number = TypeVar("Number", int, Tensor)
+
+
+def ceil_div(sizes: Number, unit: int) -> Number:
     """Units that hold each size, the last one perhaps in part."""
     return (sizes + unit - 1) // unit
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max_channels, reads_no_edge, specs_of
-from pyg_dfgnn.dispatch.traversal import side_of
 from pyg_dfgnn.errors import check_bool, check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
@@ -46,7 +45,7 @@ class CusparseLaunch(PreparedPass):
 
     def __init__(self, problem: SegmentProblem, direction: str, plan: Any, graph: Graph) -> None:
         self.plan, self.device = plan, graph.device
-        side, num_cols = side_of(direction, graph)
+        side = graph.side(direction)
         self._places = (2, 9) if direction == "forward" else (16, 20)
 
         def ones() -> Tensor:
@@ -55,7 +54,7 @@ class CusparseLaunch(PreparedPass):
         key = "cusparse", direction, problem.channels, problem.dtype, plan.algorithm
         self._matrices: dict[int, SpMM] = graph.derived(key, dict)
         values = graph.derived(("ones", problem.dtype), ones)
-        self._operands = side.rowptr, side.col, values, num_cols, problem.channels, plan.algorithm
+        self._operands = side.rowptr, side.col, values, side.num_cols, problem.channels, plan.algorithm
 
     def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the product."""

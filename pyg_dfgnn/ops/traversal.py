@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.dispatch.traversal import items_per_block, side_of
+from pyg_dfgnn.dispatch.traversal import items_per_block
 from pyg_dfgnn.graph import Adjacency, Chunks, Graph
 from pyg_dfgnn.graph.chunks import ascending, column_blocks, heavy_rows, row_order
 from pyg_dfgnn.graph.derived import Derived
@@ -47,7 +47,7 @@ class TraversalLaunch(PreparedPass):
         self.plan, self.direction = plan, direction
         if side is None:
             assert isinstance(graph, Graph)
-            side, _ = side_of(direction, graph)
+            side = graph.side(direction)
         self.device, self.num_rows = graph.device, side.num_rows
         constants = plan.constants
         self.kernel, self.merge = kernel_of(spec, entry), kernel_of(spec, f"{entry}_merge")

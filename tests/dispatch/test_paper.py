@@ -148,7 +148,7 @@ def test_few_warps_cost_more():
 # Ablations ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_optimisation_can_be_off():
+def test_optimisations_are_added_one_by_one():
     switches = {
         tuple(
             candidate.plan_pass(PROBLEM, "forward", star(9)).constants[name]
@@ -156,5 +156,4 @@ def test_each_optimisation_can_be_off():
         )
         for candidate in (smmf, *ABLATIONS.values())
     }
-    assert len(switches) == 8
-    assert list(ABLATIONS)[0] == "feature_parallel" and "feature_parallel+scores+softmax" in ABLATIONS
+    assert switches == {(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)}

@@ -239,7 +239,10 @@ class FakeGraph:
         self.num_src = self.num_dst = num_nodes
         self.num_edges, self.max_graph_nodes = num_edges, max_graph_nodes
         self.csr = self.csc = FakeSide(num_nodes, num_edges)
-        self.csr.max_degree = max_degree
+        self.csr.max_degree, self.csr.num_cols = max_degree, num_nodes
+
+    def side(self, direction):
+        return self.csr
 
     def derived(self, key, build):
         if key[0] == "misses":

@@ -11,7 +11,6 @@ and 4, appendix B.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from types import MappingProxyType
 
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
@@ -26,7 +25,7 @@ from pyg_dfgnn.dispatch.attention.row_split import (
     stays_near,
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.dispatch.traversal import lane_constants, side_of
+from pyg_dfgnn.dispatch.traversal import lane_constants
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.statements.spec import Spec
@@ -160,16 +159,16 @@ def _cost(
         share: Edges of a warp in the step of the scores.
         scores: Numbers per edge and head that go to memory or come from it.
     """
-    side, num_columns = side_of(direction, graph)
+    side = graph.side(direction)
     c = chosen.constants
     tuning = problem.record.paper[direction]
     gathers, products, sums, scans = tuning.gathers, tuning.work, tuning.sums, tuning.scans
     kernels = 2 if chosen.warp_edges else 1
-    nodes = (2 * side.num_rows + gathers * num_columns) * problem.row_bytes
+    nodes = (2 * side.num_rows + gathers * side.num_cols) * problem.row_bytes
     edges = side.num_edges * (8 * scans + scores * SCORE_BYTES * problem.heads)
     is_near = stays_near(graph, min(gathers, 2) * problem.row_bytes, gpu)
     gathered = 0 if is_near else side.num_edges * gathers * problem.row_bytes
-    missed = max(0.0, 1.0 - gpu.cache_bytes / max(1, num_columns * problem.row_bytes))
+    missed = max(0.0, 1.0 - gpu.cache_bytes / max(1, side.num_cols * problem.row_bytes))
     gather_s = gathered * ((1.0 - missed) / gpu.cache_bytes_per_s + missed / gpu.memory_bytes_per_s)
 
     heads = c["LANE_HEADS"]
@@ -319,19 +318,13 @@ smmf = Smmf()
 pmf = Pmf()
 
 
-def _ablations() -> dict[str, Smmf]:
-    found = {}
-    for switches in product((False, True), repeat=3):
-        on = [step for step, is_on in zip(("scores", "softmax", "gather"), switches, strict=True) if is_on]
-        if len(on) < 3:
-            name = "+".join(["feature_parallel", *on])
-            found[name] = Smmf(name, *switches)
-    return found
-
-
-ABLATIONS: Mapping[str, Smmf] = MappingProxyType(_ablations())
-"""`smmf` with optimisations of its forward pass off, by name: `feature_parallel` has none of them,
-`feature_parallel+scores+softmax` lacks `gather` only (Figure 11)."""
+_ABLATIONS = (
+    Smmf("feature_parallel", False, False, False),
+    Smmf("feature_parallel+scores", True, False, False),
+    Smmf("feature_parallel+scores+softmax", True, True, False),
+)
+ABLATIONS: Mapping[str, Smmf] = MappingProxyType({each.name: each for each in _ABLATIONS})
+"""`smmf` with optimisations of its forward pass off, by name: `feature_parallel` has none of them (Figure 11)."""
 
 
 def rule(

@@ -26,7 +26,6 @@ from pyg_dfgnn.dispatch.traversal import (
     joined_edges,
     lane_constants,
     max_edges_of,
-    side_of,
 )
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
@@ -255,7 +254,7 @@ def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: st
 
 def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
     """The pass of a direction other than "weights", which reads norms."""
-    rows, num_columns = side_of(direction, graph)
+    rows = graph.side(direction)
     if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return RowSplitPlan(pass_constants(problem, direction, wide=True), rows.max_degree, 1)
@@ -264,7 +263,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
     if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
         constants = pass_constants(problem, direction, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
-    blocks = _blocks(problem, direction, rows, num_columns, heads) if constants["WARP_ROWS"] == 1 else 1
+    blocks = _blocks(problem, direction, rows, rows.num_cols, heads) if constants["WARP_ROWS"] == 1 else 1
     if blocks > 1 and is_local(
         graph, direction, _cache_bytes(problem, direction) // _column_bytes(problem, direction, heads)
     ):
@@ -274,7 +273,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
         if sweep is None:
             return RowSplitPlan(constants, ORDERED_EDGES, blocks)
         # More sweeps only where rows are long enough for them.
-        counted = _blocks(problem, direction, rows, num_columns, heads, sweep.share)
+        counted = _blocks(problem, direction, rows, rows.num_cols, heads, sweep.share)
         smaller = sweep.share < _CACHE_SHARE[problem.dtype.itemsize][_base_direction(direction)]
         longest = max(1, int(sweep.pieces * ORDERED_EDGES))
         return RowSplitPlan(constants, longest, max(counted, blocks) if smaller else counted)
@@ -454,12 +453,12 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: RowSpl
     the longest row takes its steps in turn. Gathers among the few nodes of a small segment stay within a multiprocessor
     and count as instructions alone. With dout_dlogit at hand the pass over targets reads nodes only.
     """
-    rows, num_columns = side_of(direction, graph)
+    rows = graph.side(direction)
     if direction == "targets" and problem.dout_dlogit:
         read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
         return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
     tensors = gathers(problem, direction)
-    moved = (rows.num_rows * (tensors + 1) + num_columns * tensors) * problem.row_bytes + 4 * rows.num_edges
+    moved = (rows.num_rows * (tensors + 1) + rows.num_cols * tensors) * problem.row_bytes + 4 * rows.num_edges
     # The state of all rows, written and read between sweeps.
     carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
     node_bytes = tensors * problem.row_bytes

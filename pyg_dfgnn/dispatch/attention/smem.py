@@ -13,7 +13,7 @@ from typing import ClassVar
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.dispatch.traversal import layout, side_of
+from pyg_dfgnn.dispatch.traversal import layout
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import NodeRanges, diagonal_blocks, node_ranges
 from pyg_dfgnn.statements.tuning import SmemLayout
@@ -211,7 +211,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: SmemPl
 
     Fewer blocks on a multiprocessor than the registers allow hide less of what each of them waits for.
     """
-    side, _ = side_of(direction, graph)
+    side = graph.side(direction)
     c = chosen.constants
     fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
