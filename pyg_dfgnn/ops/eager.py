@@ -92,6 +92,12 @@ class _Unpacked:
         setattr(self._ctx, name, value)
 
 
+def is_for_torch(grads: Iterable[Tensor | None]) -> bool:
+    """Return whether gradients are to be differentiated again, or are no plain tensors: kernels take neither."""
+    given = [grad for grad in grads if grad is not None]
+    return torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given)
+
+
 def is_batched(grad: Tensor | None) -> bool:
     """Return whether a gradient stands for a batch of gradients (`is_grads_batched`, `vectorize`), without memory."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)

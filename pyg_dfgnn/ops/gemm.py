@@ -37,7 +37,7 @@ from pyg_dfgnn.dispatch.gemm import (
     weight_grad,
 )
 from pyg_dfgnn.dispatch.traversal import STORAGE
-from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_batched, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import PLAIN, apply_of, is_for_torch, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import (
     Argument,
     Grid,
@@ -174,10 +174,8 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if ctx.twice and not torch.compiler.is_compiling():
-            given = [grad for grad in grads if grad is not None]
-            if torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given):
-                return _differentiable_gradients(ctx, grads)
+        if ctx.twice and not torch.compiler.is_compiling() and is_for_torch(grads):
+            return _differentiable_gradients(ctx, grads)
         return _projection_gradients(ctx, *grads)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gpu import gpu_of, known
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.ops.attention.row_split import node_kernel
-from pyg_dfgnn.ops.eager import aligned, apply_of, is_batched, is_eager, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, is_for_torch, is_plain, needs_grad, once_differentiable
 from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
@@ -90,10 +90,8 @@ class _Terms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.twice:
-            given = [grad for grad in grads if grad is not None]
-            if torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given):
-                return _differentiable_gradients(ctx.saved_tensors, grads)
+        if ctx.twice and is_for_torch(grads):
+            return _differentiable_gradients(ctx.saved_tensors, grads)
         return _gradients(ctx, *grads)
 
 
