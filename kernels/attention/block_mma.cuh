@@ -1,4 +1,4 @@
-// The tile schedule: attention inside dense blocks, on tensor cores.
+// The schedule `block_mma`: attention inside dense blocks, on tensor cores.
 //
 // A window is up to WINDOW consecutive rows of a compressed side, all in one thread block and 16 in each warp. Its
 // columns are listed, 32 to a block, with one bit per row and column that tells where an edge is. The window passes

@@ -1,4 +1,4 @@
-// Attention backward over windows of sources, tile schedule: key, value and source-scalar gradients, as in
+// Attention backward over windows of sources, schedule `block_mma`: key, value and source-scalar gradients, as in
 // backward_sources.cu. The transposed blocks of P and dS are recomputed on tensor cores and multiplied with the step's
 // rows.
 #define ROWS_ARE_TARGETS 0

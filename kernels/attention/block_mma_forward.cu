@@ -1,4 +1,4 @@
-// Attention forward, tile schedule: O_i = sum_j softmax_j(S_ij) v_j over the columns of a window. Results as in
+// Attention forward, schedule `block_mma`: O_i = sum_j softmax_j(S_ij) v_j over the columns of a window. Results as in
 // forward.cu, with `max` any number close to the logits of a row: P = exp2(S2 - max). Where one is known beforehand, no
 // maximum is taken, and nothing is scaled again as the row goes on:
 //

@@ -36,7 +36,7 @@ class Step:
     """One step.
 
     Attributes:
-        kind: See the head of this file.
+        kind: See the head of `ir/lowering.py`.
         domain: Domain of what is written.
         over: Domain of the rows that are read one by one.
         reads: Names of buffers.

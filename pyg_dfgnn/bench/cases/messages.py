@@ -228,9 +228,6 @@ class MessageCase(Case):
     def width(self) -> int:  # type: ignore[override]
         return self.channels
 
-    def __str__(self) -> str:
-        return f"{self.op}-F{self.channels}"
-
     def module(self, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The layer, with the same parameters each time."""
         with torch.random.fork_rng():

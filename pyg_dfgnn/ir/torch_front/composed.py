@@ -130,7 +130,6 @@ def _register_composed() -> None:
         "lerp": lambda x, y, w: x + w * (y - x),
         "addmm": addmm,
         "tan": lambda x: x.sin() / x.cos(),
-        "special_expit": torch.sigmoid,
         "pairwise_distance": lambda x, y, p=2.0, eps=1e-6, keepdim=False: norm(x - y + eps, p, -1, keepdim),
     }
     for name, composed in table.items():

@@ -10,7 +10,7 @@ import torch
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, Handler
 from pyg_dfgnn.ir.torch_front.symbols import Tracer
 
-_ASKED = "size dim ndim numel nelement ndimension shape dtype layout is_sparse is_floating_point is_complex __len__"
+_ASKED = "dim ndim ndimension dtype layout is_sparse is_floating_point is_complex"
 _UNDECIDED = {
     "decides by numbers that differ from call to call": "__bool__ item tolist __int__ __float__ __index__ __contains__ "
     "equal allclose is_nonzero any all",

@@ -166,7 +166,7 @@ def line_of_user(own: str | None = None, frame: Any = None) -> Line:
     return Line("", 0) if frame is None else Line(frame.f_code.co_filename, frame.f_lineno)
 
 
-_PRODUCTS = frozenset("linear matmul mm bmm mv addmm rmatmul".split())
+_PRODUCTS = frozenset("linear matmul mm bmm addmm rmatmul".split())
 _EXACT = frozenset(
     "exp log log1p pow rsqrt reciprocal sum norm softmax log_softmax softplus cosine_similarity layer_norm".split()
 )
@@ -191,7 +191,7 @@ class Tracer(TorchFunctionMode):
     """Write what torch functions do with symbols into a program.
 
     Args:
-        functions: Name of a torch function -> what it does to values (:data:`FUNCTIONS`).
+        functions: Name of a torch function -> what it does to values (`registry.FUNCTIONS`).
         tensors: Id of a tensor of the module -> the name of its input.
         sizes: Fake numbers of rows.
         device: Where the edges are, which code may ask.

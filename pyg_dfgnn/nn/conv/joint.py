@@ -62,7 +62,7 @@ _numbered_before = lru_cache(64)(_numbered)
 class JointConv(RelationalConv):
     """A drop-in conv on dicts of features and edges.
 
-    Its `_joint(x_dict, edge_index_dict, ...)` asks the gate; the call holds :class:`Sets` in place of edges.
+    Its `_ask_joint(x_dict, edge_index_dict, ...)` asks the gate; the call holds :class:`Sets` in place of edges.
     """
 
     def _ask_joint(

@@ -290,9 +290,6 @@ class RelationalCase(Case):
     def width(self) -> int:  # type: ignore[override]
         return self.heads * self.channels
 
-    def __str__(self) -> str:
-        return f"{self.op}-H{self.heads}-C{self.channels}"
-
     def shapes(self, graph: EdgeList) -> Shapes:
         """Shape of each input."""
         types = 1 if graph.node_type is None or not graph.num_dst else int(graph.node_type[-1]) + 1
