@@ -125,7 +125,8 @@ def rcm_order(edge_index: Tensor, num_nodes: int) -> Tensor:
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
     rowptr, col = _compressed(edge_index, num_nodes)
-    matrix = csr_matrix((torch.ones(len(col), dtype=torch.int8).numpy(), col, rowptr), shape=(num_nodes, num_nodes))
+    ones = torch.ones(len(col), dtype=torch.int8, device="cpu")
+    matrix = csr_matrix((ones.numpy(), col, rowptr), shape=(num_nodes, num_nodes))
     order = torch.from_numpy(reverse_cuthill_mckee(matrix, symmetric_mode=True).copy())
     return order.to(edge_index.device, torch.int64)
 
@@ -158,7 +159,7 @@ def community_order(edge_index: Tensor, num_nodes: int) -> Tensor:
             best = stay.scatter_reduce(0, node[~is_own], gain[~is_own], "amax")
             is_goal = ~is_own & (gain > stay[node]) & (gain == best[node])
             goal = torch.full_like(degree, num).scatter_reduce_(0, node[is_goal], other[is_goal], "amin")
-            is_drawn = torch.rand(num, generator=generator).lt(0.5).to(row.device)
+            is_drawn = torch.rand(num, generator=generator, device="cpu").lt(0.5).to(row.device)
             community = torch.where(is_drawn & (goal < num), goal, community)
             total = torch.zeros_like(degree).index_add_(0, community, degree)
         names, community = community.unique(return_inverse=True)

@@ -202,7 +202,7 @@ def _moved(data: Data, perm: Tensor, inverse: Tensor) -> dict[str, Any]:
             moved[name], edge_order = _permuted(value, inverse)
         elif "adj" in name and isinstance(value, Tensor) and value.shape[:2] == (num_nodes, num_nodes):
             moved[name] = value.index_select(0, perm).index_select(1, perm)
-        elif isinstance(value, Tensor) and ("index" in name or name == "face"):
+        elif _holds_ids(name, value):
             moved[name] = _renumbered(name, value, inverse)
             if value.dim() == 1 and store.is_node_attr(name):
                 moved[name] = moved[name].index_select(0, perm)
@@ -215,6 +215,12 @@ def _moved(data: Data, perm: Tensor, inverse: Tensor) -> dict[str, Any]:
             if name not in moved and store.is_edge_attr(name):
                 moved[name] = _rows(value, edge_order, data.__cat_dim__(name, value, store))
     return moved
+
+
+def _holds_ids(name: str, value: Any) -> bool:
+    """Whether an attribute holds ids of nodes: by its name, as PyG has it for batches, and by its dtype."""
+    is_named = "index" in name or name == "face"
+    return is_named and isinstance(value, Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
 
 
 def _renumbered(name: str, ids: Tensor, inverse: Tensor) -> Tensor:

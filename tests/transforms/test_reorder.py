@@ -196,6 +196,24 @@ def test_node_ids_anywhere_are_renumbered():
     assert np.array_equal(after.numbers, perm.numpy())
 
 
+def test_numbers_of_nodes_are_no_ids_whatever_their_name():
+    edge_index = torch.tensor([[5, 5, 5, 5, 0, 1], [0, 1, 2, 3, 1, 2]])
+    numbers, marks = torch.rand(8), torch.arange(8) % 2 == 0
+    data = Data(x=torch.rand(8, 2), edge_index=edge_index, refractive_index=numbers, in_index_set=marks)
+    new = Reorder("degree")(data)
+    perm = new.node_perm
+    assert not torch.equal(perm, torch.arange(8))
+    assert torch.equal(new.refractive_index, numbers[perm]) and torch.equal(new.in_index_set, marks[perm])
+
+
+@pytest.mark.parametrize("method", ["degree", "rcm", "community"])
+def test_a_default_device_changes_no_order(method):
+    data = Data(x=torch.rand(10, 2), edge_index=torch.randint(10, (2, 30)))
+    with torch.device("meta"):
+        new = Reorder(method)(data.clone())
+    assert torch.equal(new.node_perm, Reorder(method)(data).node_perm)
+
+
 def test_splits_of_links_follow():
     before = data_of(random(40, 40, 200, seed=2))
     train, _, _ = RandomLinkSplit(num_val=0.2, num_test=0.2)(before)
