@@ -36,6 +36,8 @@ from pyg_dfgnn.training.step import PRECISIONS, make_step
 log = logging.getLogger(__name__)
 
 MONITORS = ("val_accuracy", "val_loss", "epoch")
+# These arguments of a DataLoader decide which samples are in a batch.
+_OF_SAMPLES = ("drop_last", "shuffle", "sampler", "batch_sampler", "generator")
 # These options decide how an optimizer launches its kernels, not what it computes.
 _LAUNCHES = ("capturable", "foreach", "fused")
 
@@ -52,8 +54,9 @@ class Options:
         max_time_s: Time limit of :meth:`Trainer.fit`; an epoch starts if one of the mean duration would end in time.
             None: no limit.
         precision: "fp32", or autocast to "bf16" or "fp16" (with loss scaling).
-        loader: Arguments of PyG's DataLoader; None where the task is one graph. Of a task of links its `batch_size` is
-            the number of queries of a step.
+        loader: Arguments of PyG's DataLoader but those of what is in a batch: an epoch has each sample once, and the
+            training samples in an order that the seed gives. None where the task is one graph. Of a task of links its
+            `batch_size` is the number of queries of a step.
         sampler: Arguments of PyG's NeighborLoader, which then samples the training batches from the one graph.
         cuda_graph: Capture the steps as CUDA graphs and replay them (see :func:`~pyg_dfgnn.capture_step`); with several
             processes the task must be one graph.
@@ -101,6 +104,10 @@ class Options:
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
             check_integer("loader.num_workers", self.loader.get("num_workers", 0), 0)
+            for name in _OF_SAMPLES:
+                if name in self.loader:
+                    need = "an epoch has each sample once, and training samples in an order that the seed gives"
+                    raise ValueError(f"'loader' needs no {name!r}: {need} (got {self.loader[name]})")
         if self.sampler is not None:
             check_integer("sampler.batch_size", self.sampler.get("batch_size"), 1)
             if not self.sampler.get("num_neighbors"):
@@ -343,7 +350,8 @@ class Trainer:
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}
         best = self.best
         monitor = self.options.monitor
-        if best is None or self._is_better(row[monitor], best[monitor]):
+        # A resumed run may monitor another metric than the one that chose the best epoch so far.
+        if best is None or self._is_better(row[monitor], self.history[best["epoch"] - 1][monitor]):
             best = {"epoch": epoch, monitor: row[monitor], "model": self._keep_model()}
         # The epoch counts from here on; an earlier interrupt leaves the state of the previous epoch.
         self.epoch, self.best = epoch, best

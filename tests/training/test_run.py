@@ -226,6 +226,14 @@ def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, mod
     assert metrics[0]["test_loss"] == metrics[1]["test_loss"]
 
 
+def test_resume_may_monitor_something_else(run):
+    _, first = run("first", "trainer.epochs=2", "scheduler=constant")
+    _, other = run("other", "trainer.epochs=6", "scheduler=constant", "trainer.monitor=val_loss", f"resume={first}")
+    best = json.loads((other / "metrics.json").read_text())["best_epoch"]
+    losses = [float(row["val_loss"]) for row in history(other)]
+    assert len(losses) == 6 and losses[best - 1] == min(losses[2:])
+
+
 def test_resume_trains_longer(run):
     _, whole = run("whole", "scheduler=constant", "trainer.epochs=5")
     _, short = run("short", "scheduler=constant", "trainer.epochs=3")
@@ -352,6 +360,8 @@ def test_wrong_configs(run, overrides, error, message):
         ("scheduler.T_max=abc", TypeError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*'abc'.*\): "),
         ("scheduler.T_max=0", ValueError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*0.*\): "),
         ("trainer.loader.num_workers=-1", ValueError, r"'loader.num_workers' needs a value >= 0 \(got -1\)"),
+        ("+trainer.loader.drop_last=true", ValueError, r"'loader' needs no 'drop_last': an .* \(got True\)"),
+        ("+trainer.loader.shuffle=false", ValueError, r"'loader' needs no 'shuffle': an .* \(got False\)"),
         ("device=mps", ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'mps'\)"),
         ("backend.convs=torch_geometric", ValueError, r"'convs' needs a namespace with Tr.* \(got torch_geometric\)"),
         ("backend.convs=nowhere", ValueError, r"'backend.convs' needs a module.* \(got 'nowhere'\)"),
