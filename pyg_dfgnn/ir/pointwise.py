@@ -20,14 +20,18 @@ class Pointwise(NamedTuple):
         compute: The function on tensors, then its attributes.
         derivatives: For each operand (emit, operands, attributes, result) -> the derivative of the result in it, an id
             or a constant; None where the derivative is zero everywhere.
+        attributes: How many numbers the function takes besides its operands.
     """
 
     compute: Callable[..., Any]
     derivatives: tuple[Callable[[Any, Sequence[int], Sequence[Any], int], int | float] | None, ...]
+    attributes: int = 0
 
 
-def _one(compute: Callable[..., Any], derivative: Callable[[Any, int, Sequence[Any], int], int | float]) -> Pointwise:
-    return Pointwise(compute, (lambda emit, args, attrs, y: derivative(emit, args[0], attrs, y),))
+def _one(
+    compute: Callable[..., Any], derivative: Callable[[Any, int, Sequence[Any], int], int | float], attributes: int = 0
+) -> Pointwise:
+    return Pointwise(compute, (lambda emit, args, attrs, y: derivative(emit, args[0], attrs, y),), attributes)
 
 
 def _step(x: torch.Tensor) -> torch.Tensor:
@@ -79,20 +83,20 @@ POINTWISE: dict[str, Pointwise] = {
     "eq": Pointwise(lambda a, b: (a == b).to(a.dtype), (None, None)),
     "greater": Pointwise(lambda a, b: (a > b).to(a.dtype), (None, None)),
     "step": Pointwise(_step, (None,)),
-    "between": Pointwise(_between, (None,)),
+    "between": Pointwise(_between, (None,), 2),
     "sign": Pointwise(torch.sign, (None,)),
     "neg": _one(torch.neg, lambda e, x, k, y: -1.0),
     "abs": _one(torch.abs, lambda e, x, k, y: e("sign", x)),
     "exp": _one(torch.exp, lambda e, x, k, y: y),
     "log": _one(torch.log, lambda e, x, k, y: e("div", 1.0, x)),
     "sqrt": _one(torch.sqrt, lambda e, x, k, y: e("div", 0.5, y)),
-    "pow": _one(torch.pow, lambda e, x, k, y: e("mul", e("pow", x, attrs=(k[0] - 1,)), float(k[0]))),
+    "pow": _one(torch.pow, lambda e, x, k, y: e("mul", e("pow", x, attrs=(k[0] - 1,)), float(k[0])), 1),
     "sin": _one(torch.sin, lambda e, x, k, y: e("cos", x)),
     "cos": _one(torch.cos, lambda e, x, k, y: e("neg", e("sin", x))),
     "erf": _one(torch.erf, lambda e, x, k, y: e("mul", e("exp", e("neg", e("mul", x, x))), 2 / sqrt(pi))),
-    "clamp": _one(torch.clamp, lambda e, x, k, y: e("between", x, attrs=k)),
+    "clamp": _one(torch.clamp, lambda e, x, k, y: e("between", x, attrs=k), 2),
     "relu": _one(F.relu, lambda e, x, k, y: e("step", x)),
-    "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("step", x), 1.0, float(k[0]))),
+    "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("step", x), 1.0, float(k[0])), 1),
     # With the alpha of 1 that PyG's layers use.
     "elu": _one(F.elu, lambda e, x, k, y: e("where", e("step", x), 1.0, e("add", y, 1.0))),
     "gelu": _one(F.gelu, lambda e, x, k, y: _normal(e, x)),

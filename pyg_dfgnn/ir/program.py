@@ -173,6 +173,11 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
     """Return the row shape of a value, having checked those of its operands."""
     shapes = [value.shape for value in args]
     if op in POINTWISE:
+        taken = len(POINTWISE[op].derivatives)
+        _need(op, len(args) == taken, f"{taken} operand{'s' * (taken > 1)}", args)
+        numbers = POINTWISE[op].attributes
+        if len(attrs) != numbers or not all(isinstance(number, (int, float)) for number in attrs):
+            raise ValueError(f"'{op}' needs a tuple of {numbers} numbers as attributes (got {attrs})")
         return broadcast(op, *shapes)
     if op in ("linear", "matmul"):
         least = 1 if op == "linear" else 2

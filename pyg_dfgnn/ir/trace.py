@@ -38,6 +38,14 @@ class Var:
     def __repr__(self) -> str:
         return f"{self.domain}{list(self.shape)}"
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"a program has no branches on values, whose numbers differ from row to row (got {self})")
+
+    def __eq__(self, other: Any) -> Any:
+        return self.emit("eq", other)
+
+    __hash__ = object.__hash__
+
     def emit(self, op: str, *others: Any, attrs: Sequence[Any] = (), domain: Domain | None = None) -> Var:
         """Add a value that has this one as first operand."""
         ids = [self._id(operand) for operand in (self, *others)]
@@ -101,7 +109,7 @@ class Var:
         """Return a function of :data:`~pyg_dfgnn.ir.pointwise.POINTWISE` of this and other operands.
 
         Raises:
-            ValueError: There is no such function.
+            ValueError: There is no such function, or it takes other operands or attributes.
         """
         check_choice("function", function, tuple(POINTWISE))
         return self.emit(function, *others, attrs=attrs)

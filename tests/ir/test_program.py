@@ -90,6 +90,19 @@ def test_values_without_shared_names_are_kept_apart():
             {"x": (3,), "w": ()},
             "'softmax' needs a domain that a row of V determines (got U)",
         ),
+        (lambda x, w: x.apply("exp", w), {"x": (3,), "w": ()}, "'exp' needs 1 operand (got S[3], R[])"),
+        (lambda x, w: x.apply("add"), {"x": (3,), "w": ()}, "'add' needs 2 operands (got S[3])"),
+        (
+            lambda x, w: x.apply("leaky_relu"),
+            {"x": (3,), "w": ()},
+            "'leaky_relu' needs a tuple of 1 numbers as attributes (got ())",
+        ),
+        (lambda x, w: x**w, {"x": (3,), "w": ()}, "'pow' needs a tuple of 1 numbers as attributes (got (R[],))"),
+        (
+            lambda x, w: x.apply("elu", attrs=(2.0,)),
+            {"x": (3,), "w": ()},
+            "'elu' needs a tuple of 0 numbers as attributes (got (2.0,))",
+        ),
         (lambda x, w: x[0], {"x": (3,), "w": ()}, "'key' needs (..., None): rows have no order in a program (got 0)"),
     ],
 )
@@ -126,6 +139,26 @@ def test_wrong_functions_are_refused():
 
     with pytest.raises(TypeError, match=r"'operand' needs a value of the program or a number \(got str\)"):
         text.program(x=(3,))
+
+
+def test_branches_on_values_are_refused():
+    @relational
+    def branch(x: S, y: S):
+        return sum_to(D, x if x == y else y)
+
+    with pytest.raises(TypeError, match=r"a program has no branches on values, whose numbers .* \(got S\[3\]\)"):
+        branch.program(x=(3,), y=(3,))
+
+
+def test_equal_numbers():
+    @relational
+    def equal(x: S, y: S):
+        return sum_to(D, x == y)
+
+    program = equal.program(x=(2,), y=(2,))
+    rows = Rows(Graph.of(torch.tensor([[0, 1], [0, 0]]), 2))
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    assert interpret(program, rows, {"x": x, "y": y})["out"].tolist() == [[2.0, 1.0], [0.0, 0.0]]
 
 
 def test_wrong_gradients_are_refused():

@@ -35,7 +35,7 @@ def test_a_program_is_read_from_its_text(name, passes):
 def test_what_is_no_number_name_or_domain_is_refused():
     builder = Builder()
     x = builder.input("x", S, (4,))
-    out = builder.emit("sum", builder.emit("pow", x, attrs=(2j,)), attrs=(D, E))
+    out = builder.emit("sum", builder.emit("mul", x, builder.emit("const", attrs=(2j,))), attrs=(D, E))
     with pytest.raises(TypeError, match=r"'program' needs attributes of numbers, names and domains \(got complex\)"):
         text_of(builder.build("odd", {"out": out}))
 
