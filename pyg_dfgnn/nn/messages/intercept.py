@@ -66,7 +66,9 @@ def _in_front(own: Callable[..., Any], kind: type, run: Callable[..., Any]) -> C
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
 
-    function = FunctionType(wrapper.__code__, own.__globals__, own.__name__, None, wrapper.__closure__)
+    # Code of its own: torch.compile counts by code how often it has compiled something anew, and then gives up.
+    code = wrapper.__code__.replace()
+    function = FunctionType(code, own.__globals__, own.__name__, None, wrapper.__closure__)
     functools.update_wrapper(function, own)
     setattr(function, WRAPPER, kind)
     return function
