@@ -468,6 +468,20 @@ def test_numbers_that_differ_from_call_to_call_are_left_to_pyg(x, edge_index):
     assert compare(pair, x, edge_index, 3.0)
 
 
+def test_tables_of_ever_other_numbers_of_rows_are_left_to_pyg(x, edge_index):
+    class Looked(Layer):
+        def forward(self, x, edge_index, table):
+            return self.propagate(edge_index, x=x, table=table)
+
+        def message(self, x_j, table):
+            return x_j @ table.t() @ table
+
+    pair = twins(Looked)
+    tables = [torch.randn(rows, CHANNELS, dtype=x.dtype) for rows in range(20, 40)]
+    assert [compare(pair, x, edge_index, table) for table in tables] == [True] * 16 + [False] * 4
+    assert compare(pair, x, edge_index, tables[3])
+
+
 # Functions ------------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = {

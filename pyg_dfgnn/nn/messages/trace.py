@@ -169,7 +169,10 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
     if bounds is None:
         kind = _without_numbers(spec.key)
         if sum(_without_numbers(key) == kind for key in known) >= MAX_TRACES:
-            return _refused_for(f"more than {MAX_TRACES} values of numbers were passed: pass them as tensors")
+            return _refused_for(
+                f"more than {MAX_TRACES} values of numbers were passed, which are to be tensors, or numbers of rows of "
+                "tensors that have neither one for each edge nor for each target"
+            )
         bounds = known[spec.key] = []
     for bound in bounds:
         if bound.holds():
@@ -228,9 +231,11 @@ def _trace(layer: Any, call: Call, spec: Spec) -> Trace:
 
 
 def _without_numbers(key: Any) -> Any:
-    """Return the key of a kind of call but for the values of numbers that are arguments."""
+    """Return the key of a kind of call but for the values of numbers that are arguments, and for numbers of rows."""
     if not isinstance(key, tuple):
         return key
+    if key[:1] == ("1",):
+        return "1", len(key[1]), *key[1][1:], *key[2:]
     return key[0] if key and key[0] in (int, float) else tuple(map(_without_numbers, key))
 
 
