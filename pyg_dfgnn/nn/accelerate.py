@@ -1,6 +1,5 @@
 """Take the layers of an existing model, list what became of them, and ask which kernels they would run."""
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
@@ -10,7 +9,8 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, rows_of, upstream_of
+from pyg_dfgnn.ir.torch_front import Symbol
+from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, copied, rows_of, upstream_of
 from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe
 from pyg_dfgnn.settings import current, settings
@@ -212,13 +212,14 @@ def _layers(
     """Run a copy of the model, so that caches, running statistics and lazy sizes of the user's stay, and yield the
     description of the first call of each layer.
     """
-    model, grad = copy.deepcopy(model), torch.is_grad_enabled()
+    model, grad = copied(model), torch.is_grad_enabled()
     layers: dict[str, Description] = {}
     rows = {row.name: (module, row) for module, row in _rows(model)}
     for name, (module, row) in rows.items():
 
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:
-            if name not in layers:
+            # Calls with symbols are those of a trace of the messages around the layer.
+            if name not in layers and not any(isinstance(each, Symbol) for each in (*args, *kwargs.values())):
                 with torch.set_grad_enabled(grad), settings(fallback=fallback):
                     layers[name] = _describe(*layer, device, *args, **kwargs)
 

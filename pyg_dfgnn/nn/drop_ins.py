@@ -1,11 +1,13 @@
 """Which class stands for which of PyG's, as data that every family of layers adds to, and what is said of a layer."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
@@ -27,6 +29,16 @@ def upstream_of(kind: type) -> type:
             if drop_in is kind:
                 return upstream
     return kind
+
+
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a module, in which what a forward has left in attributes, on its own or in lists, is detached.
+
+    torch copies no tensors that an operator has made under autograd.
+    """
+    left = (leaf for each in module.modules() for leaf in tree_leaves(dict(vars(each))))
+    made = (leaf for leaf in left if isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
+    return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in made})
 
 
 def keep_signature(kind: type) -> None:

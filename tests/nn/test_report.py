@@ -133,6 +133,25 @@ def test_described_is_all_that_a_step_keeps(make_conv, x):
         assert before.memory == pyg_dfgnn.describe_plan(conv, x, edges).memory
 
 
+def test_describe_plan_after_a_step(x):
+    """What the forward has left in attributes, alone and in lists, has a history that torch does not copy."""
+
+    class Keeping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.left = pyg.LEConv(3, 4), []
+
+        def forward(self, x, edge_index):
+            self.hidden = self.conv(x, edge_index)
+            self.left.append(self.hidden.relu())
+            return self.hidden
+
+    model = pyg_dfgnn.accelerate(Keeping())
+    before = str(pyg_dfgnn.describe_plan(model, x, EDGES))
+    model(x, EDGES).sum().backward()
+    assert str(pyg_dfgnn.describe_plan(model, x, EDGES)) == before and len(model.left) == 1
+
+
 def test_describe_plan_of_other_modules(x):
     assert "accelerate" in str(pyg_dfgnn.describe_plan(make("GATConv", pyg), x, EDGES))
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.LEConv(3, 4), x, EDGES))

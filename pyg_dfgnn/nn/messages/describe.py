@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, copied
 from pyg_dfgnn.nn.fallback import NO_DEVICE
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
 from pyg_dfgnn.nn.messages.call import Outcome, watchers
@@ -28,9 +27,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
     refused: list[str] = []
     runs: dict[tuple[int, tuple[str, ...]], tuple[Program, Rows, torch.dtype]] = {}
     is_called, has_grad = False, torch.is_grad_enabled()
-    # What a forward has left in attributes is no leaf, which torch would not copy.
-    left = (tensor for module in layer.modules() for tensor in vars(module).values() if isinstance(tensor, Tensor))
-    layer = copy.deepcopy(layer, {id(tensor): tensor.detach() for tensor in left if not tensor.is_leaf})
+    layer = copied(layer)
     for module in layer.modules():
         # A description of a whole model has come here through hooks of its own.
         for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
