@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyg_dfgnn.errors import check_choice
 
@@ -51,17 +53,40 @@ class Settings:
         check_choice("compile_messages", self.compile_messages, (True, False))
 
 
+class _Call(NamedTuple):
+    """A change that may still turn out to be for a block: only its thread sees it for as long as the object lives.
+
+    Attributes:
+        made: The object that the call has made.
+        changes: What it changes.
+        thread: The fields of :class:`_Override` in the thread that made the call.
+    """
+
+    made: weakref.ref[settings]
+    changes: dict[str, Any]
+    thread: dict[str, Any]
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether nobody can enter the object any more."""
+        return self.made() is None
+
+
 _lock = threading.Lock()
-# What all threads see: the base with the changes of calls that may still turn out to be for a block.
+# What all threads see: the base, in which calls for all have ended up, with the calls for all since then.
 _global = Settings()
 _base = Settings()
-_calls: list[tuple[weakref.ref[settings], dict[str, Any]]] = []
+_calls: list[_Call] = []
+_is_stale = False
 
 
 class _Override(threading.local):
     # Runs in every new thread, which starts without an override. Unlike a ContextVar, torch.compile can trace it.
     def __init__(self) -> None:
+        # What the thread sees: the settings of its innermost block, without a block those of `kept`.
         self.settings: Settings | None = None
+        # What all threads see with the calls of this one, while there are any that may still be for a block.
+        self.kept: Settings | None = None
         # What the blocks around it had: settings, and what was around these.
         self.outer: tuple[Settings | None, Any] | None = None
 
@@ -77,8 +102,10 @@ def current() -> Settings:
 class settings:
     """Change settings: for the whole process when called, for one thread and one block in a `with` statement.
 
-    A setting that is not named keeps its value. A function compiled by `torch.compile` keeps the settings of the block
-    that it was traced under; a change for the whole process recompiles it.
+    A setting that is not named keeps its value. While somebody keeps the object and has not entered it, as a notebook
+    keeps the result of a cell, the change is for the thread that made it, and for the whole process once the object is
+    gone. A function compiled by `torch.compile` keeps the settings of the block that it was traced under; a change for
+    the whole process recompiles it.
 
     Args:
         schedule: See :class:`Settings`.
@@ -98,44 +125,87 @@ class settings:
     def __init__(self, **changes: Any) -> None:
         for name in changes:
             check_choice("settings", name, [field.name for field in fields(Settings)])
-        with _lock:
-            replace(_global, **changes)  # refuses wrong values
-            self._changes = changes
-            _calls.append((weakref.ref(self), changes))
+        replace(_global, **changes)  # refuses wrong values
+        self._changes = changes
+        with _changing():
+            _calls.append(_Call(weakref.ref(self, _note_death), changes, vars(_override)))
             _apply()
 
     def __enter__(self) -> Settings:
-        # A call that is entered was for a block: the change for the process is taken back.
-        with _lock:
-            _calls[:] = [call for call in _calls if call[0]() is not self]
-            _apply()
-        inside = replace(current(), **self._changes)
-        _override.outer = _override.settings, _override.outer
-        _override.settings = inside
+        with _changing():
+            # A call that is entered was for a block: the change for its thread is taken back.
+            entered = [call for call in _calls if call.made() is self]
+            _calls[:] = [call for call in _calls if call.made() is not self]
+            _apply(entered)
+            inside = replace(current(), **self._changes)
+            _override.outer = _override.settings, _override.outer
+            _override.settings = inside
         return inside
 
     def __exit__(self, *exc: object) -> None:
-        # Another thread may end the block, as a generator that is thrown away.
-        if _override.outer is not None:
-            _override.settings, _override.outer = _override.outer
+        with _changing():
+            # Another thread may end the block, as a generator that is thrown away.
+            if _override.outer is not None:
+                before, _override.outer = _override.outer
+                _override.settings = _override.kept if _override.outer is None else before
 
 
 class quiet:
     """A block whose fallbacks nobody is told of; torch.compile can trace it, as it cannot `settings`."""
 
     def __enter__(self) -> None:
-        self._before = _override.settings
+        _override.outer = _override.settings, _override.outer
         _override.settings = replace(current(), fallback="silent")
 
     def __exit__(self, *exc: object) -> None:
-        _override.settings = self._before
+        before, _override.outer = _override.outer  # type: ignore[misc]
+        _override.settings = _override.kept if _override.outer is None else before
 
 
-def _apply() -> None:
-    """Make `_calls` the settings of the process; those that nobody can enter any more become the base."""
+@contextmanager
+def _changing() -> Iterator[None]:
+    """A block that one thread at a time is in; who leaves it applies what the calls that died meanwhile have left."""
+    with _lock:
+        yield
+    _apply_stale()
+
+
+def _note_death(_: Any) -> None:
+    """Make the change of an object that nobody can enter any more one for all."""
+    global _is_stale
+    _is_stale = True
+    _apply_stale()
+
+
+def _apply_stale() -> None:
+    # Runs whenever the garbage collector does, perhaps where this thread holds the lock: it must not wait for that.
+    global _is_stale
+    while _is_stale and _lock.acquire(blocking=False):
+        try:
+            _is_stale = False
+            _apply()
+        finally:
+            _lock.release()
+
+
+def _apply(entered: Sequence[_Call] = ()) -> None:
+    """Make `_calls` the settings of the process and of the threads that made them, also of those just entered."""
     global _global, _base
-    while _calls and _calls[0][0]() is None:
-        _base = replace(_base, **_calls.pop(0)[1])
-    _global = _base
-    for _, changes in _calls:
-        _global = replace(_global, **changes)
+    threads = [call.thread for call in (*_calls, *entered)]
+    while _calls and _calls[0].is_for_all:
+        _base = replace(_base, **_calls.pop(0).changes)
+    _global = _seen_by(None)
+    for thread in threads:
+        has_own = any(call.thread is thread and not call.is_for_all for call in _calls)
+        thread["kept"] = _seen_by(thread) if has_own else None
+        if thread["outer"] is None:
+            thread["settings"] = thread["kept"]
+
+
+def _seen_by(thread: dict[str, Any] | None) -> Settings:
+    """Return the base with the calls for all and those of a thread, in the order in which they were made."""
+    seen = _base
+    for call in _calls:
+        if call.is_for_all or call.thread is thread:
+            seen = replace(seen, **call.changes)
+    return seen

@@ -51,6 +51,8 @@ def default_settings(monkeypatch):
     monkeypatch.setattr(module, "_global", Settings())
     monkeypatch.setattr(module, "_base", Settings())
     monkeypatch.setattr(module, "_calls", [])
+    for name in ("settings", "kept", "outer"):
+        monkeypatch.setattr(module._override, name, None)
 
 
 @pytest.fixture

@@ -47,6 +47,65 @@ def test_with_is_for_one_thread_and_call_is_for_all():
     assert [each.fallback for each in seen] == ["log", "silent"]
 
 
+def in_thread(function):
+    """Return what a function returns in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("end", ["death", "block"])
+def test_an_object_that_is_kept_is_for_its_thread(end):
+    settings(deterministic=True)
+    kept = settings(fallback="error")
+    assert current() == Settings(deterministic=True, fallback="error")
+    assert in_thread(current) == Settings(deterministic=True)
+    in_thread(lambda: settings(schedule="pmf") and None)
+    assert current() == Settings("pmf", True, "error")
+    assert in_thread(current) == Settings("pmf", True)
+    if end == "block":
+        with kept:
+            assert current() == Settings("pmf", True, "error")
+            assert in_thread(current) == Settings("pmf", True)
+    del kept
+    expected = Settings("pmf", True, "error" if end == "death" else "log")
+    assert current() == in_thread(current) == expected
+    in_thread(lambda: settings(schedule="auto") and None)
+    assert current().schedule == "auto"
+
+
+def test_another_thread_may_enter_or_end_what_one_has_made():
+    kept = [settings(fallback="error"), settings(schedule="pmf")]
+
+    def work():
+        with kept[0]:
+            inside = current()
+        kept.clear()
+        return inside, current()
+
+    assert in_thread(work) == (Settings(fallback="error"), Settings("pmf"))
+    assert current() == Settings("pmf")
+
+
+def test_a_change_inside_a_block_is_for_the_process_and_not_for_the_block():
+    with settings(schedule="row_split"):
+        settings(fallback="silent")
+        kept = settings(deterministic=True)
+        assert current() == Settings("row_split")
+        assert in_thread(current) == Settings(fallback="silent")
+    assert current() == Settings("auto", True, "silent")
+    assert in_thread(current) == Settings(fallback="silent")
+    del kept
+
+
+def test_an_object_that_the_garbage_collector_finds_while_settings_change():
+    module = sys.modules["pyg_dfgnn.settings"]
+    kept = settings(fallback="error")
+    with module._changing():
+        # As a collection would here: a callback that waited for the lock would wait forever.
+        del kept
+    assert in_thread(current) == current() == Settings(fallback="error")
+
+
 def test_blocks_of_several_threads_leave_no_change():
     def work(schedule):
         for _ in range(300):
