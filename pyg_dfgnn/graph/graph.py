@@ -98,7 +98,8 @@ class Graph(Derived):
     Made by :meth:`of`, :meth:`of_pieces`, :meth:`of_batch`, :meth:`of_index`, :meth:`of_ptr` or :meth:`resolve`.
 
     All arrays are int32 on the device of the edges and never alias the user's. A graph knows no schedule: what one
-    needs is kept by :meth:`derived` under a key of its own.
+    needs is kept by :meth:`derived` under a key of its own. Nothing changes a graph, so copies of what holds one
+    share it; `pickle` and `torch.save` store its edges by target, and by source if that was asked for, and no more.
 
     Attributes:
         num_src: Number of sources.
@@ -151,6 +152,25 @@ class Graph(Derived):
     def __repr__(self) -> str:
         loops = ", self_loops=True" if self.self_loops else ""
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges{loops}, {self.device})"
+
+    def __copy__(self) -> Graph:
+        self._check_fixed("copied")
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Graph:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_fixed("pickled")
+        by_source = self.on_this_stream()._derived.get(("adjacency", "sources", "targets"))
+        batch = self.graph_ptr, self.max_graph_nodes, self.facts
+        built = Built(self.csr, by_source, self._source_sorted, self._stays, *batch)
+        return _unpickled, (built, self._sizes, self.self_loops, self.relation)
+
+    def _check_fixed(self, done: str) -> None:
+        if self.is_static:
+            need = f"edges that stay as they are to be {done}"
+            raise TypeError(f"'graph' needs {need} (got a {type(self).__name__}, which batches are put into)")
 
     # Making a graph -------------------------------------------------------------------------------------------------
 
@@ -505,6 +525,10 @@ def keep(graph: Graph, anchors: Sequence[Tensor], sizes: tuple[Any, ...]) -> Non
     A graph made from an inference tensor, whose edits leave no trace, is not kept.
     """
     _cache.put((*map(id, anchors), *sizes), anchors, [version_of(anchor) for anchor in anchors], graph)
+
+
+def _unpickled(built: Built, sizes: tuple[Any, ...], self_loops: bool, relation: Tensor | None) -> Graph:
+    return Graph(built, sizes=sizes, self_loops=self_loops, relation=relation)
 
 
 def _resolve(anchors: tuple[Any, ...], sizes: tuple[Any, ...], hint: EdgeIndex | None = None) -> Graph:
