@@ -15,7 +15,7 @@ from pyg_dfgnn.settings import current
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_DEVICE = "the tensors are not on a CUDA device"
-SCRIPTED = "torch.jit.script puts the layer's own class in its place"
+SCRIPTED = "torch.jit.script puts PyG's class in its place, in this model too: give it a copy to keep the drop-in"
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
 
 logger = logging.getLogger("pyg_dfgnn")

@@ -290,8 +290,11 @@ def test_script_takes_pygs_class(name, x, caplog, forget_logged):
     expected = model(x, EDGES)
     scripted = torch.jit.script(model)
     torch.testing.assert_close(scripted(x, EDGES), expected)
-    assert "torch.jit.script" in caplog.text
+    assert "torch.jit.script" in caplog.text and "give it a copy" in caplog.text
     assert type(model.conv) is getattr(pyg, name)
+    kept = Scripted(make(name))
+    torch.jit.script(copy.deepcopy(kept))
+    assert type(kept.conv) is getattr(ours, name)
 
 
 # Importing -----------------------------------------------------------------------------------------------------------
