@@ -6,6 +6,7 @@ Torch is imported where it is used, so that `import pyg_dfgnn` does not load it:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -152,6 +153,28 @@ def check_integer(name: str, value: Any, low: int | None = None, high: int | Non
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"'{name}' needs an integer (got {_given(value)})")
     check_range(name, value, low, high)
+
+
+def as_integer(name: str, value: Any) -> int:
+    """Return a number of rows as an int: PyG takes NumPy integers and tensors of one integer too.
+
+    Args:
+        name: The user's name of the argument.
+        value: The argument; the host waits for a tensor on a GPU.
+
+    Raises:
+        TypeError: The value is not an integer.
+    """
+    if type(value) is int:
+        return value
+    import torch
+
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype is torch.bool):
+        raise TypeError(f"'{name}' needs an integer (got {_given(value)})")
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"'{name}' needs an integer (got {_given(value)})") from None
 
 
 def check_range(name: str, value: Any, low: float | None = None, high: float | None = None) -> None:

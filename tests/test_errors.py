@@ -2,11 +2,13 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
 from pyg_dfgnn.errors import (
     UnsupportedError,
+    as_integer,
     check_bool,
     check_choice,
     check_device,
@@ -78,6 +80,19 @@ def test_integer():
     assert message(TypeError, check_integer, "heads", 4.5) == "'heads' needs an integer (got float 4.5)"
     assert message(TypeError, check_integer, "heads", True) == "'heads' needs an integer (got bool True)"
     assert message(ValueError, check_integer, "heads", 0, 1) == "'heads' needs a value >= 1 (got 0)"
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3), torch.tensor([3]).int()])
+def test_as_integer(value):
+    number = as_integer("num_nodes", value)
+    assert number == 3 and type(number) is int
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, torch.tensor(True), 3.0, torch.tensor(3.0), torch.ones(2).long(), "3"]
+)
+def test_no_integer(value):
+    assert message(TypeError, as_integer, "num_nodes", value).startswith("'num_nodes' needs an integer (got ")
 
 
 def test_a_long_value_is_cut():

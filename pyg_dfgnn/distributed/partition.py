@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed.group import Group
-from pyg_dfgnn.errors import check_range, check_shape
+from pyg_dfgnn.errors import as_integer, check_range, check_shape
 from pyg_dfgnn.graph.forms import check_edge_index
 
 
@@ -133,6 +133,7 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
     check_edge_index(edge_index)
     if not isinstance(group, Group):
         raise TypeError(f"'group' needs a Group, such as Group.of_environment() (got {type(group).__name__})")
+    num_nodes = as_integer("num_nodes", num_nodes)
     check_range("num_nodes", num_nodes, 1)
     if edge_index.numel() and not (0 <= int(edge_index.min()) and int(edge_index.max()) < num_nodes):
         span = f"{int(edge_index.min())} to {int(edge_index.max())}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 from torch_geometric import EdgeIndex
 
-from pyg_dfgnn.errors import check_choice, check_tensor
+from pyg_dfgnn.errors import as_integer, check_choice, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
@@ -204,11 +204,12 @@ class Graph(Derived):
                 the form does not have.
         """
         check_choice("flow", flow, FLOWS)
-        num_dst = num_src if num_dst is None else num_dst
+        num_src = as_integer("num_src", num_src)
+        num_dst = num_src if num_dst is None else as_integer("num_dst", num_dst)
         sizes = num_src, num_dst, self_loops, flow == "target_to_source"
         if edge_type is not None:
             edge_index = edge_index.as_tensor() if isinstance(edge_index, EdgeIndex) else edge_index
-            return Graph.resolve(edge_index, edge_type, *sizes, num_relations)
+            return Graph.resolve(edge_index, edge_type, *sizes, as_integer("num_relations", num_relations))
         if isinstance(edge_index, EdgeIndex):
             return _resolve((edge_index.as_tensor(),), sizes, edge_index)
         is_strided = type(edge_index) is Tensor and edge_index.layout is torch.strided
@@ -266,7 +267,8 @@ class Graph(Derived):
             >>> out = conv(x, graph)
         """
         check_choice("flow", flow, FLOWS)
-        num_dst = num_src if num_dst is None else num_dst
+        num_src, num_edges = as_integer("num_src", num_src), as_integer("num_edges", num_edges)
+        num_dst = num_src if num_dst is None else as_integer("num_dst", num_dst)
         check_sizes(num_src, num_dst)
         with torch.inference_mode(False), torch.no_grad():
             transposed = flow == "target_to_source"
@@ -285,7 +287,7 @@ class Graph(Derived):
             TypeError: `index` is no integer tensor.
             ValueError: It has another shape, or a group out of range.
         """
-        return Graph.resolve(index, num_groups)
+        return Graph.resolve(index, as_integer("num_groups", num_groups))
 
     @staticmethod
     def of_ptr(ptr: Tensor) -> Graph:
@@ -348,7 +350,7 @@ class Graph(Derived):
             ValueError: As :meth:`of`; edges were changed after the transform; an edge crosses graphs.
         """
         edge_index = batch_edge_index(batch)
-        num_nodes = batch.num_nodes
+        num_nodes = as_integer("num_nodes", batch.num_nodes)
         anchors, sizes = (edge_index,), (num_nodes, num_nodes, False, False)
         graph = _cache.get((id(edge_index), *sizes), anchors, (version_of(edge_index),))
         if graph is None or graph.graph_ptr is None:

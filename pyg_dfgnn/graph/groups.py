@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from pyg_dfgnn.errors import as_integer
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.graph import Graph, _cache
 
@@ -22,6 +23,7 @@ def graph_of_index(index: Tensor, num_groups: int) -> Graph:
     base = index._base
     if base is None or index.dim() != 1:
         return Graph.of_index(index, num_groups)
+    num_groups = as_integer("num_groups", num_groups)
     key = (id(base), index.dtype, index.storage_offset(), index.size(0), index.stride(0), num_groups)
     anchors, versions = (base,), (version_of(base),)
     graph = _cache.get(key, anchors, versions)

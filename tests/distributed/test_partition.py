@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,9 +100,11 @@ def test_cuts_balance_edges():
     assert edge_cuts(torch.arange(1000).repeat_interleave(7), 1000, 4) == [0, 250, 500, 750, 1000]
 
 
-def test_alone_is_the_whole_graph():
+@pytest.mark.parametrize("number", [int, np.int64, torch.tensor])
+def test_alone_is_the_whole_graph(number):
     edge_index, x, *_ = graph()
-    part = partition(edge_index, N, Group())
+    part = partition(edge_index, number(N), Group())
+    assert {type(bound) for bound in part.bounds} == {int}
     assert part.num_halo == 0 and torch.equal(part.edge_index, edge_index)
     assert part.exchange(x) is x and torch.equal(part.local(x), x)
 

@@ -6,15 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
 from torch_geometric.utils import remove_self_loops
 
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.cache import GraphCache
+from pyg_dfgnn.graph.groups import graph_of_index
 from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
 
@@ -52,6 +55,21 @@ def test_key_parts_are_told_apart(edge_index):
         for flow in ("source_to_target", "target_to_source")
     }
     assert len(graphs) == 12
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, torch.tensor])
+def test_sizes_of_any_integer_type_find_the_same_graph(number, edge_index):
+    relations = edge_index[0] % 3
+    graph = Graph.of(edge_index, number(20), number(21))
+    assert graph is Graph.of(edge_index, 20, 21) and {type(graph.num_src), type(graph.num_dst)} == {int}
+    typed = Graph.of(edge_index, number(20), edge_type=relations, num_relations=number(3))
+    assert typed is Graph.of(edge_index, 20, edge_type=relations, num_relations=3) and type(typed.num_relations) is int
+    for index in (relations, edge_index[0]):
+        assert graph_of_index(index, number(20)) is graph_of_index(index, 20)
+    assert Graph.of_index(relations, number(20)) is Graph.of_index(relations, 20)
+    check_graph(Graph.of_pieces([edge_index], number(90), number(20), number(20)), edge_index, 20, 20)
+    batch = Data(edge_index=edge_index.clone(), num_nodes=number(20))
+    assert Graph.of_batch(batch) is Graph.of(batch.edge_index, 20)
 
 
 def test_equal_content_in_another_tensor_is_another_graph(edge_index):
