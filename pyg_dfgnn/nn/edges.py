@@ -11,7 +11,7 @@ from torch_geometric.utils import add_self_loops, is_torch_sparse_tensor, remove
 from torch_geometric.utils.loop import compute_loop_attr
 from torch_geometric.utils.sparse import set_sparse_value
 
-from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.errors import as_integer, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor", "Graph")
@@ -75,9 +75,16 @@ def declared_sizes(edge_index: Any, form: str, flow: str) -> tuple[int | None, i
     return sizes if flow == "source_to_target" else sizes[::-1]
 
 
-def check_sizes(
-    graph: Graph, flow: str, sizes: Sequence[int | None], size: tuple[int | None, int | None] | None
-) -> None:
+def as_sizes(size: Sequence[Any]) -> list[int | None]:
+    """Return the numbers of nodes that the user declares, None for an unknown one, as ints.
+
+    Raises:
+        TypeError: One is not an integer.
+    """
+    return [number if number is None else as_integer("size", number) for number in size]
+
+
+def check_sizes(graph: Graph, flow: str, sizes: Sequence[int | None], size: Sequence[int | None] | None) -> None:
     """Check a graph against the numbers of nodes that features have and that the user declares.
 
     Args:
@@ -91,7 +98,7 @@ def check_sizes(
     """
     declared = declared_sizes(graph, "Graph", flow)
     if size is not None and tuple(size) != declared:
-        raise ValueError(f"'size' needs {declared}, the numbers of nodes of the Graph (got {size})")
+        raise ValueError(f"'size' needs {declared}, the numbers of nodes of the Graph (got {tuple(size)})")
     ends = ("sources", "targets") if flow == "source_to_target" else ("targets", "sources")
     for end, rows, count in zip(ends, sizes, declared, strict=True):
         if rows is not None and rows != count:

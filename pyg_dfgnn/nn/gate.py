@@ -338,7 +338,7 @@ class FusedConv(Scripted, MessagePassing):
         edge_index: Adj,
         edge_attr: Tensor | None = None,
         *,
-        size: tuple[int | None, int | None] | None = None,
+        size: Sequence[int | None] | None = None,
         lin_edge: torch.nn.Module | None = None,
         dropout: float = 0.0,
         self_loops: bool = False,
@@ -389,6 +389,8 @@ class FusedConv(Scripted, MessagePassing):
         against += edge_reasons(edge_index, form, flow, device)
 
         sizes = [None if first is None else first.size(0), None if second is None else second.size(0)]
+        if size is not None and not compiling:
+            size = edges.as_sizes(size)
         if form == "Graph":
             edges.check_sizes(edge_index, flow, sizes, size)
         if form != "tensor":

@@ -6,6 +6,7 @@ import pickle
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.typing
@@ -234,7 +235,7 @@ POOLS = ["global_add_pool", "global_mean_pool", "global_max_pool"]
 
 @needs_compiler
 @pytest.mark.parametrize("shape", [(7,), (7, 5), (2, 7, 3)], ids=str)
-@pytest.mark.parametrize("size", [None, 6])
+@pytest.mark.parametrize("size", [None, 6, np.int64(6), torch.tensor(6)], ids=["None", "int", "NumPy", "tensor"])
 @pytest.mark.parametrize("name", POOLS)
 def test_pools(name, size, shape):
     own, pygs = getattr(ours, name), getattr(pyg_pool, name)

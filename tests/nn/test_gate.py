@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -150,6 +151,20 @@ def test_a_graph_knows_how_many_nodes_have_no_features(x):
         conv((x, None), graph, size=(NUM_NODES, NUM_NODES))
     with emulated_device():
         assert_same(conv((x, None), graph), expected)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+@pytest.mark.parametrize("name", ["GATConv", "GraphConv", "SAGEConv"])
+def test_sizes_of_any_integer_type(name, number, x):
+    conv, other = pair(name, **({"add_self_loops": False} if name == "GATConv" else {}))
+    size, edge_index = (number(NUM_NODES), number(NUM_NODES + 2)), EDGES.clone()
+    expected = other((x, None), edge_index, size=size)
+    with emulated_device() as launched:
+        assert_same(conv((x, None), edge_index, size=size), expected)
+        assert_same(conv((x, None), Graph.of(edge_index, *size), size=size), expected)
+        with pytest.raises(TypeError, match=r"'size' needs an integer \(got float 8.0\)"):
+            conv((x, None), edge_index, size=(8.0, 8))
+    assert launched
 
 
 # What a call costs the host -----------------------------------------------------------------------------------------

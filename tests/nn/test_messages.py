@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric import EdgeIndex
@@ -417,6 +418,18 @@ def test_edge_index_with_an_order(sort):
     layer, size = marked_layer(), (5, 5) if sort else None
     check(layer, X, EdgeIndex(edges, sort_order=sort, sparse_size=size), torch.randn(5))
     check(marked_layer(lambda: Modulated()), torch.randn(5, 6), EdgeIndex(edges, sort_order=sort))
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_sizes_of_any_integer_type(number):
+    class Sized(MessagePassing):
+        def forward(self, x, edge_index, size):
+            return self.propagate(edge_index, x=(x, None), size=size)
+
+        def message(self, x_j):
+            return 2 * x_j
+
+    check(accelerate(Sized()), X, EDGES.clone(), (number(5), number(7)))
 
 
 def test_update_stays_torch_and_gets_its_arguments():

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric import utils as pyg
@@ -88,7 +89,8 @@ def test_softmax(groups, rest):
     """Two reductions forward, one backward."""
     src = values(groups, *rest)
     assert_equals_pyg("softmax", src, [3, 0], GROUPS[groups])
-    assert_equals_pyg("softmax", src, [3, 0], GROUPS[groups], num_nodes=9)
+    for number in (int, np.int64, torch.tensor):
+        assert_equals_pyg("softmax", src, [3, 0], GROUPS[groups], num_nodes=number(9))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.nn.edges import as_sizes
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
 
 STEPS = {"propagate": ("message", "aggregate"), "edge_updater": ("edge_update",)}
@@ -104,10 +105,11 @@ def signature_of(layer: Any, method: str) -> Signature:
 def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
     """Return the kind of a call; None, having added to `reasons`, if its arguments are not understood."""
     signature, kwargs = signature_of(layer, call.method), call.kwargs
-    sizes: list[int | None] = [None, None] if call.size is None else list(call.size)
-    declared, is_square = tuple(n is not None for n in sizes), False
     node_names: dict[str, set[int]] = {}
+    is_square = False
     try:
+        sizes: list[int | None] = [None, None] if call.size is None else as_sizes(call.size)
+        declared = tuple(n is not None for n in sizes)
         for name, row in signature.lifted:
             data = kwargs.get(name)
             if isinstance(data, (tuple, list)):
@@ -120,7 +122,7 @@ def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
                 _agree(sizes, row, data.size(layer.node_dim))
                 is_square |= bool(node_names.get(name, {row}) - {row})
             node_names.setdefault(name, set()).add(row)
-    except (ValueError, IndexError):
+    except (TypeError, ValueError, IndexError):
         reasons.append("features and sizes of nodes do not agree")
         return None
     if sizes[0] is None and sizes[1] is None:

@@ -267,8 +267,8 @@ def _once(
     is_forward = layer.flow == "source_to_target"
     arguments, sources = _arguments(tracer, call, spec, row_j=0 if is_forward else 1)
     by_row = (fakes.sources, fakes.targets) if is_forward else (fakes.targets, fakes.sources)
-    given = call.size or (None, None)
-    size = [None if call.size is None or n is None else tracer.count(by_row[row]) for row, n in enumerate(given)]
+    given = (None, None) if call.size is None else call.size
+    size = [None if n is None else tracer.count(by_row[row]) for row, n in enumerate(given)]
     outputs: dict[str, int] = {}
     results: dict[str, tuple[torch.dtype, int]] = {}
     tree: Any = None
