@@ -4,6 +4,7 @@ import copy
 import sys
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -85,6 +86,13 @@ def test_values_and_gradients(towers, edge_dim):
 def test_options(aggregators, options):
     own, pygs = pair(aggregators=aggregators, scalers=["attenuation"], **options)
     assert_equals_pyg(own, pygs, torch.randn(NUM_NODES, 6), EDGES)
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_channels_of_any_integer_type(number):
+    own, pygs = pair(number(6), number(8), edge_dim=number(3), towers=number(2))
+    assert_equals_pyg(own, pygs, torch.randn(NUM_NODES, 6), EDGES, torch.randn(EDGES.size(1), 3))
 
 
 @needs_compiler

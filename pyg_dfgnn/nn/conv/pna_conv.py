@@ -91,7 +91,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
             edge_attr: Features of the edges, [E, edge_dim].
         """
         weights = torch.stack([nn[0].weight for nn in self.pre_nns])
-        to_target, to_source, *to_edge = weights.split(self.F_in, dim=2)
+        to_target, to_source, *to_edge = weights.split(int(self.F_in), dim=2)
         bias = torch.cat([nn[0].bias for nn in self.pre_nns])
         edge = None
         if edge_attr is not None:
