@@ -1,5 +1,6 @@
 """Relational layers under torch.compile: programs through the one operator, whole, for graphs of any size."""
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -102,6 +103,24 @@ def test_attention_weights_and_their_gradient(runs):
     actual, expected = results_of(compiled(layer), *call), results_of(oracle, *call)
     assert runs
     torch.testing.assert_close(list(actual.values()), list(expected.values()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+@pytest.mark.usefixtures("fused_on_cpu")
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+@pytest.mark.parametrize("key", extended(["rgat", "heat"], ["rgcn", "fast rgcn", "film"]))
+def test_numbers_of_any_integer_type(key, number, runs):
+    name, args, kwargs = LAYERS[key]
+    at = 3 if key == "heat" else 2
+    heads = {"heads": number(2)} if "heads" in kwargs else {}
+    layer, oracle = both(name, *args[:at], number(args[at]), *args[at + 1 :], **{**kwargs, **heads})
+    call = arguments(key)
+    expected = results_of(oracle, *call)
+    with pyg_dfgnn.settings(fallback="error"):
+        for function in (layer, compiled(layer)):
+            actual = results_of(function, *call)
+            torch.testing.assert_close(list(actual.values()), list(expected.values()), rtol=1e-9, atol=1e-9)
+    assert runs
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

@@ -57,7 +57,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         if not all(map(is_plain_linear, (*self.lins, *self.films))):
             reasons.append("lins or films are other layers than PyG's, or have no weight before the first call")
         nodes = nodes if self.flow == "source_to_target" else nodes[::-1]
-        return self._ask(nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self.num_relations > 1)
+        return self._ask(nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self._count_relations() > 1)
 
     def _program(
         self, call: Call, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any
@@ -76,7 +76,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         return ("film", aggr, act[0], *numbers), inputs
 
     def _graph(self, call: Call) -> Graph | RowSet:
-        if self.num_relations > 1:
+        if self._count_relations() > 1:
             return super()._graph(call)
         sizes = call.num_src, call.num_dst
         if torch.compiler.is_compiling():

@@ -101,8 +101,7 @@ class RelationalConv(FusedConv):
         return [] if form == "tensor" else [f"a {form} while compiling"]
 
     def _count_relations(self) -> int:
-        count: int = self.num_relations
-        return count
+        return self._integer(self.num_relations, "num_relations")
 
     def _graph(self, call: edges.Call) -> Graph | RowSet:
         """Return the graph of a call without reasons, with its relations; while torch.compile traces, what names it.
@@ -142,6 +141,15 @@ class RelationalConv(FusedConv):
         if number != constant:
             raise AssertionError(name)
         return constant
+
+    def _integer(self, number: int, name: str) -> int:
+        """Return a number of this module as an int: PyG's constructors take other integers too.
+
+        Args:
+            number: The number.
+            name: Where it is, from this module on.
+        """
+        return number if type(number) is int else int(self._constant(name))
 
     @torch.compiler.assume_constant_result
     def _constant(self, name: str) -> float:

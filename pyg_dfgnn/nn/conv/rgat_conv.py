@@ -88,8 +88,8 @@ class RGATConv(RelationalConv, conv.RGATConv):
             inputs["edge"] = F.linear(edge_attr, self.e.t() @ self.lin_edge.weight)
         if self.training and self.dropout > 0:
             inputs["keep"] = kept_by_dropout(self.dropout, (graph.num_edges, self.heads), x)
-        slope = self._static_number(self, "negative_slope")
-        return ("rgat", self.heads, self.attention_mode, self.attention_mechanism, slope), inputs
+        heads, slope = self._integer(self.heads, "heads"), self._static_number(self, "negative_slope")
+        return ("rgat", heads, self.attention_mode, self.attention_mechanism, slope), inputs
 
     def forward(
         self,
