@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import check_device, check_dtype, check_shape
+from pyg_dfgnn.errors import check_device, check_dtype, check_shape, check_tensor
 from pyg_dfgnn.ir.domains import Domain, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
@@ -32,7 +32,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
         Name -> tensor of each output, shaped as inputs are.
 
     Raises:
-        TypeError: Inputs have several dtypes.
+        TypeError: An input is no tensor, or inputs have several dtypes.
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
     """
     check_inputs(program, rows, inputs)
@@ -68,12 +68,14 @@ def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> 
     """Check the inputs of a program.
 
     Raises:
-        TypeError: Inputs have several dtypes.
+        TypeError: An input is no tensor, or inputs have several dtypes.
         ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
     """
     known = program.inputs
     if known.keys() != inputs.keys():
         raise ValueError(f"'inputs' needs {', '.join(known) or 'none'} (got {', '.join(inputs) or 'none'})")
+    for name, tensor in inputs.items():
+        check_tensor(name, tensor)
     dtypes = [inputs[name].dtype for name in program.features]
     for name, i in known.items():
         value = program.values[i]

@@ -10,7 +10,7 @@ Example:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import prod
 from types import FunctionType
 from typing import Any
@@ -250,6 +250,10 @@ class Relational:
             if parameter.default is not None:
                 self._needed.add(name)
 
+    def takes(self, names: Set[str]) -> bool:
+        """Return whether inputs of these names are all that the function needs, and no others."""
+        return self._needed <= names <= self.domains.keys()
+
     def program(self, **shapes: Shape) -> Program:
         """Return the program for inputs with these row shapes.
 
@@ -260,7 +264,7 @@ class Relational:
             TypeError: The names are not those of the arguments, or the function returned no value.
             ValueError: Domains or shapes do not fit an operator.
         """
-        if not self._needed <= shapes.keys() <= self.domains.keys():
+        if not self.takes(shapes.keys()):
             raise TypeError(f"'shapes' needs {', '.join(self.domains)} (got {', '.join(shapes) or 'none'})")
         builder = Builder()
         args = {

@@ -119,10 +119,18 @@ def test_wrong_inputs_are_named(graph):
             apply(mapped, rows, {**inputs, "x": torch.randn(5, 8)})
         with pytest.raises(TypeError, match="'weight' needs dtype torch.float32 .got torch.float16."):
             apply(mapped, rows, {**inputs, "weight": inputs["weight"].half()})
-        with pytest.raises(TypeError, match="'shapes' needs x, weight .got x."):
+        with pytest.raises(ValueError, match="'inputs' needs x, weight .got x."):
             apply(mapped, rows, {"x": inputs["x"]})
+        with pytest.raises(ValueError, match="'inputs' needs x, weight .got x, weight, y."):
+            apply(mapped, rows, {**inputs, "y": inputs["x"]})
+        for given, text in ((None, "None"), (inputs["x"].detach().numpy(), "ndarray array")):
+            for program in (mapped, mapped.program(x=(8,), weight=tuple(inputs["weight"].shape[1:]))):
+                with pytest.raises(TypeError, match=f"'x' needs a torch.Tensor .got {text}"):
+                    apply(program, rows, {**inputs, "x": given})
         with pytest.raises(ValueError, match="'outputs' needs out, plain .got other."):
             apply(mapped, rows, inputs, outputs=("other",))
+        with pytest.raises(TypeError, match="'outputs' needs a list of names .got str 'out'."):
+            apply(mapped, rows, inputs, outputs="out")
 
 
 def test_rows_are_kept_with_the_graph_and_its_types(graph):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
-from pyg_dfgnn.errors import UnsupportedError, check_type
+from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
@@ -238,6 +238,8 @@ def _selected(
     key = "traced", id(program), shapes, None if outputs is None else tuple(outputs)
 
     def build() -> tuple[Any, Program]:
+        if isinstance(program, Relational) and not program.takes(inputs.keys()):
+            raise ValueError(f"'inputs' needs {', '.join(program.domains)} (got {', '.join(inputs) or 'none'})")
         whole = program.program(**{n: shape for n, shape in shapes}) if isinstance(program, Relational) else program
         names = dict(whole.outputs)
         if outputs is not None:
@@ -288,6 +290,11 @@ def _found(
 ) -> tuple[Program, Prepared | tuple[str, ...]]:
     check_type("program", program, (Program, Relational), "a Program or a function under @relational")
     check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            check_tensor(name, tensor)
+    if outputs is not None:
+        check_type("outputs", outputs, (tuple, list), "a list of names")
     whole = _selected(program, rows, inputs, outputs)
     wrt: tuple[str, ...] = ()
     if torch.is_grad_enabled():
@@ -320,8 +327,9 @@ def apply(
         Name -> tensor of each output, shaped as inputs are.
 
     Raises:
-        TypeError: Inputs have several dtypes.
-        ValueError: An input is missing or unknown, or has another shape or device; or the graph lacks a domain.
+        TypeError: An input is no tensor, inputs have several dtypes, or `outputs` is no list.
+        ValueError: An output is unknown; an input is missing, unknown, or has another shape or device; or the graph
+            lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
     whole, prepared = _found(program, rows, inputs, outputs, passes)
