@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import check_shape, check_type
+from pyg_dfgnn.errors import as_integer, check_dtype, check_shape, check_type
 from pyg_dfgnn.graph import Adjacency, Graph, compact_rows
 from pyg_dfgnn.graph.adjacency import longest, order_rows, pull
 from pyg_dfgnn.graph.derived import Derived
+from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S, Td, Ts, U, V
 
 _PAIRS = {U: "source_relations", V: "target_relations"}
@@ -31,8 +32,8 @@ class Rows(Derived):
 
     Args:
         graph: The edges; made with `edge_type` where a program has the domains R, U or V.
-        source_type: Type of each source, int64 [N_src], where a program has the domain Ts.
-        target_type: Type of each target, int64 [N_dst], where a program has the domain Td.
+        source_type: Type of each source, int64 or int32 [N_src], where a program has the domain Ts.
+        target_type: Type of each target, int64 or int32 [N_dst], where a program has the domain Td.
         num_types: Number of node types.
         kept: Whether the graph keeps the rows, which then do not keep the graph.
 
@@ -40,6 +41,7 @@ class Rows(Derived):
         sizes: Number of rows of each domain that the graph has.
 
     Raises:
+        TypeError: The types are no integer tensors, or `num_types` is no integer.
         ValueError: The types have another shape or are out of range.
     """
 
@@ -53,6 +55,7 @@ class Rows(Derived):
         kept: bool = False,
     ) -> None:
         check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
+        num_types = as_integer("num_types", num_types)
         super().__init__(graph.device)
         self._graph, self._held = weakref.ref(graph), None if kept else graph
         known: dict[tuple[Domain, Domain], Tensor] = {}
@@ -61,6 +64,7 @@ class Rows(Derived):
             if types is not None:
                 rows = sizes[_TYPED[domain]]
                 check_shape(name, types, (rows,), f"[{rows}]")
+                check_dtype(name, types, INDEX_DTYPES)
                 low, high = pull(types.min(), types.max()) if rows else (0, -1)
                 if low < 0 or high >= num_types:
                     raise ValueError(f"'{name}' needs values in [0, num_types={num_types}) (got {low} to {high})")

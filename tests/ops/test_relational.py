@@ -133,6 +133,24 @@ def test_wrong_inputs_are_named(graph):
             apply(mapped, rows, inputs, outputs="out")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"source_type": torch.zeros(6), "num_types": 2},
+            "'source_type' needs dtype .*int64 or .*int32 .got .*float32.",
+        ),
+        ({"target_type": torch.ones(6).bool(), "num_types": 2}, "'target_type' needs dtype .* .got torch.bool."),
+        ({"source_type": [0] * 6, "num_types": 2}, "'source_type' needs a torch.Tensor .got list"),
+        ({"source_type": torch.zeros(6).long(), "num_types": "2"}, "'num_types' needs an integer .got str '2'."),
+    ],
+)
+@pytest.mark.parametrize("make", [rows_of, Rows])
+def test_wrong_types_are_named(make, options, message, graph):
+    with pytest.raises(TypeError, match=message):
+        make(graph, **options)
+
+
 def test_rows_are_kept_with_the_graph_and_its_types(graph):
     types = torch.tensor([0, 1, 0, 1, 0, 1])
     rows = rows_of(graph, source_type=types, num_types=2)

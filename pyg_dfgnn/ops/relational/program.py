@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
-from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
+from pyg_dfgnn.errors import UnsupportedError, as_integer, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
@@ -211,13 +211,20 @@ def rows_of(
 
     Args:
         graph: As for :class:`~pyg_dfgnn.ir.Rows`.
-        source_type: Type of each source, int64 [N_src], for programs with the domain Ts.
-        target_type: Type of each target, int64 [N_dst], for programs with the domain Td.
+        source_type: Type of each source, int64 or int32 [N_src], for programs with the domain Ts.
+        target_type: Type of each target, int64 or int32 [N_dst], for programs with the domain Td.
         num_types: Number of node types.
+
+    Raises:
+        TypeError: The types are no integer tensors, or `num_types` is no integer.
+        ValueError: The types have another shape or are out of range.
     """
     check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
+    num_types = as_integer("num_types", num_types)
     types = {"source_type": source_type, "target_type": target_type}
     anchors = {name: tensor for name, tensor in types.items() if tensor is not None}
+    for name, tensor in anchors.items():
+        check_tensor(name, tensor)
     key = "rows", tuple(anchors), num_types
     return graph.derived(key, lambda: Rows(graph, **types, num_types=num_types, kept=True), tuple(anchors.values()))
 
