@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 from torch_geometric import EdgeIndex
 
-from pyg_dfgnn.errors import as_integer, check_choice, check_tensor
+from pyg_dfgnn.errors import as_integer, check_bool, check_choice, check_tensor
 from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
@@ -199,11 +199,12 @@ class Graph(Derived):
             num_relations: Number of relations.
 
         Raises:
-            TypeError: Not one of these forms, or ids of another dtype.
+            TypeError: Not one of these forms, ids of another dtype, a size that is no integer, or `self_loops` no bool.
             ValueError: Another shape, an id out of range, more edges or nodes than int32 can count, or a flow that
                 the form does not have.
         """
         check_choice("flow", flow, FLOWS)
+        check_bool("self_loops", self_loops)
         num_src = as_integer("num_src", num_src)
         num_dst = num_src if num_dst is None else as_integer("num_dst", num_dst)
         sizes = num_src, num_dst, self_loops, flow == "target_to_source"
@@ -257,7 +258,7 @@ class Graph(Derived):
             device: Where the graph is to live; by default on the device of the first piece.
 
         Raises:
-            TypeError: A piece is no tensor of int64 or int32.
+            TypeError: A piece is no tensor of int64 or int32, a size no integer, or `self_loops` no bool.
             ValueError: Another shape, other edges than `num_edges`, an id out of range, more edges or nodes than int32
                 can count, or no such flow.
 
@@ -267,6 +268,7 @@ class Graph(Derived):
             >>> out = conv(x, graph)
         """
         check_choice("flow", flow, FLOWS)
+        check_bool("self_loops", self_loops)
         num_src, num_edges = as_integer("num_src", num_src), as_integer("num_edges", num_edges)
         num_dst = num_src if num_dst is None else as_integer("num_dst", num_dst)
         check_sizes(num_src, num_dst)
@@ -346,9 +348,10 @@ class Graph(Derived):
                 launches a few kernels, checks nothing and waits for nothing.
 
         Raises:
-            TypeError: The batch is heterogeneous or its `edge_index` is no integer tensor.
+            TypeError: The batch is heterogeneous, its `edge_index` no integer tensor, or `self_loops` no bool.
             ValueError: As :meth:`of`; edges were changed after the transform; an edge crosses graphs.
         """
+        check_bool("self_loops", self_loops)
         edge_index = batch_edge_index(batch)
         num_nodes = as_integer("num_nodes", batch.num_nodes)
         anchors, sizes = (edge_index,), (num_nodes, num_nodes, False, False)

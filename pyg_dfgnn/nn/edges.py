@@ -190,7 +190,8 @@ def resolve(
     elif form == "tensor":
         graph, plain = Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed), edge_index
     else:
-        graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=self_loops)
+        # PyG's convs take any value that is true.
+        graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=bool(self_loops))
         plain = edge_index.as_tensor() if form == "EdgeIndex" else None
     if self_loops and edge_attr is not None:
         assert graph.kept is not None and plain is not None

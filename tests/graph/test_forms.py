@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_geometric.typing
 from torch_geometric import EdgeIndex
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import coalesce
 
 from pyg_dfgnn.graph import Graph, SortEdges
@@ -276,6 +276,20 @@ def test_not_a_tensor():
 def test_sizes(sizes, name):
     with pytest.raises(ValueError, match=f"'{name}' needs a value in"):
         Graph.of(torch.zeros(2, 0, dtype=torch.int64), *sizes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda edge_index, **options: Graph.of(edge_index, 2, **options),
+        lambda edge_index, **options: Graph.of_pieces([edge_index], 2, 2, **options),
+        lambda edge_index, **options: Graph.of_batch(Data(edge_index=edge_index, num_nodes=2), **options),
+    ],
+    ids=["edges", "pieces", "batch"],
+)
+def test_self_loops_are_true_or_false(make):
+    with pytest.raises(TypeError, match=r"'self_loops' needs True or False \(got str 'no'\)"):
+        make(torch.tensor([[0, 1], [1, 0]]), self_loops="no")
 
 
 def test_flow():

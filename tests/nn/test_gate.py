@@ -167,6 +167,15 @@ def test_sizes_of_any_integer_type(name, number, x):
     assert launched
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_self_loops_by_any_value_that_is_true(x):
+    conv, other = pair("GATConv", add_self_loops=1)
+    adj = torch.sparse_coo_tensor(EDGES.flip(0), torch.ones(EDGES.size(1)), (NUM_NODES, NUM_NODES)).coalesce()
+    with emulated_device() as launched:
+        assert_same(conv(x, adj.to_sparse_csr()), other(x, adj.to_sparse_csr()))
+    assert launched
+
+
 # What a call costs the host -----------------------------------------------------------------------------------------
 
 
