@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ from pyg_dfgnn.transforms import Reorder
 log = logging.getLogger(__name__)
 
 RETURNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
+MAX_SEED = 2**64 - 1
+"""What torch takes at most."""
 KINDS = {
     "accuracy": "accuracy",
     "balanced_accuracy": "mean accuracy per class",
@@ -67,11 +70,14 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     backend = config["backend"]
     check_choice("returns", config["returns"], RETURNS)
-    check_integer("seed", config["seed"], 0)
+    check_integer("seed", config["seed"], 0, MAX_SEED)
     check_bool("backend.sort_edges", backend["sort_edges"])
     method = config["data"]["reorder"]
     check_choice("data.reorder", method, (None, *METHODS))
     reorder = None if method is None else Reorder(method)
+    names = [field.name for field in fields(Options)]
+    if unknown := [name for name in config["trainer"] if name not in names]:
+        raise ValueError(f"'trainer' needs options among {', '.join(names)} (got {', '.join(unknown)})")
     options = Options(**config["trainer"])
     folder = run_folder(config["paths"]["run"])
     config["paths"]["run"] = str(folder)

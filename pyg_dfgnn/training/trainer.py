@@ -101,13 +101,14 @@ class Options:
             check_integer("patience", self.patience, 1)
         if self.max_time_s is not None:
             check_range("max_time_s", self.max_time_s, 0.0)
+        for place, given in (("loader", self.loader), ("sampler", self.sampler)):
+            for name in _OF_SAMPLES:
+                if given is not None and name in given:
+                    need = "an epoch has each sample once, and training samples in an order that the seed gives"
+                    raise ValueError(f"'{place}' needs no {name!r}: {need} (got {given[name]})")
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
             check_integer("loader.num_workers", self.loader.get("num_workers", 0), 0)
-            for name in _OF_SAMPLES:
-                if name in self.loader:
-                    need = "an epoch has each sample once, and training samples in an order that the seed gives"
-                    raise ValueError(f"'loader' needs no {name!r}: {need} (got {self.loader[name]})")
         if self.sampler is not None:
             check_integer("sampler.batch_size", self.sampler.get("batch_size"), 1)
             if not self.sampler.get("num_neighbors"):

@@ -362,6 +362,8 @@ def test_wrong_configs(run, overrides, error, message):
         ("trainer.loader.num_workers=-1", ValueError, r"'loader.num_workers' needs a value >= 0 \(got -1\)"),
         ("+trainer.loader.drop_last=true", ValueError, r"'loader' needs no 'drop_last': an .* \(got True\)"),
         ("+trainer.loader.shuffle=false", ValueError, r"'loader' needs no 'shuffle': an .* \(got False\)"),
+        ("+trainer.foo=1", ValueError, r"'trainer' needs options among epochs, .*, progress \(got foo\)"),
+        ("seed=99999999999999999999", ValueError, r"'seed' needs a value in \[0, \d+\] \(got 9{20}\)"),
         ("device=mps", ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'mps'\)"),
         ("backend.convs=torch_geometric", ValueError, r"'convs' needs a namespace with Tr.* \(got torch_geometric\)"),
         ("backend.convs=nowhere", ValueError, r"'backend.convs' needs a module.* \(got 'nowhere'\)"),
