@@ -1,0 +1,58 @@
+"""Calls with a sparse adjacency of torch, as PyG's `propagate` reads it where no `message_and_aggregate` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric.utils import to_edge_index
+
+from pyg_dfgnn.graph.forms import adjacency_anchor
+from pyg_dfgnn.nn.messages.spec import STEPS, Call
+
+_LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
+_VALUED = ("edge_weight", "edge_attr", "edge_type")
+"""Arguments that are the values of the adjacency where they are None; features of edges have two dimensions."""
+_edges = WeakTensorKeyDictionary()
+"""Adjacency -> versions of its indices and the edges that were read from it."""
+
+
+def is_adjacency(edges: Any) -> bool:
+    """Return whether edges are a sparse adjacency of torch."""
+    return type(edges) is Tensor and edges.layout in _LAYOUTS
+
+
+def adjacency_reasons(layer: Any, call: Call) -> list[str]:
+    """Return why PyG's own code is to read a sparse adjacency."""
+    if layer.fuse and call.method == "propagate":
+        return ["edge_index is a sparse tensor that message_and_aggregate takes"]
+    if layer.flow != "source_to_target":
+        return ["edge_index is a sparse tensor, which flows from source to target"]
+    asked = {name for step in (*STEPS[call.method], "update") for name in layer.inspector.get_param_names(step)}
+    return [f"{name} is not that of a tensor of edges" for name in ("edge_index", "adj_t") if name in asked]
+
+
+def with_edges(layer: Any, call: Call) -> Call:
+    """Return a call on the entries of its adjacency [N_dst, N_src], in the order in which PyG lists them, as edges."""
+    adjacency = call.edges
+    values = to_edge_index(adjacency)[1]
+    given = {"edge_weight": values, "edge_attr": values if values.dim() > 1 else None, "edge_type": values}
+    asked = {name for step in STEPS[call.method] for name in layer.inspector.get_param_names(step)}
+    kwargs = {name: given[name] for name in _VALUED if name in asked and call.kwargs.get(name) is None}
+    size = adjacency.size(1), adjacency.size(0)
+    return call._replace(edge_index=_edges_of(adjacency), kwargs={**call.kwargs, **kwargs}, size=size)
+
+
+def _edges_of(adjacency: Tensor) -> Tensor:
+    """Return the edges of an adjacency, row 0 sources, as one tensor while its indices are not edited."""
+    versions: Hashable = adjacency_anchor(adjacency)[1]
+    known = _edges.get(adjacency)
+    if known is None or versions is None or known[0] != versions:
+        known = versions, to_edge_index(adjacency)[0].flip(0)
+        if versions is not None:
+            _edges[adjacency] = known
+    edges: Tensor = known[1]
+    return edges
