@@ -17,7 +17,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import GMMConv, Linear, MessagePassing
 from torch_geometric.utils import scatter
 
-from pyg_dfgnn import describe_plan
+from pyg_dfgnn import describe_plan, restore
 from pyg_dfgnn.ir import costly
 from pyg_dfgnn.nn import accelerate, messages
 from pyg_dfgnn.nn.drop_ins import MARK
@@ -383,7 +383,8 @@ def test_a_refusal_for_a_parameter_holds_while_that_has_its_shape():
 
 
 @pytest.mark.parametrize("lazy", [torch.nn.LazyLinear, lambda channels: Linear(-1, channels)], ids=["torch", "pyg"])
-def test_messages_are_traced_once_lazy_parameters_have_shapes(lazy):
+@pytest.mark.parametrize("refused", [False, True])
+def test_lazy_parameters_have_shapes_before_messages_are_traced(lazy, refused):
     class Lazy(MessagePassing):
         def __init__(self):
             super().__init__()
@@ -393,13 +394,14 @@ def test_messages_are_traced_once_lazy_parameters_have_shapes(lazy):
             return self.propagate(edge_index, x=x)
 
         def message(self, x_j):
-            return self.lin(x_j)
+            return self.lin(x_j) / (x_j.max() if refused else 2)
 
     layer = accelerate(Lazy())
     with messages.interpreted(), watched() as calls:
-        layer(X, EDGES)
-    assert calls[-1][3] == ["'lin.weight' has no shape before the first call"]
-    check(layer, X, EDGES)
+        first = layer(X, EDGES)
+    assert len(calls) == 1 and (calls[0][2].program is None) == refused == bool(calls[0][3])
+    torch.testing.assert_close(first, restore(copy.deepcopy(layer))(X, EDGES))
+    check(layer, X, EDGES, pyg=refused)
 
 
 def test_errors_of_a_layer_are_pygs():

@@ -26,7 +26,7 @@ from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wa
 from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
-from pyg_dfgnn.nn.messages.trace import Trace, argument_of, trace_of
+from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
 
@@ -89,16 +89,21 @@ def call_layer(layer: Any, call: Call) -> Any:
     if not reasons and is_adjacency(call.edges):
         call = with_edges(layer, call)
     reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
-    outcome = Outcome()
+    outcome, own = Outcome(), None
     if not reasons and call.edge_index.size(1) > 0:
         outcome = _attempt(layer, call, reasons)
+        if reasons and reasons[-1].endswith(NO_SHAPE):
+            # PyG's function gives lazy parameters their shapes; its result is that of layers that are no programs.
+            own = (_run_own(layer, call),)
+            reasons.clear()
+            outcome = _attempt(layer, call, reasons)
     for watcher in watchers:
         watcher(layer, call.method, outcome, reasons)
     if outcome.returned is not None:
         return outcome.returned[0]
     if reasons:
         report_fallback(type(layer).__name__, reasons)
-    return _run_own(layer, call)
+    return _run_own(layer, call) if own is None else own[0]
 
 
 def _run_own(layer: Any, call: Call) -> Any:

@@ -25,6 +25,8 @@ from pyg_dfgnn.nn.messages.spec import Call, Spec, original
 from pyg_dfgnn.nn.reads import Check, Reads
 from pyg_dfgnn.nn.shadow import Shadow, bind, getter, holds
 
+NO_SHAPE = "has no shape before the first call"
+"""How the reason ends why a layer with lazy parameters has no trace yet."""
 MAX_TRACES = 16
 """Traces per layer and kind of call; a layer whose state changes at each call is PyG's then."""
 _IGNORED = frozenset({"inspector", "_user_args", "_fused_user_args", "_edge_user_args", "fuse", MARK, *HOOKS})
@@ -190,7 +192,7 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
         unset = [name for name, parameter in layer.named_parameters() if _has_no_shape(parameter)]
         if trace.program is None and unset:
             # Not kept: the shape is there in the next call.
-            return _refused_for(f"'{unset[0]}' has no shape before the first call")
+            return _refused_for(f"'{unset[0]}' {NO_SHAPE}")
         new = _bound(trace, layer)
         if new is None:
             return _refused_for("the layer changes while its code is traced")
