@@ -14,8 +14,6 @@ from pyg_dfgnn.graph.forms import adjacency_anchor
 from pyg_dfgnn.nn.messages.spec import STEPS, Call
 
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
-_VALUED = ("edge_weight", "edge_attr", "edge_type")
-"""Arguments that are the values of the adjacency where they are None; features of edges have two dimensions."""
 _edges = WeakTensorKeyDictionary()
 """Adjacency -> versions of its indices and the edges that were read from it."""
 
@@ -35,13 +33,13 @@ def adjacency_reasons(layer: Any, call: Call) -> list[str]:
     return [f"{name} is not that of a tensor of edges" for name in ("edge_index", "adj_t") if name in asked]
 
 
-def with_edges(layer: Any, call: Call) -> Call:
+def with_edges(call: Call) -> Call:
     """Return a call on the entries of its adjacency [N_dst, N_src], in the order in which PyG lists them, as edges."""
     adjacency = call.edges
-    values = to_edge_index(adjacency)[1]
+    values = adjacency.values() if adjacency.layout is torch.sparse_csr else to_edge_index(adjacency)[1]
+    # What these arguments are where they are None.
     given = {"edge_weight": values, "edge_attr": values if values.dim() > 1 else None, "edge_type": values}
-    asked = {name for step in STEPS[call.method] for name in layer.inspector.get_param_names(step)}
-    kwargs = {name: given[name] for name in _VALUED if name in asked and call.kwargs.get(name) is None}
+    kwargs = {name: given[name] if value is None else value for name, value in call.kwargs.items() if name in given}
     size = adjacency.size(1), adjacency.size(0)
     return call._replace(edge_index=_edges_of(adjacency), kwargs={**call.kwargs, **kwargs}, size=size)
 

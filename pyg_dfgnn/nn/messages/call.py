@@ -85,16 +85,16 @@ def layer_reasons(layer: Any, call: Call) -> list[str]:
 def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
     call = _read(layer, call)
-    reasons = layer_reasons(layer, call)
+    reasons, given = layer_reasons(layer, call), call
     if not reasons and is_adjacency(call.edges):
-        call = with_edges(layer, call)
+        call = with_edges(call)
     reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
     outcome, own = Outcome(), None
     if not reasons and call.edge_index.size(1) > 0:
         outcome = _attempt(layer, call, reasons)
         if reasons and reasons[-1].endswith(NO_SHAPE):
             # PyG's function gives lazy parameters their shapes; its result is that of layers that are no programs.
-            own = (_run_own(layer, call),)
+            own = (_run_own(layer, given),)
             reasons.clear()
             outcome = _attempt(layer, call, reasons)
     for watcher in watchers:
@@ -103,7 +103,7 @@ def call_layer(layer: Any, call: Call) -> Any:
         return outcome.returned[0]
     if reasons:
         report_fallback(type(layer).__name__, reasons)
-    return _run_own(layer, call) if own is None else own[0]
+    return _run_own(layer, given) if own is None else own[0]
 
 
 def _run_own(layer: Any, call: Call) -> Any:
