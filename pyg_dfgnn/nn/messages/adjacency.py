@@ -18,8 +18,8 @@ _edges = WeakTensorKeyDictionary()
 """Adjacency -> versions of its indices and the edges that were read from it."""
 
 
-def is_adjacency(edges: Any) -> bool:
-    """Return whether edges are a sparse adjacency of torch."""
+def is_sparse_matrix(edges: Any) -> bool:
+    """Return whether edges are a sparse matrix of torch in a layout that PyG's `propagate` reads."""
     return type(edges) is Tensor and edges.layout in _LAYOUTS
 
 

@@ -19,7 +19,7 @@ from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
-from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_adjacency, with_edges
+from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
@@ -71,11 +71,11 @@ def layer_reasons(layer: Any, call: Call) -> list[str]:
     if isinstance(call.edges, EdgeIndex):
         if layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
             reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
-    elif is_adjacency(edge_index):
+    elif is_sparse_matrix(edge_index):
         reasons += adjacency_reasons(layer, call)
     elif type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
         reasons.append(f"edge_index is a {type(edge_index).__name__}")
-    if reasons or is_adjacency(edge_index):
+    if reasons or is_sparse_matrix(edge_index):
         return reasons
     if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
         reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
@@ -86,7 +86,7 @@ def call_layer(layer: Any, call: Call) -> Any:
     """Run a call of a compiled layer: as a program, or by PyG's function with the reasons reported."""
     call = _read(layer, call)
     reasons, given = layer_reasons(layer, call), call
-    if not reasons and is_adjacency(call.edges):
+    if not reasons and is_sparse_matrix(call.edges):
         call = with_edges(call)
     reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
     outcome, own = Outcome(), None
