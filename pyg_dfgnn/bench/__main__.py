@@ -5,10 +5,12 @@ python -m pyg_dfgnn.bench experiment=fig9                a named experiment of c
 python -m pyg_dfgnn.bench -m experiment=fig9,fig11       several, one after the other
 python -m pyg_dfgnn.bench graphs=[a,e] ops=[dot]         any value of configs/bench/bench.yaml
 python -m pyg_dfgnn.bench experiment=fig9 device=cpu small=true   miniature graphs on a CPU
+python -m pyg_dfgnn.bench experiment=loops loops=[molecules] models=[gin]   training steps of real loops, some of them
 """
 
 import os
 import sys
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -22,9 +24,13 @@ codes: list[int] = []
 @hydra.main(version_base="1.3", config_path=str(configs_dir() / "bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measure as configured."""
-    from pyg_dfgnn.bench.run import run
+    values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    if "loops" in values:
+        from pyg_dfgnn.bench.loops.run import run
+    else:
+        from pyg_dfgnn.bench.run import run
 
-    codes.append(run(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))  # type: ignore[arg-type]
+    codes.append(run(values))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,308 @@
+"""Batches of the loops, on the host: real molecules or made ones of their size, and generated graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+
+POOL = 10
+"""Different batches of a loop; each step takes a fresh copy of one."""
+RADIUS = 5.0
+MAG = (
+    *(("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "rev_writes", "author")),
+    *(("author", "affiliated", "institution"), ("institution", "rev_affiliated", "author")),
+    *(("paper", "topic", "field"), ("field", "rev_topic", "paper")),
+)
+MAG_NODES = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
+PRODUCTS, PRODUCTS_NODES = (("n", "to", "n"),), {"n": 2_449_029}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Batches on the host.
+
+    Attributes:
+        batches: One per step, then again from the first.
+        groups: The graphs of each batch, where batches are made of small graphs.
+        origin: Where the data come from.
+    """
+
+    batches: list[Any]
+    groups: list[list[Data]]
+    origin: str = "generated"
+
+
+def rng(seed: int) -> torch.Generator:
+    """A generator of random numbers on the host."""
+    return torch.Generator().manual_seed(seed)
+
+
+def _batched(groups: list[list[Data]], origin: str = "generated") -> Source:
+    for graph in (graph for group in groups for graph in group):
+        graph.weight = torch.ones(1)
+    return Source([Batch.from_data_list(group) for group in groups], groups, origin)
+
+
+def _grouped(graphs: Sequence[Data], batch_size: int) -> list[list[Data]]:
+    """Graphs in random order, again and again, in groups."""
+    count = POOL * batch_size
+    order = torch.cat([torch.randperm(len(graphs), generator=rng(i)) for i in range(-(-count // len(graphs)))])
+    return [[graphs[i].clone() for i in part] for part in order[:count].view(POOL, batch_size).tolist()]
+
+
+def _file(name: str) -> Path | None:
+    root = os.environ.get("PYG_DFGNN_DATA")
+    places = [root] if root else ["data", "../shared/data"]
+    paths = [Path(place) / "molecules" / f"{name}.npz" for place in places]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _undirected(bonds: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+    return {"edge_index": torch.cat([bonds, bonds.flip(0)], dim=1), "edge_attr": torch.cat([kinds, kinds])}
+
+
+@cache
+def molecules(batch_size: int) -> Source:
+    """Drug-like molecules with bonds: the set of solubilities, else made ones of about 13 atoms."""
+    path, graphs = _file("solubility"), []
+    if path is not None:
+        file = np.load(path)
+        numbers, bonds, orders, targets = (
+            torch.from_numpy(file[name].astype(kind))
+            for name, kind in (
+                ("atomic_number", np.int64),
+                ("bonds", np.int64),
+                ("bond_order", np.int64),
+                ("log_solubility", np.float32),
+            )
+        )
+        atoms, edges = file["atom_ptr"].tolist(), file["bond_ptr"].tolist()
+        for i in range(len(targets)):
+            mine = slice(edges[i], edges[i + 1])
+            parts = _undirected(bonds[mine].t(), orders[mine])
+            graphs.append(Data(x=numbers[atoms[i] : atoms[i + 1]], y=targets[i : i + 1], **parts))
+    else:
+        generator = rng(1)
+        for size in torch.randn(1_000, generator=generator).mul(5).add(13).clamp(3, 30).long().tolist():
+            parents = (torch.rand(size - 1, generator=generator) * torch.arange(1, size)).long()
+            bonds = torch.stack([parents, torch.arange(1, size)])
+            parts = _undirected(bonds, torch.randint(1, 4, (size - 1,), generator=generator))
+            x = torch.randint(1, 20, (size,), generator=generator)
+            graphs.append(Data(x=x, y=torch.randn(1, generator=generator), **parts))
+    return _batched(_grouped(graphs, batch_size), "generated" if path is None else path.stem)
+
+
+@cache
+def qm9(batch_size: int) -> Source:
+    """Molecules of QM9 with edges between atoms within 5 Angstrom, else made ones of 18 atoms."""
+    path, graphs, count = _file("qm9_24k"), [], min(POOL * batch_size, 20_000)
+    if path is not None:
+        file = np.load(path)
+        numbers, targets = torch.from_numpy(file["atomic_number"].astype(np.int64)), file["targets"][:, 4]
+        positions, pointers = torch.from_numpy(file["position"]), file["atom_ptr"].tolist()
+        y = torch.from_numpy(((targets - targets.mean()) / targets.std()).astype(np.float32))
+        spans = enumerate(zip(pointers, pointers[1:]))
+        molecules = [(numbers[a:b], positions[a:b], y[i : i + 1]) for i, (a, b) in spans]
+    else:
+        generator = rng(2)
+        molecules = [
+            (
+                torch.randint(1, 10, (18,), generator=generator),
+                3.2 * torch.rand(18, 3, generator=generator) * torch.tensor([2.0, 1.0, 1.0]),
+                torch.randn(1, generator=generator),
+            )
+            for _ in range(count)
+        ]
+    centres = torch.linspace(0, RADIUS, 16)
+    for x, position, target in molecules[:count]:
+        distance = torch.cdist(position, position)
+        edges = ((distance < RADIUS) & ~torch.eye(len(x), dtype=torch.bool)).nonzero().t()
+        lengths = distance[edges[0], edges[1]].view(-1, 1)
+        graphs.append(Data(x=x, edge_index=edges, edge_attr=torch.exp(-2 * (lengths - centres) ** 2), y=target))
+    return _batched(_grouped(graphs, batch_size), "generated" if path is None else path.stem)
+
+
+@cache
+def superpixels(batch_size: int, nodes: int = 75) -> Source:
+    """Graphs of superpixels: each of `nodes` random points is joined to its 8 nearest."""
+    generator, groups = rng(3), []
+    for _ in range(POOL):
+        points = torch.rand(batch_size, nodes, 2, generator=generator)
+        near = torch.cdist(points, points).topk(9, largest=False)
+        target = torch.arange(nodes).repeat_interleave(8)
+        colours = torch.rand(batch_size, nodes, 1, generator=generator)
+        y = torch.randn(batch_size, 1, generator=generator)
+        groups.append(
+            [
+                Data(
+                    x=torch.cat([points[i], colours[i]], dim=1),
+                    edge_index=torch.stack([near.indices[i, :, 1:].flatten(), target]),
+                    edge_attr=near.values[i, :, 1:].reshape(-1, 1),
+                    y=y[i],
+                )
+                for i in range(batch_size)
+            ]
+        )
+    return _batched(groups)
+
+
+Relation = tuple[str, str, str]
+Edges = dict[Relation, Tensor]
+
+
+def sample(
+    relations: Sequence[Relation],
+    counts: Mapping[str, int],
+    seeds: int,
+    fans: Sequence[int],
+    seed: int,
+    blocks: bool,
+    log_degree: float,
+) -> tuple[dict[str, int], list[dict[str, int]], list[Edges]]:
+    """Sample neighbours layer by layer from a graph whose in-degrees are log-normal and whose out-degrees are skewed.
+
+    Args:
+        relations: Source type, name and target type.
+        counts: Nodes of each type.
+        seeds: Number of seeds, of the type that the first relation points to.
+        fans: Neighbours of a node and relation, layer by layer.
+        seed: Of the random numbers.
+        blocks: Whether each layer samples for all nodes so far, as bipartite blocks need; else for the new ones.
+        log_degree: Mean of the logarithm of the in-degree per relation.
+
+    Returns:
+        Nodes of each type, nodes before each layer, and edges of each layer; nodes of a layer come before later ones.
+    """
+    generator, start = rng(seed), relations[0][2]
+    place = {kind: torch.full((count,), -1) for kind, count in counts.items()}
+    sizes = dict.fromkeys(counts, 0)
+
+    def add(kind: str, ids: Tensor) -> Tensor:
+        new = ids.unique()
+        new = new[place[kind][new] < 0]
+        place[kind][new] = torch.arange(sizes[kind], sizes[kind] + len(new))
+        sizes[kind] += len(new)
+        return place[kind][new]
+
+    frontier = {start: add(start, torch.randperm(counts[start], generator=generator)[:seeds])}
+    before, layers = [], []
+    for fan in fans:
+        before.append(dict(sizes))
+        targets = {kind: torch.arange(size) for kind, size in sizes.items()} if blocks else frontier
+        layer: Edges = {}
+        found: dict[str, list[Tensor]] = {}
+        for relation in relations:
+            source, _, kind = relation
+            to = targets.get(kind, torch.empty(0, dtype=torch.long))
+            degree = torch.randn(len(to), generator=generator).add(log_degree).exp().ceil().clamp(max=fan).long()
+            to = to.repeat_interleave(degree)
+            ids = (torch.rand(len(to), generator=generator) ** 2 * counts[source]).long()
+            found.setdefault(source, []).append(add(source, ids))
+            layer[relation] = torch.stack([place[source][ids], to])
+        frontier = {kind: torch.cat(new) for kind, new in found.items()}
+        layers.append(layer)
+    return sizes, before, layers
+
+
+@cache
+def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+    """Bipartite blocks of a graph like ogbn-products, features of 100 and 47 classes."""
+    batches = []
+    for seed in range(POOL):
+        counts = {"n": 2_000} if small else PRODUCTS_NODES
+        sizes, before, layers = sample(PRODUCTS, counts, seeds, fans, seed, blocks=True, log_degree=3.0)
+        blocks = {f"edge_index_{i}": layer[PRODUCTS[0]] for i, layer in enumerate(layers)}
+        rows = {f"rows_{i}": size["n"] for i, size in enumerate(before)}
+        generator = rng(seed)
+        x, y = torch.randn(sizes["n"], 100, generator=generator), torch.randint(47, (seeds,), generator=generator)
+        batches.append(Data(x=x, y=y, **blocks, **rows))
+    return Source(batches, [])
+
+
+@cache
+def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+    """Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
+    batches = []
+    for seed in range(POOL):
+        counts = {kind: 500 for kind in MAG_NODES} if small else MAG_NODES
+        sizes, _, layers = sample(MAG, counts, seeds, fans, seed, blocks=False, log_degree=1.2)
+        generator, data = rng(seed), HeteroData()
+        for kind, size in sizes.items():
+            data[kind].x = torch.randn(size, 128, generator=generator)
+        for relation in MAG:
+            data[relation].edge_index = torch.cat([layer[relation] for layer in layers], dim=1)
+        data["paper"].y = torch.randint(349, (seeds,), generator=generator)
+        batches.append(data)
+    return Source(batches, [])
+
+
+@cache
+def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+    """The subgraphs of :func:`sampled_mag` with all nodes in one tensor, papers first, and a type per edge."""
+    batches = []
+    for hetero in sampled_mag(seeds, fans, small).batches:
+        offsets, total = {}, 0
+        for kind in MAG_NODES:
+            offsets[kind], total = total, total + hetero[kind].num_nodes
+        edges, types = [], []
+        for i, relation in enumerate(MAG):
+            edge_index = hetero[relation].edge_index
+            edges.append(edge_index + torch.tensor([[offsets[relation[0]]], [offsets[relation[2]]]]))
+            types.append(torch.full((edge_index.size(1),), i))
+        x = torch.cat([hetero[kind].x for kind in MAG_NODES])
+        data = Data(x=x, edge_index=torch.cat(edges, dim=1), edge_type=torch.cat(types), y=hetero["paper"].y)
+        batches.append(data)
+    return Source(batches, [])
+
+
+@cache
+def graphs(nodes: int, edges: int, width: int, pool: int, relations: int = 1) -> Source:
+    """Random graphs with features, edge features, types, classes and numbers to learn."""
+    batches = []
+    for seed in range(pool):
+        generator = rng(seed)
+        batches.append(
+            Data(
+                x=torch.randn(nodes, width, generator=generator),
+                edge_index=torch.randint(nodes, (2, edges), generator=generator),
+                edge_attr=torch.randn(edges, 8, generator=generator),
+                edge_type=torch.randint(relations, (edges,), generator=generator),
+                y=torch.randint(7, (nodes,), generator=generator),
+                target=torch.randn(nodes, width, generator=generator),
+            )
+        )
+    return Source(batches, [])
+
+
+@cache
+def series(nodes: int, edges: int, batch: int, steps: int) -> Source:
+    """Windows of a network of sensors `[batch, steps, nodes, 2]`; the edges are those of the first batch in all."""
+    generator = rng(4)
+    edge_index = torch.randint(nodes, (2, edges), generator=generator)
+    weight = torch.rand(edges, generator=generator)
+    batches = []
+    for _ in range(POOL):
+        x = torch.randn(batch, steps, nodes, 2, generator=generator)
+        target = torch.randn(batch, nodes, 1, generator=generator)
+        batches.append(Data(x=x, edge_index=edge_index, edge_weight=weight, target=target, num_nodes=nodes))
+    return Source(batches, [])
+
+
+@cache
+def clouds(count: int, points: int) -> Source:
+    """Clouds of points `[count * points, 3]` and their classes."""
+    batches = []
+    for seed in range(POOL):
+        generator = rng(seed)
+        x = torch.randn(count * points, 3, generator=generator)
+        batches.append(Data(x=x, y=torch.randint(40, (count,), generator=generator)))
+    return Source(batches, [])

@@ -1,0 +1,264 @@
+"""Layers as users write them, which the loops train; eight of them are a loop by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing, global_mean_pool
+from torch_geometric.utils import scatter
+
+
+class GatedGCN(MessagePassing):
+    """Sums with gates per channel of both ends and the edge, whose features are updated too."""
+
+    def __init__(self, width: int, edge_width: int) -> None:
+        super().__init__(aggr="add")
+        self.a, self.b, self.d, self.e = (nn.Linear(width, width) for _ in range(4))
+        self.c = nn.Linear(edge_width, width)
+        self.edge: Tensor | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
+        values = {"bx": self.b(x), "dx": self.d(x), "ex": self.e(x), "ce": self.c(edge_attr), "ax": self.a(x)}
+        out = self.propagate(edge_index, **values)
+        edge, self.edge = self.edge, None
+        return F.relu(out), F.relu(edge)  # type: ignore[arg-type]
+
+    def message(self, dx_i: Tensor, ex_j: Tensor, ce: Tensor) -> Tensor:
+        self.edge = dx_i + ex_j + ce
+        return torch.sigmoid(self.edge)
+
+    def aggregate(self, inputs: Tensor, index: Tensor, bx_j: Tensor, bx: Tensor) -> Tensor:  # type: ignore[override]
+        total = scatter(inputs * bx_j, index, 0, dim_size=bx.size(0), reduce="sum")
+        return total / (scatter(inputs, index, 0, dim_size=bx.size(0), reduce="sum") + 1e-6)
+
+    def update(self, aggregated: Tensor, ax: Tensor) -> Tensor:  # type: ignore[override]
+        return ax + aggregated
+
+
+class SigmoidHeads(MessagePassing):
+    """Heads of values, each with a gate of both ends."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__(aggr="mean", node_dim=0)
+        self.heads, self.channels = heads, width // heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        query, key, value = (f(x).view(-1, self.heads, self.channels) for f in (self.query, self.key, self.value))
+        out: Tensor = self.propagate(edge_index, query=query, key=key, value=value)
+        return out.flatten(1)
+
+    def message(self, query_i: Tensor, key_j: Tensor, value_j: Tensor) -> Tensor:
+        gate = torch.sigmoid((query_i * key_j).sum(dim=-1, keepdim=True) / self.channels**0.5)
+        return gate * value_j
+
+
+class Signed(MessagePassing):
+    """Sums whose weight, a tanh of both ends, may be negative."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(aggr="add")
+        self.lin, self.gate = nn.Linear(width, width), nn.Linear(2 * width, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x + self.propagate(edge_index, x=self.lin(x))  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return torch.tanh(self.gate(torch.cat([x_i, x_j], dim=-1))) * x_j
+
+
+class Gaussians(MessagePassing):
+    """Sources times a filter, which is linear in bells around the length of the edge."""
+
+    def __init__(self, width: int, edge_width: int, bells: int = 16) -> None:
+        super().__init__(aggr="add")
+        self.lin, self.filter = nn.Linear(width, width, bias=False), nn.Linear(bells, width)
+        self.register_buffer("centres", torch.linspace(0, 2 * edge_width**0.5, bells))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x), distance=edge_attr.norm(dim=-1))  # type: ignore[no-any-return]
+
+    def message(self, x_j: Tensor, distance: Tensor) -> Tensor:
+        return x_j * self.filter(torch.exp(-((distance.view(-1, 1) - self.centres) ** 2)))
+
+
+class RelationsByHand(MessagePassing):
+    """A product per relation, propagated over the edges of that relation."""
+
+    def __init__(self, width: int, relations: int) -> None:
+        super().__init__(aggr="mean")
+        self.weights = nn.Parameter(torch.randn(relations, width, width) / width**0.5)
+        self.root = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        out: Tensor = self.root(x)
+        for relation in range(len(self.weights)):
+            mask = edge_type == relation
+            out = out + self.propagate(edge_index[:, mask], x=x @ self.weights[relation], size=(len(x), len(x)))
+        return out
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+
+class Diffusion(MessagePassing):
+    """Random walks of a few steps along the edges and against them, each with its weights."""
+
+    def __init__(self, inputs: int, outputs: int, steps: int = 2) -> None:
+        super().__init__(aggr="add", node_dim=-2)
+        self.steps, self.lin = steps, nn.Linear((2 * steps + 1) * inputs, outputs)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        walks = [x]
+        for edges in (edge_index, edge_index.flip(0)):
+            total = scatter(edge_weight, edges[0], 0, dim_size=x.size(-2), reduce="sum")
+            norm, value = edge_weight / total[edges[0]], x
+            for _ in range(self.steps):
+                value = self.propagate(edges, x=value, norm=norm)
+                walks.append(value)
+        return self.lin(torch.cat(walks, dim=-1))  # type: ignore[no-any-return]
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        return norm.view(-1, 1) * x_j
+
+
+class Recurrent(nn.Module):
+    """A gated recurrent cell with graph convs in place of its products, unrolled over `x [B, T, N, F]`."""
+
+    def __init__(self, gates: nn.Module, candidate: nn.Module, width: int) -> None:
+        super().__init__()
+        self.gates, self.candidate, self.width, self.head = gates, candidate, width, nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        state = x.new_zeros(x.size(0), x.size(2), self.width)
+        for step in range(x.size(1)):
+            now = x[:, step]
+            gates = torch.sigmoid(self.gates(torch.cat([now, state], dim=-1), edge_index, edge_weight))
+            update, reset = gates.chunk(2, dim=-1)
+            candidate = self.candidate(torch.cat([now, reset * state], dim=-1), edge_index, edge_weight)
+            state = update * state + (1 - update) * torch.tanh(candidate)
+        return self.head(state)  # type: ignore[no-any-return]
+
+
+class GraphLevel(nn.Module):
+    """Convs with batch norm and residuals, a mean pool and one number per graph."""
+
+    def __init__(self, sample: Any, convs: list[nn.Module], width: int, takes_edges: bool) -> None:
+        super().__init__()
+
+        def encoder(values: Tensor) -> nn.Module:
+            return nn.Linear(values.size(1), width) if values.is_floating_point() else nn.Embedding(120, width)
+
+        self.encode, self.encode_edges = encoder(sample.x), encoder(sample.edge_attr) if takes_edges else None
+        self.convs, self.norms = nn.ModuleList(convs), nn.ModuleList(nn.BatchNorm1d(width) for _ in convs)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor, graphs: int) -> Tensor:
+        x = self.encode(x)
+        edge = None if self.encode_edges is None else self.encode_edges(edge_attr)
+        for conv, norm in zip(self.convs, self.norms):
+            if isinstance(conv, GatedGCN):
+                out, edge = conv(x, edge_index, edge)
+            elif hasattr(conv, "attn"):
+                out = conv(x, edge_index, batch, edge_attr=edge)
+            elif edge is not None:
+                out = conv(x, edge_index, edge_attr=edge)
+            else:
+                out = conv(x, edge_index)
+            x = x + F.relu(norm(out))
+        return self.head(global_mean_pool(x, batch, graphs)).squeeze(-1)  # type: ignore[no-any-return]
+
+
+class NodeLevel(nn.Module):
+    """Two convs with a ReLU between them, called with `x`, `edge_index` and what else the conv takes."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor, edge_index: Tensor, *edge: Tensor) -> Tensor:
+        out = self.first(x, edge_index, *edge)
+        if isinstance(out, tuple):
+            return self.second(*out[:1], edge_index, *out[1:])[0]  # type: ignore[no-any-return]
+        return self.second(F.relu(out), edge_index, *edge)  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    """One conv per bipartite block, the outermost first."""
+
+    def __init__(self, convs: list[nn.Module]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, x: Tensor, edges: list[Tensor], rows: list[int]) -> Tensor:
+        for i, (conv, edge_index, count) in enumerate(zip(self.convs, edges, rows)):
+            x = conv((x, x[:count]), edge_index)
+            x = F.relu(x) if i + 1 < len(rows) else x
+        return x
+
+
+class Hetero(nn.Module):
+    """A linear map per type, two convs on dictionaries, logits of the first papers."""
+
+    def __init__(self, kinds: list[str], convs: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.encode = nn.ModuleDict({kind: nn.Linear(128, width) for kind in kinds})
+        self.convs, self.head = nn.ModuleList(convs), nn.Linear(width, 349)
+
+    def forward(self, x: dict[str, Tensor], edges: dict[Any, Tensor], seeds: int) -> Tensor:
+        x = {kind: F.relu(self.encode[kind](value)) for kind, value in x.items()}
+        for conv in self.convs:
+            x = {kind: F.relu(value) for kind, value in conv(x, edges).items()}
+        return self.head(x["paper"][:seeds])  # type: ignore[no-any-return]
+
+
+class Typed(nn.Module):
+    """RGCN: two convs on typed edges, logits of the first rows."""
+
+    def __init__(self, convs: list[nn.Module]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor, seeds: int) -> Tensor:
+        first, second = self.convs
+        return second(F.relu(first(x, edge_index, edge_type)), edge_index, edge_type)[:seeds]  # type: ignore[no-any-return]
+
+
+def nearest(x: Tensor, clouds: int, k: int) -> Tensor:
+    """Edges `[2, E]` from the `k` nearest points of its cloud to each point, itself among them."""
+    points = x.detach().view(clouds, -1, x.size(-1))
+    near = torch.cdist(points, points).topk(k, largest=False).indices
+    first = torch.arange(clouds, device=x.device).view(-1, 1, 1) * points.size(1)
+    return torch.stack([(near + first).flatten(), torch.arange(len(x), device=x.device).repeat_interleave(k)])
+
+
+class Clouds(nn.Module):
+    """Convs on the nearest points by features, or by position where the convs take positions."""
+
+    def __init__(self, convs: list[nn.Module], width: int, k: int, takes_positions: bool) -> None:
+        super().__init__()
+        self.convs, self.k, self.takes_positions = nn.ModuleList(convs), k, takes_positions
+        self.head = nn.Linear(width, 40)
+
+    def forward(self, position: Tensor, clouds: int) -> Tensor:
+        x = position
+        for conv in self.convs:
+            if self.takes_positions:
+                x = F.relu(conv(x, position, nearest(position, clouds, self.k)))
+            else:
+                x = conv(x, nearest(x, clouds, self.k))
+        return self.head(x.view(clouds, -1, x.size(-1)).amax(dim=1))  # type: ignore[no-any-return]
+
+
+class Alone(nn.Module):
+    """A layer that reads no edges, called as a conv."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
