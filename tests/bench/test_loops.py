@@ -1,16 +1,23 @@
 """Loops: every case trains like PyG's, what is wrong or fails gets no time, rows are kept, a summary judges them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+import pyg_dfgnn
 from pyg_dfgnn.bench.loops import run
 from pyg_dfgnn.bench.loops.cases import LOOPS
 from pyg_dfgnn.bench.loops.data import PRODUCTS, sample
 from pyg_dfgnn.bench.loops.steps import BASELINE, Batches
 from pyg_dfgnn.bench.results import Table
+from pyg_dfgnn.capture import capture_step
 from pyg_dfgnn.settings import settings
 from tests.bench.quick import composed
+from tests.capture.test_step import HostRecorder
+from tests.emu import needs_compiler
+from tests.kernels.emulated import emulated_device
 
 
 def bench(tmp_path, *overrides, device="cpu"):
@@ -48,8 +55,6 @@ def test_rows_that_are_there_are_left_out_and_others_are_added(tmp_path):
 
 
 def test_an_implementation_that_differs_from_pyg_is_wrong(tmp_path, monkeypatch, capsys):
-    import pyg_dfgnn
-
     def spoil(model):
         nn.init.constant_(next(model.parameters()), 0.5)
 
@@ -60,8 +65,6 @@ def test_an_implementation_that_differs_from_pyg_is_wrong(tmp_path, monkeypatch,
 
 
 def test_an_exception_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
-    import pyg_dfgnn
-
     def fail(model):
         raise RuntimeError("two\nlines")
 
@@ -76,6 +79,20 @@ def test_what_is_not_captured_says_why(tmp_path):
     _, rows = bench(tmp_path, "loops=[sampled,host]", "models=[sage]", "implementations=[ours_captured]")
     assert [row["status"][:8] for row in rows] == ["not run:"] * 3
     assert "new edges" in rows[0]["status"] and "without an optimizer" in rows[1]["status"]
+
+
+@needs_compiler
+def test_a_captured_step_takes_new_batches_on_the_kernels(tmp_path, monkeypatch):
+    def capture(model, loss, optimizer, data, **options):
+        return capture_step(model, loss, optimizer, data, recorder=HostRecorder(optimizer), **options)
+
+    monkeypatch.setattr(pyg_dfgnn, "capture_step", capture)
+    monkeypatch.setattr(torch.optim, "Adam", partial(torch.optim.SGD, fused=True))  # Adam needs a GPU to be captured
+    with emulated_device() as launched:
+        chosen = ("loops=[molecules]", "models=[gin]", "sizes=[sol-b8-h16]", "block=3")
+        _, rows = bench(tmp_path, *chosen, "implementations=[ours,ours_captured]")
+    assert [row["status"] for row in rows] == ["ok", "ok"] and launched
+    assert "batches on the host" in rows[1]["note"]
 
 
 @pytest.mark.parametrize(("option", "value"), [("loops", "cora"), ("implementations", "theirs")])
@@ -106,8 +123,9 @@ def test_samples_are_bipartite_blocks_within_the_fan_out():
 def test_the_summary_judges_by_the_musts():
     row = dict.fromkeys(run.FIELDS, "") | {"loop": "small", "model": "gin", "size": "cora", "status": "ok", "ms": "1"}
     rows = [
+        row | {"implementation": "ours", "ratio": "0.1", "baseline": "pyg"},
         row | {"implementation": "ours", "ratio": "4", "baseline": "pyg"},
-        row | {"implementation": "ours", "ratio": "0.97", "baseline": "pyg"},
+        row | {"model": "gcn", "implementation": "ours", "ratio": "0.97", "baseline": "pyg"},
         row | {"implementation": "ours_compile", "ratio": "", "status": "failed: no compiler"},
     ]
     text = run.summary(rows)

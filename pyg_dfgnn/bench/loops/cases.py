@@ -282,10 +282,6 @@ def _call_layer(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x.detach().requires_grad_(), batch.edge_index)  # type: ignore[no-any-return]
 
 
-def _sum(out: Tensor, batch: Any) -> Tensor:
-    return (out * batch.target).sum()
-
-
 HOST: dict[str, Callable[[int], nn.Module]] = {
     **{
         name: lambda w, conv=TWO_LAYERS[name]: conv(w, w, None)  # type: ignore[misc]
@@ -303,7 +299,7 @@ def _host(small: bool) -> Iterator[Case]:
             if name != "linear" or size == "known":
                 source = partial(data.graphs, nodes, edges, width, 1)
                 yield Case(
-                    *("host", name, size, source, lambda _, layer=layer: layer(width), _call_layer, _sum, fresh),  # type: ignore[misc]
+                    *("host", name, size, source, lambda _, layer=layer: layer(width), _call_layer, _numbers, fresh),  # type: ignore[misc]
                     trains=False,
                 )
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Batch
 
 import pyg_dfgnn
 from pyg_dfgnn.bench.loops.cases import NOT_CAPTURED, Case
 from pyg_dfgnn.capture import Capacity
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph import SortEdges
 from pyg_dfgnn.reference.tolerances import relative_error
 
 BASELINE = {"pyg": "pyg", "pyg_compile": "pyg", "ours": "pyg", "ours_compile": "pyg_compile", "ours_captured": "pyg"}
@@ -65,6 +63,7 @@ class Batches:
     Args:
         case: What is new.
         batches: One per step, then again from the first; on the device of the steps, or on the host.
+        pinned: Whether copies are in pinned memory of the host.
     """
 
     @staticmethod
@@ -72,8 +71,8 @@ class Batches:
         """The batches of the case, moved to a device."""
         return Batches(case, [batch.clone().to(device) for batch in case.source().batches])
 
-    def __init__(self, case: Case, batches: list[Any]) -> None:
-        self.fresh, self.batches = case.fresh, batches
+    def __init__(self, case: Case, batches: list[Any], pinned: bool = False) -> None:
+        self.fresh, self.batches, self.pinned = case.fresh, batches, pinned
 
     def take(self, first: int, count: int) -> list[Any]:
         """Batches of the steps from `first` on."""
@@ -81,7 +80,7 @@ class Batches:
 
     def _copy(self, batch: Any) -> Any:
         if self.fresh is None:
-            return batch.clone()
+            return batch.clone().pin_memory() if self.pinned else batch.clone()
         if self.fresh == ():
             return batch
         batch = copy.copy(batch)
@@ -156,9 +155,7 @@ class Steps:
         except ValueError as error:
             if "SortEdges" not in str(error):
                 raise
-            sort = SortEdges()
-            batches = [Batch.from_data_list([sort(graph.clone()) for graph in group]) for group in groups]
-            self.batches = Batches(case, [batch.pin_memory() if device.type == "cuda" else batch for batch in batches])
+            self.batches = Batches(case, case.source().sorted_batches, pinned=device.type == "cuda")
             self.note += ", graphs sorted before, batches on the host"
         self.model = initial
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
