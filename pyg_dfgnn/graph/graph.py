@@ -467,7 +467,7 @@ class Graph(Derived):
             return outside_capture(made)
 
         if own is not None:
-            self._derived.pop("edge_index")
+            self._derived.pop("edge_index", None)
         made = self.derived("edge_index", make)
         _by_own_edge_index[id(made)] = self
         return made

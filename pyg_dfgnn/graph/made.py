@@ -74,7 +74,8 @@ def graph_of(
     kept = _copies(tensors) if is_made else tensors
     graph = Graph.resolve(*kept, *sizes)
     if kind not in seen and len(seen) >= MOST_GRAPHS:
-        seen.pop(next(iter(seen)))
+        # Another thread may take the oldest meanwhile.
+        seen.pop(list(seen)[0], None)
     seen[kind] = _Made(kept, graph) if is_made else tuple(map(weakref.ref, tensors))
     return graph
 

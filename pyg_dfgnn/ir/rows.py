@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import as_integer, check_dtype, check_shape, check_type
+from pyg_dfgnn.errors import as_integer, check_dtype, check_shape, check_tensor, check_type
 from pyg_dfgnn.graph import Adjacency, Graph, compact_rows
 from pyg_dfgnn.graph.adjacency import longest, order_rows, pull
 from pyg_dfgnn.graph.derived import Derived
@@ -27,23 +26,64 @@ _ADJACENT = {
 """Domains of the rows and of what is joined -> the adjacency of the graph that lists it as its edges."""
 
 
-class Rows(Derived):
-    """The domains of a graph.
+class RowLists(Derived):
+    """Lists of the rows of a graph, which the graph may keep: they do not keep the graph.
+
+    Args:
+        graph: As for :class:`Rows`.
+        types: Domain Ts or Td -> name and type of each node, where a program has the domain.
+        num_types: Number of node types.
+
+    Attributes:
+        sizes: Number of rows of each domain that the graph has.
+        types: Node domain and domain of its types -> type of each node, int64.
+    """
+
+    def __init__(self, graph: Graph, types: Mapping[Domain, tuple[str, Tensor]], num_types: int) -> None:
+        super().__init__(graph.device)
+        known: dict[tuple[Domain, Domain], Tensor] = {}
+        sizes = {One: 1, S: graph.num_src, D: graph.num_dst, E: graph.num_edges}
+        for domain, (name, type_of) in types.items():
+            rows = sizes[_TYPED[domain]]
+            check_shape(name, type_of, (rows,), f"[{rows}]")
+            check_dtype(name, type_of, INDEX_DTYPES)
+            low, high = pull(type_of.min(), type_of.max()) if rows else (0, -1)
+            if low < 0 or high >= num_types:
+                raise ValueError(f"'{name}' needs values in [0, num_types={num_types}) (got {low} to {high})")
+            sizes[domain] = num_types
+            known[_TYPED[domain], domain] = type_of.to(torch.int64, copy=True)
+        if graph.relation is not None:
+            sizes[R] = graph.num_relations
+            sizes |= {domain: compact_rows(graph, pairs).node.numel() for domain, pairs in _PAIRS.items()}
+        self.sizes: Mapping[Domain, int] = sizes
+        self.types = known
+        self._derived["types",] = known
+        self._reset_streams()
+
+
+class Rows:
+    """The domains of a graph, which they keep.
 
     Args:
         graph: The edges; made with `edge_type` where a program has the domains R, U or V.
         source_type: Type of each source, int64 or int32 [N_src], where a program has the domain Ts.
         target_type: Type of each target, int64 or int32 [N_dst], where a program has the domain Td.
         num_types: Number of node types.
-        kept: Whether the graph keeps the rows, which then do not keep the graph.
+        kept: Whether the graph keeps the lists, for as long as the types stay as they are.
 
     Attributes:
+        graph: The edges.
+        lists: What is derived from them.
         sizes: Number of rows of each domain that the graph has.
+        device: Where the arrays live.
+        derived: :meth:`~pyg_dfgnn.graph.derived.Derived.derived` of the lists.
 
     Raises:
         TypeError: The types are no integer tensors, or `num_types` is no integer.
         ValueError: The types have another shape or are out of range.
     """
+
+    __slots__ = ("derived", "device", "graph", "lists", "sizes")
 
     def __init__(
         self,
@@ -56,39 +96,19 @@ class Rows(Derived):
     ) -> None:
         check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
         num_types = as_integer("num_types", num_types)
-        super().__init__(graph.device)
-        self._graph, self._held = weakref.ref(graph), None if kept else graph
-        known: dict[tuple[Domain, Domain], Tensor] = {}
-        sizes = {One: 1, S: graph.num_src, D: graph.num_dst, E: graph.num_edges}
-        for domain, name, types in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
-            if types is not None:
-                rows = sizes[_TYPED[domain]]
-                check_shape(name, types, (rows,), f"[{rows}]")
-                check_dtype(name, types, INDEX_DTYPES)
-                low, high = pull(types.min(), types.max()) if rows else (0, -1)
-                if low < 0 or high >= num_types:
-                    raise ValueError(f"'{name}' needs values in [0, num_types={num_types}) (got {low} to {high})")
-                sizes[domain] = num_types
-                known[_TYPED[domain], domain] = types.to(torch.int64, copy=True)
-        if graph.relation is not None:
-            sizes[R] = graph.num_relations
-            sizes |= {domain: compact_rows(graph, pairs).node.numel() for domain, pairs in _PAIRS.items()}
-        self.sizes: Mapping[Domain, int] = sizes
-        self._known = known
-        self._derived["types",] = known
-        self._reset_streams()
-
-    @property
-    def graph(self) -> Graph:
-        """The edges.
-
-        Raises:
-            RuntimeError: The graph that kept the rows is gone.
-        """
-        graph = self._graph()
-        if graph is None:
-            raise RuntimeError("'rows' needs its graph to be alive (got one that is gone): keep the graph")
-        return graph
+        types: dict[Domain, tuple[str, Tensor]] = {}
+        for domain, name, type_of in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
+            if type_of is not None:
+                check_tensor(name, type_of)
+                types[domain] = name, type_of
+        self.graph = graph
+        if kept:
+            anchors = tuple(type_of for _, type_of in types.values())
+            key = "rows", tuple(types), num_types
+            self.lists = graph.derived(key, lambda: RowLists(graph, types, num_types), anchors)
+        else:
+            self.lists = RowLists(graph, types, num_types)
+        self.sizes, self.device, self.derived = self.lists.sizes, graph.device, self.lists.derived
 
     def index(self, row: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each row of `row` determines, int64 [rows].
@@ -103,7 +123,7 @@ class Rows(Derived):
         if row is E and other in (S, D):
             # Not kept: a part of the caller's edges would keep them alive, and with them their graph.
             return self._make(row, other)
-        known = self._known.get((row, other))
+        known = self.lists.types.get((row, other))
         return self.derived(("index", row, other), lambda: self._make(row, other)) if known is None else known
 
     def adjacency(self, row: Domain, over: Domain) -> Adjacency:

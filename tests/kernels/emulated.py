@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.statements.spec import Spec
 from tests.emu import Kernel, build
+
+# The emulator keeps the state of a launch in globals.
+_one_launch = Lock()
 
 
 @cache
@@ -54,7 +58,8 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
     ) -> None:
         launched.append(entry)
         given, gaps = [*map(_argument, arguments)], dict(spec.constants).get("PROJECTIONS", 1) > 1
-        _kernel(spec, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
+        with _one_launch:
+            _kernel(spec, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
 
     # Fills what torch.empty returns with NaN, so that an element no kernel writes is seen.
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -153,11 +153,11 @@ def test_wrong_types_are_named(make, options, message, graph):
 
 def test_rows_are_kept_with_the_graph_and_its_types(graph):
     types = torch.tensor([0, 1, 0, 1, 0, 1])
-    rows = rows_of(graph, source_type=types, num_types=2)
-    assert rows_of(graph, source_type=types, num_types=2) is rows
-    assert rows_of(graph) is rows_of(graph) is not rows
+    lists = rows_of(graph, source_type=types, num_types=2).lists
+    assert rows_of(graph, source_type=types, num_types=2).lists is lists
+    assert rows_of(graph).lists is rows_of(graph).lists is not lists
     types[0] = 1
-    assert rows_of(graph, source_type=types, num_types=2) is not rows
+    assert rows_of(graph, source_type=types, num_types=2).lists is not lists
 
 
 def test_graph_is_freed_with_its_edges():
@@ -168,7 +168,7 @@ def test_graph_is_freed_with_its_edges():
     try:
         with emulated_device():
             out = apply(mapped, rows_of(graph), inputs_of())["out"]
-            rows, alive = weakref.ref(rows_of(graph)), weakref.ref(graph)
+            rows, alive = weakref.ref(rows_of(graph).lists), weakref.ref(graph)
             del edge_index, edge_type, graph
             # Its arrays are read by the backward pass.
             assert alive() is not None
@@ -179,13 +179,11 @@ def test_graph_is_freed_with_its_edges():
         gc.enable()
 
 
-def test_rows_without_their_graph_say_so():
-    rows = rows_of(Graph.of(torch.tensor([[0], [0]]), 1))
-    gc.collect()
-    with pytest.raises(RuntimeError, match="'rows' needs its graph to be alive"):
-        _ = rows.graph
-    kept = Rows(Graph.of(torch.tensor([[0], [0]]), 1))
-    assert kept.graph.num_edges == 1
+def test_rows_keep_their_graph():
+    for make in (rows_of, Rows):
+        rows = make(Graph.of(torch.tensor([[0], [0]]), 1))
+        gc.collect()
+        assert rows.graph.num_edges == 1
 
 
 def test_layers_keep_their_programs():

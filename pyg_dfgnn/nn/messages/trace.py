@@ -170,7 +170,7 @@ def _trace_of(layer: Any, call: Call, spec: Spec) -> Bound:
     bounds = known.get(spec.key)
     if bounds is None:
         kind = _without_numbers(spec.key)
-        if sum(_without_numbers(key) == kind for key in known) >= MAX_TRACES:
+        if sum(_without_numbers(key) == kind for key in list(known)) >= MAX_TRACES:
             return _refused_for(
                 f"more than {MAX_TRACES} values of numbers were passed, which are to be tensors, or numbers of rows of "
                 "tensors that have neither one for each edge nor for each target"

@@ -114,10 +114,10 @@ def _heads(program: Program, i: int, heads: int, sizes: int) -> int:
 def _typed(rows: Rows, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor | None]:
     """Return the rows of a domain by type, and the row at each place unless they lie in this order."""
     if domain is One:
-        return one_type(rows, rows.sizes[over]), None
+        return one_type(rows.lists, rows.sizes[over]), None
     if over in _PAIRS and domain is R:
         return pairs_by_relation(rows.graph, _PAIRS[over]), None
-    return sorted_by_type(rows, (over, domain), rows.index(over, domain), rows.sizes[domain])
+    return sorted_by_type(rows.lists, (over, domain), rows.index(over, domain), rows.sizes[domain])
 
 
 def _gather(rows: Rows, over: Domain, other: Domain, order: Tensor | None) -> Tensor | None:

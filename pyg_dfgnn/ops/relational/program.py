@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
-from pyg_dfgnn.errors import UnsupportedError, as_integer, check_tensor, check_type
+from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs, run_values
@@ -37,7 +37,7 @@ _Todo = tuple[Run | Step, list[str]]
 class Prepared:
     """A program on a graph, ready to run on tensors of a dtype.
 
-    The rows keep it, so it does not keep them.
+    The lists of the rows keep it, so it does not keep the rows.
 
     Args:
         program: The program.
@@ -188,14 +188,14 @@ class _Run(Function):
         outputs, saved = prepared.forward(rows, dict(zip(names, tensors)))
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(outputs[place] for place in prepared.non_differentiable))
-        # With the graph, which has what the kernels read.
-        ctx.call = prepared, rows, rows.graph, names
+        # With the graph of the rows, which has what the kernels read.
+        ctx.call = prepared, rows, names
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        prepared, rows, _, names = ctx.call
+        prepared, rows, names = ctx.call
         gradients = prepared.backward(rows, unpack_saved(ctx, grads), grads)
         by_name = dict(zip(prepared.wrt, gradients, strict=True))
         return None, None, None, *(by_name.get(name) for name in names)
@@ -207,7 +207,7 @@ _run = apply_of(_Run)
 def rows_of(
     graph: Graph, *, source_type: Tensor | None = None, target_type: Tensor | None = None, num_types: int = 0
 ) -> Rows:
-    """Return the rows of a graph, which keeps them for as long as the types stay as they are.
+    """Return the rows of a graph, which keeps their lists for as long as the types stay as they are.
 
     Args:
         graph: As for :class:`~pyg_dfgnn.ir.Rows`.
@@ -219,14 +219,7 @@ def rows_of(
         TypeError: The types are no integer tensors, or `num_types` is no integer.
         ValueError: The types have another shape or are out of range.
     """
-    check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
-    num_types = as_integer("num_types", num_types)
-    types = {"source_type": source_type, "target_type": target_type}
-    anchors = {name: tensor for name, tensor in types.items() if tensor is not None}
-    for name, tensor in anchors.items():
-        check_tensor(name, tensor)
-    key = "rows", tuple(anchors), num_types
-    return graph.derived(key, lambda: Rows(graph, **types, num_types=num_types, kept=True), tuple(anchors.values()))
+    return Rows(graph, source_type=source_type, target_type=target_type, num_types=num_types, kept=True)
 
 
 def selected(program: Program, outputs: Sequence[str]) -> Program:
@@ -360,7 +353,7 @@ def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], wrt: tuple[s
 
     Args:
         program: The program; what was prepared for it is found by the object.
-        rows: The rows of the graph, which is alive.
+        rows: The rows of the graph.
         inputs: As for :func:`apply`; for gradients also that of each output, under its name after "d_".
         wrt: Inputs whose gradients are wanted, which are computed from `inputs` alone; None for the outputs.
     """

@@ -60,7 +60,9 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     fixed = addresses([*indices, *of_rows])
     places = tuple(range(len(fixed) + len(names)))
     spec, count = spec_of(problem, plan.constants), len(places)
-    launch = TraversalLaunch(plan, "forward", rows, spec, "relational_traversal", elements, count, places, side=side)
+    launch = TraversalLaunch(
+        plan, "forward", rows.lists, spec, "relational_traversal", elements, count, places, side=side
+    )
 
     def run(buffers: dict[str, Tensor]) -> None:
         launch((*fixed, *addresses([buffers[name] for name in names])))
