@@ -309,9 +309,17 @@ class Buckets:
         self.buckets: list[Bucket] = []
 
     def move(self, batch: Data) -> Data:
-        """Return a batch on the model's device, with its graph if it came from the host with sorted edges."""
-        is_on_host = batch.edge_index.device.type == "cpu"
-        return move_batch(batch, self.device, self.has_kernels and FACTS in batch) if is_on_host else batch
+        """Return a batch on the model's device, with its graph if its edges are sorted.
+
+        What the host knows of a batch that was moved before is read from the device, for which the host waits.
+        """
+        is_sorted = self.has_kernels and FACTS in batch
+        if batch.edge_index.device.type == "cpu":
+            return move_batch(batch, self.device, is_sorted)
+        known = Graph.known(batch.edge_index, batch.num_nodes, batch.num_nodes, False, False) if is_sorted else None
+        if is_sorted and (known is None or known.facts is None):
+            _build(batch, BatchFacts.of(batch))
+        return batch
 
     def place(self, batch: Data) -> Bucket:
         """Put a batch on the device into a bucket.
@@ -354,6 +362,12 @@ def move_batch(batch: Data, device: torch.device, is_sorted: bool) -> Data:
     facts = BatchFacts.of(batch) if is_sorted else None
     batch = batch.to(device, non_blocking=True)
     if facts is not None:
-        batch.edge_index = batch.edge_index.long()
-        Graph.of_batch(batch, facts=facts)
+        _build(batch, facts)
     return batch
+
+
+def _build(batch: Data, facts: BatchFacts) -> None:
+    """Build the graph of a batch from what the host knows of it; layers find it by `batch.edge_index`."""
+    assert batch.edge_index is not None
+    batch.edge_index = batch.edge_index.long()
+    Graph.of_batch(batch, facts=facts)

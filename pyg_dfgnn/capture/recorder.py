@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,14 @@ class Recording:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """A block in which an operation that waits for the device raises before CUDA sees it and spoils the capture."""
+    """A block in which an operation that waits for the device raises before CUDA sees it and spoils the capture.
+
+    PyTorch's mode for this holds for all threads of the process. Where there are others, which may wait, CUDA itself
+    ends the capture.
+    """
+    if threading.active_count() > 1:
+        yield
+        return
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         # PyTorch warns once that it does not know every such operation.

@@ -41,17 +41,17 @@ class BatchFacts:
 
     @staticmethod
     def of(batch: Any) -> BatchFacts:
-        """The facts of a batch that is still on the host.
+        """The facts of a batch; where it has left the host, the host waits for them.
 
         Raises:
-            ValueError: Its graphs did not go through :class:`SortEdges`, or it has left the host.
+            ValueError: Its graphs did not go through :class:`SortEdges`.
         """
         facts = batch.get(FACTS)
-        if not isinstance(facts, Tensor) or facts.device.type != "cpu":
-            raise ValueError("'batch' needs graphs that went through SortEdges, and to be on the CPU still")
+        if not isinstance(facts, Tensor):
+            raise ValueError("'batch' needs graphs that went through SortEdges")
         ptr = batch.get("ptr")
-        nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.diff()
-        return BatchFacts.merge(nodes, facts)
+        nodes = torch.tensor([batch.num_nodes]) if ptr is None else ptr.to("cpu").diff()
+        return BatchFacts.merge(nodes, facts.to("cpu"))
 
     @staticmethod
     def merge(nodes: Tensor, facts: Tensor) -> BatchFacts:

@@ -356,7 +356,7 @@ class Graph(Derived):
         num_nodes = as_integer("num_nodes", batch.num_nodes)
         anchors, sizes = (edge_index,), (num_nodes, num_nodes, False, False)
         graph = _cache.get((id(edge_index), *sizes), anchors, (version_of(edge_index),))
-        if graph is None or graph.graph_ptr is None:
+        if graph is None or graph.graph_ptr is None or (facts is not None and graph.facts is None):
             check_sizes(num_nodes, num_nodes)
             with torch.inference_mode(False), torch.no_grad():
                 built = build_batch(batch, edge_index) if facts is None else trust_batch(batch, edge_index, facts)

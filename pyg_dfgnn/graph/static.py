@@ -221,7 +221,7 @@ class StaticGroups(Graph):
 
 def _facts(batch: Graph) -> BatchFacts:
     if batch.facts is None:
-        need = "graphs that went through SortEdges, in a batch of the host or of a DeviceDataset"
+        need = "graphs that went through SortEdges, in a batch of a loader or of a DeviceDataset"
         raise ValueError(f"'batch' needs facts: {need}")
     return batch.facts
 

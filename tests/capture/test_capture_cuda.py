@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -300,6 +301,64 @@ def test_a_layer_that_waits_is_named(wait):
     step = capture_step(other, masked_loss, second, data)
     losses = torch.stack([step() for _ in range(STEPS)])
     assert losses.isfinite().all() and "17 replays" in repr(step)
+
+
+class Copying(Thread):
+    """Another thread that copies and waits, on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends, self.error, self.rounds = Event(), None, 0
+
+    def run(self):
+        numbers = torch.arange(1000, device=CUDA)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not self.ends.is_set():
+                    assert numbers.cpu()[-1] == numbers.sum().item() - 498501
+                    torch.ones(9).to(CUDA, non_blocking=True)
+                    torch.cuda.current_stream().synchronize()
+                    self.rounds += 1
+        except Exception as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("name", ["gat", "gt"])
+def test_other_threads_copy_and_wait_meanwhile(name):
+    data = whole().to(CUDA)
+    (by, first), (ours, second) = twins(lambda: MODELS[name](0.0))
+    want, _ = by_hand(by, masked_loss, first, [data] * STEPS, plain)
+    other = Copying()
+    other.start()
+    try:
+        for _ in range(3):
+            # Each step captures anew.
+            step = capture_step(ours, masked_loss, second, data)
+            state = copy.deepcopy((ours.state_dict(), second.state_dict()))
+            losses = torch.stack([step() for _ in range(STEPS)])
+            ours.load_state_dict(state[0])
+            second.load_state_dict(state[1])
+            torch.testing.assert_close(losses, want, **NEAR)
+    finally:
+        other.ends.set()
+        other.join()
+    assert other.error is None and other.rounds
+
+
+@pytest.mark.parametrize("was_called", [False, True], ids=["", "a layer was called with it"])
+def test_batches_that_came_to_the_device_before(was_called):
+    members = graphs(rated)
+    loader = DataLoader(members, batch_size=8)
+    (left, first), (right, second) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2))
+    step = capture_step(right, weighted_loss, second, loader, forward=call)
+    for _ in range(4):
+        for batch, again in zip(loader, loader, strict=True):
+            batch, again = batch.to(CUDA), again.to(CUDA)
+            if was_called:
+                call(right, again)
+            want, _ = by_hand(left, weighted_loss, first, [batch], call)
+            torch.testing.assert_close(step(again), want[0], **NEAR)
+    assert "replays" in repr(step)
 
 
 def test_a_capture_that_cuda_ends_is_told_as_well():

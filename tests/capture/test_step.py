@@ -1,6 +1,7 @@
 """Captured steps take the steps of single launches; here what a GPU would replay is run again by the host."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch_geometric.data import Batch, Data
 
 from pyg_dfgnn.capture import Buckets, Capacity, CapturedStep, Recorder
 from pyg_dfgnn.capture.buckets import IGNORED, MaskedBatchNorm, RowMask
-from pyg_dfgnn.graph import DeviceDataset, SortEdges
+from pyg_dfgnn.capture.recorder import _waiting_refused
+from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
 from pyg_dfgnn.settings import settings
 from pyg_dfgnn.training.step import make_step
@@ -251,6 +253,38 @@ def test_convs_of_ours_need_sorted_graphs():
     model, given = GAT(5, 3, pyg_dfgnn.nn), batches()
     with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
         Buckets(model, capacity(given)).place(given[0])
+
+
+def test_a_batch_whose_graph_is_known_without_facts():
+    """As of a batch that came to the device, and to a layer, before it came to the step."""
+    import pyg_dfgnn.nn
+
+    model = GAT(5, 3, pyg_dfgnn.nn)
+    members = [SortEdges()(graph(8 + i, i)) for i in range(4)]
+    buckets, batch = Buckets(model, Capacity.of(members, 4)), Batch.from_data_list(members)
+    batch.edge_index = batch.edge_index.long()
+    assert Graph.of_batch(batch).facts is None
+    bucket = buckets.place(buckets.move(batch))
+    assert torch.equal(bucket.static.csr.rowptr[: batch.num_nodes + 1], Graph.of_batch(batch).csr.rowptr)
+
+
+def test_a_capture_leaves_the_waiting_of_other_threads_alone(monkeypatch):
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    if threading.active_count() == 1:
+        with _waiting_refused():
+            assert modes[-1] == "error"
+        assert modes[-1] == "default"
+    ended, modes[:] = threading.Event(), ["default"]
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    try:
+        with _waiting_refused():
+            assert modes == ["default"]
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_a_resumed_optimizer_counts_on():
