@@ -6,6 +6,7 @@ Swap the import (``from pyg_dfgnn.nn import GATConv``) or call ``pyg_dfgnn.accel
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pyg_dfgnn import operator as _operator  # noqa: F401
 from pyg_dfgnn.settings import settings
 
 if TYPE_CHECKING:

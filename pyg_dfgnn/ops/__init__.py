@@ -1,5 +1,6 @@
-"""Functional operators with autograd, registered with torch.library."""
+"""Functional operators with autograd. With this package all families of ops are known by their names."""
 
+from pyg_dfgnn.ops import relational, segment
 from pyg_dfgnn.ops.attention.functional import (
     add_attention,
     cosine_attention,
@@ -10,6 +11,8 @@ from pyg_dfgnn.ops.attention.functional import (
 )
 
 __all__ = [
+    "relational",
+    "segment",
     "add_attention",
     "cosine_attention",
     "dot_attention",

@@ -1,4 +1,4 @@
-"""Autograd of every op, and the one registered operator that tracers see.
+"""Autograd of every op, and what runs the calls of the registered operator (:mod:`pyg_dfgnn.operator`).
 
 Nothing here knows an op: what runs comes with the call, or is found by the name of its program.
 """
@@ -193,11 +193,25 @@ class Runner(Protocol):
 
 ops: dict[str, Runner] = {}
 """What runs a program, by the start of its name."""
+makers: list[Callable[[str], None]] = []
+"""(start of a name) -> None, having put what runs such programs into :data:`ops` if it is of the maker's family."""
 
 
 def runner_of(name: str) -> Runner:
-    """Return what runs a program."""
-    return ops[name.partition(":")[0]]
+    """Return what runs a program, which another process may have named.
+
+    Raises:
+        ValueError: No op has this name.
+    """
+    start = name.partition(":")[0]
+    if start not in ops:
+        for make in makers:
+            make(start)
+    if start not in ops:
+        known = ", ".join(sorted(ops))
+        need = "the name of an op; a score of one's own is known once pyg_dfgnn.statements.scores.register has taken it"
+        raise ValueError(f"'program' needs {need} (got {start!r}, and of known names {known})")
+    return ops[start]
 
 
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph. Code that
@@ -249,40 +263,6 @@ class Traced(Function):
         grads = torch.ops.pyg_dfgnn.run(program, anchors, sizes, inputs, numbers)
         by_place = dict(zip(places, grads, strict=True))
         return *(None,) * before, *(by_place.get(place) for place in range(len(present)))
-
-
-_library = torch.library.Library("pyg_dfgnn", "DEF")
-# Inductor's CUDA graphs copy edge_index into a buffer of theirs: a replay would launch on the recorded graph.
-_library.define(
-    "run(str program, Tensor[] anchors, SymInt[] sizes, Tensor?[] inputs, float[] numbers) -> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-
-
-def _run(
-    name: str,
-    anchors: Sequence[Tensor],
-    sizes: Sequence[int],
-    inputs: Sequence[Tensor | None],
-    numbers: Sequence[float],
-) -> list[Tensor]:
-    """Run a program on tensors."""
-    return runner_of(name).run(name, anchors, sizes, inputs, numbers)
-
-
-def _run_fake(
-    name: str,
-    anchors: Sequence[Tensor],
-    sizes: Sequence[Any],
-    inputs: Sequence[Tensor | None],
-    numbers: Sequence[float],
-) -> list[Tensor]:
-    """Return empty results of the shapes and dtypes that the program gives."""
-    return runner_of(name).empty_results(name, anchors, sizes, inputs)
-
-
-_library.impl("run", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("pyg_dfgnn::run", _run_fake, lib=_library)
 
 
 def run_program(

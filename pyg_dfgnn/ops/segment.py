@@ -18,6 +18,7 @@ from pyg_dfgnn.errors import check_bool, check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
+from pyg_dfgnn.ops.function import makers
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
 from pyg_dfgnn.runtime.cusparse import SpMM
@@ -226,6 +227,17 @@ def _request(
             setattr(_ops, _name_of(*key), _op_of(*key))
         _requests[names, message, self_loops] = known
     return known
+
+
+def _make(start: str) -> None:
+    """Make the op that the name of a statement spells, if it is one of an aggregation."""
+    family, *rest = start.split("/")
+    if family == "segment" and len(rest) > 1:
+        message, stats, *loops = rest
+        _request(tuple(stats.split("+")), message, bool(loops))
+
+
+makers.append(_make)
 
 
 def _refuse_operands(message: str, **operands: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.typed_rows import one_type
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
 from pyg_dfgnn.ops.core import Edges, Op, is_eager_on
+from pyg_dfgnn.ops.function import makers
 from pyg_dfgnn.ops.relational.linear import typed_linear
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import Settings
@@ -122,6 +123,16 @@ def op_by_role(score: Score) -> Op:
     if op is None:
         op = _ops[score] = op_of(register(score), {})
     return op
+
+
+def _make(start: str) -> None:
+    """Make the op of a score that was stated outside the package, if one has this name."""
+    family, _, score = start.partition("/")
+    if family == "attention" and score in SCORES:
+        op_by_role(SCORES[score])
+
+
+makers.append(_make)
 
 
 def edge_attention(
