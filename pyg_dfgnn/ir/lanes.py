@@ -122,8 +122,11 @@ class _Inference:
         value = self.program.values[i]
         if value.op == "outer":
             short, wide = value.args
-            form = ROWS + self._root(wide)
-            self.args[i, form] = self._short(short), form.removeprefix(ROWS)
+            row = self._root(wide)
+            if row == SHORT:
+                raise self._refuse(i, "multiplies two short rows")
+            form = ROWS + row
+            self.args[i, form] = self._short(short), row
             return form
         for letters in ("HC", "C", "H", ""):
             labels = self._spread(self.program.values[i].shape, letters)
