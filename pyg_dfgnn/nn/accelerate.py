@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 
@@ -18,9 +20,11 @@ from pyg_dfgnn.settings import current, settings
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def _check_module(model: Any) -> None:
+def _checked(model: Any) -> torch.nn.Module:
+    """Return a module; of one that `torch.compile` has returned the module inside."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"'model' needs a torch.nn.Module (got {type(model).__name__})")
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 Choice = type | str | Iterable[type | str] | None
@@ -47,9 +51,9 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         TypeError: `model` is not a module, or `only` or `skip` names layers by anything else than classes and names.
         ValueError: No layer of `model` has a name in `only` or `skip`.
     """
-    _check_module(model)
+    inner = _checked(model)
     taken, left_out = _choices("only", only), _choices("skip", skip)
-    named = list(model.named_modules())
+    named = list(inner.named_modules())
     for argument, choices in (("only", taken), ("skip", left_out)):
         for name in choices:
             if isinstance(name, str) and not any(fnmatch(known, name) for known, _ in named):
@@ -57,7 +61,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     chosen = [m for name, m in named if (only is None or _is_in(taken, name, m)) and not _is_in(left_out, name, m)]
     swapped = [module for module in chosen if type(module) in DROP_INS]
     ours = tuple(DROP_INS.values())
-    inside = {part for module in model.modules() if isinstance(module, ours) for part in module.modules()}
+    inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
     for module in swapped:
         inside.update(module.modules())
         module.__class__ = DROP_INS[type(module)]
@@ -72,7 +76,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
             # What PyG leaves after an explanation would hide the class's function.
             module.__dict__.pop("propagate", None)
     if current().fallback != "silent":
-        rows = list(rows_of(model))
+        rows = list(rows_of(inner))
         new = _counted(row.kind for module, row in rows if module in set(swapped))
         left = _counted(row.kind for _, row in rows if row.state == "left")
         marked = _counted(type(module).__name__ for module in new_compiled)
@@ -119,8 +123,7 @@ def restore(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module(model)
-    for module in model.modules():
+    for module in _checked(model).modules():
         module.__dict__.pop(MARK, None)
         if is_parametrized(module):
             # Of a class of its own, which torch has derived from the layer's.
@@ -164,8 +167,7 @@ def report(model: torch.nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module(model)
-    return Report(row for _, row in _rows(model))
+    return Report(row for _, row in _rows(_checked(model)))
 
 
 def describe_plan(
@@ -186,7 +188,7 @@ def describe_plan(
     Raises:
         TypeError: `model` is not a module.
     """
-    _check_module(model)
+    model = _checked(model)
     device = None if device is None else torch.device(device)
     rows = {row.name: (module, row) for module, row in _rows(model)}
     if "" in rows:
@@ -202,7 +204,9 @@ def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *a
         return describe(module, device, *args, **kwargs)
     if not row.drop_in:
         return Description(str(module), (row.why,))
-    description: Description = module._describe(device, *args, **kwargs)  # type: ignore[operator]
+    # Positions and names of the arguments as the forward takes them.
+    call = signature(module.forward).bind(*args, **kwargs)
+    description: Description = module._describe(device, *call.args, **call.kwargs)  # type: ignore[operator]
     return description
 
 
@@ -226,7 +230,8 @@ def _layers(
         hook.of_description = True  # type: ignore[attr-defined]
         module.register_forward_pre_hook(hook, with_kwargs=True)
     fallback = current().fallback
-    with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"):
+    is_eager = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"), is_eager:
         model(*args, **kwargs)
     for name, (module, _) in rows.items():
         yield name, layers.get(name, Description(str(module), ("this forward does not call the layer",)))
