@@ -244,6 +244,12 @@ class CapturedStep(Step):
         lines = [f"  {kind} on {capture.shown(self._warm_ups)}" for (kind, _), capture in self._captures.items()]
         return "\n".join([super().__repr__(), *lines])
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError(
+            "'step' needs to be made anew by capture_step: a captured step is bound to the memory of its model "
+            f"(got a {type(self).__name__} to be copied or pickled)"
+        )
+
     @property
     def _warm_ups(self) -> int:
         return self.WARM_UPS if self.group.size == 1 else self.SHARED_WARM_UPS

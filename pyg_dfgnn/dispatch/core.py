@@ -149,6 +149,11 @@ class Option:
     price: Callable[[], Cost] = field(default=lambda: Cost({}), repr=False, compare=False)
     measured_s: float | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # With its cost, and without the graph and the family that make it.
+        known = partial(_known, self.cost)
+        return Option, (self.schedule, self.reasons, self.plan, known, self.measured_s)
+
     @cached_property
     def cost(self) -> Cost:
         """Its estimated time, found when first asked for: it may read facts of the graph that take a while."""
@@ -166,6 +171,10 @@ class Option:
             return f"{self.schedule} cannot run: {'; '.join(self.reasons)}"
         measured = "" if self.measured_s is None else f"{1e3 * self.measured_s:.3g} ms measured, "
         return f"{self.schedule}: {measured}{self.cost}"
+
+
+def _known(cost: Cost) -> Cost:
+    return cost
 
 
 @dataclass(frozen=True)

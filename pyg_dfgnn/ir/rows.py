@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +111,12 @@ class Rows:
         else:
             self.lists = RowLists(graph, types, num_types)
         self.sizes, self.device, self.derived = self.lists.sizes, graph.device, self.lists.derived
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = {S: "source_type", D: "target_type"}
+        types: dict[str, Any] = {names[row]: type_of for (row, _), type_of in self.lists.types.items()}
+        num_types = max((self.sizes[domain] for _, domain in self.lists.types), default=0)
+        return partial(Rows, **types, num_types=num_types), (self.graph,)
 
     def index(self, row: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each row of `row` determines, int64 [rows].

@@ -241,6 +241,7 @@ class Relational:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
         self.domains: dict[str, Domain] = {}
         self._needed: set[str] = set()
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -249,6 +250,10 @@ class Relational:
             self.domains[name] = parameter.annotation
             if parameter.default is not None:
                 self._needed.add(name)
+
+    def __reduce__(self) -> str:
+        # Found by its name, as the function is. What is prepared for it is found by the object: copies are the object.
+        return self.__qualname__
 
     def takes(self, names: Set[str]) -> bool:
         """Return whether inputs of these names are all that the function needs, and no others."""

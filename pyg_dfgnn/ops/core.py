@@ -29,6 +29,7 @@ from pyg_dfgnn.ops.function import (
     ops,
     run_program,
     run_traced,
+    runner_of,
 )
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
@@ -76,6 +77,10 @@ class Op:
         ops[self.statement.name] = self
         # Known from here on: torch.compile cannot trace the first look at a cached property.
         _ = self.statement.input_names, self._value_place, self.edge_place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Found by its name in any process; a copy is the op itself.
+        return runner_of, (self.statement.name,)
 
     def shape(
         self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], interleaved: Any = None

@@ -1,9 +1,9 @@
-"""The record of an attention score: its operands, its CUDA struct, its formula in plain torch, and its tuning."""
+"""The record of an attention score: operands, CUDA struct, formula in plain torch, tuning; the registry of scores."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -119,6 +119,16 @@ class Score:
         if unknown:
             raise ValueError(f"'gradients' needs names of operands (got {', '.join(sorted(unknown))})")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        says = _fields_of(self)
+        return _restored, ({name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in says.items()},)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Score":
+        return self
+
+    def __copy__(self) -> "Score":
+        return self
+
     @property
     def texts(self) -> tuple[tuple[str, str], ...]:
         """The text that the kernels include as "score.cuh", with its name: what a module of this score injects."""
@@ -197,3 +207,39 @@ class Score:
 
 _UNTUNED_ROWS = RowSplitTuning()
 _UNTUNED_SMEM = SmemTuning()
+
+
+_scores: dict[str, Score] = {}
+SCORES: Mapping[str, Score] = MappingProxyType(_scores)
+"""Every score by its name."""
+
+
+def register(score: Score) -> Score:
+    """Add a score to :data:`SCORES`, so that operators find it by its name.
+
+    Args:
+        score: The record.
+
+    Returns:
+        The record, or the one that has its name and says the same.
+
+    Raises:
+        ValueError: Another record, which says something else, has this name.
+    """
+    known = _scores.setdefault(score.name, score)
+    if known is not score and _fields_of(known) != _fields_of(score):
+        need = "a name that no other score has: a changed score needs another name or a new process"
+        raise ValueError(f"'score' needs {need} (got {score.name!r})")
+    return known
+
+
+def _fields_of(score: Score) -> dict[str, Any]:
+    """Return what a record says, by field."""
+    return {each.name: getattr(score, each.name) for each in fields(score)}
+
+
+def _restored(says: Mapping[str, Any]) -> Score:
+    """Return the record of a pickle: the registered one of its name where both say the same."""
+    score = Score(**says)
+    known = _scores.get(score.name)
+    return known if known is not None and _fields_of(known) == _fields_of(score) else score

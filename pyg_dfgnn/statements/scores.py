@@ -1,12 +1,9 @@
-"""The attention scores of the package, and the registry that scores stated outside the package join."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
+"""The attention scores of the package; scores stated outside of it join them in :data:`SCORES`."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_dfgnn.statements.score import EdgeOperands, Score
+from pyg_dfgnn.statements.score import SCORES, EdgeOperands, Score, register
 from pyg_dfgnn.statements.tuning import (
     BlockMmaTuning,
     PaperTuning,
@@ -29,28 +26,6 @@ __all__ = [
     "Score",
     "register",
 ]
-
-_scores: dict[str, Score] = {}
-SCORES: Mapping[str, Score] = MappingProxyType(_scores)
-"""Every score by its name."""
-
-
-def register(score: Score) -> Score:
-    """Add a score to :data:`SCORES`, so that operators find it by its name.
-
-    Args:
-        score: The record.
-
-    Returns:
-        The record.
-
-    Raises:
-        ValueError: Another record has this name.
-    """
-    if _scores.setdefault(score.name, score) is not score:
-        need = "a name that no other score has: a changed score needs another name or a new process"
-        raise ValueError(f"'score' needs {need} (got {score.name!r})")
-    return score
 
 
 def _dot_logits(o: EdgeOperands) -> Tensor:

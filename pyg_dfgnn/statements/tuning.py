@@ -4,11 +4,20 @@ A direction is "forward", "targets" or "sources". A layout depends on the bytes 
 number of features that a lane holds of a row.
 """
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+
+def read_only(table: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    """Return a table that nobody may edit."""
+    return MappingProxyType(table)
+
+
+# Records and plans hold such tables, which Python copies and pickles no more than modules.
+copyreg.pickle(MappingProxyType, lambda table: (read_only, (dict(table),)))  # type: ignore[arg-type]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 

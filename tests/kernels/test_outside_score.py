@@ -13,7 +13,7 @@ from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference.attention import edge_attention
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements import scores
+from pyg_dfgnn.statements import score as statements
 from pyg_dfgnn.statements.scores import SUPERGAT_MX, SUPERGAT_SD, EdgeOperands, Score, register
 from tests.covering import covering
 from tests.emu import needs_compiler
@@ -155,7 +155,7 @@ def registered():
         register(score)
     yield
     for name in SCORES:
-        del scores._scores[name]
+        del statements._scores[name]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from pyg_dfgnn.nn import DROP_INS, GATConv
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
-from pyg_dfgnn.statements import scores
+from pyg_dfgnn.statements import score
 from tests.configs.train import train_config
 from tools import published
 
@@ -100,7 +100,7 @@ def test_own_score(capsys):
         messages = weights[..., None] * wide["value"][source]
         torch.testing.assert_close(out, torch.zeros(100, 8, 16).double().index_add(0, target, messages))
     finally:
-        scores._scores.pop("distance", None)
+        score._scores.pop("distance", None)
     assert capsys.readouterr().out == "torch.Size([100, 8, 16])\n"
 
 

@@ -16,18 +16,16 @@ from pyg_dfgnn.statements.scores import DOT, SCORES, Score, register
 @pytest.fixture
 def registered(monkeypatch):
     """Register a score for one test."""
-    from pyg_dfgnn.statements import scores
-
-    monkeypatch.setattr(scores, "_scores", known := dict(scores._scores))
+    monkeypatch.setattr(statements, "_scores", known := dict(statements._scores))
     monkeypatch.setattr("pyg_dfgnn.dispatch.attention.problem.SCORES", known)
     monkeypatch.setattr("pyg_dfgnn.dispatch.attention.row_split.SCORES", known)
     return register
 
 
 def test_a_name_is_taken_once():
-    register(DOT)
+    assert register(DOT) is register(replace(DOT)) is DOT
     with pytest.raises(ValueError, match="'score' needs a name that no other score has: .* .got 'dot'."):
-        register(replace(DOT))
+        register(replace(DOT, source="struct Score {};"))
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def op_by_role(score: Score) -> Op:
     """Return the op of a score; the inputs of one stated outside the package go by their roles."""
     op = _ops.get(score)
     if op is None:
-        op = _ops[score] = op_of(register(score), {})
+        # Of a copy that another process has made the one that is known.
+        known = register(score)
+        op = _ops[known] = _ops[score] = _ops.get(known) or op_of(known, {})
     return op
 
 
