@@ -4,8 +4,9 @@ from pyg_dfgnn.graph.adjacency import Adjacency
 from pyg_dfgnn.graph.batch import SortEdges
 from pyg_dfgnn.graph.chunks import Chunks
 from pyg_dfgnn.graph.device_dataset import DeviceDataset
+from pyg_dfgnn.graph.edge_set import EdgeSet
 from pyg_dfgnn.graph.facts import BatchFacts
-from pyg_dfgnn.graph.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.graph import Graph
 from pyg_dfgnn.graph.relations import compact_rows
 from pyg_dfgnn.graph.static import StaticGraph, StaticGroups
 

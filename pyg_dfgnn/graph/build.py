@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,19 @@ class Built:
     graph_ptr: Tensor | None = None
     max_graph_nodes: int | None = None
     facts: BatchFacts | None = None
+
+
+def moved(built: Built, move: Callable[[Tensor], Tensor]) -> Built:
+    """Return the result of a build with all arrays moved, which the host's facts are none of."""
+
+    def side(of: Adjacency | None) -> Any:
+        if of is None:
+            return None
+        rowptr, col = move(of.rowptr), move(of.col)
+        return replace(of, rowptr=rowptr, col=col, perm=col if of.perm is of.col else move(of.perm))
+
+    stays, graph_ptr = (None if array is None else move(array) for array in (built.stays, built.graph_ptr))
+    return replace(built, csr=side(built.csr), csc=side(built.csc), stays=stays, graph_ptr=graph_ptr)
 
 
 def check_sizes(num_src: int, num_dst: int) -> None:

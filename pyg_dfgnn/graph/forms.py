@@ -9,6 +9,7 @@ import torch
 import torch_geometric.typing
 from torch import Tensor
 from torch_geometric import EdgeIndex
+from torch_geometric.data.data import BaseData
 from torch_geometric.utils import add_self_loops, is_sparse, remove_self_loops
 
 from pyg_dfgnn.errors import check_dtype, check_shape
@@ -43,6 +44,37 @@ def check_edge_index(edge_index: Any, name: str = "edge_index") -> None:
     check_dtype(name, edge_index, INDEX_DTYPES)
     if edge_index.size(1) > MAX_EDGES:
         raise ValueError(f"'{name}' needs at most {MAX_EDGES} edges (got {edge_index.size(1)})")
+
+
+def with_sizes(edges: Any, num_src: Any, num_dst: Any, transposed: bool) -> tuple[Any, Any, Any]:
+    """Return edges with the numbers of nodes that they tell where the user does not: those of `Data` are taken from it.
+
+    Args:
+        edges: As for :meth:`pyg_dfgnn.graph.Graph.of`.
+        num_src: Number of sources; None if the edges tell it.
+        num_dst: Number of targets; None if the edges tell it, or it is `num_src`.
+        transposed: Whether row 0 holds the targets.
+
+    Raises:
+        TypeError: Data of several edge types or without edges, or no number of nodes.
+    """
+    if isinstance(edges, BaseData):
+        data = edges
+        if hasattr(data, "edge_types"):
+            kind = type(data).__name__
+            raise TypeError(f"'edge_index' needs data with one edge type, or the edges of one (got {kind})")
+        edges = getattr(data, "edge_index", None)
+        edges = getattr(data, "adj_t", None) if edges is None else edges
+        if edges is None:
+            raise TypeError(f"'edge_index' needs data with an 'edge_index' or 'adj_t' (got {data})")
+        num_src = data.num_nodes if num_src is None else num_src
+    if num_src is None and (isinstance(edges, EdgeIndex) or is_adjacency(edges)):
+        told = edges.sparse_size() if isinstance(edges, EdgeIndex) else (edges.size(1), edges.size(0))
+        num_src, other = told[::-1] if transposed else told
+        num_dst = other if num_dst is None else num_dst
+    if num_src is None:
+        raise TypeError("'num_src' needs the number of nodes, which this 'edge_index' does not tell (got None)")
+    return edges, num_src, num_dst
 
 
 def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> Edges:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 from torch_geometric import EdgeIndex
+from torch_geometric.data.data import BaseData
+from typing_extensions import Self
 
 from pyg_dfgnn.errors import as_integer, check_bool, check_choice, check_tensor
 from pyg_dfgnn.graph import forms
@@ -36,9 +38,11 @@ from pyg_dfgnn.graph.build import (
     build_ptr,
     build_relation,
     check_sizes,
+    moved,
 )
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived, version_of
+from pyg_dfgnn.graph.edge_set import Key
 from pyg_dfgnn.graph.facts import BatchFacts
 
 FLOWS = ("source_to_target", "target_to_source")
@@ -50,46 +54,10 @@ HAS_LOOPS = "has_loops"
 # Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps them all.
 MAX_CACHED_GRAPHS = 1024
 
-Key = tuple[Any, ...]
-"""The anchors of a graph, then its sizes: what :meth:`Graph.resolve` takes.
-
-========================= ============================================================
-anchors                   sizes
-========================= ============================================================
-`edge_index`              `num_src`, `num_dst`, `self_loops`, `transposed`
-`edge_index`, `edge_type` `num_src`, `num_dst`, `self_loops`, `transposed`, `num_relations`
-`index`                   `num_groups`
-`ptr`                     none
-========================= ============================================================
-"""
-
 _cache: GraphCache[Graph] = GraphCache(MAX_CACHED_GRAPHS)
 # Graphs by the id of the edge_index they made themselves: found without keeping either alive.
 _by_own_edge_index: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
 _builders: dict[tuple[str, str], Callable[[Graph], Adjacency]] = {}
-
-
-class EdgeSet(NamedTuple):
-    """What names a graph without building it: the flat arguments of :meth:`Graph.resolve`.
-
-    Args:
-        edge_index: int64 or int32 [2, E].
-        num_src: Number of sources.
-        num_dst: Number of targets.
-        self_loops: Whether self-loops are replaced as PyG's GATConv does.
-        transposed: Whether row 0 holds the targets.
-    """
-
-    edge_index: Tensor
-    num_src: int
-    num_dst: int
-    self_loops: bool = False
-    transposed: bool = False
-
-    @property
-    def key(self) -> Key:
-        """The five fields as a plain tuple."""
-        return tuple(self)
 
 
 class Graph(Derived):
@@ -149,6 +117,12 @@ class Graph(Derived):
             self._derived["adjacency", "sources", "targets"] = built.csc
         self._reset_streams()
 
+    def __new__(cls, *args: Any, **_: Any) -> Self:
+        if cls is Graph and not (args and isinstance(args[0], Built)):
+            need = "to be made by Graph.of(edge_index, num_nodes), Graph.of(data) or another of its methods"
+            raise TypeError(f"'Graph' needs {need} (got a call of the class)")
+        return super().__new__(cls)
+
     def __repr__(self) -> str:
         loops = ", self_loops=True" if self.self_loops else ""
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges{loops}, {self.device})"
@@ -162,22 +136,54 @@ class Graph(Derived):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_fixed("pickled")
+        return _unpickled, self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        """Return what :func:`_unpickled` makes the graph of: its edges, and no more than that is derived."""
         by_source = self.on_this_stream()._derived.get(("adjacency", "sources", "targets"))
         batch = self.graph_ptr, self.max_graph_nodes, self.facts
         built = Built(self.csr, by_source, self._source_sorted, self._stays, *batch)
-        return _unpickled, (built, self._sizes, self.self_loops, self.relation)
+        return built, self._sizes, self.self_loops, self.relation
 
     def _check_fixed(self, done: str) -> None:
         if self.is_static:
             need = f"edges that stay as they are to be {done}"
             raise TypeError(f"'graph' needs {need} (got a {type(self).__name__}, which batches are put into)")
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Graph:
+        """Return the graph on a device, as a tensor's `to` does: itself if it is there. `Data.to` moves a graph too.
+
+        Raises:
+            TypeError: The edges of the graph change.
+        """
+        if torch.empty(0, device=device).device == self.device:
+            return self
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def cpu(self) -> Graph:
+        """Return the graph on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None, *, non_blocking: bool = False) -> Graph:
+        """Return the graph on a CUDA device, by default on the current one."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> Graph:
+        """Return the graph in pinned memory of the host."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Graph:
+        self._check_fixed("moved")
+        built, sizes, self_loops, relation = self._parts()
+        with torch.inference_mode(False), torch.no_grad():
+            return _unpickled(moved(built, move), sizes, self_loops, None if relation is None else move(relation))
+
     # Making a graph -------------------------------------------------------------------------------------------------
 
     @staticmethod
     def of(
         edge_index: Any,
-        num_src: int,
+        num_src: int | None = None,
         num_dst: int | None = None,
         *,
         flow: str = "source_to_target",
@@ -189,8 +195,8 @@ class Graph(Derived):
 
         Args:
             edge_index: int64 or int32 [2, E]; `EdgeIndex`, whose order is made use of; or an adjacency matrix `adj_t`
-                [num_dst, num_src] as `torch.sparse` COO, CSR, CSC or `torch_sparse.SparseTensor`.
-            num_src: Number of sources.
+                [num_dst, num_src] as `torch.sparse` COO, CSR, CSC or `torch_sparse.SparseTensor`; or `Data` with one.
+            num_src: Number of sources; may be left out where `edge_index` is no plain tensor, and tells it.
             num_dst: Number of targets; `num_src` if None.
             flow: Which row holds the targets: 1 for `"source_to_target"`, 0 for `"target_to_source"`.
             self_loops: Remove all self-loops and append one for each of the first `min(num_src, num_dst)` nodes, as
@@ -199,12 +205,15 @@ class Graph(Derived):
             num_relations: Number of relations.
 
         Raises:
-            TypeError: Not one of these forms, ids of another dtype, a size that is no integer, or `self_loops` no bool.
+            TypeError: Not one of these forms, ids of another dtype, a size that is no integer or that nothing tells, or
+                `self_loops` no bool.
             ValueError: Another shape, an id out of range, more edges or nodes than int32 can count, or a flow that
                 the form does not have.
         """
         check_choice("flow", flow, FLOWS)
         check_bool("self_loops", self_loops)
+        if num_src is None or isinstance(edge_index, BaseData):
+            edge_index, num_src, num_dst = forms.with_sizes(edge_index, num_src, num_dst, flow == "target_to_source")
         num_src = as_integer("num_src", num_src)
         num_dst = num_src if num_dst is None else as_integer("num_dst", num_dst)
         sizes = num_src, num_dst, self_loops, flow == "target_to_source"
