@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_dfgnn.errors import check_bool
+
+log = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 Folders = Sequence[str | Path]
@@ -167,11 +170,22 @@ def cached(
     file = Path(cache).expanduser() / "made" / f"{name}-{digest}.pt"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):
-        if not file.is_file():
-            packed = {split: pack(graphs) for split, graphs in make().items()}
-            partial = file.with_suffix(".partial")
-            torch.save({"parameters": text, "splits": packed}, partial)
-            os.replace(partial, file)
+        if file.is_file():
+            try:
+                return _read(file)
+            except (MemoryError, OSError):
+                raise
+            # Of a damaged file, torch raises errors of many kinds.
+            except Exception as error:
+                log.warning("%s is damaged (%s) and is made anew", file, " ".join(str(error).split())[:200])
+        packed = {split: pack(graphs) for split, graphs in make().items()}
+        partial = file.with_suffix(".partial")
+        torch.save({"parameters": text, "splits": packed}, partial)
+        os.replace(partial, file)
+        return _read(file)
+
+
+def _read(file: Path) -> dict[str, list[Data]]:
     splits = torch.load(file, mmap=True, weights_only=True)["splits"]
     return {split: unpack(packed) for split, packed in splits.items()}
 

@@ -61,6 +61,16 @@ def test_what_was_read_can_be_changed_without_changing_the_file(tmp_path):
         graph.x.fill_(7)
 
 
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"h\x01."])
+def test_a_damaged_file_is_named_and_made_anew(tmp_path, caplog, damage):
+    cached(tmp_path, "graphs", {}, make_splits)
+    (file,) = (tmp_path / "made").glob("*.pt")
+    file.write_bytes(damage(file.read_bytes()))
+    assert_same(cached(tmp_path, "graphs", {}, make_splits), make_splits())
+    assert f"{file} is damaged" in caplog.text and "made anew" in caplog.text
+    assert_same(cached(tmp_path, "graphs", {}, lambda: 1 / 0), make_splits())
+
+
 def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     def save(_, path):
         path.write_bytes(b"half a file")
