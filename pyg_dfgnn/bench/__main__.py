@@ -37,5 +37,7 @@ if __name__ == "__main__":
     let_threads_sleep()
     # An error in one experiment ends the command with its traceback.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    # Plots are drawn to a file; the backend of a notebook may be absent here.
+    os.environ["MPLBACKEND"] = "agg"
     main()
     sys.exit(max(codes, default=0))

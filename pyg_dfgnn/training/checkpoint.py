@@ -31,11 +31,20 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint so that a reader sees the old or the new file, never a partial one."""
+    """Write a checkpoint so that a reader sees the old or the new file, never a partial one.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written to.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        # Other files of the run need the room.
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -231,6 +231,16 @@ def graph_batches(
     return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
 
 
+def check_sampling() -> None:
+    """Check that PyG has a library to sample neighbours with.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
+        raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
+
+
 def sampled(
     graph: Data, device: torch.device, options: Mapping[str, Any], order: torch.Generator, group: Group
 ) -> NeighborLoader:
@@ -246,8 +256,7 @@ def sampled(
     Raises:
         ValueError: PyG has no library to sample with.
     """
-    if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
-        raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
+    check_sampling()
     options = {"pin_memory": device.type == "cuda", "generator": order, **options}
     nodes = graph.train_mask.nonzero().view(-1)
     if group.size == 1:

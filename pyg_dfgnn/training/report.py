@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 import pyg_dfgnn
 
@@ -78,6 +77,8 @@ def write_rows(path: Path, fields: Iterable[str], rows: Iterable[Mapping[str, An
 
 def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_epoch: int) -> Path:
     """Draw loss and accuracy over the epochs, training and validation, with the chosen epoch marked."""
+    from matplotlib.figure import Figure
+
     epochs = [row["epoch"] for row in history]
     # A line needs two points.
     marker = "o" if len(epochs) == 1 else None

@@ -7,12 +7,13 @@ import inspect
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,11 +29,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import pyg_dfgnn
+from pyg_dfgnn.capture.step import check_optimizer
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.graph.reorder import METHODS
 from pyg_dfgnn.nn import fallback
+from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Options, Trainer, step_scheduler
@@ -75,21 +79,25 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     method = config["data"]["reorder"]
     check_choice("data.reorder", method, (None, *METHODS))
     reorder = None if method is None else Reorder(method)
-    names = [field.name for field in fields(Options)]
-    if unknown := [name for name in config["trainer"] if name not in names]:
-        raise ValueError(f"'trainer' needs options among {', '.join(names)} (got {', '.join(unknown)})")
-    options = Options(**config["trainer"])
+    with _options("trainer", config["trainer"], Options):
+        options = Options(**config["trainer"])
+    with _options("backend.settings", backend["settings"], Settings):
+        replace(current(), **backend["settings"])
     folder = run_folder(config["paths"]["run"])
     config["paths"]["run"] = str(folder)
     device = choose_device(config["device"])
     # Hydra would wrap an error of the call and escape its line breaks, so that it only makes a partial here.
     make = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
-    with torch.device("meta"):
-        # Wrong arguments are refused before the data are made.
+    # Wrong arguments are refused before the data are made.
+    with torch.device("meta"), _arguments("model", config["model"]):
         make(1, 1)
-    _try_arguments(cfg)
     group = group or Group.of_environment(device)
     device = group.device
+    optimizer = _try_arguments(cfg, device)
+    if options.cuda_graph:
+        check_optimizer(optimizer)
+    with _arguments("trainer", config["trainer"]):
+        options.check_place(device, group)
     if not group.is_main:
         logging.getLogger("pyg_dfgnn").setLevel(logging.WARNING)
     resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
@@ -101,8 +109,11 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     with pyg_dfgnn.settings(**backend["settings"]):
         torch.manual_seed(config["seed"])
         with group.first_alone():
-            task: Task = instantiate(cfg.data.task, _partial_=True)()
-        model = make_model(make, task).to(device)
+            make_task = instantiate(cfg.data.task, _partial_=True)
+            with _arguments("data.task", config["data"]["task"]):
+                task: Task = make_task()
+        with _arguments("model", config["model"]):
+            model = make_model(make, task).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         if reorder is not None:
@@ -114,19 +125,20 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             log.info("%s%s", "" if task.full_graph else "last graph: ", reorder.report)
         optimizer = make_optimizer(cfg.optimizer, model, device)
         scheduler = make_scheduler(cfg.scheduler, optimizer)
-        trainer = Trainer(
-            model,
-            task,
-            optimizer,
-            scheduler,
-            device,
-            folder,
-            config,
-            options,
-            seed=config["seed"],
-            group=group,
-            sort_edges=backend["sort_edges"] and device.type == "cuda",
-        )
+        with _arguments("trainer", config["trainer"]):
+            trainer = Trainer(
+                model,
+                task,
+                optimizer,
+                scheduler,
+                device,
+                folder,
+                config,
+                options,
+                seed=config["seed"],
+                group=group,
+                sort_edges=backend["sort_edges"] and device.type == "cuda",
+            )
         if resumed is not None:
             trainer.load_state(resumed)
             rest = ": nothing is left to train" if trainer.is_done else ""
@@ -141,13 +153,11 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             torch.cuda.reset_peak_memory_stats(device)
         try:
             trainer.fit()
-        except KeyboardInterrupt:
-            log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(folder))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(folder))
+            _plot(trainer)
             raise
-        finally:
-            if group.is_main and trainer.best is not None:
-                title = f"{type(model).__name__} on {task.name}"
-                curves = plot_curves(folder / "curves.png", title, trainer.history, trainer.best["epoch"])
         best_epoch = trainer.load_best()
         results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
     if not group.is_main:
@@ -155,6 +165,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     summary = {
         **results,
         "best_epoch": best_epoch,
+        "diverged_epoch": trainer.diverged_epoch,
         "epochs": trainer.epoch,
         "train_time_s": sum(row["time_s"] for row in trainer.history),
         "prepare_time_s": trainer.prepare_s,
@@ -172,10 +183,25 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "torch_geometric": torch_geometric.__version__,
         "pyg_dfgnn": pyg_dfgnn.__version__,
     }
-    metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
     log.info("test %s: %.2f %% (best epoch %d)", KINDS[task.metric], 100 * results["test_accuracy"], best_epoch)
-    log.info("metrics: %s, %s\nplots: %s", metrics_json, metrics_csv, curves)
+    if trainer.diverged_epoch is not None:
+        log.warning("the loss has diverged in epoch %d; a lower optimizer.lr may help", trainer.diverged_epoch)
+    metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
+    log.info("metrics: %s, %s", metrics_json, metrics_csv)
+    _plot(trainer)
     return results[config["returns"]]
+
+
+def _plot(trainer: Trainer) -> None:
+    """Draw the curves of a run, the last of its files, whose failure costs nothing else."""
+    if not trainer.group.is_main or trainer.best is None:
+        return
+    title = f"{type(trainer.model).__name__} on {trainer.task.name}"
+    try:
+        curves = plot_curves(trainer.folder / "curves.png", title, trainer.history, trainer.best["epoch"])
+        log.info("plots: %s", curves)
+    except Exception as error:
+        log.warning("plots: none, all other files are complete (%r)", error)
 
 
 def make_model(make: partial[Any], task: Task) -> Any:
@@ -245,26 +271,46 @@ def make_scheduler(config: DictConfig, optimizer: Optimizer) -> Any:
         return make(optimizer)
 
 
-def _try_arguments(cfg: DictConfig) -> None:
+def _try_arguments(cfg: DictConfig, device: torch.device) -> Optimizer:
     """Refuse wrong arguments of optimizer and scheduler, some of which a scheduler only reads in its steps."""
-    optimizer = make_optimizer(cfg.optimizer, nn.Linear(1, 1), torch.device("cpu"))
+    optimizer = make_optimizer(cfg.optimizer, nn.Linear(1, 1, device=device), device)
     scheduler = make_scheduler(cfg.scheduler, optimizer)
     with _arguments("scheduler", cfg.scheduler), warnings.catch_warnings():
         # The scheduler would warn that the optimizer has made no step.
         warnings.simplefilter("ignore")
         step_scheduler(scheduler, 1.0)
+    return optimizer
 
 
 @contextmanager
-def _arguments(name: str, config: DictConfig) -> Iterator[None]:
-    """A block whose errors are raised anew with the arguments of a config."""
+def _arguments(group: str, config: Mapping[Any, Any]) -> Iterator[None]:
+    """A block whose errors name an argument with its group of the config, or else the group with its arguments.
+
+    Errors that are not about arguments of this group pass as they are.
+    """
     try:
         yield
     except (TypeError, ValueError, ArithmeticError) as error:
+        text = str(error)
+        if (named := re.match(r"'(\w+)", text)) and named[1] in config:
+            raise type(error)(f"'{group}.{text[1:]}") from error
+        is_call = isinstance(error, TypeError) and "argument" in text
+        if named or "_target_" not in config or not (is_call or group in ("optimizer", "scheduler", "model")):
+            raise
         arguments = {key: value for key, value in config.items() if key != "_target_"}
         kind = config["_target_"].rpartition(".")[2]
         raised = TypeError if isinstance(error, TypeError) else ValueError
-        raise raised(f"'{name}' needs arguments that {kind} takes (got {arguments}): {error}") from error
+        raise raised(f"'{group}' needs arguments that {kind} takes (got {arguments}): {error}") from error
+
+
+@contextmanager
+def _options(group: str, config: Mapping[str, Any], kind: Any) -> Iterator[None]:
+    """A block that makes a dataclass of a group of the config: unknown options are refused, errors name the group."""
+    names = [field.name for field in fields(kind)]
+    if unknown := [name for name in config if name not in names]:
+        raise ValueError(f"'{group}' needs options among {', '.join(names)} (got {', '.join(unknown)})")
+    with _arguments(group, config):
+        yield
 
 
 def run_folder(name: str | None) -> Path:
@@ -295,8 +341,14 @@ def resume_command(folder: Path) -> str:
         return resume
     launched = {"WORLD_SIZE", "SUBMITIT_EXECUTOR"} & os.environ.keys()
     program = [] if launched else sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    overrides = [word for word in HydraConfig.get().overrides.task if not word.startswith("resume=")]
-    return shlex.join([*program, *overrides, resume])
+    job = HydraConfig.get()
+    folders = {source.provider: source.path for source in job.runtime.config_sources}
+    flags = [("config-dir", folders.get("command-line"), None), ("config-path", folders["main"], str(configs_dir()))]
+    flags.append(("config-name", job.job.config_name, "train"))
+    words = [f"--{flag}={value}" for flag, value, usual in flags if value != usual]
+    words += [word for word in job.overrides.hydra if not word.startswith("hydra.mode=")]
+    words += [word for word in job.overrides.task if not word.startswith("resume=")]
+    return shlex.join([*program, *words, resume])
 
 
 def choose_device(name: str) -> torch.device:

@@ -86,6 +86,16 @@ class Objective:
         return self.group.start_average(label_counts(y, self._num_classes, loss_weights=self.loss_weights))
 
 
+def check_captured(precision: str) -> None:
+    """Check that steps of a precision can be captured.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if precision == "fp16":
+        raise ValueError("'precision' needs fp32 or bf16 with cuda_graph: loss scaling is not captured (got fp16)")
+
+
 def make_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -121,6 +131,5 @@ def make_step(
     if not captured:
         scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         return Step(model, objective.loss, optimizer, data, scaler=scaler, **shared)
-    if precision == "fp16":
-        raise ValueError("'precision' needs fp32 or bf16 with cuda_graph: loss scaling is not captured (got fp16)")
+    check_captured(precision)
     return capture_step(model, objective.loss, optimizer, data, recorder=recorder or Recorder(device), **shared)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.training.report import write_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KEY = ("task", "model", "metric", "experiment", "convs", "device", "changes")
 """What makes a setting: its runs differ only in their seed, or in a split that the seed decides."""
@@ -120,6 +123,8 @@ def figure(groups: Groups, curves: Curves) -> Figure:
 
     Each task, model and experiment has a panel. Runs without a curve are left out; at least one run has a curve.
     """
+    from matplotlib.figure import Figure
+
     drawn = {key: [curves[run["run"]] for run in runs if run["run"] in curves] for key, runs in sorted(groups.items())}
     panels = list(dict.fromkeys(key[:4] for key in drawn if drawn[key]))
     shape = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
@@ -152,15 +157,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Sum up the runs of sweeps.")
     parser.add_argument("folders", nargs="+", help="run folders of the sweeps; the files go to the first one")
     folders = [Path(folder) for folder in parser.parse_args(words).folders]
+    # The figure is drawn to a file; the backend of a notebook may be absent here.
+    os.environ["MPLBACKEND"] = "agg"
     rows = collect(*folders)
     groups = by_seed(rows)
     files = [folders[0] / f"sweep.{suffix}" for suffix in ("csv", "md", "png")]
     write_rows(files[0], dict.fromkeys(name for row in rows for name in row), rows)
     files[1].write_text(markdown(table(groups)))
-    figure(groups, read_curves(rows)).savefig(files[2], dpi=110)
     for (task, model, metric, _, convs, *_), runs in groups.items():
         values = [run["test_accuracy"] for run in runs]
         print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
+    try:
+        figure(groups, read_curves(rows)).savefig(files[2], dpi=110)
+    except Exception as error:
+        print(f"{files.pop()} could not be drawn: {error!r}")
     print(", ".join(map(str, files)))
 
 

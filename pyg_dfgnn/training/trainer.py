@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -28,14 +30,24 @@ from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import checkpoint
-from pyg_dfgnn.training.loaders import Batches, Seeds, graph_batches, query_batches, sampled, whole_graph
+from pyg_dfgnn.training.loaders import (
+    Batches,
+    Seeds,
+    check_sampling,
+    graph_batches,
+    query_batches,
+    sampled,
+    whole_graph,
+)
 from pyg_dfgnn.training.metrics import RankScore, Score
 from pyg_dfgnn.training.report import write_rows
-from pyg_dfgnn.training.step import PRECISIONS, make_step
+from pyg_dfgnn.training.step import PRECISIONS, check_captured, make_step
 
 log = logging.getLogger(__name__)
 
 MONITORS = ("val_accuracy", "val_loss", "epoch")
+DIVERGED = 1e4
+"""A mean loss above this is that of no model that learns: guesses among K classes cost log K."""
 # These arguments of a DataLoader decide which samples are in a batch.
 _OF_SAMPLES = ("drop_last", "shuffle", "sampler", "batch_sampler", "generator")
 # These options decide how an optimizer launches its kernels, not what it computes.
@@ -116,6 +128,28 @@ class Options:
                 raise ValueError(f"'sampler.num_neighbors' needs one number per layer (got {neighbors})")
             if self.cuda_graph:
                 raise ValueError("'cuda_graph' needs false with a sampler: sampled batches are of all sizes (got True)")
+        if self.cuda_graph:
+            check_captured(self.precision)
+
+    def check_place(self, device: torch.device, group: Group) -> None:
+        """Check that device, processes and installed packages can do what is asked, before any data are made.
+
+        Raises:
+            TypeError: An argument of a loader is unknown or has the wrong type.
+            ValueError: They cannot.
+        """
+        if self.cuda_graph:
+            Recorder(device)
+        if self.compile and group.size > 1:
+            raise ValueError(f"'compile' needs one process (got {group.size})")
+        if self.loader is not None:
+            try:
+                DataLoader([Data(num_nodes=1)], **self.loader)
+            except (TypeError, ValueError) as error:
+                need = f"arguments that PyG's DataLoader takes (got {dict(self.loader)})"
+                raise type(error)(f"'loader' needs {need}: {error}") from error
+        if self.sampler is not None:
+            check_sampling()
 
 
 class Trainer:
@@ -177,8 +211,7 @@ class Trainer:
                 raise ValueError(
                     f"'task' needs edges as a tensor to part them among {group.size} processes (got a Graph)"
                 )
-        if options.compile and group.size > 1:
-            raise ValueError(f"'compile' needs one process (got {group.size})")
+        options.check_place(device, group)
         if cuda_graph and group.size > 1 and not task.full_graph:
             # The batches of the processes differ in size, so that the processes would capture at different steps.
             raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
@@ -263,17 +296,20 @@ class Trainer:
                 if not bar.disable:
                     shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
                     bar.set_postfix(shown, refresh=False)
+                if _has_diverged(row) and self.epoch == self.diverged_epoch:
+                    with nullcontext() if bar.disable else logging_redirect_tqdm():
+                        log.warning("epoch %d: the loss has diverged: %s", self.epoch, _losses(row))
                 if self.epoch % options.checkpoint_every == 0:
-                    self.save()
+                    self._try_save()
         except KeyboardInterrupt:
             with _interrupts_after():
-                self.save()
+                self._try_save()
             raise
         finally:
             bar.close()
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
-        self.save()
+        self._try_save()
         if self.epoch < options.epochs:
             why = f"no better one for {options.patience}" if self._is_stale() else f"max_time_s={options.max_time_s}"
             log.info("stopped after epoch %d of %d: %s", self.epoch, options.epochs, why)
@@ -282,6 +318,11 @@ class Trainer:
     def is_done(self) -> bool:
         """Whether the last epoch has run, or no better epoch was seen for `patience` epochs."""
         return self.epoch >= self.options.epochs or self._is_stale()
+
+    @property
+    def diverged_epoch(self) -> int | None:
+        """First epoch with a loss that is no number, infinite or above :data:`DIVERGED`; None: there is none."""
+        return next((int(row["epoch"]) for row in self.history if _has_diverged(row)), None)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Return loss and accuracy of the current model on "train", "val" or "test"."""
@@ -339,6 +380,13 @@ class Trainer:
         if self._state["best"] is not None:
             checkpoint.save(self.folder / "checkpoints" / "best.pt", {**self._state["best"], "config": self.config})
             write_rows(self.folder / "metrics.csv", self._state["history"][0], self._state["history"])
+
+    def _try_save(self) -> None:
+        """Write the state; a full disk costs the checkpoint, not the results."""
+        try:
+            self.save()
+        except OSError as error:
+            log.warning("epoch %d: the run cannot be resumed from here: %s", self.epoch, error)
 
     def _run_epoch(self, bar: tqdm) -> dict[str, float]:
         start = time.perf_counter()
@@ -458,6 +506,14 @@ def _interrupts_after() -> Iterator[None]:
             signal.signal(number, handler)
     if received:
         raise KeyboardInterrupt
+
+
+def _has_diverged(row: dict[str, float]) -> bool:
+    return not (row["train_loss"] <= DIVERGED and row["val_loss"] <= DIVERGED)
+
+
+def _losses(row: dict[str, float]) -> str:
+    return ", ".join(f"{key} {row[key]:.4g}" for key in ("train_loss", "val_loss"))
 
 
 def _line(row: dict[str, float], epochs: int, remaining_s: float) -> str:

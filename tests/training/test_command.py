@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ COMMANDS = {
     "train.py": [str(SCRIPT)],
     "training": ["-m", "pyg_dfgnn.training"],
     "bench": ["-m", "pyg_dfgnn.bench"],
+    "sweep": ["-m", "pyg_dfgnn.training.sweep"],
 }
 # OpenMP reads how threads wait while torch is loaded; this prints it when torch is looked for, and ends the command.
 WATCH = """
@@ -72,7 +74,7 @@ def test_sweep_from_another_folder(tmp_path, capsys):
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["train.py", "training", "bench"])
 def test_threads_sleep_while_they_wait(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     done = start(name, [], tmp_path)
@@ -85,9 +87,63 @@ def test_the_user_decides_how_threads_wait(monkeypatch):
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def test_unknown_key_is_refused(tmp_path):
-    done = start("train.py", ["model.width=3"], tmp_path)
-    assert done.returncode != 0 and "Could not override 'model.width'" in done.stderr
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.width=3"], "ConfigCompositionException: Could not override 'model.width'."),
+        (["data=nowhere"], "MissingConfigException: In 'train': Could not find 'data/nowhere' Available options"),
+        (["model.heads=5"], "ValueError: 'model.hidden_channels' needs a multiple of heads=5 (got 32)"),
+        ([*TINY, "data.task.max_size=none"], "TypeError: 'data.task.max_size' needs an integer (got str 'none')"),
+    ],
+    ids=["key", "choice", "model", "data"],
+)
+def test_errors_of_a_user_are_one_line(tmp_path, overrides, line):
+    done = start("train.py", overrides, tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
+    assert done.stderr.endswith("(HYDRA_FULL_ERROR=1 shows the traceback)\n")
+
+
+def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    done = start("train.py", ["model.heads=5"], tmp_path)
+    assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
+
+
+def test_the_backend_of_a_notebook_is_not_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "module://no_such_package.backend_inline")
+    done = start("train.py", [*TINY, "trainer.epochs=1", "hydra.run.dir=run"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "curves.png").is_file()
+    done = start("sweep", ["run"], tmp_path)
+    assert done.returncode == 0 and (tmp_path / "run" / "sweep.png").is_file(), done.stderr
+
+
+# Prints the command that would resume the run in place of the run.
+RESUME = """
+import sys
+from pathlib import Path
+from pyg_dfgnn.training import __main__, run
+
+run.train = lambda cfg: print(run.resume_command(Path("run")), cfg.trainer.epochs) or 0.0
+__main__.command()
+"""
+
+
+def test_a_resumed_run_has_the_flags_of_hydra(tmp_path):
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    (tmp_path / "more" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  epochs: 3\n")
+    (tmp_path / "more" / "mine.yaml").write_text("defaults: [train, _self_]\nseed: 7\n")
+    COMMANDS["resume"] = [str(tmp_path / "resume.py")]
+    (tmp_path / "resume.py").write_text(RESUME)
+    words = ["--config-dir", "more", "-cn", "mine", "experiment=mine", "hydra.run.dir=run"]
+    done = start("resume", words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    *command, epochs = shlex.split(done.stdout)
+    flags = [f"--config-dir={tmp_path / 'more'}", "--config-name=mine", "hydra.run.dir=run", "experiment=mine"]
+    assert command == [sys.executable, str(tmp_path / "resume.py"), *flags, f"resume={tmp_path / 'run'}"]
+    assert epochs == "3"
+    again = start("resume", command[2:], tmp_path)
+    assert again.stdout == done.stdout, again.stderr
 
 
 def test_sweep_without_runs(tmp_path):

@@ -136,11 +136,15 @@ def test_environment_of_a_run(run, caplog):
     ("overrides", "message"),
     [
         (["backend=auto_graph"], r"'device' needs a CUDA device for steps in a CUDA graph \(got cpu\)"),
-        (["trainer.sampler={num_neighbors: [2], batch_size: 4}"], "'sampler' needs null: the task is many graphs"),
+        (
+            ["trainer.sampler={num_neighbors: [2], batch_size: 4}"],
+            "'trainer.sampler' needs null: the task is many graphs",
+        ),
     ],
     ids=["cuda_graph", "sampler"],
 )
-def test_refused(run, overrides, message):
+def test_refused(run, monkeypatch, overrides, message):
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
     with pytest.raises(ValueError, match=message):
         run("run", *overrides)
 

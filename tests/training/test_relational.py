@@ -6,15 +6,18 @@ from functools import partial
 import pytest
 import torch
 import torch_geometric.nn
+import torch_geometric.typing
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.datasets.relational import link_task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.models import HGT, RGAT, RGCN, DistMult
+from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.loaders import query_batches
 from pyg_dfgnn.training.metrics import RankScore
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import Objective
+from tests.capture.test_step import HostRecorder
 from tests.configs.train import train_config
 from tests.datasets.test_relational import write_aifb
 
@@ -131,21 +134,25 @@ def test_ranks():
         (["data.reorder=degree"], r"'data.reorder' needs null: labels name nodes .* \(got 'degree'\)"),
         (
             ["trainer.sampler={num_neighbors: [2], batch_size: 4}"],
-            r"'sampler' needs null: the edges of the task have rel",
+            r"'trainer.sampler' needs null: the edges of the task have rel",
         ),
-        (["model.conv=GCNConv"], r"'conv' needs one of 'RGCNConv', 'FastRGCNConv' \(got 'GCNConv'\)"),
+        (["model.conv=GCNConv"], r"'model.conv' needs one of 'RGCNConv', 'FastRGCNConv' \(got 'GCNConv'\)"),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )
-def test_what_does_not_fit_relations_is_refused(tmp_path, overrides, message):
+def test_what_does_not_fit_relations_is_refused(tmp_path, monkeypatch, overrides, message):
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
     write_aifb(tmp_path)
     with pytest.raises(ValueError, match=message):
         run(tmp_path, "data=aifb", "data.task.download=false", *overrides)
 
 
-def test_links_are_not_captured(tmp_path):
+def test_links_are_not_captured(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "Recorder", HostRecorder)
     options = ["data=fb15k237", "data.task={_target_: tests.training.test_relational.ring}", "trainer.cuda_graph=true"]
-    with pytest.raises(ValueError, match="'cuda_graph' needs false: each batch of a task of links has other queries"):
+    with pytest.raises(
+        ValueError, match="'trainer.cuda_graph' needs false: each batch of a task of links has other queries"
+    ):
         run(tmp_path, *options)
 
 

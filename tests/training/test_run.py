@@ -1,16 +1,19 @@
 """Whole runs on tiny data: what they leave behind, stop early at, and go on from."""
 
 import csv
+import errno
 import json
 import re
 import sys
 
 import pytest
 import torch
+import torch_geometric.typing
 from hydra.core.hydra_config import HydraConfig
+from matplotlib.figure import Figure
 
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.training import report
+from pyg_dfgnn.training import checkpoint, report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
@@ -94,8 +97,9 @@ def test_a_graph_takes_the_place_of_edges(tmp_path, model):
     assert summary["task"] == "ogbn-papers100M-like" and summary["peak_memory_gb"] is None
 
 
-def test_a_graph_in_place_of_edges_is_not_sampled(tmp_path):
-    with pytest.raises(ValueError, match="'sampler' needs null: the edges of the task are a Graph"):
+def test_a_graph_in_place_of_edges_is_not_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", True)
+    with pytest.raises(ValueError, match="'trainer.sampler' needs null: the edges of the task are a Graph"):
         trained_on_pieces(tmp_path, "model=gatv2", "trainer.sampler={num_neighbors: [2], batch_size: 4}")
 
 
@@ -178,9 +182,67 @@ def test_files_of_a_run(run, caplog):
         assert part in caplog.text
 
 
+def test_a_plot_that_fails_costs_no_results(run, monkeypatch, caplog):
+    caplog.set_level("INFO")
+
+    def full(figure, path, **_):
+        assert (path.parent / "metrics.json").is_file()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    metric, folder = run("run", "trainer.epochs=2")
+    assert json.loads((folder / "metrics.json").read_text())["test_accuracy"] == metric
+    assert len(history(folder)) == 2 and "plots: none" in caplog.text and "No space left on device" in caplog.text
+
+
+def test_a_checkpoint_that_fails_costs_no_results(run, monkeypatch, caplog):
+    """torch reports a full disk as a RuntimeError."""
+
+    def full(_, path):
+        path.write_bytes(b"half a file")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    metric, folder = run("run", "trainer.epochs=2")
+    assert json.loads((folder / "metrics.json").read_text())["test_accuracy"] == metric
+    assert list((folder / "checkpoints").iterdir()) == []
+    last = folder / "checkpoints" / "last.pt"
+    assert f"epoch 2: the run cannot be resumed from here: {last} cannot be written: Pytorch" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e30"])
+def test_a_loss_that_diverges_is_told_when_it_does_and_at_the_end(run, monkeypatch, caplog, value):
+    caplog.set_level("INFO")
+    cross_entropy, calls = step_module.cross_entropy, []
+
+    def diverged(*args, **kwargs):
+        calls.append(1)
+        # 3 training and 2 validation batches per epoch: in epoch 2, once.
+        return cross_entropy(*args, **kwargs) + (float(value) if len(calls) == 7 else 0.0)
+
+    monkeypatch.setattr(step_module, "cross_entropy", diverged)
+    _, folder = run("run", "trainer.epochs=4", "trainer.log_every=100")
+    assert json.loads((folder / "metrics.json").read_text())["diverged_epoch"] == 2
+    told = [record.message for record in caplog.records if "diverged" in record.message]
+    assert len(told) == 2 and told[0].startswith("epoch 2: the loss has diverged: train_loss ")
+    assert told[1] == "the loss has diverged in epoch 2; a lower optimizer.lr may help"
+
+
+def test_a_whole_graph_that_diverges(tmp_path, caplog):
+    trained_on_pieces(tmp_path, "model=gatv2", "optimizer.lr=1e20")
+    assert json.loads((tmp_path / "metrics.json").read_text())["diverged_epoch"] == 1
+    assert "epoch 1: the loss has diverged" in caplog.text
+
+
+def test_a_run_that_learns_has_not_diverged(run, caplog):
+    _, folder = run("run", "trainer.epochs=1")
+    assert json.loads((folder / "metrics.json").read_text())["diverged_epoch"] is None
+    assert "diverged" not in caplog.text
+
+
 def test_a_curve_of_one_epoch_shows_its_point(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
     row = {"train_loss": 1.0, "train_accuracy": 0.5, "val_loss": 1.0, "val_accuracy": 0.5}
     for epochs in (1, 2):
         report.plot_curves(tmp_path, "", [{"epoch": epoch + 1, **row} for epoch in range(epochs)], 1)
@@ -315,22 +377,38 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        (["trainer.precision=fp8"], ValueError, r"'precision' needs one of 'fp32', 'bf16', 'fp16' \(got 'fp8'\)"),
-        (["trainer.monitor=loss"], ValueError, r"'monitor' needs one of 'val_accuracy', 'val_loss', 'epoch' \(got"),
-        (["trainer.max_time_s=-1"], ValueError, r"'max_time_s' needs a value >= 0.0 \(got -1\)"),
-        (["trainer.epochs=0"], ValueError, r"'epochs' needs a value >= 1 \(got 0\)"),
-        (["trainer.loader=null"], ValueError, r"'loader' needs a batch_size: the task is many graphs \(got None\)"),
+        (
+            ["trainer.precision=fp8"],
+            ValueError,
+            r"'trainer.precision' needs one of 'fp32', 'bf16', 'fp16' \(got 'fp8'\)",
+        ),
+        (
+            ["trainer.monitor=loss"],
+            ValueError,
+            r"'trainer.monitor' needs one of 'val_accuracy', 'val_loss', 'epoch' \(got",
+        ),
+        (["trainer.max_time_s=-1"], ValueError, r"'trainer.max_time_s' needs a value >= 0.0 \(got -1\)"),
+        (["trainer.epochs=0"], ValueError, r"'trainer.epochs' needs a value >= 1 \(got 0\)"),
+        (
+            ["trainer.loader=null"],
+            ValueError,
+            r"'trainer.loader' needs a batch_size: the task is many graphs \(got None\)",
+        ),
         (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
         (["device=cuda:99"], ValueError, r"'device' needs a GPU that is there: \d+ found \(got 'cuda:99'\)"),
         (["seed=abc"], TypeError, r"'seed' needs an integer \(got str 'abc'\)"),
         (["backend.sort_edges=2"], TypeError, r"'backend.sort_edges' needs True or False \(got int 2\)"),
-        (["trainer.loader.batch_size=0"], ValueError, r"'loader.batch_size' needs a value >= 1 \(got 0\)"),
+        (["trainer.loader.batch_size=0"], ValueError, r"'trainer.loader.batch_size' needs a value >= 1 \(got 0\)"),
         (["returns=speed"], ValueError, r"'returns' needs one of 'val_loss'.* \(got 'speed'\)"),
         (["resume=nowhere"], FileNotFoundError, r"'resume' needs a run folder .* \(got nowhere\)"),
-        (["+data.task.p=2"], ValueError, r"'p' needs a value in \[0.0, 1.0\] \(got 2\)"),
-        (["model.heads=5"], ValueError, r"'hidden_channels' needs a multiple of heads=5 \(got 32\)"),
-        (["model.norm=none"], ValueError, r"'norm' needs one of 'batch', 'layer' \(got 'none'\)"),
-        (["backend=auto", "backend.settings.fallback=no"], ValueError, r"'fallback' needs one of 'log', 'error'"),
+        (["+data.task.p=2"], ValueError, r"'data.task.p' needs a value in \[0.0, 1.0\] \(got 2\)"),
+        (["model.heads=5"], ValueError, r"'model.hidden_channels' needs a multiple of heads=5 \(got 32\)"),
+        (["model.norm=none"], ValueError, r"'model.norm' needs one of 'batch', 'layer' \(got 'none'\)"),
+        (
+            ["backend=auto", "backend.settings.fallback=no"],
+            ValueError,
+            r"'backend.settings.fallback' needs one of 'log', 'error'",
+        ),
         (
             ["backend.convs=pyg_dfgnn.bench.cases.attention.unfused_nn", "model=gat"],
             UnsupportedError,
@@ -347,31 +425,52 @@ def test_wrong_configs(run, overrides, error, message):
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
-        ("trainer.epochs=2.5", TypeError, r"'epochs' needs an integer \(got float 2.5\)"),
-        ("trainer.patience=2.5", TypeError, r"'patience' needs an integer \(got float 2.5\)"),
-        ("trainer.loader.batch_size=2.5", TypeError, r"'loader.batch_size' needs an integer \(got float 2.5\)"),
-        ("trainer.resident=abc", TypeError, r"'resident' needs True or False \(got str 'abc'\)"),
-        ("trainer.progress=maybe", TypeError, r"'progress' needs True or False \(got str 'maybe'\)"),
+        ("trainer.epochs=2.5", TypeError, r"'trainer.epochs' needs an integer \(got float 2.5\)"),
+        ("trainer.patience=2.5", TypeError, r"'trainer.patience' needs an integer \(got float 2.5\)"),
+        ("trainer.loader.batch_size=2.5", TypeError, r"'trainer.loader.batch_size' needs an integer \(got float 2.5\)"),
+        ("trainer.resident=abc", TypeError, r"'trainer.resident' needs True or False \(got str 'abc'\)"),
+        ("trainer.progress=maybe", TypeError, r"'trainer.progress' needs True or False \(got str 'maybe'\)"),
         ("seed=1.5", TypeError, r"'seed' needs an integer \(got float 1.5\)"),
-        ("model.heads=4.5", TypeError, r"'heads' needs an integer \(got float 4.5\)"),
+        ("model.heads=4.5", TypeError, r"'model.heads' needs an integer \(got float 4.5\)"),
         ("optimizer.lr=abc", TypeError, r"'optimizer' needs arguments that Adam takes \(got .*'lr': 'abc'.*\): "),
         ("optimizer.lr=-1", ValueError, r"'optimizer' needs .* Adam takes \(got .*'lr': -1.*\): Invalid learning rate"),
         ("+scheduler.steps=2", TypeError, r"'scheduler' needs .* takes \(got .*'steps': 2.*\): .*'steps'"),
         ("scheduler.T_max=abc", TypeError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*'abc'.*\): "),
         ("scheduler.T_max=0", ValueError, r"'scheduler' needs .* CosineAnnealingLR takes \(got .*0.*\): "),
-        ("trainer.loader.num_workers=-1", ValueError, r"'loader.num_workers' needs a value >= 0 \(got -1\)"),
-        ("+trainer.loader.drop_last=true", ValueError, r"'loader' needs no 'drop_last': an .* \(got True\)"),
-        ("+trainer.loader.shuffle=false", ValueError, r"'loader' needs no 'shuffle': an .* \(got False\)"),
+        ("trainer.loader.num_workers=-1", ValueError, r"'trainer.loader.num_workers' needs a value >= 0 \(got -1\)"),
+        ("+trainer.loader.drop_last=true", ValueError, r"'trainer.loader' needs no 'drop_last': an .* \(got True\)"),
+        ("+trainer.loader.shuffle=false", ValueError, r"'trainer.loader' needs no 'shuffle': an .* \(got False\)"),
         ("+trainer.foo=1", ValueError, r"'trainer' needs options among epochs, .*, progress \(got foo\)"),
         ("seed=99999999999999999999", ValueError, r"'seed' needs a value in \[0, \d+\] \(got 9{20}\)"),
+        ("backend=auto_graph", ValueError, r"'device' needs a CUDA device for steps in a CUDA graph \(got cpu\)"),
+        ("+trainer.loader.foo=1", TypeError, r"'trainer.loader' needs arguments that PyG's DataLoader takes .*'foo'"),
+        (
+            "trainer.sampler={num_neighbors: [2], batch_size: 4}",
+            ValueError,
+            "'trainer.sampler' needs pyg-lib or torch-sparse",
+        ),
+        ("+backend.settings.schedule=rows", ValueError, r"'backend.settings.schedule' needs one of .* \(got 'rows'\)"),
+        ("+backend.settings.foo=1", ValueError, r"'backend.settings' needs options among schedule, .* \(got foo\)"),
+        ("+model.width=3", TypeError, r"'model' needs arguments that GraphTransformer takes \(got .*'width': 3.*\): "),
         ("device=mps", ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'mps'\)"),
         ("backend.convs=torch_geometric", ValueError, r"'convs' needs a namespace with Tr.* \(got torch_geometric\)"),
         ("backend.convs=nowhere", ValueError, r"'backend.convs' needs a module.* \(got 'nowhere'\)"),
     ],
 )
-def test_wrong_values_do_not_wait_for_the_data(run, override, error, message):
+def test_wrong_values_do_not_wait_for_the_data(run, monkeypatch, override, error, message):
+    monkeypatch.setattr(torch_geometric.typing, "WITH_PYG_LIB", False)
+    monkeypatch.setattr(torch_geometric.typing, "WITH_TORCH_SPARSE", False)
     with pytest.raises(error, match=message):
         run("run", override, "+data.task.refused=here")
+
+
+def test_what_cannot_be_captured_does_not_wait_for_the_data(run, monkeypatch):
+    monkeypatch.setattr(trainer_module, "Recorder", lambda device: HostRecorder(None))
+    captured = ["trainer.cuda_graph=true", "+data.task.refused=here"]
+    with pytest.raises(ValueError, match="'trainer.precision' needs fp32 or bf16 with cuda_graph"):
+        run("run", *captured, "trainer.precision=fp16")
+    with pytest.raises(ValueError, match="'optimizer' needs the option 'capturable'"):
+        run("run", *captured, f"optimizer._target_={__name__}.Scaled")
 
 
 class Scaled(torch.optim.SGD):
@@ -434,7 +533,9 @@ def test_command_of_a_resumed_run(tmp_path, monkeypatch):
     job.set_config(hydra_config(*overrides, "hydra.job.chdir=false", return_hydra_config=True))
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-O", *sys.argv])
-    arguments = f"seed=3 'trainer.sampler={{num_neighbors: [4], batch_size: 2}}' resume={tmp_path}"
+    arguments = (
+        f"hydra.job.chdir=false seed=3 'trainer.sampler={{num_neighbors: [4], batch_size: 2}}' resume={tmp_path}"
+    )
     assert resume_command(tmp_path) == f"python -O train.py {arguments}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert resume_command(tmp_path) == arguments

@@ -65,6 +65,12 @@ def test_loss_falls(run):
     assert summary["task"] == "Reddit-like" and summary["test_accuracy"] > 0.4 and summary["prepare_time_s"] > 0
 
 
+def test_a_sampled_run_that_diverges(run, caplog):
+    folder = run("run", "optimizer.lr=1e20", "trainer.epochs=2")
+    assert json.loads((folder / "metrics.json").read_text())["diverged_epoch"] == 1
+    assert "epoch 1: the loss has diverged" in caplog.text
+
+
 def test_backends_give_the_same_run(run):
     assert_close(*(history(run(backend, f"backend={backend}", "model.dropout=0.0")) for backend in ("auto", "pyg")))
 

@@ -4,6 +4,7 @@ import csv
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.training import sweep
@@ -23,6 +24,17 @@ def test_files_lie_in_the_first_folder(folder, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "GAT on Cora, pyg_dfgnn.nn: test accuracy 84.00 +- 0.00 % over 2 runs" in printed
     assert str(folder / "sweep.md") in printed
+
+
+def test_a_figure_that_fails_costs_no_results(folder, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    sweep.main([str(folder)])
+    printed = capsys.readouterr().out
+    assert "test accuracy 84.00 +- 0.00 % over 2 runs" in printed and "sweep.png could not be drawn: OSError" in printed
+    assert (folder / "sweep.csv").is_file() and (folder / "sweep.md").is_file()
 
 
 def test_sweeps_need_a_folder(capsys):
