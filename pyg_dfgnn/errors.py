@@ -211,4 +211,5 @@ def need_extra(module: str, what: str, extra: str) -> None:
     try:
         __import__(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: pip install 'pyg_dfgnn[{extra}]'") from error
+        hint = f'pip install ".[{extra}]" in a clone of pyg_dfgnn'
+        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: {hint}") from error

@@ -114,5 +114,5 @@ def test_unsupported_keeps_its_reasons():
 
 
 def test_missing_package_names_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"pictures need nothing_like_it: pip install 'pyg_dfgnn\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'pictures need nothing_like_it: pip install "\.\[data\]"'):
         need_extra("nothing_like_it.part", "pictures", "data")

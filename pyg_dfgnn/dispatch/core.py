@@ -237,7 +237,7 @@ def device_reasons(device: torch.device) -> list[str]:
     reasons = []
     if device.type == "cuda" and torch.cuda.is_available():
         if not _HAS_CUPY:
-            reasons.append("CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')")
+            reasons.append('CuPy is not installed (pip install ".[cuda13]" or ".[cuda12]" in a clone of pyg_dfgnn)')
         if torch.cuda.get_device_capability(device) < (8, 0):
             reasons.append("the kernels need compute capability 8.0 or newer")
     return reasons

@@ -227,7 +227,7 @@ def test_missing_files_are_named(tmp_path, make, name):
 @pytest.mark.parametrize(("make", "name"), [(image_superpixels, "MNIST"), (photograph_superpixels, "COCO-SP")])
 def test_superpixels_need_scipy(tmp_path, monkeypatch, make, name):
     monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
-    with pytest.raises(ModuleNotFoundError, match=r"superpixels need scipy: pip install 'pyg_dfgnn\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'superpixels need scipy: pip install "\.\[data\]"'):
         make(name, source="pixels", search=[tmp_path], cache=tmp_path, download=False)
 
 

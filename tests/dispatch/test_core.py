@@ -74,7 +74,7 @@ def test_reasons_of_the_machine(monkeypatch):
     monkeypatch.setattr(dispatch, "_HAS_CUPY", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert unsupported_reasons(PROBLEM) == [
-        "CuPy is not installed (pip install 'pyg_dfgnn[cuda13]' or 'pyg_dfgnn[cuda12]')",
+        'CuPy is not installed (pip install ".[cuda13]" or ".[cuda12]" in a clone of pyg_dfgnn)',
         "the kernels need compute capability 8.0 or newer",
     ]
 

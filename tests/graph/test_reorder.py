@@ -199,7 +199,7 @@ def test_refused():
 )
 def test_a_missing_package_is_named(method, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"orders of nodes by '{method}' need {package}: pip install 'pyg_dfgnn\[reorder\]'"
+    message = rf"orders of nodes by '{method}' need {package}: pip install .\.\[reorder\]."
     for call in (check_method, lambda method: node_order(torch.tensor([[0], [1]]), 2, method)):
         with pytest.raises(ModuleNotFoundError, match=message):
             call(method)

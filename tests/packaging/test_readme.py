@@ -110,6 +110,34 @@ def test_commands_compose(command):
     train_config(*overrides)
 
 
+EXTRAS = dict(
+    re.findall(r"^(\w+) = (\[.*\])$", (ROOT / "pyproject.toml").read_text().partition("[tool")[0], re.MULTILINE)
+)
+SOURCES = [
+    path for folder in ("pyg_dfgnn", "configs", ".ci") for path in (ROOT / folder).rglob("*.*") if path.is_file()
+]
+
+
+def test_installations_name_extras_that_exist():
+    """No index has this package: every command is for a clone."""
+    texts = [*DOCUMENTS.values(), *(path.read_text() for path in SOURCES if path.suffix in (".py", ".yaml"))]
+    commands = [line for text in texts for line in re.findall(r"pip install [^\n`#]*", text)]
+    named = {extra for line in commands for extras in re.findall(r"\[([\w,]+)\]", line) for extra in extras.split(",")}
+    hints = {extra for text in texts for extra in re.findall(r'need_extra\([^()]*"(\w+)"\)', text)}
+    assert {"cuda13", "cuda12", "data", "sparse", "cluster", "reorder"} <= named | hints <= EXTRAS.keys()
+    assert hints and not any("pyg_dfgnn[" in line for line in commands)
+    # The builds of these packages import torch.
+    assert all("--no-build-isolation" in line for line in commands if "sparse]" in line)
+
+
+def test_each_installation_reads_real_data_and_names_the_small_build_of_torch():
+    install = README.partition("## Install")[2].partition("##")[0]
+    lines = re.findall(r"^pip install (.*?)(?: +#.*)?$", install, flags=re.MULTILINE)
+    assert "torch --index-url https://download.pytorch.org/whl/cpu" in lines
+    assert all("data" in line for line in lines if "torch" not in line)
+    assert "scipy" in EXTRAS["data"] and "scikit-image" in EXTRAS["data"]
+
+
 def rows_of(name):
     """First cell of a table -> the names in the second."""
     found = re.findall(r"^\| `(\w+)` \| ([^|]*)", DOCUMENTS[name], flags=re.MULTILINE)

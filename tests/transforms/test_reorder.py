@@ -336,5 +336,5 @@ def test_what_cannot_be_restored_is_refused():
 
 def test_a_missing_package_is_named_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
-    with pytest.raises(ModuleNotFoundError, match=r"'metis' need pymetis: pip install 'pyg_dfgnn\[reorder\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"'metis' need pymetis: pip install .\.\[reorder\]."):
         Reorder("metis")
