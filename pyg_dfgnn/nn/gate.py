@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import aggr
 from torch_geometric.nn.aggr import MultiAggregation
+from torch_geometric.nn.aggr.fused import FusedAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 
@@ -38,6 +39,8 @@ _STATISTICS = {
     aggr.VarAggregation: "var",
     aggr.StdAggregation: "std",
 }
+_LOOKED_UP = ("MeanAggregation", "VarAggregation", "StdAggregation")
+"""Aggregations whose sums PyG's `FusedAggregation` looks up by name to divide them."""
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
 _module_hooks = itemgetter(*MODULE_HOOKS)
@@ -150,6 +153,14 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def repetition_reasons(aggr_module: Any) -> list[str]:
+    """Return what is against kernels where names repeat: PyG's fused code averages only the last of a name."""
+    fused = aggr_module._modules.get("fused_aggr")
+    names = fused.aggr_names if isinstance(fused, FusedAggregation) else []
+    repeated = " and ".join(name for name in _LOOKED_UP if names.count(name) > 1)
+    return [f"aggr has {repeated} more than once, of which PyG computes only the last"] if repeated else []
+
+
 def is_plain_layer(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
     """Return whether the layer is of these classes, and calling it is a product with its weight and nothing else."""
     return is_product(layer, kinds) and not _has_any_global_hook()
@@ -202,6 +213,8 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     statistics = statistics_of(module)
     if not statistics or not fused.issuperset(statistics):
         reasons.append(f"aggr is {conv.aggr!r}, fused is {', '.join(sorted(fused))}")
+    if nested:
+        reasons += repetition_reasons(module)
     if own["node_dim"] != conv._node_dim:
         reasons.append(f"node_dim is {own['node_dim']}")
     return reasons if compiling else reasons + transform_reasons()

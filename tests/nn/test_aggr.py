@@ -214,6 +214,38 @@ def test_multi(case):
             assert_equals_pyg(layer, pygs, x, launches, index=index, dim_size=size)
 
 
+REPEATED = [["std", "std"], ["var", "std", "var"], ["mean", "max", "mean"], ["std", "softmax", "std", "sum"]]
+MODES = {
+    **{mode: {"mode": mode} for mode in ("cat", "sum", "mean", "max", "min", "std", "var", "logsumexp")},
+    "proj": {"mode": "proj", "mode_kwargs": {"in_channels": CHANNELS, "out_channels": 3}},
+    "attn": {"mode": "attn", "mode_kwargs": {"in_channels": CHANNELS, "out_channels": 4}},
+}
+
+
+@needs_compiler
+@over([("names", "mode")], names=REPEATED, mode=tuple(MODES), route=("index", "ptr", "3-D", "scaler"))
+def test_repeated_names(names, mode, route):
+    """PyG computes only the last of a repeated mean, variance or deviation by an index, and each by offsets."""
+    pygs, own = (library.MultiAggregation(names, **MODES[mode]) for library in (aggr, ours))
+    own.load_state_dict(pygs.state_dict())
+    with pyg_dfgnn.settings(fallback="silent"):
+        layers = [own, pyg_dfgnn.accelerate(copy.deepcopy(pygs))]
+    index = torch.tensor([0, 0, 1, 3, 3, 3])
+    kwargs = {"ptr": torch.tensor([0, 2, 3, 3, 6])} if route == "ptr" else {"index": index, "dim_size": 4}
+    x = torch.ones(6, 2, CHANNELS) if route == "3-D" and mode != "attn" else torch.ones(6, CHANNELS)
+    if route == "scaler":
+        arguments = (["identity", "linear"], DEGREES)
+        pygs = aggr.DegreeScalerAggregation(pygs, *arguments)
+        layers = [ours.DegreeScalerAggregation(layer, *arguments) for layer in layers]
+    if x.dim() == 3:
+        kwargs["dim"] = 0
+    expected = pygs.double()(x.double(), **kwargs)
+    for layer in layers:
+        with emulated_device(), pyg_dfgnn.settings(fallback="silent"):
+            assert_all_close({"out": (layer(x, **kwargs), expected)}, op="segment")
+            assert any("more than once" in reason for reason in reasons_of(layer, x, **kwargs))
+
+
 @needs_compiler
 @pytest.mark.parametrize("train_norm", [False, True])
 @pytest.mark.parametrize("aggregations", [["mean", "max", "min", "std"], "sum", "softmax"], ids=str)

@@ -20,7 +20,7 @@ from pyg_dfgnn.dispatch.segment import max_channels
 from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
 from pyg_dfgnn.nn import gate
 from pyg_dfgnn.ops import segment
-from pyg_dfgnn.reference.tolerances import relative_error, tolerance
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.covering import extended, over
 from tests.emu import needs_compiler
@@ -426,6 +426,30 @@ def test_hooks_and_explainers_take_pygs_path(name, first):
     with emulated_device():
         mask = explainer(x, EDGES, **dict(zip(names, after, strict=True))).edge_mask
     assert mask.shape == (EDGES.size(1),) and mask.max() > mask.min()
+
+
+REPEATED = {
+    **{name: {} for name in ("GCNConv", "SAGEConv", "GraphConv", "SimpleConv")},
+    "PNAConv": {"scalers": ["identity", "linear"], "deg": torch.tensor([0, 2, 5])},
+    "EGConv": {"num_heads": 2},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("names", [["std", "std"], ["mean", "max", "mean"], ["max", "max"]], ids=str)
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_aggregations(name, names):
+    """Layers, drop-ins and compiled ones, give what PyG's do also where PyG computes only the last of a name."""
+    is_listed = name in ("PNAConv", "EGConv")
+    several = {"aggregators": names} if is_listed else {"aggr": pyg.MultiAggregation(names, mode="sum")}
+    kwargs = {**REPEATED[name], **several}
+    args = () if name == "SimpleConv" else (FEATURES, 4)
+    conv = getattr(pyg, name)(*args, **kwargs)
+    x = torch.randn(NUM_NODES, FEATURES) + 3
+    expected = copy.deepcopy(conv).double()(x.double(), EDGES)
+    with pyg_dfgnn.settings(fallback="silent"), emulated_device():
+        out = pyg_dfgnn.accelerate(conv)(x, EDGES)
+    assert_all_close({"out": (out, expected)}, op="attention")
 
 
 def test_reasons_of_the_module():

@@ -8,7 +8,8 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.nn.gate import is_multiple, statistics_of
+from pyg_dfgnn.nn.fallback import report_fallback
+from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
 
 
 def statistic_of(module: nn.Module) -> str | None:
@@ -24,6 +25,9 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
     def _stats(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(stat for stat in map(statistic_of, self.aggrs) if stat is not None)
 
+    def _standing_reasons(self) -> list[str]:
+        return [*repetition_reasons(self), *super()._standing_reasons()]
+
     def _inner(self) -> Iterable[nn.Module]:
         return self.aggrs
 
@@ -36,6 +40,10 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.MultiAggregation.forward`."""
+        repetitions = repetition_reasons(self)
+        if repetitions:
+            report_fallback(type(self).__name__, repetitions)
+            return super().forward(x, index, ptr, dim_size, dim)
         stats = () if torch.compiler.is_compiling() else self._stats
         if not self._takes(x, index, ptr, dim, stats) or not stats:
             return super().forward(x, index, ptr, dim_size, dim)
