@@ -69,23 +69,30 @@ class _SegmentExtreme(Function):
         out = aggregate(graph, x, stat)
         ctx.graph = graph
         ctx.save_for_backward(x, out)
-        return out
+        return _without_infinities(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, out = ctx.saved_tensors
-        ties = x == _at_rows(ctx.graph, out)
+        ties = (x == _at_rows(ctx.graph, out)).logical_or_(x.isnan())
         # Half precision would not count beyond 2048 ties.
         count = aggregate(ctx.graph, ties.float(), "sum").clamp(min=1)
-        return None, ties * _at_rows(ctx.graph, (grad / count).to(x.dtype)), None
+        # Torch divides no negative gradient.
+        share = torch.where(grad > 0, grad / count, grad).masked_fill_(out.isinf(), 0.0)
+        return None, ties * _at_rows(ctx.graph, share.to(x.dtype)), None
+
+
+def _without_infinities(out: Tensor) -> Tensor:
+    return torch.where(out.isinf(), 0.0, out)
 
 
 def segment_extreme(graph: Graph, x: Tensor, stat: str) -> Tensor:
-    """Maxima or minima of groups whose ties share gradients evenly, those of 0 too.
+    """Maxima or minima of groups as PyG has them for offsets: those of `torch.segment_reduce`, and 0 for an infinity.
 
-    So does `torch.segment_reduce`, except that it divides no negative gradient. `scatter_reduce`, which
-    :func:`~pyg_dfgnn.ops.segment.aggregate` follows, gives a part of the gradient of a 0 to its initial zeros.
+    Ties, which in a group with NaNs are the NaNs, share a positive gradient evenly, and each gets a negative one in
+    full. `scatter_reduce`, which :func:`~pyg_dfgnn.ops.segment.aggregate` follows, divides both, and gives a part of
+    the gradient of a 0 to its initial zeros.
 
     Args:
         graph: The groups.
@@ -97,4 +104,4 @@ def segment_extreme(graph: Graph, x: Tensor, stat: str) -> Tensor:
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _SegmentExtreme.apply(graph, x, stat)  # type: ignore[no-any-return, no-untyped-call]
-    return aggregate(graph, x, stat)
+    return _without_infinities(aggregate(graph, x, stat))

@@ -32,7 +32,10 @@ def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = Non
 
 @scripts(pygs_segment)
 def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
-    """PyG's `segment`: reduce ranges of the first dimension; ties of a maximum or minimum share gradients evenly.
+    """PyG's `segment`: reduce ranges of the first dimension.
+
+    Gradients of a maximum or minimum are those of `torch.segment_reduce`: ties share a positive one evenly, and each
+    gets a negative one in full. PyG itself takes `torch_scatter` in its place where that is installed.
 
     Args:
         src: Values, shape [E, ...].
@@ -40,7 +43,7 @@ def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
         reduce: `"sum"`, `"mean"`, `"max"` or `"min"`.
 
     Returns:
-        Shape [G, ...]; 0 for an empty range.
+        Shape [G, ...]; 0 for an empty range, and for an extreme that is infinite.
 
     Raises:
         ValueError: The offsets do not begin at 0, descend, or do not end at E.

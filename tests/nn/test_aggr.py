@@ -4,12 +4,14 @@ import copy
 import inspect
 import pickle
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch_geometric.typing
+from torch_geometric import utils as pyg_utils
 from torch_geometric.index import ptr2index
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn import pool as pyg_pool
@@ -26,6 +28,14 @@ from tests.kernels.emulated import emulated_device
 from tests.nn.convs import reasons_of
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+@pytest.fixture
+def deterministic_mode():
+    """Switch of torch's deterministic algorithms, which the end of the test puts back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
 
 
 STATISTICS = ["Sum", "Mean", "Max", "Min", "Var", "Std"]
@@ -94,15 +104,38 @@ OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9])
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_offsets(name, values):
-    """Ties share a gradient evenly, also at 0, as `torch.segment_reduce` has them for positive gradients."""
+    """Torch divides a positive gradient among ties, and no negative one."""
     x = VALUES[values]((9, CHANNELS))
     launches = [2, 0] if name in ("Max", "Min") else [1, 1]
-    grad = torch.rand(5, CHANNELS)
-    assert_equals_pyg(make(name), make(name, aggr), x, launches, grad=grad, ptr=OFFSETS)
-    # Torch divides no negative gradient among ties, each of which gets the whole.
-    with emulated_device():
-        positive, negative = (trained(make(name), x, sign * grad, ptr=OFFSETS)["grad x"] for sign in (1, -1))
-    assert torch.equal(positive, -negative)
+    for grad in (torch.randn(5, CHANNELS), None):
+        assert_equals_pyg(make(name), make(name, aggr), x, launches, grad=grad, ptr=OFFSETS)
+
+
+@needs_compiler
+@over(
+    name=("Max", "Min"),
+    number=(0.0, 2.0, torch.inf, -torch.inf, torch.nan),
+    dtype=(torch.float32, torch.float16),
+    route=("ptr", "deterministic", "segment"),
+)
+def test_ties_of_offsets(name, number, dtype, route, deterministic_mode):
+    """Rows of PyG's choice get the gradient: with offsets beside an index too where torch is to be deterministic."""
+    x = torch.randint(-1, 2, (9, CHANNELS)).to(dtype).masked_fill(torch.rand(9, CHANNELS) < 0.5, number)
+    deterministic_mode(route == "deterministic")
+    own, pygs = make(name), make(name, aggr)
+    deterministic_mode(False)
+    if route == "segment":
+        own, pygs = (partial(library.segment, reduce=name.lower()) for library in (pyg_dfgnn.utils, pyg_utils))
+    kwargs = {"index": ptr2index(OFFSETS)} if route == "deterministic" else {}
+    results = []
+    for function in (own, pygs):
+        leaf = x.clone().requires_grad_()
+        with emulated_device() if function is own else nullcontext():
+            out = function(leaf, ptr=OFFSETS, **kwargs)
+            (grad,) = torch.autograd.grad(out, leaf, torch.linspace(-1, 2, out.numel()).view_as(out).to(dtype))
+        results += [out.detach(), grad]
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(results[1], results[3], equal_nan=True)
 
 
 @needs_compiler

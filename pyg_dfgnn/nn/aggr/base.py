@@ -61,6 +61,8 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         reduce: str = "sum",
     ) -> Tensor:
         """PyG's `Aggregation.reduce` in one fused gather."""
+        if ptr is not None and self._deterministic:
+            index = None
         if not self._takes(x, index, ptr, dim, (reduce,)):
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         return groups.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]
