@@ -393,9 +393,13 @@ class _Generator:
         fragments = sum(map(self._is_fragment, forms))
         return fragments, len(forms) - fragments
 
+    def _held(self, kind: str, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        """The values of whose types an accumulator is: a softmax of channels weights a number to as many."""
+        return keys[:1] * 2 if kind == "Weighted" and self._is_fragment(keys[0][1]) else keys
+
     def _state_forms(self, kind: str, keys: tuple[Key, ...]) -> list[str]:
         """What an accumulator holds."""
-        forms = [form for _, form in keys]
+        forms = [form for _, form in self._held(kind, keys)]
         if kind == "Outer":
             return forms[1:] * prod(self.values[keys[0][0]].shape)
         return forms[:1] + forms if kind in ("Softmax", "Weighted") else forms
@@ -447,7 +451,7 @@ class _Generator:
         lines += self._function("void load", "const Arguments& arg, const RowIndex& index, const Lanes& l", gathers)
         lines += ["};", "struct Accumulators {"]
         for number, (kind, keys) in enumerate(self.accumulators):
-            lines.append(f"    {kind}<{', '.join(map(self._type, keys))}> a{number};")
+            lines.append(f"    {kind}<{', '.join(map(self._type, self._held(kind, keys)))}> a{number};")
         places = " ".join(f"DO(a{number})" for number in range(len(self.accumulators)))
         lines += ["};", f"#define ACCUMULATORS(DO) {places}"]
         head = (

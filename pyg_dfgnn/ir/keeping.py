@@ -124,7 +124,7 @@ class Keeping:
     def _product_operands(self, i: int) -> Iterator[int]:
         """What is stored of the operands of a product."""
         for arg in self.values[i].args:
-            if self.kinds[i] == "linear" and self.kinds[arg] == "inline" and self.values[arg].op == "linear":
+            if self.kinds[i] == "linear" and self.values[i].op == ADD and self.values[arg].op == "linear":
                 yield from self._product_operands(arg)
             else:
                 yield self._operand(arg)

@@ -41,7 +41,7 @@ def results_of(conv, *args, **kwargs):
     outputs = named(conv(*args, **kwargs))
     differentiable = {name: out for name, out in outputs.items() if out.requires_grad}
     inputs = {name: t for name, t in named((args, kwargs), "input").items() if t.requires_grad}
-    inputs |= dict(conv.named_parameters())
+    inputs |= {name: parameter for name, parameter in conv.named_parameters() if parameter.requires_grad}
     generator = torch.Generator().manual_seed(3)
     upstream = [
         torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in differentiable.values()

@@ -5,6 +5,7 @@ import torch
 
 import pyg_dfgnn
 from pyg_dfgnn.nn.conv import hgt_conv
+from tests.covering import over
 from tests.emu import needs_compiler
 from tests.ir.cases import GRAPHS
 from tests.kernels.emulated import emulated_device
@@ -69,3 +70,45 @@ def test_gradients_of_film_choose_the_branch_of_float64(dtype):
     expected = results_of(oracle.double(), *cast(call, torch.float64))
     assert actual["out"].dtype is dtype
     assert_near(actual, expected, dtype)
+
+
+@over(
+    [("frozen", "heads_and_channels", "in_channels"), ("in_channels", "mode", "mechanism", "edge_dim")],
+    frozen=((), ("weight", "att", "basis"), ("k", "bias")),
+    mode=("additive", "multiplicative"),
+    mechanism=("within", "across"),
+    num_bases=(None, 5),
+    heads_and_channels=((1, 3), (3, 54)),
+    in_channels=(1, 16),
+    edge_dim=(None, 3),
+    concat=(False, True),
+)
+def test_options_of_attention_on_few_edges(
+    frozen, mode, mechanism, num_bases, heads_and_channels, in_channels, edge_dim, concat
+):
+    """Kernels run whatever the options are and whichever gradients are asked for."""
+    heads, channels = heads_and_channels
+    options = {"num_bases": num_bases, "heads": heads, "edge_dim": edge_dim, "concat": concat}
+    options |= {"attention_mode": f"{mode}-self-attention", "attention_mechanism": f"{mechanism}-relation"}
+    convs = both("RGATConv", in_channels, channels, 13, dtype=torch.float32, std=0.2, **options)
+    for conv in convs:
+        for name, parameter in conv.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+    edge_index, edge_type = torch.randint(17, (2, 5)), torch.randint(13, (5,))
+    call = torch.randn(17, in_channels), edge_index, edge_type
+    call += () if edge_dim is None else (torch.randn(5, edge_dim),)
+    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+        actual = results_of(convs[0], *call)
+    expected = results_of(convs[1].double(), *cast(call, torch.float64))
+    assert_near(actual, expected, torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_over_one_feature(heads):
+    """Weights of several heads meet one number per node."""
+    options = {"heads": heads, "attention_mechanism": "within-relation", "num_bases": 5}
+    layer, oracle = both("RGATConv", 1, 54, 2, dtype=torch.float32, std=0.2, **options)
+    call = torch.randn(17, 1), torch.randint(17, (2, 5)), torch.randint(2, (5,))
+    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+        actual = results_of(layer, *call)
+    assert_near(actual, results_of(oracle.double(), *cast(call, torch.float64)), torch.float32)
