@@ -92,7 +92,7 @@ class Measurement:
     def __init__(self, job: Job, graph: EdgeList, reference: Reference, timer: Timer, states: Sequence[str]) -> None:
         self.job, self.case, self.graph, self.timer = job, job.case, graph, timer
         implementation = implementation_of(job.case.op, job.implementation)
-        assert implementation is not None, job
+        assert implementation is not None
         self.implementation = implementation
         self.is_fused = job.implementation == "fused"
         inputs, grad_out, self.expected = reference
@@ -371,7 +371,7 @@ class _Runner:
         """The rows of a job that cannot run in any direction: no reference is needed to say so."""
         base = {**job_columns(job, self.device), **graph_columns(graph)}
         implementation = implementation_of(job.case.op, job.implementation)
-        assert implementation is not None, job
+        assert implementation is not None
         rows = []
         for direction in job.directions:
             reasons = implementation.reasons(job.case, graph, direction != "fwd", self.memory_bytes)

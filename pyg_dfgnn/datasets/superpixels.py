@@ -393,5 +393,6 @@ def _tar_images(file: Path) -> Iterable[tuple[Path, np.ndarray]]:
         for member in sorted(archive.getmembers(), key=lambda member: member.name):
             if member.name.endswith(".jpg"):
                 stream = archive.extractfile(member)
-                assert stream is not None
+                if stream is None:
+                    raise ValueError(f"'{member.name}' of {file} needs to be a regular file")
                 yield Path(member.name), (np.asarray(Image.open(stream)) / 255).astype(np.float32)

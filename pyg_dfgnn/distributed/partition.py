@@ -178,8 +178,12 @@ def own_part(graph: Data, group: Group) -> Data:
 
     Returns:
         Data whose `edge_index` is a :class:`PartitionedGraph`, for models that went through :func:`wrap`.
+
+    Raises:
+        ValueError: The number of nodes of `graph` is not known.
     """
-    assert graph.num_nodes is not None
+    if graph.num_nodes is None:
+        raise ValueError("'graph' needs num_nodes (got None)")
     part = partition(graph.edge_index, graph.num_nodes, group)
     own = Data(edge_index=part, num_nodes=part.num_nodes)
     for name, value in graph:

@@ -139,7 +139,8 @@ class _Lowering(Keeping):
                 self._schedule_reductions(part, ready, todo)
             elif todo:
                 rest = {i for i in todo if self._is_ready(i)}
-                assert rest, f"nothing of {sorted(todo)} can be computed"
+                if not rest:
+                    raise Refusal(f"nothing of the values {sorted(todo)} can be computed before the others")
                 self._schedule_maps(part, rest)
             todo -= self.home.keys()
 

@@ -301,7 +301,8 @@ def gradients(
             weights = (torch.cat(tuple(weights)),)
             grads = grads if len(grads) == 1 else [torch.cat(grads, 1)]
     # Several gradients are added in the dtype of x, which nobody has cast here.
-    assert x_dtype is None or len(grads) == 1
+    if x_dtype is not None and len(grads) > 1:
+        raise ValueError(f"'x_dtype' needs one gradient of all results (got {len(grads)})")
     dtypes = x_dtype or x.dtype, parameters[0].dtype
     if not torch.is_autocast_enabled(x.device.type):
         return _torch_gradients(x, layers, weights, len(parameters), grads, needed, dtypes)

@@ -334,8 +334,13 @@ class Trainer:
         return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
 
     def load_best(self) -> int:
-        """Load the parameters of the best epoch into the model and return that epoch."""
-        assert self.best is not None, "fit() has not run"
+        """Load the parameters of the best epoch into the model and return that epoch.
+
+        Raises:
+            RuntimeError: `fit` has not run.
+        """
+        if self.best is None:
+            raise RuntimeError("load_best() needs the epochs of fit(), which has not run")
         self.model.load_state_dict(self.best["model"])
         return self.best["epoch"]
 

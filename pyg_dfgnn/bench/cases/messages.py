@@ -301,7 +301,7 @@ class MessageCase(Case):
 
     def bound(self, dtype: str) -> float:
         largest = tolerance(dtype, BACKWARD, self.family).largest
-        assert largest is not None, dtype
+        assert largest is not None
         return largest
 
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
@@ -344,7 +344,7 @@ class HandWritten(Compiled):
         return [] if case.spec.hand else [f"there is no drop-in for {case.layer}"]
 
     def layer(self, case: MessageCase, x: Tensor) -> nn.Module:
-        assert case.spec.hand is not None, case
+        assert case.spec.hand is not None
         return case.spec.hand(case.channels).to(x.device, x.dtype)
 
 

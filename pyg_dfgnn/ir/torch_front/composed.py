@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, require
 from pyg_dfgnn.ir.torch_front.symbols import Tracer
 
 
@@ -22,16 +22,16 @@ def _register_composed() -> None:
         return total / prod(x.shape[d] for d in dims)
 
     def norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        require(p in (1, 2, "fro", None) and dim is not None and dtype is None, "another norm")
         if p == 1:
             return x.abs().sum(dim, keepdim)
-        assert p in (2, 2.0, "fro", None) and dim is not None and dtype is None, "another norm"
         total = (x * x).sum(dim, keepdim)
         # The gradient at zero is zero, as torch has it.
         return torch.where(total == 0, 0.0, torch.where(total == 0, 1.0, total).sqrt())
 
     def linalg_norm(x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         is_matrix = ord not in (None, "fro") and not isinstance(dim, int) and (dim is None or len(dim) > 1)
-        assert not is_matrix, "the norm of a matrix by its singular values or its rows"
+        require(not is_matrix, "the norm of a matrix by its singular values or its rows")
         return norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
 
     def hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
@@ -62,12 +62,12 @@ def _register_composed() -> None:
         return x / norm(x, p, dim, True).clamp(min=eps)
 
     def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        assert dtype is None
+        require(dtype is None, "a dtype")
         exp = (x - x.amax(dim, keepdim=True).detach()).exp()
         return exp / exp.sum(dim, keepdim=True)
 
     def log_softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        assert dtype is None
+        require(dtype is None, "a dtype")
         shifted = x - x.amax(dim, keepdim=True).detach()
         return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
@@ -81,7 +81,7 @@ def _register_composed() -> None:
     def batch_norm(x: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *args: Any, **named: Any) -> Any:
         training = named.get("training", args[0] if args else False)
         eps = named.get("eps", args[2] if len(args) > 2 else 1e-5)
-        assert not training and mean is not None and x.dim() == 2, "statistics of all edges"
+        require(not training and mean is not None and x.dim() == 2, "statistics of all edges")
         out = (x - mean) / (var + eps).sqrt()
         out = out if weight is None else out * weight
         return out if bias is None else out + bias

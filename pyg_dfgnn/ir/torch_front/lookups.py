@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pyg_dfgnn.ir.domains import D, Domain, E, R, S, U, V
-from pyg_dfgnn.ir.torch_front.registry import names, values
+from pyg_dfgnn.ir.torch_front.registry import names, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 
@@ -22,8 +22,19 @@ def look_up(t: Tracer, meta: Tensor, table: Symbol, dim: int, index: Symbol) -> 
 
 
 @names("embedding")
-def _embedding(t: Tracer, func: Any, index: Symbol, weight: Symbol, padding_idx: Any = None, **options: Any) -> Symbol:
-    assert padding_idx is None and options.get("max_norm") is None, "a padding or a largest norm"
+def _embedding(
+    t: Tracer,
+    func: Any,
+    index: Symbol,
+    weight: Symbol,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Symbol:
+    require(padding_idx is None and max_norm is None, "a padding or a largest norm")
+    require(not (scale_grad_by_freq or sparse), "gradients that are scaled or sparse")
     if not isinstance(index.ids, Types):
         raise t.stop("rows of an embedding are taken by ids that are no types of edges")
     return look_up(t, func(index, weight), weight, 0, index)
@@ -34,8 +45,9 @@ def _embedding(t: Tracer, func: Any, index: Symbol, weight: Symbol, padding_idx:
 
 @names("one_hot")
 def _one_hot(t: Tracer, func: Any, x: Symbol, num_classes: int = -1) -> Symbol:
-    assert num_classes > 0, "a number of classes that the types decide"
-    assert isinstance(x.ids, Types) and x.ids.counted is None and x.dim() == 1, "ids that are no types of edges"
+    require(num_classes > 0, "a number of classes that the types decide")
+    if not isinstance(x.ids, Types) or x.ids.counted is not None or x.dim() != 1:
+        raise ValueError("ids that are no types of edges")
     t.look_up(x.ids, num_classes)
     return t.result(func(x, num_classes), None, E, ids=x.ids._replace(counted=E))
 

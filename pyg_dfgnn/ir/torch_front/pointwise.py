@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, size_and_dtype, values
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, require, size_and_dtype, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 for _name in "neg abs exp log sqrt sin cos erf relu sigmoid tanh sign silu".split():
@@ -40,7 +40,7 @@ def _add(t: Tracer, func: Any, x: Any, y: Any, *, alpha: float = 1) -> Symbol:
 
 @names("div", "divide", "true_divide")
 def _div(t: Tracer, func: Any, x: Any, y: Any, *, rounding_mode: None = None) -> Symbol:
-    assert rounding_mode is None, "a rounding mode"
+    require(rounding_mode is None, "a rounding mode")
     return pointwise(t, size_and_dtype(func, x, y), "div", x, y)
 
 
@@ -68,7 +68,7 @@ def _clamp(t: Tracer, func: Any, x: Symbol, min: Any = None, max: Any = None) ->
     if name == "clamp_max" and high is None:
         low, high = None, low
     low, high = -inf if low is None else low, inf if high is None else high
-    assert isinstance(low, (int, float)) and isinstance(high, (int, float)), "bounds that are tensors"
+    require(isinstance(low, (int, float)) and isinstance(high, (int, float)), "bounds that are tensors")
     (symbol,) = values(t, x, any_axis=True)
     value = t.value(symbol)
     ones = t.builder.values[t.emit("const", attrs=(1.0,))]
@@ -93,13 +93,13 @@ def _elu(t: Tracer, func: Any, x: Symbol, alpha: float = 1.0) -> Any:
 
 @names("gelu")
 def _gelu(t: Tracer, func: Any, x: Symbol, *, approximate: str = "none") -> Symbol:
-    assert approximate == "none", "an approximation"
+    require(approximate == "none", "an approximation")
     return pointwise(t, size_and_dtype(func, x), "gelu", x)
 
 
 @names("softplus")
 def _softplus(t: Tracer, func: Any, x: Symbol, beta: float = 1, threshold: float = 20) -> Symbol:
-    assert beta == 1 and threshold == 20, "other than the default beta and threshold"
+    require(beta == 1 and threshold == 20, "other than the default beta and threshold")
     return pointwise(t, size_and_dtype(func, x), "softplus", x)
 
 
@@ -120,7 +120,7 @@ def _masked_fill(t: Tracer, func: Any, x: Symbol, mask: Symbol, value: Any) -> S
 @names("and", "logical_and", "bitwise_and", "or", "logical_or", "bitwise_or", "invert", "logical_not", "bitwise_not")
 def _logical(t: Tracer, func: Any, *operands: Any) -> Symbol:
     name = func.__name__.strip("_").split("_")[-1]
-    assert all(x.dtype is torch.bool for x in values(t, *operands, any_axis=True)), "numbers that are no masks"
+    require(all(x.dtype is torch.bool for x in values(t, *operands, any_axis=True)), "numbers that are no masks")
     if name in ("not", "invert"):
         return pointwise(t, func(*operands), "sub", 1.0, *operands)
     return pointwise(t, func(*operands), "mul" if name == "and" else "maximum", *operands)
@@ -154,7 +154,7 @@ FUNCTIONS[".data"] = lambda t, x: _detach(t, None, t.symbol(x))
 
 @names("dropout")
 def _dropout(t: Tracer, func: Any, x: Symbol, p: float = 0.5, training: bool = True) -> Symbol:
-    assert 0.0 <= p <= 1.0, "a probability outside of 0 to 1"
+    require(0.0 <= p <= 1.0, "a probability outside of 0 to 1")
     if not training or p == 0.0:
         return x
     (x,) = values(t, x, any_axis=True)
@@ -210,7 +210,7 @@ def _full(t: Tracer, func: Any, *args: Any, dtype: Any = None, **_: Any) -> Symb
     x = args[0] if isinstance(args[0], Tensor) else None
     size = x.shape if func.__name__ == "full_like" and x is not None else args[-2]
     default = torch.get_default_dtype() if x is None else x.dtype
-    assert isinstance(args[-1], (int, float)), "a number that is a tensor"
+    require(isinstance(args[-1], (int, float)), "a number that is a tensor")
     return filled(t, tuple(size), args[-1], dtype or default)
 
 
@@ -224,5 +224,5 @@ def _tensor(t: Tracer, func: Any, data: Any, *, dtype: Any = None, **_: Any) -> 
     if isinstance(data, Tensor):
         return t.symbol(data)
     numbers = data if isinstance(data, (list, tuple)) else [data]
-    assert len(numbers) == 1 and isinstance(numbers[0], (int, float)), "several numbers"
+    require(len(numbers) == 1 and isinstance(numbers[0], (int, float)), "several numbers")
     return filled(t, (1,) if numbers is data else (), numbers[0], dtype or torch.tensor(data).dtype)

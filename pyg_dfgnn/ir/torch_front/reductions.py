@@ -12,7 +12,7 @@ from torch_geometric.utils import softmax
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.lanes import MAX_SHORT
 from pyg_dfgnn.ir.torch_front.lookups import count_types, gather_counts, look_up
-from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, values
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
 
@@ -59,7 +59,7 @@ def _reduced(t: Tracer, name: str, x: Symbol, dim: int, index: Symbol, source: A
 
 @names("scatter_add", "index_add")
 def _scatter_add(t: Tracer, func: Any, x: Symbol, dim: int, index: Symbol, src: Any, *, alpha: float = 1) -> Symbol:
-    assert alpha == 1, "an alpha"
+    require(alpha == 1, "an alpha")
     if isinstance(src, Symbol) and isinstance(src.ids, Types):
         return count_types(t, x, dim, index, src)
     read, domain, present = _reduced(t, func.__name__, x, dim, index, src)
@@ -104,7 +104,7 @@ def _inner(t: Tracer, x: int, y: int) -> int:
 
 @names("sum")
 def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Symbol:
-    assert dtype is None, "a dtype"
+    require(dtype is None, "a dtype")
     meta, (x,) = func(x) if dim is None else func(x, dim, keepdim), values(t, x)
     dims, skip, value = _dims(t, x, dim), x.rows is not None, t.value(x)
     if dims == [x.dim() - 1] and value.op == "mul" and all(t.shape(a)[-1:] == (x.size(-1),) for a in value.args):
@@ -133,7 +133,7 @@ def _max(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Any:
 def _amax(t: Tracer, func: Any, x: Symbol, dim: Any = (), keepdim: bool = False) -> Symbol:
     (x,) = values(t, x)
     dims, rank = _dims(t, x, dim), len(x.sizes)
-    assert len(dims) == 1, "several dimensions"
+    require(len(dims) == 1, "several dimensions")
     axis = dims[0] - (x.rows is not None)
     order = (*(i for i in range(rank) if i != axis), axis)
     number, meta = t.emit("largest", t.emit("permute", t.full(x), attrs=(order,))), func(x, dims[0], keepdim)
@@ -194,7 +194,7 @@ def _of_one_dtype(t: Tracer, *factors: Symbol) -> None:
 def _linear(t: Tracer, func: Any, x: Symbol, weight: Any, bias: Any = None) -> Symbol:
     x, w = values(t, x, weight)
     _of_one_dtype(t, x, w, *(() if bias is None else (t.symbol(bias),)))
-    assert w.rows is None and w.dim() == 2 and x.size(-1) == w.size(1), "a weight that is no matrix of that size"
+    require(w.rows is None and w.dim() == 2 and x.size(-1) == w.size(1), "a weight that is no matrix of that size")
     # Torch's meta function of a product with a bias is one of Python.
     is_alike = x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == w.shape[:1])
     meta = x.new_empty((*x.shape[:-1], w.size(0))) if is_alike else func(x, weight, bias)

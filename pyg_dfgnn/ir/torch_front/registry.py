@@ -51,6 +51,16 @@ def values(t: Tracer, *operands: Any, any_axis: bool = False) -> list[Symbol]:
     return symbols
 
 
+def require(holds: bool, what: str) -> None:
+    """Refuse a function with these arguments unless a condition holds.
+
+    Raises:
+        ValueError: It does not; the tracer adds the function and the line.
+    """
+    if not holds:
+        raise ValueError(what)
+
+
 def size_and_dtype(func: Any, *operands: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return a meta tensor like the result of a pointwise function, which torch asks slow functions of Python for.
 

@@ -13,7 +13,7 @@ from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import broadcast
 from pyg_dfgnn.ir.torch_front.pointwise import size_of
 from pyg_dfgnn.ir.torch_front.reductions import index_select
-from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, values
+from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
 
 _MOVED = "the rows are no longer the first dimension"
@@ -103,7 +103,7 @@ def _repeat(t: Tracer, func: Any, x: Symbol, *args: Any) -> Any:
 
 @names("repeat_interleave")
 def _repeat_interleave(t: Tracer, func: Any, x: Symbol, repeats: int, dim: int) -> Any:
-    assert isinstance(repeats, int), "counts that are a tensor"
+    require(isinstance(repeats, int), "counts that are a tensor")
     dim %= x.dim()
     before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
     with t:
@@ -220,12 +220,12 @@ def _getitem(t: Tracer, func: Any, x: Symbol, key: Any) -> Any:
         keys = (*keys, Ellipsis)
     at, taken = keys.index(Ellipsis), sum(k is not None and k is not Ellipsis for k in keys)
     keys = (*keys[:at], *(slice(None),) * (x.dim() - taken), *keys[at + 1 :])
-    assert all(k is None or type(k) in (slice, int) for k in keys), "an index that is no number or range"
+    require(all(k is None or type(k) in (slice, int) for k in keys), "an index that is no number or range")
     meta, (x,) = func(x, key), values(t, x)
     for dim, k in enumerate(k for k in keys if k is not None):
         size = x.size(dim)
         begin, end, step = k.indices(size) if isinstance(k, slice) else (k % size, k % size + 1, 1)
-        assert step == 1, "a step other than 1"
+        require(step == 1, "a step other than 1")
         if (begin, end) != (0, size):
             x = _sliced(t, x, dim, begin, max(begin, end))
     return _reshaped(t, x, meta)

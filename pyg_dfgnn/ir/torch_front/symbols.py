@@ -367,7 +367,8 @@ class Tracer(TorchFunctionMode):
             return x
         if isinstance(x, (bool, int, float)):
             return Symbol.of(torch.empty((), device="meta"), self.emit("const", attrs=(float(x),)), None)
-        assert isinstance(x, Tensor)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a {type(x).__name__} among the operands")
         if id(x) not in self._tensors:
             self.refuse("a tensor that is no argument, parameter, buffer or attribute of the layer")
             return Symbol.of(x, None, None, shared=True)
@@ -381,7 +382,8 @@ class Tracer(TorchFunctionMode):
 
     def id(self, x: Symbol) -> int:
         """Return the id of a symbol's value."""
-        assert x.number is not None
+        if x.number is None:
+            raise self.stop("reads ids or integers as numbers")
         return x.number
 
     def value(self, x: Symbol) -> Value:
@@ -420,15 +422,15 @@ class Tracer(TorchFunctionMode):
         like = next((x for x in operands if x.rows is not None), operands[0])
         behind, numbers = like.dim() - like.lead - 1, []
         for x in operands:
-            assert x.number is not None
+            number = self.id(x)
             if x.rows is not None and (x.dim() - x.lead - 1 != behind or x.rows is not like.rows):
                 raise self.stop("rows meet another dimension")
-            shape = self.shape(x.number)
+            shape = self.shape(number)
             at = len(shape) - 1 - behind
             if like.rows is None or x.rows is not None or at < 0:
-                numbers.append(x.number)
+                numbers.append(number)
             elif shape[at] == 1:
-                numbers.append(self.emit("view", x.number, attrs=((*shape[:at], *shape[at + 1 :]),)))
+                numbers.append(self.emit("view", number, attrs=((*shape[:at], *shape[at + 1 :]),)))
             else:
                 raise self.stop("rows meet another dimension")
         return numbers, like.rows, 0 if like.rows is None else rank - 1 - behind

@@ -83,10 +83,9 @@ class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
         """PyG's forward; see `torch_geometric.nn.aggr.SoftmaxAggregation.forward`."""
         if not self._takes(x, index, ptr, dim, ("sum",)):
             return super().forward(x, index, ptr, dim_size, dim)
-        t = self.t
+        t: Any = self.t
         if self.channels != 1:
             self.assert_two_dimensional_input(x, dim)
-            assert isinstance(t, Tensor)
             t = t.view(-1, self.channels)
         alpha = x if isinstance(t, (int, float)) and t == 1 else x * t
         with torch.no_grad() if self.semi_grad else nullcontext():

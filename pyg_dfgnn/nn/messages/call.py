@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.ir import interpret
@@ -225,7 +226,8 @@ class _Runnable:
             report_fallback(type(self.layer).__name__, reasons)
             if not name.isdigit():
                 rows = self.rows()
-                assert rows is not None, "the forward had the graph"
+                if rows is None:
+                    raise UnsupportedError(reasons, what=f"'{name}' of {type(self.layer).__name__}")
                 return interpret(self.program, rows, self.inputs)[name]
             value: Tensor = tree_flatten(_run_own(self.layer, self.call))[0][int(name)]
             return value
