@@ -1,11 +1,13 @@
 """Compiled messages on sparse adjacencies of torch: the entries are the edges, and their values are weights."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
 
 import pyg_dfgnn
 from pyg_dfgnn.nn import messages
@@ -82,14 +84,12 @@ def features(dtype=torch.float64, *shape):
 @pytest.mark.parametrize("kind", [Weighted, Updating])
 def test_values_are_weights(kind, layout):
     x, values = features(torch.float64, SOURCES, CHANNELS), features(torch.float64, EDGES.size(1))
-    # PyG gives values of COO no gradient: torch has none of what it marks them by.
-    values = values if layout == "csr" else values.detach()
     results = []
     for layer in twins(kind()):
         with messages.interpreted(), watched() as calls:
             results.append(run(layer, x, adjacency(layout, values), values))
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
-    assert len(results[0]) == 2 + (layout == "csr") and [reasons for *_, reasons in calls] == [[]]
+    assert len(results[0]) == 3 and [reasons for *_, reasons in calls] == [[]]
 
 
 @pytest.mark.parametrize("name", ["float64", "kernels"])
@@ -101,6 +101,53 @@ def test_values_of_several_numbers_are_features_of_edges(name):
         actual = run(pair[1], x, adjacency("coo", values), values)
     bound = {"rtol": 1e-9, "atol": 1e-11} if name == "float64" else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(actual, run(pair[0], x, adjacency("coo", values), values), **bound)
+    assert [reasons for *_, reasons in calls] == [[]]
+
+
+class Attentive(Weighted):
+    """Asks for weights of the edges before the messages."""
+
+    def forward(self, x, edge_index):
+        gate = self.edge_updater(edge_index, x=x, edge_weight=None)
+        return self.propagate(edge_index, x=x, edge_weight=gate, edge_attr=None)
+
+    def edge_update(self, x_i, x_j, edge_weight, index, size_i):
+        return softmax((x_i * x_j).sum(-1) * edge_weight, index, num_nodes=size_i)
+
+    def message(self, x_j, edge_weight, edge_attr):
+        return x_j * edge_weight.view(-1, 1) if edge_attr is None else edge_attr
+
+
+@pytest.mark.parametrize("way", ["float64", "kernels", "cpu"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_attention_before_the_messages(layout, way):
+    dtype = torch.float32 if way == "kernels" else torch.float64
+    x, values = features(dtype, SOURCES, CHANNELS), features(dtype, EDGES.size(1))
+    contexts = {"float64": messages.interpreted, "kernels": emulated_device, "cpu": nullcontext}
+    matrix = adjacency(layout, values.detach().sigmoid())
+    version = matrix._version
+    with contexts[way](), pyg_dfgnn.settings(fallback="silent"):
+        # One matrix for both: neither edits it behind the back of the other's backward.
+        outs = [layer((x, x[:TARGETS]), matrix) for layer in twins(Attentive())]
+        results = [[out, *torch.autograd.grad(out.square().sum(), x)] for out in outs]
+    assert matrix._version == version
+    bound = {"rtol": 1e-4, "atol": 1e-5} if way == "kernels" else {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(*results, **bound)
+
+
+class Both(Weighted):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, edge_weight=None, edge_attr=None)
+
+    def message(self, x_j, edge_weight, edge_attr):
+        return x_j * edge_weight if edge_attr is None else x_j + edge_attr
+
+
+def test_values_go_to_the_first_argument_that_pyg_gives_them_to():
+    x, values = features(torch.float64, SOURCES, CHANNELS), torch.rand(EDGES.size(1), CHANNELS).double()
+    with messages.interpreted(), watched() as calls:
+        results = [layer((x, x[:TARGETS]), adjacency("coo", values)) for layer in twins(Both())]
+    torch.testing.assert_close(*results)
     assert [reasons for *_, reasons in calls] == [[]]
 
 
@@ -134,6 +181,18 @@ def test_what_is_left_to_pyg(kind, reason):
     with messages.interpreted(), watched() as calls:
         torch.testing.assert_close(ours((x, x[:TARGETS]), matrix), layer((x, x[:TARGETS]), matrix))
     assert len(calls) == 1 and calls[0][3][0].endswith(reason)
+
+
+def test_matrices_that_are_not_coalesced_are_pygs():
+    x, matrix = torch.randn(SOURCES, CHANNELS), adjacency("coo", torch.rand(EDGES.size(1)))
+    errors = []
+    for layer in twins(Weighted()):
+        twice = torch.sparse_coo_tensor(matrix.indices(), matrix.values(), matrix.shape)
+        with messages.interpreted(), pytest.raises(RuntimeError) as raised:
+            layer((x, x[:TARGETS]), twice)
+        assert not twice.is_coalesced()
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
 
 
 def test_errors_are_pygs():

@@ -88,7 +88,7 @@ def call_layer(layer: Any, call: Call) -> Any:
     call = _read(layer, call)
     reasons, given = layer_reasons(layer, call), call
     if not reasons and is_sparse_matrix(call.edges):
-        call = with_edges(call)
+        call = with_edges(layer, call)
     reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
     outcome, own = Outcome(), None
     if not reasons and call.edge_index.size(1) > 0:
