@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.torch_front import Symbol
-from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, copied, rows_of, upstream_of
+from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, copied, rows_of, set_propagate, upstream_of
 from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe
 from pyg_dfgnn.settings import current, settings
@@ -65,16 +65,13 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     for module in swapped:
         inside.update(module.modules())
         module.__class__ = DROP_INS[type(module)]
-        if isinstance(module, MessagePassing):
-            # As in a constructor: generate the propagation of the class where no instance has done so yet.
-            MessagePassing._set_jittable_templates(module)
+        set_propagate(module)
     compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside and not compilable(m)]
     new_compiled = [module for module in compiled if MARK not in module.__dict__]
     for module in new_compiled:
         module.__dict__[MARK] = Mark(type(module))
-        if not module.explain and module.decomposed_layers == 1:
-            # What PyG leaves after an explanation would hide the class's function.
-            module.__dict__.pop("propagate", None)
+        # What PyG leaves after an explanation would hide the class's function.
+        set_propagate(module)
     if current().fallback != "silent":
         rows = list(rows_of(inner))
         new = _counted(row.kind for module, row in rows if module in set(swapped))
@@ -133,8 +130,7 @@ def restore(model: Model) -> Model:
         upstream = upstream_of(type(module))
         if upstream is not type(module):
             module.__class__ = upstream
-            if isinstance(module, MessagePassing):
-                MessagePassing._set_jittable_templates(module)
+            set_propagate(module)
     return model
 
 

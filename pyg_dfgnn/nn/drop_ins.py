@@ -41,6 +41,25 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in made})
 
 
+def set_propagate(module: torch.nn.Module) -> None:
+    """Let a module, whose class has changed, propagate by the functions of its class.
+
+    PyG binds a function of the class to the module at each change of `explain` and of `decomposed_layers`; while one is
+    there, PyG takes it for the class's own as it generates functions into the class. A user's function stays.
+    """
+    if not isinstance(module, MessagePassing):
+        return
+    bound = vars(module).pop("propagate", None)
+    # As in a constructor: generate the propagation of the class where no instance has done so yet.
+    MessagePassing._set_jittable_templates(module)
+    function = getattr(bound, "__func__", bound)
+    is_pygs = function is MessagePassing.propagate or "CollectArgs" in getattr(function, "__globals__", ())
+    if bound is not None and not is_pygs:
+        vars(module)["propagate"] = bound
+    elif module.explain or module.decomposed_layers != 1:
+        vars(module)["propagate"] = type(module)._orig_propagate.__get__(module, MessagePassing)  # type: ignore[attr-defined]
+
+
 def keep_signature(kind: type) -> None:
     """Let a class whose constructor takes any arguments show those of its last base, PyG's class of the same name.
 

@@ -20,7 +20,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import Description, upstream_of
+from pyg_dfgnn.nn.drop_ins import Description, set_propagate, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.gemm import keeps_weight
 
@@ -341,7 +341,7 @@ class FusedConv(Scripted, MessagePassing):
     def __prepare_scriptable__(self) -> torch.nn.Module:
         twin = super().__prepare_scriptable__()
         if twin is not self:
-            MessagePassing._set_jittable_templates(twin)
+            set_propagate(twin)
         return twin
 
     def _gate(
