@@ -97,20 +97,20 @@ class Rows:
         kept: bool = False,
     ) -> None:
         check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
-        num_types = as_integer("num_types", num_types)
         types: dict[Domain, tuple[str, Tensor]] = {}
-        for domain, name, type_of in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
-            if type_of is not None:
-                check_tensor(name, type_of)
-                types[domain] = name, type_of
-        self.graph = graph
+        if source_type is not None or target_type is not None or num_types != 0:
+            num_types = as_integer("num_types", num_types)
+            for domain, name, type_of in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
+                if type_of is not None:
+                    check_tensor(name, type_of)
+                    types[domain] = name, type_of
+        lists = None
+        key = "rows", tuple(types), num_types
         if kept:
-            anchors = tuple(type_of for _, type_of in types.values())
-            key = "rows", tuple(types), num_types
-            self.lists = graph.derived(key, lambda: RowLists(graph, types, num_types), anchors)
-        else:
-            self.lists = RowLists(graph, types, num_types)
-        self.sizes, self.device, self.derived = self.lists.sizes, graph.device, self.lists.derived
+            anchors = [type_of for _, type_of in types.values()]
+            lists = graph.derived(key, lambda: RowLists(graph, types, num_types), anchors)
+        self.lists = lists or RowLists(graph, types, num_types)
+        self.graph, self.sizes, self.device, self.derived = graph, self.lists.sizes, graph.device, self.lists.derived
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = {S: "source_type", D: "target_type"}
