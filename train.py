@@ -1,8 +1,9 @@
-"""Train a model for the classification of nodes or graphs.
+"""Train a model of nodes or graphs, for their classes or values, or of links.
 
 python train.py                                  small PATTERN, generated: no download
 python train.py data=cora                        a data set with the model that suits it
 python train.py data=cora model=gatv2            any data set with any model
+python train.py data=solubility                  values of molecules
 python train.py experiment=gt_pattern            a named setting of configs/experiment
 python train.py -m seed=0,1,2 backend=auto,pyg   a sweep
 python train.py ... resume=outputs/...           resume a stopped run, given its other arguments

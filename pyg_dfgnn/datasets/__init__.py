@@ -7,6 +7,7 @@ from pyg_dfgnn.datasets.like import (
     log_normal_pieces_graph,
     photograph_superpixels_like,
 )
+from pyg_dfgnn.datasets.molecules import qm9, solubility
 from pyg_dfgnn.datasets.networks import co_purchase, facebook, heterophilous, reddit
 from pyg_dfgnn.datasets.planetoid import planetoid, pubmed_made_features
 from pyg_dfgnn.datasets.relational import entities, fb15k237, imdb
@@ -36,5 +37,7 @@ __all__ = [
     "photograph_superpixels_like",
     "planetoid",
     "pubmed_made_features",
+    "qm9",
     "reddit",
+    "solubility",
 ]

@@ -17,12 +17,12 @@ from pyg_dfgnn.graph import Graph
 
 SPLITS = ("train", "val", "test")
 LEVELS = ("node", "graph", "link")
-METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1", "mrr")
+METRICS = ("accuracy", "balanced_accuracy", "roc_auc", "macro_f1", "mrr", "mae")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Classification of nodes or graphs, or prediction of links.
+    """Classification of nodes or graphs, prediction of their values, or prediction of links.
 
     There are many graphs per split, or one graph and a mask per split. The splits of a task of links share one graph,
     with inverse edges, and ask for the missing end of triples: `queries [Q, 2]` of a node and a relation, `y [Q]` the
@@ -40,10 +40,14 @@ class Task:
         num_classes: Number of classes; of links, N.
         level: Whether labels belong to a "node", a "graph" or a "link".
         metric: "accuracy", "balanced_accuracy" (mean of the accuracies per class), "roc_auc" (two classes), "macro_f1"
-            (mean of the F1 scores per class) or "mrr" (of links: mean reciprocal rank).
+            (mean of the F1 scores per class), "mrr" (of links: mean reciprocal rank) or "mae" (of values: mean absolute
+            error in their unit, lower being better).
         loss_weights: Weigh the classes by rarity in the loss.
         synthetic: Part of the data that was made up, as shown in results; None: no part.
         num_relations: Number of relations of `edge_type`; 0: edges have no relations, or those of a `HeteroData`.
+        unit: Of values: their unit.
+        shift: Of values: `y`, float32, is the value less this,
+        scale: divided by this; :func:`value_task` takes mean and standard deviation of the training split.
 
     Raises:
         ValueError: A split, level or metric is unknown, "roc_auc" does not have two classes, or "mrr" is asked of
@@ -59,6 +63,9 @@ class Task:
     loss_weights: bool = False
     synthetic: str | None = None
     num_relations: int = 0
+    unit: str | None = None
+    shift: float = 0.0
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         for split in self.splits:
@@ -69,6 +76,16 @@ class Task:
             raise ValueError(f"'metric' needs another choice than 'roc_auc' for {self.num_classes} classes (needs 2)")
         if (self.metric == "mrr") != (self.level == "link"):
             raise ValueError(f"'metric' needs 'mrr' for links and for nothing else (got {self.metric!r}, {self.level})")
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether labels are values, not classes."""
+        return self.metric == "mae"
+
+    @property
+    def quantity(self) -> str:
+        """Name of the metric in results: "accuracy", higher being better, or "error", lower being better."""
+        return "error" if self.is_of_values else "accuracy"
 
     @property
     def metadata(self) -> tuple[list[str], list[tuple[str, str, str]]] | None:
@@ -127,6 +144,30 @@ def one_graph(name: str, data: Any, num_classes: int, **options: Any) -> Task:
     """Return the task of one graph with a mask per split; further options are those of :class:`Task`."""
     features = options.pop("num_features", data.num_features)
     return Task(name, dict.fromkeys(SPLITS, [data]), features, num_classes, **options)
+
+
+def value_task(name: str, splits: dict[str, list[Data]], unit: str, **options: Any) -> Task:
+    """Return the task of predicting values, which are scaled to mean 0 and deviation 1 of the training split.
+
+    Args:
+        name: As in :class:`Task`.
+        splits: As in :class:`Task`; the values `y`, float `[N]` or `[1]`, are replaced.
+        unit: Unit of the values.
+        **options: Further options of :class:`Task`.
+
+    Raises:
+        ValueError: Values of the training split are not finite, or all alike.
+    """
+    train = [graph.y[graph.train_mask] if "train_mask" in graph else graph.y for graph in splits["train"]]
+    values = torch.cat(train).double()
+    shift, scale = values.mean().item(), values.std(correction=0).item()
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(f"'splits' needs finite and different training values of {name} (got deviation {scale})")
+    # One graph may be that of all splits.
+    for graph in {id(graph): graph for graphs in splits.values() for graph in graphs}.values():
+        graph.y = ((graph.y.double() - shift) / scale).float()
+    features = splits["train"][0].num_features
+    return Task(name, splits, features, 1, metric="mae", unit=unit, shift=shift, scale=scale, **options)
 
 
 def add_masks(data: Any, split_ids: Iterable[Tensor]) -> None:

@@ -68,9 +68,12 @@ class SharedBatches(Sampler[list[int]]):
 
 
 def empty_graph(graph: Data) -> Data:
-    """Return a graph without nodes, with the attributes and dtypes of another; a label of the graph is -100."""
+    """Return a graph without nodes, with the attributes and dtypes of another; a label of the graph is -100.
+
+    Values, which come with weights, have a weight of 0.
+    """
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
-    empty.y = torch.full_like(empty.y, -100)
+    empty.y = torch.full_like(empty.y, 0.0 if empty.y.is_floating_point() else -100)
     return SortEdges()(empty) if BY_SOURCE in empty else empty
 
 

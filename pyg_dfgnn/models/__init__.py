@@ -1,10 +1,11 @@
-"""Models that classify nodes or, by the mean over their nodes, graphs, or that score links.
+"""Models of nodes or, by the mean over their nodes, of graphs, for classes or values, or that score links.
 
 A model takes its convolutions from a namespace, `convs=torch_geometric.nn` or `convs=pyg_dfgnn.nn`; both give equal
 parameters with equal names and initialisation.
 """
 
 from pyg_dfgnn.models.agnn import AGNN
+from pyg_dfgnn.models.continuous_filter import ContinuousFilterNet
 from pyg_dfgnn.models.conv_stack import GCN, GIN, GINE, PNA, SAGE, ResGatedGCN
 from pyg_dfgnn.models.gat import GAT, GATv2
 from pyg_dfgnn.models.graph_transformer import GraphTransformer
@@ -22,6 +23,7 @@ __all__ = [
     "RGAT",
     "RGCN",
     "SAGE",
+    "ContinuousFilterNet",
     "DistMult",
     "GATv2",
     "GraphTransformer",

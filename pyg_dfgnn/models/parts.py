@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch_geometric.nn import global_mean_pool
+from torch_geometric.nn import global_add_pool, global_mean_pool
 
 from pyg_dfgnn.errors import check_integer, check_range
 
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 """Normalisation between layers, by name."""
+POOLS = {"mean": global_mean_pool, "add": global_add_pool}
+"""What makes the output of a graph of those of its nodes, by name."""
 
 
 def find_layer(convs: Any, name: str) -> Any:
@@ -54,15 +56,18 @@ def check_rates(**rates: float) -> None:
         check_range(name, rate, 0.0, 1.0)
 
 
-def pool(x: Tensor, batch: Tensor | None, num_graphs: int | None, nodes: Tensor | None = None) -> Tensor:
-    """Return the rows of `x [N, C]` that logits are made of: of all nodes, of some, or the means of graphs.
+def pool(
+    x: Tensor, batch: Tensor | None, num_graphs: int | None, nodes: Tensor | None = None, readout: str = "mean"
+) -> Tensor:
+    """Return the rows of `x [N, C]` that logits are made of: of all nodes, of some, or the means or sums of graphs.
 
     Args:
         x: Node features.
         batch: Graph of each node `[N]`, ascending; None for a model of nodes.
         num_graphs: G; a graph without nodes gives zeros.
         nodes: Nodes `[M]` whose logits are wanted, where `batch` is None; None: all.
+        readout: Of graphs, one of :data:`POOLS`.
     """
     if batch is not None:
-        return global_mean_pool(x, batch, num_graphs)
+        return POOLS[readout](x, batch, num_graphs)
     return x if nodes is None else x.index_select(0, nodes)

@@ -120,8 +120,20 @@ def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
 
 def labelled(graph: Data, split: str) -> Data:
     """Return the graph with only the labels of one split; other tensors are shared."""
+    graph, mask = copy.copy(graph), getattr(graph, f"{split}_mask")
+    graph.y = graph.y.masked_fill(~mask.view(-1, *[1] * (graph.y.dim() - 1)), no_label(graph.y))
+    return graph
+
+
+def no_label(y: Tensor) -> float:
+    """Return what stands for no label: -100 among classes, and a weight of 0 among values."""
+    return 0.0 if y.is_floating_point() else IGNORED
+
+
+def weighted(graph: Data) -> Data:
+    """Return a graph whose values `y [N]` come with their weights, 1 each, `[N, 2]`: what is not a label has 0."""
     graph = copy.copy(graph)
-    graph.y = graph.y.masked_fill(~getattr(graph, f"{split}_mask"), IGNORED)
+    graph.y = torch.stack([graph.y, torch.ones_like(graph.y)], dim=1)
     return graph
 
 
@@ -282,7 +294,7 @@ class Seeds:
         seeds = 0 if int(batch.input_id[0]) == self.count else batch.batch_size
         batch = batch.to(self.device, non_blocking=True)
         batch.y = batch.y.clone()
-        batch.y[seeds:] = IGNORED
+        batch.y[seeds:] = no_label(batch.y)
         return batch
 
 

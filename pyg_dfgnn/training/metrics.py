@@ -1,4 +1,7 @@
-"""Loss and metrics of classification, which leave out labels of -100 (:data:`IGNORED`), and ranks of links."""
+"""Loss and metrics of classification, which leave out labels of -100 (:data:`IGNORED`), of values, and ranks of links.
+
+Labels that are values come as `y [N, 2]`: the value, and its weight, 0 where there is none.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ def class_weights(counts: Tensor) -> Tensor:
 
 def label_counts(y: Tensor, num_classes: int, *, loss_weights: bool) -> Tensor:
     """Return what a loss needs to know of all labels `y [N]`: :func:`class_counts`, or without weights their number."""
+    if y.is_floating_point():
+        return y[:, 1].sum()
     return class_counts(y, num_classes) if loss_weights else (y != IGNORED).sum()
 
 
@@ -61,6 +66,19 @@ def cross_entropy(logits: Tensor, y: Tensor, *, loss_weights: bool, counts: Tens
     return F.cross_entropy(logits.float(), y, weight, ignore_index=IGNORED, reduction="sum") / total
 
 
+def absolute_error(out: Tensor, y: Tensor, *, counts: Tensor | None = None) -> Tensor:
+    """Return the mean absolute error of `out [N, 1]`, `sum_i w_i |out_i - y_i| / sum_i w_i`.
+
+    Args:
+        out: Predictions of any floating dtype; the error is computed in float32.
+        y: Values and weights `[N, 2]`.
+        counts: As in :func:`cross_entropy`.
+    """
+    value, weight = y.unbind(dim=1)
+    total = weight.sum() if counts is None else counts
+    return ((out.float().squeeze(1) - value).abs() * weight).sum() / total
+
+
 class Score:
     """Loss and metric over batches, kept on the device until they are read.
 
@@ -79,7 +97,7 @@ class Score:
     """
 
     def __init__(self, num_classes: int, metric: str, device: torch.device) -> None:
-        check_choice("metric", metric, [name for name in METRICS if name != "mrr"])
+        check_choice("metric", metric, [name for name in METRICS if name not in ("mrr", "mae")])
         self.kind = metric
         self.loss_sum = torch.zeros((), device=device)
         # Rows are classes, columns are predictions; the last row holds ignored labels.
@@ -125,6 +143,41 @@ class Score:
         # As in scikit-learn, a class that neither occurs nor is predicted is left out.
         seen = total + counted.sum(dim=0)
         return float((2 * right / seen.clamp(min=1)).sum() / (seen > 0).sum().clamp(min=1))
+
+
+class ErrorScore:
+    """Loss and mean absolute error of values over batches, kept on the device until they are read.
+
+    Args:
+        scale: Unit of the labels, as in :class:`~pyg_dfgnn.datasets.Task`.
+        device: Device of the predictions.
+    """
+
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self.scale = scale
+        # The sums of losses, of absolute errors, and of weights.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, out: Tensor, y: Tensor) -> None:
+        """Add one batch: its mean loss, predictions `[N, 1]`, and values and weights `[N, 2]`."""
+        count = y[:, 1].sum()
+        error = absolute_error(out.detach(), y, counts=torch.ones_like(count))
+        self.sums += torch.stack([loss.detach() * count, error, count])
+
+    def gather(self, group: Group) -> ErrorScore:
+        """Add the batches of the other processes and return this score."""
+        self.sums = group.sum(self.sums)
+        return self
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per value."""
+        return float(self.sums[0] / self.sums[2])
+
+    @property
+    def metric(self) -> float:
+        """Mean absolute error in the unit of the values."""
+        return float(self.sums[1] / self.sums[2]) * self.scale
 
 
 class RankScore:

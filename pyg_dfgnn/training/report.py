@@ -76,7 +76,7 @@ def write_rows(path: Path, fields: Iterable[str], rows: Iterable[Mapping[str, An
 
 
 def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_epoch: int) -> Path:
-    """Draw loss and accuracy over the epochs, training and validation, with the chosen epoch marked."""
+    """Draw loss and accuracy, or error, over the epochs, training and validation, with the chosen epoch marked."""
     from matplotlib.figure import Figure
 
     epochs = [row["epoch"] for row in history]
@@ -86,7 +86,8 @@ def plot_curves(path: Path, title: str, history: list[dict[str, float]], best_ep
     figure = Figure(figsize=(9, 3.6))
     figure.subplots_adjust(left=0.08, right=0.98, bottom=0.14, top=0.88, wspace=0.2)
     figure.suptitle(title)
-    for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy")):
+    quantities = ("loss", "error" if "val_error" in history[0] else "accuracy")
+    for axes, quantity in zip(figure.subplots(1, 2), quantities):
         for split, label in (("train", "training"), ("val", "validation")):
             axes.plot(epochs, [row[f"{split}_{quantity}"] for row in history], label=label, marker=marker)
         axes.axvline(best_epoch, color="gray", linestyle=":", label=f"best epoch ({best_epoch})")

@@ -27,6 +27,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
+from torch_geometric.nn import MessagePassing
 
 import pyg_dfgnn
 from pyg_dfgnn.capture.step import check_optimizer
@@ -34,7 +35,7 @@ from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.graph.reorder import METHODS
-from pyg_dfgnn.nn import fallback
+from pyg_dfgnn.nn import DROP_INS, fallback
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.training import checkpoint
@@ -44,7 +45,7 @@ from pyg_dfgnn.transforms import Reorder
 
 log = logging.getLogger(__name__)
 
-RETURNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
+RETURNS = ("val_loss", "val_accuracy", "val_error", "test_loss", "test_accuracy", "test_error")
 MAX_SEED = 2**64 - 1
 """What torch takes at most."""
 KINDS = {
@@ -53,6 +54,7 @@ KINDS = {
     "roc_auc": "area under the ROC curve",
     "macro_f1": "mean F1 score of the classes",
     "mrr": "filtered mean reciprocal rank",
+    "mae": "mean absolute error",
 }
 
 
@@ -64,7 +66,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         group: Processes that train together; None: those that torchrun or submitit has started.
 
     Returns:
-        The metric that `cfg.returns` names, by default the test accuracy.
+        The metric that `cfg.returns` names, by default the test accuracy or, of values, the test error.
 
     Raises:
         TypeError: A value of the config has the wrong type.
@@ -73,7 +75,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     backend = config["backend"]
-    check_choice("returns", config["returns"], RETURNS)
+    check_choice("returns", config["returns"], (None, *RETURNS))
     check_integer("seed", config["seed"], 0, MAX_SEED)
     check_bool("backend.sort_edges", backend["sort_edges"])
     method = config["data"]["reorder"]
@@ -112,8 +114,13 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             make_task = instantiate(cfg.data.task, _partial_=True)
             with _arguments("data.task", config["data"]["task"]):
                 task: Task = make_task()
+        returns = config["returns"] or f"test_{task.quantity}"
+        if not returns.endswith(("loss", task.quantity)):
+            raise ValueError(f"'returns' needs null, or a loss or {task.quantity} of {task.name} (got {returns!r})")
         with _arguments("model", config["model"]):
             model = make_model(make, task).to(device)
+        if backend["convs"] == "pyg_dfgnn.nn" and any(map(_is_plain, model.modules())):
+            pyg_dfgnn.accelerate(model)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         if reorder is not None:
@@ -161,7 +168,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         best_epoch = trainer.load_best()
         results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
     if not group.is_main:
-        return results[config["returns"]]
+        return results[returns]
     summary = {
         **results,
         "best_epoch": best_epoch,
@@ -178,25 +185,35 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         "processes": group.size,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "metric": task.metric,
+        **({"unit": task.unit, "shift": task.shift, "scale": task.scale} if task.is_of_values else {}),
         "synthetic": task.synthetic,
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,
         "pyg_dfgnn": pyg_dfgnn.__version__,
     }
-    log.info("test %s: %.2f %% (best epoch %d)", KINDS[task.metric], 100 * results["test_accuracy"], best_epoch)
+    result = (
+        f"{results['test_error']:.4g} {task.unit}" if task.is_of_values else f"{100 * results['test_accuracy']:.2f} %"
+    )
+    log.info("test %s: %s (best epoch %d)", KINDS[task.metric], result, best_epoch)
     if trainer.diverged_epoch is not None:
         log.warning("the loss has diverged in epoch %d; a lower optimizer.lr may help", trainer.diverged_epoch)
     metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
     log.info("metrics: %s, %s", metrics_json, metrics_csv)
     _plot(trainer)
-    return results[config["returns"]]
+    return results[returns]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a layer of messages that has no kernels yet."""
+    return isinstance(module, MessagePassing) and type(module) not in DROP_INS.values()
 
 
 def _plot(trainer: Trainer) -> None:
     """Draw the curves of a run, the last of its files, whose failure costs nothing else."""
     if not trainer.group.is_main or trainer.best is None:
         return
-    title = f"{type(trainer.model).__name__} on {trainer.task.name}"
+    unit = f", error in {trainer.task.unit}" if trainer.task.is_of_values else ""
+    title = f"{type(trainer.model).__name__} on {trainer.task.name}{unit}"
     try:
         curves = plot_curves(trainer.folder / "curves.png", title, trainer.history, trainer.best["epoch"])
         log.info("plots: %s", curves)

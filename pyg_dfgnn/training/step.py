@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_dfgnn.capture import Recorder, Step, capture_step
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.training.metrics import cross_entropy, label_counts
+from pyg_dfgnn.training.metrics import absolute_error, cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ARGUMENTS = ("pe", "nodes", "edge_type", "edge_attr", "queries")
@@ -21,7 +21,7 @@ _ARGUMENTS = ("pe", "nodes", "edge_type", "edge_attr", "queries")
 
 
 class Objective:
-    """What the steps of a run compute; labels of -100 do not count.
+    """What the steps of a run compute; labels of -100, and values of weight 0, do not count.
 
     Args:
         device: Device of the batches.
@@ -62,7 +62,7 @@ class Objective:
         inputs = (batch.x_dict, batch.edge_index_dict) if is_hetero else (batch.x, batch.edge_index)
         arguments = {name: batch[name] for name in _ARGUMENTS if name in batch and not is_hetero}
         if self.graph_level:
-            arguments |= {"batch": batch.batch, "num_graphs": batch.y.numel()}
+            arguments |= {"batch": batch.batch, "num_graphs": len(batch.y)}
         # Processes exchange their counts while the model computes; the first batch shows how many classes there are.
         shared, self._counts = self.group.size > 1, None
         if shared and self._num_classes is not None:
@@ -77,8 +77,10 @@ class Objective:
         return logits
 
     def loss(self, logits: Tensor, batch: Data) -> Tensor:
-        """Return this process's part of the loss of a batch with labels `y [N]` (or `[G]`)."""
+        """Return this process's part of the loss of a batch with labels `y [N]` (or `[G]`), or values `[N, 2]`."""
         total = None if self._counts is None else self._counts()
+        if batch.y.is_floating_point():
+            return absolute_error(logits, batch.y, counts=total)
         return cross_entropy(logits, batch.y, loss_weights=self.loss_weights, counts=total)
 
     def _start_counts(self, y: Tensor) -> Callable[[], Tensor]:

@@ -61,7 +61,8 @@ def read_curves(rows: Iterable[Row]) -> Curves:
         # With powers of two, runs of different lengths share epochs.
         while len(history) > step * CURVE_POINTS:
             step *= 2
-        curves[row["run"]] = {int(epoch["epoch"]): round(float(epoch["val_accuracy"]), 4) for epoch in history[::step]}
+        digits, column = (6, "val_error") if row.get("metric") == "mae" else (4, "val_accuracy")
+        curves[row["run"]] = {int(epoch["epoch"]): round(float(epoch[column]), digits) for epoch in history[::step]}
     return curves
 
 
@@ -96,13 +97,22 @@ def summary(values: Sequence[float]) -> str:
     return f"{100 * statistics.mean(values):.2f}{spread}"
 
 
+def result(runs: Sequence[Row]) -> str:
+    """Format the test metric of runs of a setting: in percent, or values in their unit."""
+    if runs[0]["metric"] != "mae":
+        return summary([run["test_accuracy"] for run in runs])
+    values = [run["test_error"] for run in runs]
+    spread = f" +- {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4g}{spread} {runs[0]['unit']}"
+
+
 def table(groups: Groups) -> list[dict[str, str]]:
-    """Return one row per setting: its key, and test metric, last epoch and time over the seeds."""
+    """Return one row per setting: its key, and test metric (with its unit if not in %), last epoch and time."""
     return [
         {
             **dict(zip(KEY, key)),
             "seeds": str(len(runs)),
-            "test, %": summary([run["test_accuracy"] for run in runs]),
+            "test, %": result(runs),
             "epochs": f"{statistics.mean(run['epochs'] for run in runs):.0f}",
             "s per run": f"{statistics.mean(run['train_time_s'] for run in runs):.0f}",
             "made up": runs[0].get("synthetic") or "-",
@@ -165,8 +175,8 @@ def main(words: Sequence[str] | None = None) -> None:
     write_rows(files[0], dict.fromkeys(name for row in rows for name in row), rows)
     files[1].write_text(markdown(table(groups)))
     for (task, model, metric, _, convs, *_), runs in groups.items():
-        values = [run["test_accuracy"] for run in runs]
-        print(f"{model} on {task}, {convs}: test {metric} {summary(values)} % over {len(runs)} runs")
+        percent = "" if metric == "mae" else " %"
+        print(f"{model} on {task}, {convs}: test {metric} {result(runs)}{percent} over {len(runs)} runs")
     try:
         figure(groups, read_curves(rows)).savefig(files[2], dpi=110)
     except Exception as error:

@@ -37,15 +37,16 @@ from pyg_dfgnn.training.loaders import (
     graph_batches,
     query_batches,
     sampled,
+    weighted,
     whole_graph,
 )
-from pyg_dfgnn.training.metrics import RankScore, Score
+from pyg_dfgnn.training.metrics import ErrorScore, RankScore, Score
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.step import PRECISIONS, check_captured, make_step
 
 log = logging.getLogger(__name__)
 
-MONITORS = ("val_accuracy", "val_loss", "epoch")
+MONITORS = ("val_accuracy", "val_error", "val_loss", "epoch")
 DIVERGED = 1e4
 """A mean loss above this is that of no model that learns: guesses among K classes cost log K."""
 # These arguments of a DataLoader decide which samples are in a batch.
@@ -60,8 +61,8 @@ class Options:
 
     Args:
         epochs: Number of epochs unless training stops early.
-        monitor: Metric that decides the best epoch and early stopping: "val_accuracy", "val_loss", or "epoch" to keep
-            the last one.
+        monitor: Metric that decides the best epoch and early stopping: "val_accuracy" or, of values, "val_error",
+            "val_loss", or "epoch" to keep the last one; None: the first of these that the task has.
         patience: Number of epochs without a better one after which training stops; None: never.
         max_time_s: Time limit of :meth:`Trainer.fit`; an epoch starts if one of the mean duration would end in time.
             None: no limit.
@@ -85,7 +86,7 @@ class Options:
     """
 
     epochs: int
-    monitor: str = "val_accuracy"
+    monitor: str | None = None
     patience: int | None = None
     max_time_s: float | None = None
     precision: str = "fp32"
@@ -100,7 +101,7 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        check_choice("monitor", self.monitor, MONITORS)
+        check_choice("monitor", self.monitor, (None, *MONITORS))
         check_choice("precision", self.precision, tuple(PRECISIONS))
         for name in ("epochs", "checkpoint_every", "log_every"):
             check_integer(name, getattr(self, name), 1)
@@ -189,6 +190,12 @@ class Trainer:
         group: Group | None = None,
     ) -> None:
         task = task.read_by(model)
+        if task.is_of_values:
+            task = task.map(weighted)
+        self.monitor = options.monitor or f"val_{task.quantity}"
+        if self.monitor not in (f"val_{task.quantity}", "val_loss", "epoch"):
+            need = f"null, val_{task.quantity}, val_loss or epoch"
+            raise ValueError(f"'monitor' needs {need} for {task.name} (got {options.monitor!r})")
         loader, sampler, cuda_graph = options.loader, options.sampler, options.cuda_graph
         if task.full_graph != (loader is None):
             needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
@@ -294,7 +301,7 @@ class Trainer:
                     with nullcontext() if bar.disable else logging_redirect_tqdm():
                         log.info(_line(row, options.epochs, self._remaining_s(started)))
                 if not bar.disable:
-                    shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", "val_accuracy")}
+                    shown = {key: f"{row[key]:.4f}" for key in ("train_loss", "val_loss", f"val_{self.task.quantity}")}
                     bar.set_postfix(shown, refresh=False)
                 if _has_diverged(row) and self.epoch == self.diverged_epoch:
                     with nullcontext() if bar.disable else logging_redirect_tqdm():
@@ -325,13 +332,13 @@ class Trainer:
         return next((int(row["epoch"]) for row in self.history if _has_diverged(row)), None)
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Return loss and accuracy of the current model on "train", "val" or "test"."""
+        """Return loss and accuracy, or error, of the current model on "train", "val" or "test"."""
         score = self._score()
         self.model.eval()
         for batch in self._batches[split]:
             score.add(self.step.evaluate(batch), self.step.output, batch.y)
         score.gather(self.group)
-        return {f"{split}_loss": score.loss, f"{split}_accuracy": score.metric}
+        return {f"{split}_loss": score.loss, f"{split}_{self.task.quantity}": score.metric}
 
     def load_best(self) -> int:
         """Load the parameters of the best epoch into the model and return that epoch.
@@ -403,7 +410,7 @@ class Trainer:
         epoch = self.epoch + 1
         row = {"epoch": epoch, "lr": lr, **trained, **validated, "time_s": time.perf_counter() - start}
         best = self.best
-        monitor = self.options.monitor
+        monitor = self.monitor
         # A resumed run may monitor another metric than the one that chose the best epoch so far.
         if best is None or self._is_better(row[monitor], self.history[best["epoch"] - 1][monitor]):
             best = {"epoch": epoch, monitor: row[monitor], "model": self._keep_model()}
@@ -427,7 +434,7 @@ class Trainer:
             score.add(self.step(batch), self.step.output, batch.y)
             bar.update()
         score.gather(self.group)
-        return {"train_loss": score.loss, "train_accuracy": score.metric}
+        return {"train_loss": score.loss, f"train_{self.task.quantity}": score.metric}
 
     @property
     def prepare_s(self) -> float:
@@ -450,7 +457,9 @@ class Trainer:
         torch._foreach_copy_(list(best.values()), list(live.values()))
         return best
 
-    def _score(self) -> Score | RankScore:
+    def _score(self) -> Score | RankScore | ErrorScore:
+        if self.task.is_of_values:
+            return ErrorScore(self.task.scale, self.device)
         if self.task.metric == "mrr":
             return RankScore(self.device)
         return Score(self.task.num_classes, self.task.metric, self.device)
@@ -459,7 +468,7 @@ class Trainer:
         # A metric may be undefined in an epoch.
         if math.isnan(best):
             return not math.isnan(value)
-        return value < best if self.options.monitor.endswith("loss") else value > best
+        return value < best if self.monitor.endswith(("loss", "error")) else value > best
 
     def _is_late(self, started: float) -> bool:
         if self.options.max_time_s is None or not self.history:
@@ -522,6 +531,6 @@ def _losses(row: dict[str, float]) -> str:
 
 
 def _line(row: dict[str, float], epochs: int, remaining_s: float) -> str:
-    values = "  ".join(f"{key} {row[key]:.4f}" for key in ("train_loss", "train_accuracy", "val_loss", "val_accuracy"))
+    values = "  ".join(f"{key} {row[key]:.4f}" for key in row if key.startswith(("train_", "val_")))
     remaining = f", {tqdm.format_interval(remaining_s)} left" if remaining_s else ""
     return f"epoch {row['epoch']}/{epochs}  {values}  {row['time_s']:.2f} s{remaining}"

@@ -31,6 +31,8 @@ KINDS = {
     "fb15k237": "DistMult",
     "links_like": "DistMult",
     "log_normal_pieces_graph": "GCN",
+    "solubility": "GINE",
+    "qm9": "ContinuousFilterNet",
 }
 """Model that a data set names, by the function that makes the data set; others name one by their form."""
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_geometric.nn
+from torch_geometric.nn.models.schnet import InteractionBlock
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.models import (
@@ -13,11 +14,13 @@ from pyg_dfgnn.models import (
     GINE,
     PNA,
     SAGE,
+    ContinuousFilterNet,
     GATv2,
     GraphTransformer,
     ResGatedGCN,
     TransformerStack,
 )
+from pyg_dfgnn.models.continuous_filter import ContinuousFilterConv
 
 SIZES = ("hidden_channels", "heads", "layers")
 MODELS = {
@@ -43,6 +46,7 @@ MODELS = {
     "gin": (GIN, {"hidden_channels": 8, "train_eps": True}),
     "gine": (GINE, {"hidden_channels": 8, "edge_channels": 2}),
     "resgated": (ResGatedGCN, {"hidden_channels": 8}),
+    "continuous_filter": (ContinuousFilterNet, {"hidden_channels": 8, "layers": 2}),
     "pna": (PNA, {"hidden_channels": 8, "degrees": torch.tensor([2, 3, 7, 5, 1])}),
 }
 STACKS = (GCN, SAGE, GIN, GINE, ResGatedGCN, PNA)
@@ -68,6 +72,23 @@ def call(model, inputs, **graphs):
     if channels := getattr(model, "edge_channels", 0):
         graphs["edge_attr"] = x[edge_index[0], :channels] - x[edge_index[1], :channels]
     return model(x, edge_index, **graphs)
+
+
+def test_a_continuous_filter_is_that_of_pyg():
+    theirs = InteractionBlock(hidden_channels=8, num_gaussians=6, num_filters=8, cutoff=5.0).double()
+    ours = ContinuousFilterConv(8, 6).double()
+    ours.load_state_dict(
+        {
+            "lin.weight": theirs.conv.lin1.weight,
+            **{f"filter.{key}": value for key, value in theirs.mlp.state_dict().items()},
+            **{f"out.0.{key}": value for key, value in theirs.conv.lin2.state_dict().items()},
+            **{f"out.2.{key}": value for key, value in theirs.lin.state_dict().items()},
+        }
+    )
+    x, edge_index = torch.randn(9, 8).double(), torch.randint(9, (2, 30))
+    distance, expanded = 5 * torch.rand(30).double(), torch.randn(30, 6).double()
+    cut = 0.5 * (torch.cos(distance * torch.pi / 5.0) + 1.0)
+    torch.testing.assert_close(ours(x, edge_index, expanded, cut[:, None]), theirs(x, edge_index, distance, expanded))
 
 
 @pytest.mark.parametrize("name", MODELS)

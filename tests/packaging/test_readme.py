@@ -18,8 +18,8 @@ from tools import published
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in published.documents()}
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md", "results/cora_gat/README.md")
-README, TRAINING = DOCUMENTS["README.md"], DOCUMENTS["docs/training.md"]
-COMMANDS = re.findall(r"^`?python train\.py ?([^#`\n]*)", README + TRAINING, flags=re.MULTILINE)
+README, TRAINING, MOLECULES = (DOCUMENTS[name] for name in ("README.md", "docs/training.md", "docs/molecules.md"))
+COMMANDS = re.findall(r"^`?python train\.py ?([^#`\n]*)", README + TRAINING + MOLECULES, flags=re.MULTILINE)
 
 
 def examples(name):
@@ -68,6 +68,12 @@ def test_captured_steps(capsys):
         exec(example, scope)
         assert scope["value"].isfinite() and scope["step"].output.isfinite().all()
     assert "Step(GAT, Adam, c" in capsys.readouterr().out
+
+
+def test_values_of_ones_own(capsys):
+    (example,) = examples("docs/molecules.md")
+    exec(example, {})
+    assert capsys.readouterr().out.endswith(" m\n")
 
 
 def test_reordering_example(capsys):
