@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -43,7 +43,9 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
     return {n: results[n].squeeze(0) if program.values[i].domain is One else results[n] for n, i in program.outputs}
 
 
-def run_values(program: Program, rows: Rows, inputs: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+def run_values(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], like: Tensor, exact: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Run a program on tensors that need no check, with a row also on the domain of one row.
 
     Args:
@@ -51,16 +53,22 @@ def run_values(program: Program, rows: Rows, inputs: Mapping[str, Tensor], like:
         rows: The rows of its domains.
         inputs: Name -> tensor [rows, *shape].
         like: What constants are made like.
+        exact: Names of outputs that are float32 whatever the dtype of the inputs.
 
     Returns:
         Name -> tensor [rows, *shape] of each output.
     """
     results: list[Tensor] = []
-    for value in program.values:
+    wide = {i for name, i in program.outputs if name in exact}
+    for i, value in enumerate(program.values):
         if value.op == "input":
             results.append(inputs[value.attrs[0]])
+            continue
+        operands = [(program.values[arg], results[arg]) for arg in value.args]
+        if i in wide:
+            results.append(_run_exactly(value, operands, rows, like))
         else:
-            results.append(_run(value, [(program.values[arg], results[arg]) for arg in value.args], rows, like))
+            results.append(_run(value, operands, rows, like))
     return {name: results[i] for name, i in program.outputs}
 
 
@@ -91,6 +99,17 @@ def _check_input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -
     check_shape(name, tensor, (*size, *value.shape), f"[{spec}]")
     check_dtype(name, tensor, dtype)
     check_device(name, tensor, rows.device)
+
+
+def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+    """Return a value in float32. Products of 16-bit numbers are exact there: tensor cores add them in float32."""
+    if value.op == "linear" and like.is_cuda and value.domain is operands[0][0].domain:
+        (_, x), (_, w) = operands
+        if x.dim() == 2 and w.size(0) == 1:
+            weight = w[0].movedim(-2, 0).flatten(1)
+            return torch.mm(x, weight, out_dtype=torch.float32).view(x.size(0), *value.shape)
+    with torch.autocast(like.device.type, enabled=False):
+        return _run(value, [(operand, tensor.float()) for operand, tensor in operands], rows, like.float())
 
 
 def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ from pyg_dfgnn.ir.unroll import unrolled
 
 MAX_SUMS = 56
 """Numbers that a lane adds up where sums are written out: with more, their terms would leave no registers."""
+_PRODUCTS = ("linear", "matmul", "fold")
+"""Operators of torch that add; the others move numbers."""
 _STORED_READS = 5
 """Rows that a step gathers for a number per head from which that is rather stored for each edge."""
 
@@ -353,20 +355,28 @@ class _Lowering(Keeping):
             steps[id(draft)] = Step(draft.kind, draft.domain, draft.over, *names, program)
         parts = {part: tuple(steps[id(d)] for d in self.drafts[part] if id(d) in steps) for part in self.drafts}
         stored = {i for i in known if i in read | result}
-        compared = self._compared(stored - result, steps.values())
+        compared = self._compared(stored) - result
         buffers = {self._name(i): self._buffer(i, i in compared) for i in sorted(stored)}
         outputs = {name: (self._name(self.base(i)), self.values[i].shape) for name, i in self.program.outputs}
         return Lowered(self.program.name, **parts, buffers=buffers, outputs=outputs)
 
-    def _compared(self, stored: set[int], steps: Collection[Step]) -> set[int]:
-        """Return the linear maps, but of edges, that kernels alone read, and from which gradients choose a branch.
+    def _compared(self, stored: set[int]) -> set[int]:
+        """Return the products of rows which, joined with others, decide the branch that a gradient takes.
 
         Rounded, a number next to a kink lies on the wrong side of it, and its whole gradient is another one.
         """
-        read = {j for i in self.ids if self.values[i].op in COMPARISONS for j in self.leaves(i, stored)}
-        multiplied = {name for step in steps if step.kind not in ("traversal", "map") for name in step.reads}
-        maps = {i for i in read & stored if self.kinds[i] == "linear" and self.values[i].domain is not E}
-        return {i for i in maps if self._name(i) not in multiplied}
+        compared, waiting = set[int](), set[int]()
+        for i in self.ids:
+            if self.values[i].op in COMPARISONS:
+                read = {j for j in self.leaves(i, stored) if self.values[j].op != "max"}
+                waiting |= read if len(read) > 1 else set[int]()
+        while waiting:
+            i = waiting.pop()
+            if self.kinds[i] in ("dense", "linear") and self.values[i].domain not in FEW and i not in compared:
+                compared.add(i)
+                is_product = self.kinds[i] == "linear" or self.values[i].op in _PRODUCTS
+                waiting |= set[int]() if is_product else self.leaves(i, stored)
+        return compared
 
     def _buffer(self, i: int, is_compared: bool) -> Buffer:
         value, kind = self.values[i], self.kinds[i]

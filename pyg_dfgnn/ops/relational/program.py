@@ -135,8 +135,10 @@ class Prepared:
     ) -> list[Tensor]:
         for run, done in steps:
             if isinstance(run, Step):
+                exact = {name for name in run.writes if self.lowered.buffers[name].is_exact}
                 operands = {name: buffers[name].to(self.dtype) for name in run.reads}
-                buffers |= {n: aligned(t) for n, t in run_values(run.program, rows, operands, self._like).items()}
+                written = run_values(run.program, rows, operands, self._like, exact)
+                buffers |= {name: aligned(tensor) for name, tensor in written.items()}
             else:
                 run(buffers)
             for name in done:
