@@ -12,7 +12,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.torch_front import Symbol
-from pyg_dfgnn.nn.drop_ins import DROP_INS, MARK, Description, Row, copied, rows_of, set_propagate, upstream_of
+from pyg_dfgnn.nn.drop_ins import (
+    DROP_INS,
+    MARK,
+    Description,
+    Row,
+    copied,
+    rows_of,
+    set_propagate,
+    shown,
+    upstream_of,
+)
 from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe
 from pyg_dfgnn.settings import current, settings
@@ -191,15 +201,15 @@ def describe_plan(
         return _describe(*rows[""], device, *args, **kwargs)
     if not rows:
         why = f"{type(model).__name__} has no layer that passes messages, and no linear layer"
-        return Description(str(model), (why,))
-    return Description(str(model), layers=dict(_layers(model, device, args, kwargs)))
+        return Description(shown(model), (why,))
+    return Description(shown(model), layers=dict(_layers(model, device, args, kwargs)))
 
 
 def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
     if row.compiled:
         return describe(module, device, *args, **kwargs)
     if not row.drop_in:
-        return Description(str(module), (row.why,))
+        return Description(shown(module), (row.why,))
     # Positions and names of the arguments as the forward takes them.
     call = signature(module.forward).bind(*args, **kwargs)
     description: Description = module._describe(device, *call.args, **call.kwargs)  # type: ignore[operator]
@@ -230,4 +240,4 @@ def _layers(
     with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"), is_eager:
         model(*args, **kwargs)
     for name, (module, _) in rows.items():
-        yield name, layers.get(name, Description(str(module), ("this forward does not call the layer",)))
+        yield name, layers.get(name, Description(shown(module), ("this forward does not call the layer",)))

@@ -60,6 +60,14 @@ def set_propagate(module: torch.nn.Module) -> None:
         vars(module)["propagate"] = type(module)._orig_propagate.__get__(module, MessagePassing)  # type: ignore[attr-defined]
 
 
+def shown(module: torch.nn.Module) -> str:
+    """Return a module as it prints itself; the name of its class where that fails, in it or in what it holds."""
+    try:
+        return str(module)
+    except Exception:
+        return type(module).__name__
+
+
 def keep_signature(kind: type) -> None:
     """Let a class whose constructor takes any arguments show those of its last base, PyG's class of the same name.
 

@@ -20,7 +20,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import Description, set_propagate, upstream_of
+from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.gemm import keeps_weight
 
@@ -303,7 +303,7 @@ class FusedConv(Scripted, MessagePassing):
         """Return what a forward call with these arguments would run; see :func:`pyg_dfgnn.describe_plan`."""
         call = self._call(*args, **kwargs)
         if not call.problem:
-            return Description(str(self), tuple(call.reasons))
+            return Description(shown(self), tuple(call.reasons))
         problem = self._problem_type(*call.problem)
         if device is not None:
             problem = replace(problem, device=device)
@@ -311,14 +311,14 @@ class FusedConv(Scripted, MessagePassing):
         own = [reason for reason in call.reasons if reason != NO_DEVICE]
         reasons = tuple(dict.fromkeys([*own, *self._reasons_against(problem)]))
         if reasons:
-            return Description(str(self), reasons, problem)
+            return Description(shown(self), reasons, problem)
         problem, call = self._as_run(problem, call, *args, **kwargs)
         try:
             graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:
-            return Description(str(self), tuple(error.reasons), problem)
+            return Description(shown(self), tuple(error.reasons), problem)
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
-        return Description(str(self), (), problem, plan, sizes, graph.describe_bytes())
+        return Description(shown(self), (), problem, plan, sizes, graph.describe_bytes())
 
     def _as_run(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Any, edges.Call]:
         """Return the problem and the call of a description as the forward takes them on these edges."""

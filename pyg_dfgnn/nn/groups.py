@@ -16,7 +16,7 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -197,7 +197,7 @@ def describe(
     # On a device without kernels a call is not told of other reasons, which would be no news there.
     against = [*(reason for reason in against if reason != NO_DEVICE), *FAMILY.unsupported(problem)]
     if against:
-        return Description(str(layer), tuple(dict.fromkeys(against)), problem)
+        return Description(shown(layer), tuple(dict.fromkeys(against)), problem)
     graph = graph_of(index, ptr, dim_size)
     plan = explain(FAMILY, problem, graph, torch.is_grad_enabled())
-    return Description(str(layer), (), problem, plan, f"{graph.num_edges} rows in {graph.num_dst} groups")
+    return Description(shown(layer), (), problem, plan, f"{graph.num_edges} rows in {graph.num_dst} groups")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.ir.torch_front import is_of_libraries
+from pyg_dfgnn.ir.torch_front import Refusal, is_of_libraries
 from pyg_dfgnn.nn.drop_ins import upstream_of
 from pyg_dfgnn.nn.gate import MODULE_HOOKS
 from pyg_dfgnn.nn.reads import (
@@ -63,7 +63,7 @@ def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
         if name == "_modules":
             # What iterates over children reads each of them, and that there are no others.
             for child, module in own["_modules"].items():
-                reads.note(path, "module", child, module)
+                _note_module(reads, path, child, module)
             reads.checks.setdefault((path, "children"), Check(path, "children", "", tuple(own["_modules"])))
         elif name in ("_parameters", "_buffers"):
             reads.checks.setdefault((path, name), Check(path, "names", name, tuple(own[name])))
@@ -73,7 +73,10 @@ def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
         return
     for table, key in TABLES.items():
         if name in own[key]:
-            reads.note(path, table, name, own[key][name])
+            if table == "module":
+                _note_module(reads, path, name, own[key][name])
+            else:
+                reads.note(path, table, name, own[key][name])
             return
     if name == "__dict__":
         if not is_of_libraries(sys._getframe(2).f_code.co_filename):
@@ -86,6 +89,18 @@ def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:
         reads.of_class(kind, name)
     else:
         reads.lacks(path, kind, name)
+
+
+def _note_module(reads: Reads, path: tuple[str, ...], name: str, module: Any) -> None:
+    """Note that a submodule is read.
+
+    Raises:
+        Refusal: TorchScript runs it, which takes no stand-ins.
+    """
+    reads.note(path, "module", name, module)
+    if isinstance(module, torch.jit.ScriptModule):
+        reads.reasons.append(f"'self.{'.'.join((*path, name))}' is a module of TorchScript, which no trace reads")
+        raise Refusal(reads.reasons[-1])
 
 
 class Shadow:
@@ -106,7 +121,11 @@ class Shadow:
         self._layer = layer
         self.module = self._copy(layer, (), reads, ignored)
 
-    def _copy(self, module: torch.nn.Module, path: tuple[str, ...], reads: Reads, ignored: frozenset[str]) -> Any:
+    def _copy(
+        self, module: torch.nn.Module | None, path: tuple[str, ...], reads: Reads, ignored: frozenset[str]
+    ) -> Any:
+        if module is None or isinstance(module, torch.jit.ScriptModule):
+            return module
         if id(module) in self._made:
             return self._made[id(module)]
         shadow: Any = object.__new__(_recording(type(module)))  # type: ignore[arg-type]
@@ -114,8 +133,7 @@ class Shadow:
         self._made[id(module)] = shadow
         own.update({key: _copied(value) for key, value in module.__dict__.items()})
         own["_modules"] = {
-            name: None if child is None else self._copy(child, (*path, name), reads, ignored)
-            for name, child in module._modules.items()
+            name: self._copy(child, (*path, name), reads, ignored) for name, child in module._modules.items()
         }
         before = dict(own)
         self._pairs.append((path, module, before))
@@ -136,7 +154,8 @@ class Shadow:
         """Yield the name of a tensor and each other path that leads to it."""
         known = {id(tensor): name for name, tensor in self.tensors().values() if name in names}
         for path, module in self._layer.named_modules(remove_duplicate=False):
-            for table in (module._parameters, module._buffers, module.__dict__):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            for table in () if is_scripted else (module._parameters, module._buffers, module.__dict__):
                 for key, value in table.items():
                     alias = f"{path}.{key}" if path else key
                     if isinstance(value, Tensor) and known.get(id(value), alias) != alias:

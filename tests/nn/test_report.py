@@ -236,6 +236,29 @@ def test_report():
     assert lines[4].split()[:3] == ["eg", "EGConv", "compiled"]
 
 
+class Silent(pyg.SimpleConv):
+    """A user's layer whose `__repr__` fails."""
+
+    def __repr__(self):
+        return f"Silent({self.missing})"
+
+
+def test_layers_that_do_not_print(x):
+    drop_in = ours.GATConv(3, 4)
+    drop_in.lin.extra_repr = lambda: 1 / 0
+    for model in (Silent(), torch.nn.Sequential(Silent()), torch.nn.Sequential(pyg.Linear(3, 3), Silent()), drop_in):
+        for _ in range(2):
+            assert [row.kind for row in pyg_dfgnn.report(model)] and str(pyg_dfgnn.report(model))
+            layer = model[-1] if isinstance(model, torch.nn.Sequential) else model
+            description = pyg_dfgnn.describe_plan(layer, x, EDGES, device="cuda")
+            assert str(description).startswith(type(layer).__name__)
+            with pyg_dfgnn.settings(fallback="silent"):
+                pyg_dfgnn.accelerate(model)
+    model = pyg.Sequential("x, edge_index", [(Silent(), "x, edge_index -> x")])
+    with pyg_dfgnn.settings(fallback="silent"):
+        assert str(pyg_dfgnn.describe_plan(pyg_dfgnn.accelerate(model), x, EDGES)).startswith("module_0: Silent: ")
+
+
 PROGRAM = """
 import logging, os, sys
 import torch, torch_geometric.nn as pyg, pyg_dfgnn, pyg_dfgnn.nn

@@ -11,7 +11,7 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.nn.gate import is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
@@ -74,15 +74,15 @@ class TypedLayer(Scripted, torch.nn.Module):
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
         own = [reason for reason in self._reasons(*args) if reason != NO_DEVICE]
         if own:
-            return Description(str(self), tuple(own))
+            return Description(shown(self), tuple(own))
         rows, inputs = self._typed(*args)
         assert isinstance(rows, Rows)
         x = inputs["x"]
         problem = RelationalProblem(storage_dtype(x), x.device if device is None else device)
         if reasons := self._reasons_against(problem):
-            return Description(str(self), tuple(reasons), problem)
+            return Description(shown(self), tuple(reasons), problem)
         plan = explain(("hetero_linear",), rows, inputs)
-        return Description(str(self), (), problem, plan, f"{x.size(0)} rows of {inputs['weight'].size(0)} types")
+        return Description(shown(self), (), problem, plan, f"{x.size(0)} rows of {inputs['weight'].size(0)} types")
 
     def _reasons_of(self, x: Tensor, weight: Tensor) -> list[str]:
         """Return what is against the program for features and a weight of the layer."""

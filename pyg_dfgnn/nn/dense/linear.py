@@ -11,7 +11,7 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import strips_of
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import Scripted
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
@@ -66,7 +66,7 @@ class KernelLinear(Scripted, torch.nn.Module):
     def _describe(self, device: torch.device | None, x: Tensor) -> Description:
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
         device = x.device if device is None else device
-        return Description(str(self), tuple(self._reasons_against(x.dtype, device, x.shape)))
+        return Description(shown(self), tuple(self._reasons_against(x.dtype, device, x.shape)))
 
     def _reasons_against(
         self, dtype: torch.dtype, device: torch.device, shape: Sequence[int] | None = None

@@ -12,7 +12,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.drop_ins import Description, copied
+from pyg_dfgnn.nn.drop_ins import Description, copied, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
 from pyg_dfgnn.nn.messages.call import Outcome, watchers
@@ -60,7 +60,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         plans.append(plan)
     if functions := names_of(original(type(layer).forward)):
         plans.append(f"what {', '.join(functions)} returns is kept while the arguments live unchanged")
-    return Description(str(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
+    return Description(shown(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
 
 
 def _plan(
