@@ -24,7 +24,8 @@ from pyg_dfgnn.nn.drop_ins import (
     upstream_of,
 )
 from pyg_dfgnn.nn.fallback import say
-from pyg_dfgnn.nn.messages import Mark, compilable, describe
+from pyg_dfgnn.nn.messages import Mark, compilable, describe, standing
+from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.settings import current, settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -36,6 +37,9 @@ def _checked(model: Any) -> torch.nn.Module:
         raise TypeError(f"'model' needs a torch.nn.Module (got {type(model).__name__})")
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
+
+_left_out = OfLayers[str](str)
+"""The argument of `accelerate` by which a layer was left as it is."""
 
 Choice = type | str | Iterable[type | str] | None
 
@@ -68,7 +72,15 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         for name in choices:
             if isinstance(name, str) and not any(fnmatch(known, name) for known, _ in named):
                 raise ValueError(f"{argument!r} needs names of layers of the model (got {name!r}, which no layer has)")
-    chosen = [m for name, m in named if (only is None or _is_in(taken, name, m)) and not _is_in(left_out, name, m)]
+    chosen = []
+    for name, module in named:
+        if _is_in(left_out, name, module):
+            _left_out.put(module, "skip")
+        elif only is not None and not _is_in(taken, name, module):
+            _left_out.put(module, "only")
+        else:
+            _left_out.drop(module)
+            chosen.append(module)
     swapped = [module for module in chosen if type(module) in DROP_INS]
     ours = tuple(DROP_INS.values())
     inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
@@ -83,11 +95,11 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         # What PyG leaves after an explanation would hide the class's function.
         set_propagate(module)
     if current().fallback != "silent":
-        rows = list(rows_of(inner))
-        new = _counted(row.kind for module, row in rows if module in set(swapped))
+        rows, new_drop_ins, marked = list(_rows(inner)), set(swapped), set(new_compiled)
+        new = _counted(row.kind for module, row in rows if module in new_drop_ins)
         left = _counted(row.kind for _, row in rows if row.state == "left")
-        marked = _counted(type(module).__name__ for module in new_compiled)
-        compiling = f"compiled: {marked}; " if new_compiled else ""
+        kinds = [row.kind for module, row in rows if module in marked and row.compiled]
+        compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
         say(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
     return model
 
@@ -112,7 +124,13 @@ def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) 
 def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
     """Yield the layers of a model; one whose messages are not compiled says why."""
     for module, row in rows_of(model):
-        if row.state == "left" and isinstance(module, MessagePassing) and type(module) not in DROP_INS:
+        chosen_by = _left_out.peek(module)
+        if row.compiled:
+            is_program, reasons = standing(module)
+            row = row._replace(compiled=is_program, why="; ".join(reasons))
+        elif row.state == "left" and chosen_by is not None:
+            row = row._replace(why=f"left out by '{chosen_by}' of pyg_dfgnn.accelerate")
+        elif row.state == "left" and isinstance(module, MessagePassing) and type(module) not in DROP_INS:
             why = compilable(module) or "its messages are not compiled: call pyg_dfgnn.accelerate(model) first"
             row = row._replace(why=f"{row.why}; {why}")
         yield module, row
@@ -132,6 +150,7 @@ def restore(model: Model) -> Model:
     """
     for module in _checked(model).modules():
         module.__dict__.pop(MARK, None)
+        _left_out.drop(module)
         if is_parametrized(module):
             # Of a class of its own, which torch has derived from the layer's.
             (base,) = type(module).__bases__
@@ -162,7 +181,8 @@ class Report(tuple[Row, ...]):
 def report(model: torch.nn.Module) -> Report:
     """List the layers of a model: name, class, drop-in, compiled or left, and why.
 
-    The reasons are those that hold for every call; ask :func:`describe_plan` about one call.
+    The reasons are those that hold for every call, and of compiled messages those of the last calls, which tell whether
+    the code of a layer becomes a program; ask :func:`describe_plan` about one call.
 
     Args:
         model: Any module, also a single conv.
@@ -206,7 +226,7 @@ def describe_plan(
 
 
 def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
-    if row.compiled:
+    if MARK in module.__dict__:
         return describe(module, device, *args, **kwargs)
     if not row.drop_in:
         return Description(shown(module), (row.why,))
@@ -222,9 +242,11 @@ def _layers(
     """Run a copy of the model, so that caches, running statistics and lazy sizes of the user's stay, and yield the
     description of the first call of each layer.
     """
+    found = [row for _, row in _rows(model)]
     model, grad = copied(model), torch.is_grad_enabled()
     layers: dict[str, Description] = {}
-    rows = {row.name: (module, row) for module, row in _rows(model)}
+    copies = dict(model.named_modules())
+    rows = {row.name: (copies[row.name], row) for row in found}
     for name, (module, row) in rows.items():
 
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:

@@ -127,7 +127,7 @@ class Row(NamedTuple):
         kind: Its class.
         drop_in: Whether the class is ours.
         why: Why it was left, or why its calls will still be PyG's own; empty when nothing is known against it.
-        compiled: Whether its messages are compiled.
+        compiled: Whether its messages are compiled, unless its code is known to become no program.
     """
 
     name: str

@@ -227,10 +227,12 @@ def test_report():
     )
     assert list(rows) == ["lin", "first", "mean", "eg", *inside[0], "wide", "idle", "special", *inside[1]]
     assert [name for name, row in rows.items() if not row.drop_in] == ["eg", "special"]
-    assert rows["eg"].state == rows["special"].state == "compiled" and not rows["eg"].why
+    assert rows["eg"].state == rows["special"].state == "compiled"
+    assert rows["eg"].why == "tensors are on cpu, the kernels run on CUDA devices"
     assert "aggr is 'mean'" in rows["mean"].why and "float64" in rows["wide"].why and "600" in rows["wide"].why
     with emulated_device():
-        assert {row.name for row in pyg_dfgnn.report(model) if row.why} == {"mean", "wide"}
+        reasons = {row.name: row.why for row in pyg_dfgnn.report(model) if row.why}
+    assert reasons.keys() == {"mean", "wide", "eg", "special"} and "first call tells" in reasons["eg"]
     lines = str(pyg_dfgnn.report(model)).splitlines()
     assert lines[0].split() == ["module", "class", "state", "why"] and len(lines) == 1 + len(rows)
     assert lines[4].split()[:3] == ["eg", "EGConv", "compiled"]
@@ -257,6 +259,94 @@ def test_layers_that_do_not_print(x):
     model = pyg.Sequential("x, edge_index", [(Silent(), "x, edge_index -> x")])
     with pyg_dfgnn.settings(fallback="silent"):
         assert str(pyg_dfgnn.describe_plan(pyg_dfgnn.accelerate(model), x, EDGES)).startswith("module_0: Silent: ")
+
+
+class Branching(pyg.SimpleConv):
+    """Decides by numbers of edges."""
+
+    def message(self, x_j):
+        return x_j if x_j.sum() > 0 else -x_j
+
+
+class Asking(pyg.SimpleConv):
+    """Asks for what differs from call to call, as its code alone shows."""
+
+    def message(self, x_j):
+        return x_j if torch.is_grad_enabled() else -x_j
+
+
+class Plain(pyg.SimpleConv):
+    def message(self, x_j):
+        return x_j.tanh()
+
+
+def rows_by_name(model):
+    return {row.name: row for row in pyg_dfgnn.report(model) if "." not in row.name}
+
+
+def stacked(x):
+    return torch.stack([x, x], dim=1)
+
+
+def test_layers_that_every_call_refuses(caplog):
+    caplog.set_level("INFO", "pyg_dfgnn")
+    features = torch.randn(NUM_NODES, 8)
+    model = torch.nn.ModuleDict(
+        {"branch": Branching(), "dna": pyg.DNAConv(8), "asks": Asking(), "late": Late(), "plain": Plain()}
+    )
+    with emulated_device():
+        pyg_dfgnn.accelerate(model)
+        assert "compiled: 1 Branching, 1 DNAConv, 1 Plain; left: 1 Asking, 1 Late;" in caplog.text
+        rows = rows_by_name(model)
+        assert all(row.why for row in rows.values())
+        assert [name for name, row in rows.items() if row.state == "left"] == ["asks", "late"]
+        assert rows["asks"].why == "Asking.message asks for is_grad_enabled"
+        assert rows["late"].why == "update reads 'x_i' of each edge"
+        with pyg_dfgnn.settings(fallback="silent"):
+            for name, layer in model.items():
+                layer(stacked(features) if name == "dna" else features, EDGES)
+        rows = rows_by_name(model)
+    assert {name: row.state for name, row in rows.items() if row.state != "left"} == {"plain": "compiled"}
+    assert not rows["plain"].why
+    assert "`max` has no meaning in a program" in rows["dna"].why
+    assert rows["branch"].why.endswith("a reduction over all edges or nodes")
+    assert str(pyg_dfgnn.describe_plan(model["dna"], stacked(features), EDGES)).count("`max` has no meaning") == 1
+
+
+class Late(pyg.SimpleConv):
+    def update(self, out, x_i):
+        return out + x_i.sum(0)
+
+
+def test_compiled_layers_on_a_cpu(x):
+    model = torch.nn.ModuleDict({"plain": Plain(), "lin": pyg.Linear(3, 3)})
+    with pyg_dfgnn.settings(fallback="silent"):
+        pyg_dfgnn.accelerate(model)
+        for _ in range(2):
+            rows = rows_by_name(model)
+            assert rows["plain"].state == "compiled" and rows["plain"].why == rows["lin"].why != ""
+            model["plain"](x, EDGES)
+
+
+def test_layers_that_are_left_out(x):
+    model = torch.nn.ModuleDict(
+        {"gat": pyg.GATConv(3, 3), "plain": Plain(), "other": Plain(), "special": Special(3, 3)}
+    )
+    with pyg_dfgnn.settings(fallback="silent"):
+        pyg_dfgnn.accelerate(model, skip=["gat", "plain", "special"])
+        whys = {name: row.why for name, row in rows_by_name(model).items() if row.state == "left"}
+        assert whys == dict.fromkeys(["gat", "plain", "special"], "left out by 'skip' of pyg_dfgnn.accelerate")
+        for name in whys:
+            description = pyg_dfgnn.describe_plan(model[name], x, EDGES)
+            assert description.reasons == ("left out by 'skip' of pyg_dfgnn.accelerate",)
+        pyg_dfgnn.accelerate(model, only=pyg.GATConv)
+        rows = rows_by_name(model)
+        assert rows["gat"].state == "drop-in" and rows["plain"].why == "left out by 'only' of pyg_dfgnn.accelerate"
+        # A layer that an earlier call has taken stays.
+        assert rows["other"].state == "compiled"
+        assert all(
+            "first" in row.why for row in rows_by_name(pyg_dfgnn.restore(model)).values() if row.name != "special"
+        )
 
 
 PROGRAM = """

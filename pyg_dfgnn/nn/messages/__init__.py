@@ -7,8 +7,8 @@ all that is no sum over edges, stays PyG's.
 
 from pyg_dfgnn.nn.messages.backend import interpreted
 from pyg_dfgnn.nn.messages.call import watchers
-from pyg_dfgnn.nn.messages.describe import describe
+from pyg_dfgnn.nn.messages.describe import describe, standing
 from pyg_dfgnn.nn.messages.intercept import Mark, compilable
 from pyg_dfgnn.nn.messages.trace import Trace, clear
 
-__all__ = ["Mark", "Trace", "clear", "compilable", "describe", "interpreted", "watchers"]
+__all__ = ["Mark", "Trace", "clear", "compilable", "describe", "interpreted", "standing", "watchers"]

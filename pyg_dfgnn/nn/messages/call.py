@@ -56,16 +56,30 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 """Called with the layer, the method, the outcome and the reasons of each call of a compiled layer."""
 
 
-def layer_reasons(layer: Any, call: Call) -> list[str]:
-    """Return what the state of the layer and of torch have against compiled messages."""
-    own = layer.__dict__
-    reasons = transform_reasons()
+last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
+"""Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
+
+
+def state_reasons(layer: Any) -> list[str]:
+    """Return what the state of a layer has against compiled messages whatever the call."""
+    own, reasons = layer.__dict__, list[str]()
     if own["_explain"]:
         reasons.append("an explainer is attached")
     if any(hooks_of(own)):
         reasons.append("message passing hooks are registered")
     if own["_decomposed_layers"] != 1:
         reasons.append(f"decomposed_layers is {own['_decomposed_layers']}")
+    return reasons
+
+
+def late_reasons(layer: Any, method: str) -> list[str]:
+    """Return what the layer's update asks for that is there for each edge only."""
+    return [f"update reads '{name}' of each edge" for name in signature_of(layer, method).late]
+
+
+def layer_reasons(layer: Any, call: Call) -> list[str]:
+    """Return what the state of the layer and of torch have against compiled messages."""
+    reasons = [*transform_reasons(), *state_reasons(layer)]
     if torch.nn.modules.module._has_any_global_hook():
         reasons.append("hooks on all modules are registered")
     edge_index = call.edge_index
@@ -89,7 +103,7 @@ def call_layer(layer: Any, call: Call) -> Any:
     reasons, given = layer_reasons(layer, call), call
     if not reasons and is_sparse_matrix(call.edges):
         call = with_edges(layer, call)
-    reasons += [f"update reads '{name}' of each edge" for name in signature_of(layer, call.method).late]
+    reasons += late_reasons(layer, call.method)
     outcome, own = Outcome(), None
     if not reasons and call.edge_index.size(1) > 0:
         outcome = _attempt(layer, call, reasons)
@@ -100,6 +114,7 @@ def call_layer(layer: Any, call: Call) -> Any:
             outcome = _attempt(layer, call, reasons)
     for watcher in watchers:
         watcher(layer, call.method, outcome, reasons)
+    last.of(layer)[call.method] = tuple(reasons), outcome.trace is None or outcome.trace.program is not None
     if outcome.returned is not None:
         return outcome.returned[0]
     if reasons:

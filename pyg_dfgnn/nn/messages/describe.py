@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,39 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description, copied, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
-from pyg_dfgnn.nn.messages.call import Outcome, watchers
+from pyg_dfgnn.nn.messages.call import Outcome, last, late_reasons, state_reasons, watchers
 from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
-from pyg_dfgnn.nn.messages.spec import original
+from pyg_dfgnn.nn.messages.spec import STEPS, original
+from pyg_dfgnn.nn.reads import Reads
 from pyg_dfgnn.settings import settings
+
+UNCALLED = "its first call tells whether its messages become a program"
+"""Said of a layer of which nothing is known before."""
+
+
+def standing(layer: Any) -> tuple[bool, list[str]]:
+    """Return whether a layer's code may become a program, and why its calls are PyG's own, as far as that is known:
+    by its state and its device, and by its last calls or, before any, by what its code asks for.
+    """
+    tensor = next((t for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point()), torch.empty(0))
+    reasons = [*state_reasons(layer), *storage_reasons(tensor.dtype, tensor.device)]
+    code, calls = late_reasons(layer, "propagate"), last.peek(layer)
+    if calls:
+        told = [reason for against, _ in calls.values() for reason in against if reason != NO_DEVICE]
+        is_program = not code and any(is_program for _, is_program in calls.values())
+        return is_program, list(dict.fromkeys([*told, *reasons]))
+    code += _code_reasons(type(layer))
+    return not code, list(dict.fromkeys([*code, *reasons])) or [UNCALLED]
+
+
+def _code_reasons(kind: type) -> list[str]:
+    """Return what no trace of the messages of a class follows, whatever they are called with."""
+    reads = Reads(inspect.getsourcefile(kind))
+    for name in STEPS["propagate"]:
+        reads.of_class(kind, name)
+    reads.settle()
+    return reads.reasons
 
 
 def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:

@@ -22,10 +22,22 @@ class OfLayers(Generic[T]):
         self._make = make
         self._kept: dict[int, tuple[weakref.ref[torch.nn.Module], T]] = {}
 
+    def peek(self, layer: torch.nn.Module) -> T | None:
+        """Return what is kept for a layer; None if nothing is."""
+        known = self._kept.get(id(layer))
+        return known[1] if known is not None and known[0]() is layer else None
+
+    def drop(self, layer: torch.nn.Module) -> None:
+        """Forget what is kept for a layer."""
+        self._kept.pop(id(layer), None)
+
     def of(self, layer: torch.nn.Module) -> T:
         """Return what is kept for a layer."""
+        known = self._kept.get(id(layer))
+        return known[1] if known is not None and known[0]() is layer else self.put(layer, self._make())
+
+    def put(self, layer: torch.nn.Module, value: T) -> T:
+        """Keep a value for a layer, and return it."""
         number, kept = id(layer), self._kept
-        known = kept.get(number)
-        if known is None or known[0]() is not layer:
-            known = kept[number] = weakref.ref(layer, lambda _: kept.pop(number, None)), self._make()
-        return known[1]
+        kept[number] = weakref.ref(layer, lambda _: kept.pop(number, None)), value
+        return value
