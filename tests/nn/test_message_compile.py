@@ -200,3 +200,21 @@ def test_kernels_run_in_compiled_graphs_and_what_they_refuse_is_pygs(caplog, mon
         ]
         assert max(largest_errors(*renamed).values()) < tolerance("float32", BACKWARD, "relational").largest
     assert "EdgeConv takes PyG's own path: rows of edges are mapped" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs(strict, caplog, monkeypatch):
+    monkeypatch.setattr(fallback, "logged", set())
+    plain, x, edge_index = Scaled().eval(), torch.randn(6, 3), edges()
+    ours = marked(plain)
+    with messages.interpreted():
+        exported = torch.export.export(ours, (x, edge_index), strict=strict)
+        torch.testing.assert_close(exported.module()(x, edge_index), plain(x, edge_index))
+    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    has_program = any("pyg_dfgnn.run" in str(node.target) for graph in graphs for node in graph.nodes)
+    said = [record.getMessage() for record in caplog.records if "PyG's own path" in record.getMessage()]
+    # By default torch records the code that runs, which is PyG's; the one line names the layer.
+    assert has_program == strict
+    assert [line.split()[0] for line in said] == ([] if strict else ["Scaled"])
+    assert strict or "strict=True exports the program" in said[0]

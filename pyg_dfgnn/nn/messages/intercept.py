@@ -15,6 +15,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
+from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
@@ -22,7 +23,9 @@ from pyg_dfgnn.nn.messages.products import run_watched
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import current, quiet
+
+NOT_STRICT = "torch.export with strict=False, its default, records PyG's code: strict=True exports the program"
 
 
 class Mark:
@@ -112,8 +115,12 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             return own(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return call_traced(self, own, method, args, kwargs)
-        if torch.compiler.is_compiling() or not current().compile_messages or len(args) > 1:
+        if not current().compile_messages or len(args) > 1:
             return own(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            report_fallback(type(self).__name__, [NOT_STRICT])
+            with quiet():
+                return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
         edge_index, size = edges, declared.get("size")
