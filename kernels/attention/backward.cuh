@@ -3,7 +3,7 @@
 //   dP_ij = <dO_i, v_ij>,  dS_ij = P_ij (D_ij dP_ij - delta_i),  dv_ij = P_ij D_ij dO_i
 //
 // There are no atomics and no per-edge buffer: weights are recomputed from the statistics of the row. The pass over
-// targets leaves (max, inverse, delta, max - log2(inverse)) per target and head [num_targets, HEADS, 4] for the pass
+// targets leaves (max, inverse, delta, max - log(inverse)) per target and head [num_targets, HEADS, 4] for the pass
 // over sources, which gathers it with one load.
 #include "attention/row_stats.cuh"
 

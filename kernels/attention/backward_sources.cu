@@ -129,7 +129,7 @@ struct BackwardSources : Backward {
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const Terms terms = targets.terms(u, h, products.score[u][h], own_scalars, factor);
                 const float weight =
-                    fast_exp2(Score::logit(terms, in) - targets.stats[u].max[h]) * targets.stats[u].inverse[h];
+                    exp_difference(Score::logit(terms, in), targets.stats[u].max[h]) * targets.stats[u].inverse[h];
                 const float p = is_valid(item, l, number, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * targets.delta[u].x[h];

@@ -116,7 +116,7 @@ struct BackwardTargets : Backward {
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const Terms terms = neighbours.terms(u, h, products.score[u][h], own_scalars, factor);
-                const float weight = fast_exp2(Score::logit(terms, in) - own_stats.max[h]) * own_stats.inverse[h];
+                const float weight = exp_difference(Score::logit(terms, in), own_stats.max[h]) * own_stats.inverse[h];
                 const float p = is_valid(item, l, number, u) ? weight : 0.0f;
                 const float kept = p * dropout_factors[u][h];
                 const float ds = kept * products.value[u][h] - p * own_delta.x[h];

@@ -152,15 +152,6 @@ __device__ __forceinline__ StepBits load_bits(const BlockSparse& t, const Window
     return {{__ldg(words), __ldg(words + 8)}};
 }
 
-// s - max where s is rounded on its own: the largest logits of a row, however large, differ from it by 0.
-__device__ __forceinline__ float difference(float s, float max) {
-#ifdef PYG_DFGNN_EMULATOR
-    return s - max;
-#else
-    return __fadd_rn(s, -max);
-#endif
-}
-
 // What takes the logits without an edge out of a step: a test of each bit, or for several heads an upper bound,
 // infinite where there is an edge and else minus infinity.
 struct Mask {
@@ -191,8 +182,9 @@ struct Mask {
 #endif
     }
 
-    // exp2(x), 0 without an edge.
-    __device__ __forceinline__ float power(float x, int tile, int i) const {
+    // exp(s - max), 0 without an edge.
+    __device__ __forceinline__ float power(float s, float max, int tile, int i) const {
+        const float x = base2_difference(s, max);
 #if BLOCK_HEADS > 1
         return fast_exp2(fminf(x, bounds[tile][i]));
 #else

@@ -46,9 +46,9 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
             const Terms terms = {p[n][i], head.own_scalar[half], other, 0.0f, head.factor[half]};
             const float s = Score::logit(terms, in);
 #if STORAGE != 0
-            const float weight = mask.power(difference(s, stats.w), n, i);
+            const float weight = mask.power(s, stats.w, n, i);
 #else
-            const float weight = mask.power(difference(s, stats.x), n, i) * stats.y;
+            const float weight = mask.power(s, stats.x, n, i) * stats.y;
 #endif
             ds[n][i] = weight * (ds[n][i] - stats.z);
 #if SUMS_SCALAR

@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
             const int half = i / 2;
             const float other = other_scalars[2 * n + i % 2];
             const Terms terms = {logit[n][i], head.own_scalar[half], other, 0.0f, head.factor[half]};
-            float p = mask.power(difference(Score::logit(terms, in), head.max[half]), n, i);
+            float p = mask.power(Score::logit(terms, in), head.max[half], n, i);
             if (!INVERSE_LAST) p *= head.inverse[half];
             ds[n][i] = p * (ds[n][i] - head.delta[half]);
 #if SUMS_SCALAR

@@ -1,5 +1,5 @@
 // Attention forward, schedule `block_mma`: O_i = sum_j softmax_j(S_ij) v_j over the columns of a window. Results as in
-// forward.cu, with `max` any number close to the logits of a row: P = exp2(S2 - max). Where one is known beforehand, no
+// forward.cu, with `max` any number close to the logits of a row: P = exp(S - max). Where one is known beforehand, no
 // maximum is taken, and nothing is scaled again as the row goes on:
 //
 //   HAS_NORMS  the bound of the score, if it is small enough
@@ -26,10 +26,10 @@
 
 // What sums of weights may reach, and how far, in powers of two, logits may lie below a maximum that is fixed.
 constexpr float MAX_SUM = STORAGE == 1 ? 32768.0f : 1.0995e12f, MAX_DEPTH = STORAGE == 1 ? 8.0f : 40.0f;
-// Maxima up to which a product and a difference may be rounded at once here and apart elsewhere.
+// Maxima to base 2 up to which a product and a difference may be rounded at once here and apart elsewhere.
 constexpr float MAX_FIXED = 64.0f;
 
-// exp2 differences against -inf stay 0 instead of NaN.
+// Differences from -inf stay 0 instead of NaN.
 __device__ __forceinline__ float finite(float max) { return max == negative_infinity() ? 0.0f : max; }
 
 // What a lane holds of one head.
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_fixed_step(Head& head, const Cut& cut, u32* 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (HAS_NORMS) p[n][i] *= other[2 * n + i % 2];
-            p[n][i] = fast_exp2(fmaf(p[n][i], head.factor[i / 2], -head.max[i / 2]));
+            p[n][i] = fast_exp2(fmaf(p[n][i], LOG2E * head.factor[i / 2], -LOG2E * head.max[i / 2]));
         }
     }
 #endif
@@ -136,14 +136,14 @@ __device__ __forceinline__ void add_step(Head& head, const ScoreInputs& in, cons
     for (int half = 0; half < 2; ++half) {
         head.max[half] = quad_max(head.max[half]);
         reference[half] = finite(head.max[half]);
-        rescale[half] = fast_exp2(before[half] - reference[half]);
+        rescale[half] = exp_difference(before[half], reference[half]);
         head.sum[half] *= rescale[half];
     }
 #pragma unroll
     for (int n = 0; n < STEP_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            p[n][i] = fast_exp2(p[n][i] - reference[i / 2]);
+            p[n][i] = exp_difference(p[n][i], reference[i / 2]);
             head.sum[i / 2] += p[n][i];
         }
     }
@@ -268,7 +268,8 @@ __device__ __forceinline__ float known_max(const ScoreInputs& in, float own_scal
 
 // Whether the maxima of a head's rows may stay.
 __device__ __forceinline__ bool may_stay(const Head& head, const OwnRows& own) {
-    return (fabsf(head.max[0]) <= MAX_FIXED || !own.exists[0]) && (fabsf(head.max[1]) <= MAX_FIXED || !own.exists[1]);
+    const auto is_small = [&](int half) { return LOG2E * fabsf(head.max[half]) <= MAX_FIXED || !own.exists[half]; };
+    return is_small(0) && is_small(1);
 }
 
 // Whether the sums under a fixed maximum are out of bounds, or not a number.
@@ -314,7 +315,7 @@ attention_block_mma_forward(BLOCK_SPARSE_PARAMETERS, INPUT_PARAMETERS, storage_t
     const bool known = find_factors(heads, top, rising, falling, bounds, in, tiles, w, own, count);
     careful = !known;
 #elif HAS_NORMS
-    const bool known = 2.0f * Score::bound(in) <= MAX_DEPTH;
+    const bool known = 2.0f * LOG2E * Score::bound(in) <= MAX_DEPTH;
 #else
     const bool known = false;
 #endif

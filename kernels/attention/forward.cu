@@ -39,7 +39,7 @@ constexpr float NO_MAX = -3.0e38f;
 
 // Raises the maximum of head h and scales its sums to it.
 __device__ __forceinline__ void raise_max(Softmax& s, int h, float max) {
-    const float factor = fast_exp2(s.max.x[h] - max);
+    const float factor = exp_difference(s.max.x[h], max);
     s.max.x[h] = max;
 #pragma unroll
     for (int c = 0; c < EdgeTargets::elements; ++c) s.edge_acc.x[h][c] *= factor;
@@ -140,14 +140,14 @@ struct Forward {
             }
 #if LAZY
             // Weights of up to 2^LAZY are as good as weights of up to 1.
-            if (__any_sync(FULL_MASK, max > state.max.x[h] + LAZY)) raise_max(state, h, max);
+            if (__any_sync(FULL_MASK, max > state.max.x[h] + LAZY / LOG2E)) raise_max(state, h, max);
             max = state.max.x[h];
 #else
             raise_max(state, h, max);
 #endif
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
-                const float p = fast_exp2(logit[u][h] - max);
+                const float p = exp_difference(logit[u][h], max);
                 weight[u][h] = p * dropout_factors[u][h];
 #pragma unroll
                 for (int k = 0; k < ACCUMULATORS; ++k) {
@@ -257,7 +257,7 @@ struct Forward {
             const Softmax other = restore(buffer, count, i);
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
-                const float scale = fast_exp2(other.max.x[h] - max.x[h]);
+                const float scale = exp_difference(other.max.x[h], max.x[h]);
 #pragma unroll
                 for (int k = 0; k < ACCUMULATORS; ++k) {
                     accumulate<COMPENSATED>(state.sum[k].x[h], lost.sum[k].x[h], other.sum[k].x[h] * scale);

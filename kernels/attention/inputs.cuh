@@ -44,8 +44,11 @@ struct ScoreInputs {
 #define ROWS_ARE_TARGETS 1
 #endif
 
-// Logits are kept in base 2: S2 = S * LOG2E, P_ij = exp2(S2_ij - max_i) / sum_i.
+// P_ij = exp(S_ij - max_i) / sum_i by exp2. The base changes behind the difference: a large logit would be rounded again.
 constexpr float LOG2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float base2_difference(float s, float max) { return LOG2E * difference(s, max); }
+__device__ __forceinline__ float exp_difference(float s, float max) { return fast_exp2(base2_difference(s, max)); }
 
 // One channel of an edge or of its row: of the target's vector, of the source's vector (key or value, plus the edge's vector), and of
 // the parameter [HEADS, CHANNELS]. 0 for what a score does not read.
@@ -77,14 +80,14 @@ struct Terms {
 //
 // ds is the gradient of S, the logit in base e. What follows a score may leave out.
 struct ScoreDefaults {
-    // The part of the base-2 logit that all edges of a row share, given the row's own scalar.
-    SCORE_FN float factor(const ScoreInputs&, float) { return LOG2E; }
+    // The factor of the logit that all edges of a row share, given the row's own scalar.
+    SCORE_FN float factor(const ScoreInputs&, float) { return 1.0f; }
 
     // A second sum over the channels of a score that has two, and the product that it makes of both.
     SCORE_FN float second_product(float sum, const Channel&) { return sum; }
     SCORE_FN float join_products(float first, float, const ScoreInputs&) { return first; }
 
-    // The base-2 logit.
+    // The logit.
     SCORE_FN float logit(const Terms& t, const ScoreInputs&) { return t.factor * t.product; }
 
     // The gradient of the product, which target_grad, source_grad, edge_grad and parameter_grad then take as ds.

@@ -51,7 +51,7 @@ __device__ __forceinline__ HeadValues load_scalars(const float* base, int row, c
 #endif
 }
 
-// What all edges of a row share of the base-2 logit.
+// What all edges of a row share of the logit.
 __device__ __forceinline__ HeadValues logit_factor(const ScoreInputs& in, const HeadValues& own) {
     HeadValues factor;
 #pragma unroll

@@ -95,7 +95,7 @@ __device__ __forceinline__ float softmax_row_backward(const Edges& edges, const 
             const Terms terms = scalar_terms(edges, in, (int)row, e, head);
             const float logit = Score::logit(terms, in);
 #endif
-            const float p = fast_exp2(logit - row_stats.x) * row_stats.y;
+            const float p = exp_difference(logit, row_stats.x) * row_stats.y;
             const float weight = p * edge_dropout(edges, in, e, head);
             const float ds = weight * grads.at(e, head) - p * delta;
 #if HAS_NORMS

@@ -105,12 +105,12 @@ __device__ __forceinline__ void score_row(const Edges& edges, const ScoreInputs&
 }
 #endif
 
-// The softmax of a row in a lane over heads: P = exp2(logit - max) * inverse, 0 and 0 without edges.
+// The softmax of a row in a lane over heads: P = exp(logit - max) * inverse, 0 and 0 without edges.
 struct HeadSoftmax {
     float max, inverse;
 };
 
-// With EDGE_SOFTMAX a logit makes way for exp2(logit - max), times the dropout factor.
+// With EDGE_SOFTMAX a logit makes way for exp(logit - max), times the dropout factor.
 template <class Logits>
 __device__ __forceinline__ HeadSoftmax softmax_row(const Edges& edges, const ScoreInputs& in, const Span& span,
                                                    const Logits& logits) {
@@ -119,10 +119,10 @@ __device__ __forceinline__ HeadSoftmax softmax_row(const Edges& edges, const Sco
     float max = negative_infinity(), sum = 0.0f;
     for (int e = span.begin + first; e < end; e += stride) max = fmaxf(max, logits.at(e, head));
     if (EDGE_SOFTMAX) max = row_max(max);
-    // exp2 differences against -inf stay 0 instead of NaN.
+    // Differences from -inf stay 0 instead of NaN.
     if (max == negative_infinity()) max = 0.0f;
     for (int e = span.begin + first; e < end; e += stride) {
-        const float weight = fast_exp2(logits.at(e, head) - max);
+        const float weight = exp_difference(logits.at(e, head), max);
         sum += weight;
         if (EDGE_SOFTMAX) logits.at(e, head) = weight * edge_dropout(edges, in, e, head);
     }
@@ -136,7 +136,7 @@ template <class Logits>
 __device__ __forceinline__ float gather_weight(const Edges& edges, const ScoreInputs& in, const Logits& logits,
                                                int position, int head, float max) {
     const float score = logits.at(position, head);
-    return EDGE_SOFTMAX ? score : fast_exp2(score - max) * edge_dropout(edges, in, position, head);
+    return EDGE_SOFTMAX ? score : exp_difference(score, max) * edge_dropout(edges, in, position, head);
 }
 
 #if VECTOR_GATHER

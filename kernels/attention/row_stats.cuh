@@ -1,6 +1,6 @@
 #include "attention/bwd_row_stats.cuh"
 
-// The softmax of a row, per head: P_ij = exp2(S2_ij - max) * inverse. Kept as two numbers because one log-sum-exp in
+// The softmax of a row, per head: P_ij = exp(S_ij - max) * inverse. Kept as two numbers because one log-sum-exp in
 // fp32 would blur the weights of long rows and of large logits. [rows, HEADS, 2], 0 and 0 for a row without edges.
 struct RowStats {
     float max[LANE_HEADS], inverse[LANE_HEADS];

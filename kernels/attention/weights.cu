@@ -47,8 +47,8 @@ struct Weights {
 #pragma unroll
             for (int h = 0; h < LANE_HEADS; ++h) {
                 const float s = Score::logit(neighbours.terms(u, h, product[u][h], own_scalars, factor), in);
-                // The logit may round otherwise than the maximum did.
-                const float p = fast_exp2(s - own_stats.max[h]) * own_stats.inverse[h];
+                // The logit of another schedule may round otherwise than this one.
+                const float p = exp_difference(s, own_stats.max[h]) * own_stats.inverse[h];
                 alpha.x[h] = (p > 1.0f ? 1.0f : p) * dropout_factors[u][h];
             }
             if (is_valid(item, l, number, u)) {

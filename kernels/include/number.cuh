@@ -30,6 +30,15 @@ __device__ __forceinline__ float fast_exp2(float x) {
 #endif
 }
 
+// a - b where a is rounded on its own: it is 0 of a product and the same product, however large, that was stored before.
+__device__ __forceinline__ float difference(float a, float b) {
+#ifdef PYG_DFGNN_EMULATOR
+    return a - b;
+#else
+    return __fadd_rn(a, -b);
+#endif
+}
+
 // 1 / x for an x that is neither huge nor tiny: a Newton step on an approximation, without the branches of a division.
 __device__ __forceinline__ float reciprocal(float x) {
 #ifdef PYG_DFGNN_EMULATOR

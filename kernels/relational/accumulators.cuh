@@ -134,7 +134,7 @@ struct Softmax {
             const float x = number_at(term, h, c);
             float &s = number_in(sum.value, h, c), &scale = number_in(w.scale, h, c), &e = number_in(w.term, h, c);
             // exp(-inf) is 0 whatever the maximum; x - x makes a NaN of infinity as exp(x - m) of the maximum does.
-            const float apart = x == negative_infinity() ? 0.0f : expf(-fabsf(x - m));
+            const float apart = x == negative_infinity() ? 0.0f : expf(-fabsf(difference(x, m)));
             scale = x > m ? apart : 1.0f;
             e = x > m ? 1.0f + (x - x) : apart;
             s = s * scale + e;

@@ -2,7 +2,7 @@
 #define POINTWISE static __device__ __forceinline__ float
 
 POINTWISE point_add(float a, float b) { return a + b; }
-POINTWISE point_sub(float a, float b) { return a - b; }
+POINTWISE point_sub(float a, float b) { return difference(a, b); }
 POINTWISE point_mul(float a, float b) { return a * b; }
 POINTWISE point_div(float a, float b) { return a / b; }
 POINTWISE point_where(float condition, float a, float b) { return condition != 0.0f ? a : b; }

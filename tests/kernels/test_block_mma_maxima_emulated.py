@@ -97,7 +97,7 @@ def forward_pass(
     values |= {"out": torch.empty_like(problem.grad_out), "row_stats": torch.empty(graph.num_dst, heads, 2)}
     with emulated_device():
         constants = launch(FORWARD, "block_mma", planned, graph, values)
-    return values["out"], values["row_stats"][..., 0], constants["STEP"]
+    return values["out"], values["row_stats"][..., 0] / math.log(2), constants["STEP"]
 
 
 def largest(logits: torch.Tensor, graph: Graph, columns: int | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ struct Score : ScoreDefaults {
     SCORE_FN float falling(float rising, const ScoreInputs& in) { return rising * in.slope; }
     SCORE_FN float bend(float z, const ScoreInputs& in) { return (1.0f - in.slope) * LOG2E * z; }
     SCORE_FN float highest_logit(float own, float top, const ScoreInputs& in) {
-        return leaky(own + top, in.slope) * LOG2E;
+        return leaky(own + top, in.slope);
     }
 #endif
 };

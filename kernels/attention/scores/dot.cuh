@@ -1,6 +1,6 @@
 // S = scale * <q_i, k_j + e_ij>, with the values v_j + e_ij.
 struct Score : ScoreDefaults {
-    SCORE_FN float factor(const ScoreInputs& in, float) { return in.scale * LOG2E; }
+    SCORE_FN float factor(const ScoreInputs& in, float) { return in.scale; }
 
     SCORE_FN float product(float sum, const Channel& c, const ScoreInputs&) { return fmaf(c.target, c.source, sum); }
 
