@@ -93,7 +93,8 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         graph = self._graph(call)
         out = self._run(call, graph, *self._program(call, graph, x))["out"]
         own = self._own(x if isinstance(x, Tensor) else x[1], call.problem[0])
-        return out + own if own.dtype is out.dtype else (out + own).to(out.dtype)
+        # PyG's code sums messages in their dtype, also under autocast on a GPU.
+        return (out + own).to(call.problem[0])
 
     def _own(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what a node is to itself; in float32 where PyG's code, in 16 bits, rounds what the activation takes.

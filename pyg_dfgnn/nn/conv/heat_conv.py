@@ -15,7 +15,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
 from pyg_dfgnn.nn.edges import Call, num_edges
-from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
+from pyg_dfgnn.nn.gate import is_plain_layer, methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.programs import kept_by_dropout, run
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.relational import RowSet
@@ -97,6 +97,10 @@ class HEATConv(RelationalConv, conv.HEATConv):
         out = out if self.lin.bias is None else out + total * self.lin.bias
         if not self.concat:
             out = out.mean(dim=1)
-            return out + nodes if self.root_weight else out
-        out = out + nodes.unsqueeze(1) if self.root_weight else out
-        return out.reshape(-1, self.heads * self.out_channels)
+            out = out + nodes if self.root_weight else out
+        else:
+            out = out + nodes.unsqueeze(1) if self.root_weight else out
+            out = out.reshape(-1, self.heads * self.out_channels)
+        # Autocast leaves PyG's layer of node types in the dtype of x.
+        dtype = call.problem[0]
+        return settle(out, promoted_dtype(dtype, x.dtype if self.root_weight else dtype, x.is_cuda), False)

@@ -60,10 +60,11 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
             return out
         graph, _, _ = self._edges(call)
         h = self.lin(x).view(-1, self.heads, self.out_channels)
-        source, target, dtype = None, None, h.dtype
+        source, target, other = None, None, h.dtype
         if self.att_l is not None:
             source, target = attention_terms(h, self.att_l, self.att_r)
-            dtype = promoted_dtype(h.dtype, self.att_l.dtype, h.is_cuda)
+            other = self.att_l.dtype
+        dtype = promoted_dtype(h.dtype, other, h.is_cuda)
         out = supergat_attention(
             graph,
             h,
