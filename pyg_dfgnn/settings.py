@@ -37,6 +37,10 @@ class Settings:
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
             `"row_split"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`,
             `"silent"` reports nothing. With `"error"`, tensors on a CPU raise an error only where there is a GPU.
+        check_ids: When ids of new edges are checked. With `"later"` nothing waits for the device: kernels leave out
+            edges with an id out of range, `IdRangeError` is raised at the next call of a layer, and a small graph is
+            measured, for better schedules and compiled messages, once its edges come again. With `"now"` the first call
+            with new edges waits for the device, checks the ids and measures the graph.
         compile_messages: Whether layers that :func:`pyg_dfgnn.accelerate` has marked run compiled messages; False
             leaves them to PyG. The environment variable `PYG_DFGNN_COMPILE_MESSAGES=0` makes False the default.
     """
@@ -44,12 +48,14 @@ class Settings:
     schedule: str = "auto"
     deterministic: bool | None = None
     fallback: str = "log"
+    check_ids: str = "later"
     compile_messages: bool = os.environ.get("PYG_DFGNN_COMPILE_MESSAGES", "1") != "0"
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("deterministic", self.deterministic, (None, True, False))
         check_choice("fallback", self.fallback, FALLBACKS)
+        check_choice("check_ids", self.check_ids, ("later", "now"))
         check_choice("compile_messages", self.compile_messages, (True, False))
 
 
@@ -111,6 +117,7 @@ class settings:
         schedule: See :class:`Settings`.
         deterministic: See :class:`Settings`.
         fallback: See :class:`Settings`.
+        check_ids: See :class:`Settings`.
         compile_messages: See :class:`Settings`.
 
     Raises:

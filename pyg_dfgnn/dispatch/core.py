@@ -384,6 +384,10 @@ def choose(
         UnsupportedError: The schedule asked for cannot run, and the settings ask for an error then.
     """
     problem = family.seen_by(problem, graph, directions, settings)
+    if not graph.is_measured:
+        plain = family.by_name[family.fallback]
+        plans = [plain.plan_pass(problem, direction, graph) for direction in directions]
+        return tuple(Choice(d, plan, "nothing is measured of new edges") for d, plan in zip(directions, plans))
     name, reason = settings.schedule, "asked for"
     rule = family.rules.get(name)
     if rule is not None:

@@ -10,6 +10,7 @@ from pyg_dfgnn.dispatch.traversal import (
     STORAGE,
     SUMMED_EDGES,
     RowSplitPlan,
+    has_few_edges,
     items_per_block,
     joined_edges,
     lane_constants,
@@ -116,7 +117,7 @@ def plan_step(problem: StepProblem, side: Adjacency | None) -> RowSplitPlan:
     constants = constants_of(problem, wide=True)
     if problem.is_outer:
         return RowSplitPlan(constants, side.max_degree, 1)
-    if side.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * side.num_rows:
+    if has_few_edges(side.num_edges, side.num_rows, constants):
         constants = constants_of(problem, wide=False)
     max_edges = max_edges_of(side.num_edges, side.max_degree)
     if side.max_degree > max_edges:

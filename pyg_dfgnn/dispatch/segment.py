@@ -14,12 +14,14 @@ from pyg_dfgnn.dispatch.traversal import (
     ORDERED_EDGES,
     STORAGE,
     RowSplitPlan,
+    has_few_edges,
     is_local,
     lane_constants,
     max_edges_of,
     storage_reasons,
 )
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.adjacency import INT32_MAX
 from pyg_dfgnn.statements.segment import COPY, EXTREMES, MESSAGES, MOMENTS, STATS, SUMS, reads_messages
 from pyg_dfgnn.statements.spec import Spec
 
@@ -205,14 +207,17 @@ def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:
 def _plan_pass(
     problem: SegmentProblem, direction: str, graph: Graph, kind: type[RowSplitPlan] = RowSplitPlan
 ) -> RowSplitPlan:
-    rows = graph.side(direction)
     if reads_no_edge(problem, direction):
-        return RowSplitPlan(constants_of(problem, direction, wide=False), rows.max_degree, 1)
+        return RowSplitPlan(constants_of(problem, direction, wide=False), INT32_MAX, 1)
+    rows = graph.side(direction)
     constants = constants_of(problem, direction, wide=kind is not FeatureParallelPlan)
+    if not graph.is_measured:
+        few = has_few_edges(graph.mean_degree(direction), 1, constants)  # type: ignore[attr-defined]
+        return kind(constants_of(problem, direction, wide=False) if few else constants, INT32_MAX, 1)
     if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return kind(constants, rows.max_degree, 1)
-    few = rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows
+    few = has_few_edges(rows.num_edges, rows.num_rows, constants)
     if few and kind is not NeighbourParallelPlan:
         constants = constants_of(problem, direction, wide=False)
     cache_bytes = int(_CACHE_SHARE * gpu_of(problem.device).cache_bytes)

@@ -126,6 +126,11 @@ def lane_constants(
     )
 
 
+def has_few_edges(num_edges: int, num_rows: int, constants: Mapping[str, int]) -> bool:
+    """Return whether the average row does not keep its slots busy for two steps, so that rows are better packed."""
+    return num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * num_rows
+
+
 def max_edges_of(num_edges: int, max_degree: int) -> int:
     """Longest piece of a row that one group of lanes takes.
 

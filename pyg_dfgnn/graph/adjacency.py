@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,11 @@ class Adjacency:
     def arrays(self) -> Arrays:
         """The three arrays."""
         return Arrays(self.rowptr, self.col, self.perm)
+
+    @cached_property
+    def addresses(self) -> tuple[Any, ...]:
+        """The three arrays as kernels take them: addresses on a GPU."""
+        return tuple(array.data_ptr() for array in self.arrays) if self.rowptr.is_cuda else self.arrays
 
 
 def pull(*values: Tensor) -> list[int]:

@@ -82,9 +82,11 @@ class Graph(Derived):
         max_graph_nodes: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
         facts: What the host knows of a batch that it trusts; None elsewhere.
         is_static: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
+        is_measured: Whether the host knows more of the edges than their number.
     """
 
     is_static = False
+    is_measured = True
 
     def __init__(
         self,
@@ -325,14 +327,14 @@ class Graph(Derived):
             ValueError: As :meth:`of`, :meth:`of_index` and :meth:`of_ptr`.
         """
         graph = Graph.known(*key)
-        if graph is not None:
+        if graph is not None and graph.is_measured:
             return graph
         count = 2 if len(key) == 7 else 1
         return _resolve(key[:count], key[count:])
 
     @staticmethod
     def known(*key: Any) -> Graph | None:
-        """What :meth:`resolve` finds in the cache, None if that is nothing."""
+        """What the cache has for the key of :meth:`resolve`, measured or not; None if that is nothing."""
         ids = (id(key[0]), *key[1:]) if len(key) != 7 else (id(key[0]), id(key[1]), *key[2:])
         entry = _cache.entries.get(ids)
         if entry is None:
@@ -389,6 +391,12 @@ class Graph(Derived):
     def clear_cache() -> None:
         """Forget all cached graphs."""
         _cache.clear()
+
+    @staticmethod
+    def forget_unmeasured() -> None:
+        """Forget the cached graphs of which nothing was measured yet."""
+        for key in [key for key, entry in list(_cache.entries.items()) if not entry.value.is_measured]:
+            _cache.entries.pop(key, None)
 
     # Using a graph --------------------------------------------------------------------------------------------------
 
@@ -541,6 +549,12 @@ def keep(graph: Graph, anchors: Sequence[Tensor], sizes: tuple[Any, ...]) -> Non
     _cache.put((*map(id, anchors), *sizes), anchors, [version_of(anchor) for anchor in anchors], graph)
 
 
+def _measured(key: tuple[Any, ...], anchors: Sequence[Any], versions: Sequence[Any]) -> Graph | None:
+    """Return the cached graph of anchors, unless nothing was measured of it yet."""
+    graph = _cache.get(key, anchors, versions)
+    return graph if graph is not None and graph.is_measured else None
+
+
 def _unpickled(built: Built, sizes: tuple[Any, ...], self_loops: bool, relation: Tensor | None) -> Graph:
     return Graph(built, sizes=sizes, self_loops=self_loops, relation=relation)
 
@@ -551,7 +565,7 @@ def _resolve(anchors: tuple[Any, ...], sizes: tuple[Any, ...], hint: EdgeIndex |
     for name, anchor in zip(names, anchors):
         check_tensor(name, anchor)
     versions = [version_of(anchor) for anchor in anchors]
-    graph = _cache.get((*map(id, anchors), *sizes), anchors, versions)
+    graph = _measured((*map(id, anchors), *sizes), anchors, versions)
     if graph is None and sizes[2:] == (False, False):
         own = _by_own_edge_index.get(id(anchors[0]))
         if own is not None and (own.num_src, own.num_dst) == sizes[:2]:
@@ -578,7 +592,7 @@ def _of_edges(edge_index: Tensor, sizes: tuple[Any, ...], hint: EdgeIndex | None
     check_sizes(num_src, num_dst)
     if self_loops:
         version = version_of(edge_index)
-        base = _cache.get((id(edge_index), num_src, num_dst, False, transposed), (edge_index,), (version,))
+        base = _measured((id(edge_index), num_src, num_dst, False, transposed), (edge_index,), (version,))
         if base is not None:
             return base.on_this_stream().with_loops()
     edges = forms.read_tensor(edge_index, transposed, hint)

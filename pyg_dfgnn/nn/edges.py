@@ -137,7 +137,11 @@ def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
 
 
 def resolve(
-    call: Call, flow: str, fill_value: float | Tensor | str | None, edge_dim: int | None
+    call: Call,
+    flow: str,
+    fill_value: float | Tensor | str | None,
+    edge_dim: int | None,
+    graph: Graph | EdgeSet | None = None,
 ) -> tuple[Graph | EdgeSet, Tensor | None, Adj]:
     """Return the edges of a call without reasons in the order of the fused ops.
 
@@ -146,6 +150,7 @@ def resolve(
         flow: The flow of the conv.
         fill_value: How the features of self-loops are made, as PyG's convs define it.
         edge_dim: The width of the edge features, None or -1 for any.
+        graph: The graph of a tensor, where it is known.
 
     Returns:
         The graph; the edge features in the order of its `edge_index`; the adjacency that PyG returns with the weights.
@@ -188,12 +193,17 @@ def resolve(
             graph = Graph.resolve(graph.edge_index, num_src, num_dst, True, False)
         edge_index = edges_in_flow(graph, flow) if weights else edge_index
     elif form == "tensor":
-        graph, plain = Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed), edge_index
+        plain = edge_index
+        graph = graph or Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed)
     else:
         # PyG's convs take any value that is true.
         graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=bool(self_loops))
         plain = edge_index.as_tensor() if form == "EdgeIndex" else None
-    if self_loops and edge_attr is not None:
+    if self_loops and edge_attr is not None and not graph.is_measured:
+        edge_attr = torch.cat(
+            [edge_attr, _loop_features(plain, edge_attr, max(num_src, num_dst), fill_value)[:num_loops]]
+        )
+    elif self_loops and edge_attr is not None:
         assert graph.kept is not None and plain is not None
         edge_attr = edge_attr.index_select(0, graph.kept)
         # A reduction sums at row 1, which may have more nodes than there are loops.
@@ -203,3 +213,14 @@ def resolve(
     if self_loops and weights:
         edge_index = graph.edge_index.flip(0) if transposed else graph.edge_index.clone()
     return graph, edge_attr, edge_index
+
+
+def _loop_features(edge_index: Tensor, edge_attr: Tensor, num_nodes: int, fill_value: Any) -> Tensor:
+    """Return the features that PyG's convs give to self-loops, without removing the self-loops that are there.
+
+    They, and edges whose ids nobody has checked yet, are reduced into a row of their own.
+    """
+    row, col = edge_index
+    col = torch.where(row == col, num_nodes, col).clamp_(0, num_nodes)
+    # Of the ends only the second is read.
+    return compute_loop_attr((row, col.long()), edge_attr, num_nodes + 1, False, fill_value)  # type: ignore[arg-type]

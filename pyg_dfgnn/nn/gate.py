@@ -23,6 +23,8 @@ from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.gemm import keeps_weight
+from pyg_dfgnn.ops.graph import unmeasured_graph
+from pyg_dfgnn.settings import current, settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -312,9 +314,11 @@ class FusedConv(Scripted, MessagePassing):
         reasons = tuple(dict.fromkeys([*own, *self._reasons_against(problem)]))
         if reasons:
             return Description(shown(self), reasons, problem)
-        problem, call = self._as_run(problem, call, *args, **kwargs)
         try:
-            graph, plan = self._planned(problem, call, *args, **kwargs)
+            # The plan is that of edges which have come often enough to be measured.
+            with settings(check_ids="now"):
+                problem, call = self._as_run(problem, call, *args, **kwargs)
+                graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:
             return Description(shown(self), tuple(error.reasons), problem)
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
@@ -330,7 +334,8 @@ class FusedConv(Scripted, MessagePassing):
         Raises:
             UnsupportedError: On this graph something has no kernel.
         """
-        graph, _, _ = self._edges(call, getattr(self, "fill_value", None), getattr(self, "edge_dim", None))
+        options = getattr(self, "fill_value", None), getattr(self, "edge_dim", None)
+        graph, _, _ = self._edges(call, *options, measured=True)
         assert isinstance(graph, Graph)
         return graph, self._plan(problem, graph)
 
@@ -488,10 +493,35 @@ class FusedConv(Scripted, MessagePassing):
         return super().forward(x, *before, edge_index, *args, **kwargs)
 
     def _edges(
-        self, call: edges.Call, fill_value: float | Tensor | str | None = None, edge_dim: int | None = None
+        self,
+        call: edges.Call,
+        fill_value: float | Tensor | str | None = None,
+        edge_dim: int | None = None,
+        measured: bool = False,
     ) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
-        """Return the edges of a call without reasons for the fused ops; see :func:`pyg_dfgnn.nn.edges.resolve`."""
-        if call.form == "tensor" and call.edge_attr is None and not call.weights and not torch.compiler.is_compiling():
-            edge_index, transposed = call.edge_index, self.flow != "source_to_target"
-            return Graph.resolve(edge_index, call.num_src, call.num_dst, call.self_loops, transposed), None, edge_index
-        return edges.resolve(call, self.flow, fill_value, edge_dim)
+        """Return the edges of a call without reasons for the fused ops; see :func:`pyg_dfgnn.nn.edges.resolve`.
+
+        With `measured` the graph is one whose every fact can be asked for.
+        """
+        is_plain = call.form == "tensor" and call.edge_attr is None and not call.weights
+        if not is_plain or torch.compiler.is_compiling():
+            new = None if measured else self._new_edges(call)
+            return edges.resolve(call, self.flow, fill_value, edge_dim, new)
+        edge_index = call.edge_index
+        key = edge_index, call.num_src, call.num_dst, call.self_loops, self.flow != "source_to_target"
+        graph = Graph.known(*key)
+        if graph is None or not graph.is_measured:
+            new = None if measured else self._new_edges(call)
+            graph = Graph.resolve(*key) if new is None else new
+        return graph, None, edge_index
+
+    def _new_edges(self, call: edges.Call) -> Graph | None:
+        """Return the graph of edges that are too new to be measured; None where they are not, or where it cannot do."""
+        if call.form != "tensor" or call.weights or torch.compiler.is_compiling():
+            return None
+        if current().schedule != "auto" or current().check_ids == "now":
+            return None
+        transposed = self.flow != "source_to_target"
+        return unmeasured_graph(
+            id(self), call.edge_index, call.num_src, call.num_dst, bool(call.self_loops), transposed
+        )

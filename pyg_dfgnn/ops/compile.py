@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.statements.op import FEATURES, Derived, Pass, Statement, Value
+
+_COUNTS = {"targets": "num_dst", "sources": "num_src", "edges": "num_edges"}
+"""Attribute of a graph with the number of rows of a domain."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the functions of an op on a graph are compiled for.
+    """What the functions of an op are compiled for; numbers of nodes and edges come with each call.
 
     Attributes:
         statement: The op.
         device_type: Where it runs.
-        num_src: Number of sources.
-        num_dst: Number of targets.
-        num_edges: Number of edges, or the room for them.
-        is_static: Whether other edges will be put into the arrays of the graph.
+        has_room: Whether the arrays of the graph have room for more edges than there are.
         heads: Number of heads.
         channels: Channels per head.
         edge_channels: Channels of an edge's row that all heads share.
@@ -37,10 +38,7 @@ class Shape:
 
     statement: Statement
     device_type: str
-    num_src: int
-    num_dst: int
-    num_edges: int
-    is_static: bool
+    has_room: bool
     heads: int
     channels: int
     edge_channels: int
@@ -48,12 +46,20 @@ class Shape:
     derive: Callable[[Derived], Callable[[Tensor], Tensor]]
     interleaved: Any = None
 
-    def sizes(self, value: Value, blocks: int = 0, groups: int = 1) -> tuple[int, ...]:
-        """Return the shape of a value; `blocks` counts partial results of thread blocks, `groups` those of heads."""
-        rows = {"targets": self.num_dst, "sources": self.num_src, "edges": self.num_edges, "blocks": blocks}
+    def row(self, value: Value, groups: int = 1) -> tuple[int, ...]:
+        """Return the shape of one row of a value; `groups` counts groups of heads."""
         letters: dict[Any, Any] = {"H": self.heads, "C": self.channels, "D": self.edge_channels, "G": groups}
-        first = () if value.domain == "whole" else (rows[value.domain],)
-        return *first, *(letters.get(letter, letter) for letter in value.shape)
+        return tuple(letters.get(letter, letter) for letter in value.shape)
+
+    def sizes(self, value: Value, graph: Graph) -> tuple[int, ...]:
+        """Return the shape of a value on a graph, without partial results of thread blocks."""
+        first = () if value.domain == "whole" else (count_of(graph, value.domain),)
+        return *first, *self.row(value)
+
+
+def count_of(graph: Graph, domain: str) -> int:
+    """Return the number of rows of a domain."""
+    return graph.num_dst if domain == "targets" else graph.num_src if domain == "sources" else graph.num_edges
 
 
 class Text:
@@ -83,7 +89,7 @@ class Text:
         self.arguments[name] = address
 
     def named(self, name: str, value: Any) -> str:
-        """Name an object: what differs from graph to graph stays out of the text, which then is compiled once."""
+        """Name an object, which stays out of the text."""
         self.names[name] = value
         return name
 
@@ -106,35 +112,37 @@ class Text:
             near: A tensor on the device, in the dtype of features.
             run: The pass, for partial results of its thread blocks.
         """
-        blocks, groups = (0, 1) if run is None else (run.blocks, run.head_groups)
-        # A static graph has room for more edges than there are.
-        make = "zeros" if value.domain == "edges" and self.shape.is_static else "empty"
+        rows = ""
+        if value.domain == "blocks":
+            rows = f"{self.named(f'{value.name}_blocks', run.num_blocks)}(graph), "
+        elif value.domain != "whole":
+            rows = f"graph.{_COUNTS[value.domain]}, "
+        make = "zeros" if value.domain == "edges" and self.shape.has_room else "empty"
         if value.like and value.domain == "blocks":
-            rows = self.named(f"{value.name}_blocks", blocks)
-            self.fresh(value.name, f"{value.like}.new_empty(({rows}, *{value.like}.shape))")
+            self.fresh(value.name, f"{value.like}.new_empty(({rows}*{value.like}.shape))")
         elif value.like:
             self.fresh(value.name, f"torch.{make}_like({value.like})")
         else:
-            sizes = self.shape.sizes(value, blocks, groups)
+            row = self.shape.row(value, 1 if run is None else run.head_groups)
             names = (self.statement.output.name, *self.statement.exact_outputs[:1])
             if value.name in names and "concat" in self.flags:
-                sizes = (sizes[0], self.shape.heads * self.shape.channels)
+                row = (self.shape.heads * self.shape.channels,)
+            sizes = rows + "".join(f"{size}, " for size in row)
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
-            self.fresh(value.name, f"{near}.new_{make}({self.named(f'{value.name}_sizes', sizes)}{dtype})")
+            self.fresh(value.name, f"{near}.new_{make}(({sizes}){dtype})")
 
     def launch(self, place: int, stated: Pass, run: Any, handed: str = "") -> str:
         """Launch a pass; returns the name of what it hands to the next one."""
         nothing = "0" if self.is_cuda else "None"
         arguments = ", ".join(self.arguments.get(name, nothing) for name in stated.arguments)
-        self.lines.append(
-            f"handed_{place} = {self.named(f'pass_{place}', run)}(({arguments},){', ' + handed if handed else ''})"
-        )
+        run_name, more = self.named(f"pass_{place}", run), f", {handed}" if handed else ""
+        self.lines.append(f"handed_{place} = {run_name}(graph, ({arguments},){more})")
         return f"handed_{place}"
 
     def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
         """Compile the function."""
         body = "\n    ".join([*self.lines, f"return ({', '.join(results)},)"])
-        text = f"def run({', '.join(parameters)}):\n    {body}\n"
+        text = f"def run({', '.join(('graph', *parameters))}):\n    {body}\n"
         exec(_code(text, self.statement.name), self.names)  # noqa: S102
         run: Callable[..., Any] = self.names["run"]
         return run
@@ -151,9 +159,9 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
 
     Args:
         shape: What it is compiled for.
-        group: "forward": (inputs, numbers) to (outputs, kept values); "backward": (inputs, kept values, outputs,
-            gradients of the outputs, numbers) to the gradients of the inputs; "edge": (inputs, kept values, numbers) to
-            the value per edge.
+        group: "forward": (graph, inputs, numbers) to (outputs, kept values); "backward": (graph, inputs, kept values,
+            outputs, gradients of the outputs, numbers) to the gradients of the inputs; "edge": (graph, inputs, kept
+            values, numbers) to the value per edge.
         flags: Flags of the variant.
         passes: The prepared passes.
     """
@@ -219,8 +227,9 @@ def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
         if use == "ignores":
             continue
         if use == "writes":
-            sizes = text.named(f"{name}_sizes", text.shape.sizes(derived.value))
-            text.fresh(name, f"{derived.source}.new_empty({sizes}, dtype=torch.{derived.value.dtype})")
+            sizes = "".join(f"{size}, " for size in text.shape.row(derived.value))
+            rows = f"graph.{_COUNTS[derived.value.domain]}"
+            text.fresh(name, f"{derived.source}.new_empty(({rows}, {sizes}), dtype=torch.{derived.value.dtype})")
         else:
             text.fresh(name, f"{text.named(f'derive_{name}', text.shape.derive(derived))}({derived.source})")
 

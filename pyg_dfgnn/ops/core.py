@@ -17,7 +17,7 @@ from pyg_dfgnn.dispatch.core import Family
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape, check_tensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.compile import Shape
+from pyg_dfgnn.ops.compile import Shape, count_of
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.ops.function import (
     INFER,
@@ -31,7 +31,7 @@ from pyg_dfgnn.ops.function import (
     run_traced,
     runner_of,
 )
-from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, present_of, recall, remember
+from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.statements.op import FEATURES, Derived, Statement, Value
@@ -76,7 +76,7 @@ class Op:
     def __post_init__(self) -> None:
         ops[self.statement.name] = self
         # Known from here on: torch.compile cannot trace the first look at a cached property.
-        _ = self.statement.input_names, self._value_place, self.edge_place
+        _ = self.statement.input_names, self._value_place, self.edge_place, self._domains
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Found by its name in any process; a copy is the op itself.
@@ -89,10 +89,7 @@ class Op:
         return Shape(
             self.statement,
             problem.device.type,
-            graph.num_src,
-            graph.num_dst,
-            graph.num_edges,
-            graph.is_static,
+            graph.is_static or (not graph.is_measured and graph.self_loops),
             heads,
             channels,
             getattr(problem, "edge_channels", 0),
@@ -166,7 +163,7 @@ class Op:
                 return result
         else:
             mode = STATS if with_edge_value else INFER
-            result = known.forward(mode, concat, shared, graph)(*tensors, *numbers)
+            result = known.forward(mode, concat, shared, graph)(graph, *tensors, *numbers)
             if not with_edge_value:
                 return self._outputs(result)
         out, count = self._outputs(result), known.num_outputs
@@ -192,6 +189,8 @@ class Op:
         if not is_eager_on(graph):
             return None
         signature: list[Any] = [self, numbers, heads, shared]
+        if not graph.is_measured:
+            return self._signature_of_any(graph, tensors, signature)
         for tensor in tensors:
             if tensor is None:
                 signature.append(None)
@@ -200,6 +199,25 @@ class Op:
             else:
                 return None
         return tuple(signature)
+
+    def _signature_of_any(self, graph: Graph, tensors: Sequence[Any], signature: list[Any]) -> Any:
+        """Return the signature for unmeasured graphs: whether the numbers of rows fit, and no size of the graph."""
+        for domain, tensor in zip(self._domains, tensors, strict=True):
+            if tensor is None:
+                signature.append(None)
+            elif not is_plain(tensor):
+                return None
+            elif domain == "whole":
+                signature += (tensor.shape, tensor.dtype, tensor.device)
+            else:
+                shape = tensor.shape
+                signature += (shape[:1] == (count_of(graph, domain),), shape[1:], tensor.dtype, tensor.device)
+        return tuple(signature)
+
+    @cached_property
+    def _domains(self) -> tuple[str, ...]:
+        """Domain of the rows of each input."""
+        return tuple(value.domain for value in self.statement.inputs)
 
     def _first_call(
         self,
@@ -232,7 +250,8 @@ class Op:
     ) -> PreparedOp:
         """Return the prepared op kept with the graph, planned on first use."""
         key = (self, problem, current(), present, casts)
-        plans: dict[Any, PreparedOp] = graph.derived("plans", dict)
+        plans: dict[Any, PreparedOp] = plans_of(graph)
+        key = key if graph.is_measured else (*key, graph.kind)  # type: ignore[attr-defined]
         prepared = plans.get(key)
         if prepared is None:
             prepared = PreparedOp(self, problem, graph, heads, channels, present, casts)
@@ -269,7 +288,7 @@ class Op:
         """Run a traced program on tensors, which the registered operator was given."""
         program = _known_program(name)
         graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
-        results = self.program(program, graph, inputs, numbers)(*inputs, *numbers)
+        results = self.program(program, graph, inputs, numbers)(graph, *inputs, *numbers)
         return [result for result in results if result is not None]
 
     def num_outputs(self, name: str) -> int:

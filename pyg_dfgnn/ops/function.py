@@ -40,7 +40,7 @@ class Fused(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Any:
         prepared, graph, numbers, concat, shared, returns_kept = call
-        results = prepared.forward(TRAIN, concat, shared, graph)(*tensors, *numbers)
+        results = prepared.forward(TRAIN, concat, shared, graph)(graph, *tensors, *numbers)
         count = prepared.num_outputs
         outs, kept = results[:count], results[count:]
         ctx.call = call
@@ -69,9 +69,9 @@ class Fused(Function):
             outs = unedited(ctx)
             if outs is None:
                 inputs = saved[: len(ctx.needs_input_grad) - 1]
-                outs = prepared.forward(INFER, concat, shared, graph)(*inputs, *numbers)
+                outs = prepared.forward(INFER, concat, shared, graph)(graph, *inputs, *numbers)
         backward = prepared.backward(shared, ctx.needs_input_grad[1 + prepared.edge_place], graph)
-        return None, *backward(*saved, *outs, *grads[:count], *numbers)
+        return None, *backward(graph, *saved, *outs, *grads[:count], *numbers)
 
 
 apply_fused = apply_of(Fused)

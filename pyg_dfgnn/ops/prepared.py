@@ -17,23 +17,28 @@ from pyg_dfgnn.statements.op import Statement
 
 MAX_PLANS = 256
 """Bounds what a graph remembers when a number is another one in each call."""
+_MAX_KINDS = 4096
+# Prepared ops of unmeasured graphs, whose arrays come with each call.
+_of_any: dict[Any, Any] = {}
 
 
 class PreparedPass(Protocol):
-    """One pass of a schedule over one graph, ready to launch; it owns what its addresses point to."""
+    """One pass of a schedule, ready to launch on its graph, which it owns the arrays of, or on any unmeasured one."""
 
     plan: Any
     """How the pass runs."""
-    blocks: int = 0
-    """Rows of the values that thread blocks leave as partial results."""
     head_groups: int = 1
     """Groups of heads that thread blocks of their own take."""
 
-    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> Any:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> Any:
         """Launch the pass on arguments in the order of its statement, and return what the next pass needs beside them.
 
         All results are written whole, rows without edges as zeros.
         """
+
+    def num_blocks(self, graph: Graph) -> int:
+        """Return the rows of the values that thread blocks leave as partial results."""
+        return 0
 
     def derives(self, name: str, saved: bool, shared: bool) -> str:
         """Return what the pass does with a derived argument: "reads", "writes" or "ignores" it."""
@@ -172,7 +177,7 @@ class PreparedOp:
         function = self._functions.get(key)
         if function is None:
             function = self.compiled("edge", _on(stats=True, shared=shared), graph, key)
-        return lambda *arguments: function(*arguments)[0]
+        return lambda *arguments: function(graph, *arguments)[0]
 
     def _saved(self, graph: Graph) -> frozenset[str]:
         """Return the flags of what a forward pass leaves where gradients follow."""
@@ -218,14 +223,19 @@ def present_of(statement: Statement, tensors: Sequence[Tensor | None]) -> frozen
 
 
 def recall(graph: Any, signature: Any) -> Any:
-    """Return the prepared op for arguments like these, if such have passed all checks on this graph before."""
+    """Return the prepared op for arguments like these, if such have passed all checks on this graph before, or on an
+    unmeasured one of its kind where it is unmeasured.
+    """
     if signature is None:
         return None
-    plans = graph.peek("plans")
-    if plans is None:
-        return None
     try:
-        prepared = plans.get(signature)
+        if graph.is_measured:
+            plans = graph.peek("plans")
+            if plans is None:
+                return None
+            prepared = plans.get(signature)
+        else:
+            prepared = _of_any.get((graph.kind, signature))
     except TypeError:
         # A number that is not even hashable: the checks will name it.
         return None
@@ -244,6 +254,18 @@ def recall(graph: Any, signature: Any) -> Any:
 
 def remember(graph: Graph, signature: Any, prepared: PreparedOp) -> None:
     """Keep the prepared op for arguments like these with the graph, while there is room."""
-    plans: dict[Any, Any] = graph.derived("plans", dict)
-    if signature is not None and len(plans) < MAX_PLANS:
-        plans[signature] = prepared
+    if signature is None:
+        return
+    plans = plans_of(graph)
+    if graph.is_measured:
+        if len(plans) < MAX_PLANS:
+            plans[signature] = prepared
+        return
+    if len(plans) >= _MAX_KINDS:
+        plans.clear()
+    plans[graph.kind, signature] = prepared  # type: ignore[attr-defined]
+
+
+def plans_of(graph: Graph) -> dict[Any, Any]:
+    """Return where prepared ops are kept: with a measured graph, once for all unmeasured ones."""
+    return graph.derived("plans", dict) if graph.is_measured else _of_any

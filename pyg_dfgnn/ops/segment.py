@@ -57,7 +57,7 @@ class CusparseLaunch(PreparedPass):
         values = graph.derived(("ones", problem.dtype), ones)
         self._operands = side.rowptr, side.col, values, side.num_cols, problem.channels, plan.algorithm
 
-    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the product."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         matrix = self._matrices.get(stream)
@@ -86,7 +86,7 @@ def prepare(problem: SegmentProblem, direction: str, plan: Any, graph: Graph, fl
     (spec,) = specs_of(problem, direction, plan)
     entry = "segment_" + spec.path.removeprefix("segment/").removesuffix(".cu")
     if reads_no_edge(problem, direction):
-        return NodeLaunch(plan, graph, NodeKernel(spec, entry), _OF_NODES)
+        return NodeLaunch(plan, NodeKernel(spec, entry), _OF_NODES)
     counted = direction in ("forward", "args") and problem.has_moments
     elements = problem.fragments(direction) * problem.channels + counted
     return TraversalLaunch(plan, direction, graph, spec, entry, elements, _COUNT[direction], _MERGED[direction])

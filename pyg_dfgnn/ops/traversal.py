@@ -18,6 +18,8 @@ from pyg_dfgnn.statements.spec import Spec
 class TraversalLaunch(PreparedPass):
     """One pass over one side of a graph: a kernel for each sweep over the edges, and one that merges heavy rows.
 
+    Made for an unmeasured graph it runs on every one: a sweep over whole rows, whose arrays come with the call.
+
     Args:
         plan: How it runs.
         direction: A direction; the pass over sources takes the rows of the CSC, all others those of the CSR.
@@ -45,10 +47,11 @@ class TraversalLaunch(PreparedPass):
         side: Adjacency | None = None,
     ) -> None:
         self.plan, self.direction = plan, direction
+        is_bound = not isinstance(graph, Graph) or graph.is_measured
         if side is None:
             assert isinstance(graph, Graph)
             side = graph.side(direction)
-        self.device, self.num_rows = graph.device, side.num_rows
+        self.device, self.num_rows, self.side = graph.device, side.num_rows, None if is_bound else direction
         constants = plan.constants
         self.kernel, self.merge = kernel_of(spec, entry), kernel_of(spec, f"{entry}_merge")
         self.state_elements = state_elements
@@ -57,11 +60,16 @@ class TraversalLaunch(PreparedPass):
         self.threads = (32 * constants["WARPS"], 1, 1)
         # Kept for their addresses: two threads may make a list of the graph at once, of which it keeps one.
         self.arrays: list[Tensor | None] = []
-        self._lay_out(graph, side)
+        self.chunks: Sequence[Chunks | None] = ()
+        self.max_chunks = self.shared_bytes = 0
+        if is_bound:
+            self._lay_out(graph, side)
         # States that go from launch to launch: of chunks to their merge, of rows to the next column block.
         self.num_partial = self.max_chunks if state_elements and not constants["JOINED"] else 0
         self.num_carried = self.num_rows if state_elements and len(self.chunks) > 1 else 0
         self.nothing = 0 if self.device.type == "cuda" else None
+        # What an unmeasured graph has none of: lists of chunks, an order of rows, ranges of nodes.
+        self._no_lists = (self.nothing,) * 6
         self._count, self._merged, self._more = count, merged, more
         self._no_states = (self.nothing,) * 2 if state_elements else ()
 
@@ -69,7 +77,6 @@ class TraversalLaunch(PreparedPass):
         """Prepare the launches: which thread block works on what."""
         plan, constants = self.plan, self.plan.constants
         ordered, joined = bool(constants["ORDERED"]), bool(constants["JOINED"])
-        self.chunks: Sequence[Chunks | None]
         if plan.blocks == 1:
             self.chunks = [heavy_rows(graph, side, plan.max_edges, self.items_per_block if joined else 0, ordered)]
             arrays = (side.rowptr, *(ascending(graph, side) if plan.ascending else (side.col, side.perm)))
@@ -83,7 +90,6 @@ class TraversalLaunch(PreparedPass):
         self.sweeps = [self._adjacency(arrays, block, chunks, order) for block, chunks in enumerate(self.chunks)]
         # Thread blocks of one sweep, the same for all so that per-block results have a fixed place.
         self.grid = (-(-(self.num_rows + self.max_chunks) // self.items_per_block), self.head_groups, 1)
-        self.blocks = self.grid[0]
 
     def _adjacency(
         self,
@@ -99,12 +105,24 @@ class TraversalLaunch(PreparedPass):
         self.arrays += lists
         return addresses((*lists, *sizes, block, len(self.chunks)))
 
-    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
+    def num_blocks(self, graph: Any) -> int:
+        """Return the thread blocks of one sweep."""
+        if self.side is None:
+            return self.grid[0]
+        return -(-graph.side(self.side).num_rows // self.items_per_block)
+
+    def __call__(self, graph: Any, arguments: Sequence[Any], handed: Any = None) -> None:
         """Sweep all column blocks; heavy rows are merged after each."""
         device, nothing = self.device, self.nothing
         taken = arguments[: self._count]
         if self._more:
             taken = (*taken, *(nothing if place is None else arguments[place] for place in self._more))
+        if self.side is not None:
+            rows = graph.side(self.side)
+            grid = (-(-rows.num_rows // self.items_per_block), self.head_groups, 1)
+            whole = (*rows.addresses, *self._no_lists, rows.num_rows, 0, self.plan.max_edges, 0, 1, *taken)
+            launch(self.kernel, grid, self.threads, (*whole, *self._no_states), graph.device)
+            return
         if not self.num_partial and not self.num_carried:
             whole = (*self.sweeps[0], *taken, *self._no_states)
             launch(self.kernel, self.grid, self.threads, whole, device, self.shared_bytes)
@@ -149,18 +167,16 @@ class NodeLaunch(PreparedPass):
 
     Args:
         plan: How the pass would run over edges.
-        graph: The edges.
         kernel: Its kernel.
         places: Places of the arguments that the kernel takes.
     """
 
-    def __init__(self, plan: Any, graph: Graph, kernel: NodeKernel, places: tuple[int, ...]) -> None:
-        self.plan, self.device, self.num_rows = plan, graph.device, graph.num_dst
-        self.kernel, self.places = kernel, places
+    def __init__(self, plan: Any, kernel: NodeKernel, places: tuple[int, ...]) -> None:
+        self.plan, self.kernel, self.places = plan, kernel, places
 
-    def __call__(self, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> None:
         """Launch the kernel."""
-        self.kernel.launch(self.num_rows, self.device, [arguments[place] for place in self.places])
+        self.kernel.launch(graph.num_dst, graph.device, [arguments[place] for place in self.places])
 
 
 def _states(count: int, elements: int, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class Timed:
 
     def __init__(self, prepared: Any, device: torch.device) -> None:
         self._pass, self._device = prepared, device
-        self.blocks: int = prepared.blocks
+        self.num_blocks = prepared.num_blocks
         self.head_groups: int = prepared.head_groups
         self.derives = prepared.derives
         self.seconds = math.inf
@@ -69,12 +69,12 @@ class Timed:
         return handed
 
 
-def example(shape: Shape, problem: Any) -> tuple[list[Tensor | None], list[float]]:
+def example(shape: Shape, problem: Any, graph: Graph) -> tuple[list[Tensor | None], list[float]]:
     """Return random inputs of an op, drawn from a generator of their own, and numbers."""
     device, generator = problem.device, torch.Generator(problem.device).manual_seed(0)
     tensors: list[Tensor | None] = []
     for value in shape.statement.inputs:
-        sizes = shape.sizes(value) or (1,)
+        sizes = shape.sizes(value, graph) or (1,)
         if value.name not in shape.present:
             tensors.append(None)
         elif value.dtype == "int64":
@@ -108,7 +108,7 @@ def measure(
     """
     seconds: dict[str, dict[str, float]] = {direction: {} for direction in directions}
     statement, fallback = op.statement, op.family.fallback
-    tensors, numbers = example(shape, problem)
+    tensors, numbers = example(shape, problem, graph)
     flags = frozenset({"stats"})
     if directions != FORWARD:
         exact = {"exact"} if problem.dtype.itemsize == 2 else set()
@@ -121,12 +121,12 @@ def measure(
         ]
         try:
             if directions != FORWARD:
-                kept = [_zeros(shape, statement.values[each], problem) for each in statement.kept(flags)]
-                outs = [_zeros(shape, value, problem) for value in statement.outputs]
+                kept = [_zeros(shape, statement.values[each], problem, graph) for each in statement.kept(flags)]
+                outs = [_zeros(shape, value, problem, graph) for value in statement.outputs]
                 grads = map(torch.ones_like, outs)
-                compile_group(shape, "backward", flags, timed)(*tensors, *kept, *outs, *grads, *numbers)
+                compile_group(shape, "backward", flags, timed)(graph, *tensors, *kept, *outs, *grads, *numbers)
             else:
-                compile_group(shape, "forward", flags, timed)(*tensors, *numbers)
+                compile_group(shape, "forward", flags, timed)(graph, *tensors, *numbers)
         except torch.OutOfMemoryError as error:
             _logger.warning("schedule %r is left out of a choice by autotune: %s", name, error)
         for direction, option, result in zip(directions, team, timed, strict=True):
@@ -135,9 +135,9 @@ def measure(
     return seconds
 
 
-def _zeros(shape: Shape, value: Value, problem: Any) -> Tensor:
+def _zeros(shape: Shape, value: Value, problem: Any, graph: Graph) -> Tensor:
     dtype = problem.dtype if value.dtype == FEATURES else getattr(torch, value.dtype)
-    return torch.zeros(shape.sizes(value), dtype=dtype, device=problem.device)
+    return torch.zeros(shape.sizes(value, graph), dtype=dtype, device=problem.device)
 
 
 def tune(op: Any, problem: Any, graph: Graph, shape: Shape, directions: tuple[str, ...], settings: Settings) -> None:

@@ -148,12 +148,12 @@ def test_a_capture_prepares_no_product_of_cusparse(monkeypatch):
     launch = segment.CusparseLaunch(problem, "forward", CusparsePlan("default"), graph)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="needs a call before the capture"):
-        launch(range(10))
+        launch(graph, range(10))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    launch(range(10))
+    launch(graph, range(10))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     stream.cuda_stream = 8
-    launch(range(10))
+    launch(graph, range(10))
     assert len(made) == 1
 
 

@@ -21,6 +21,7 @@ from pyg_dfgnn.dispatch.traversal import (
     SUMMED_EDGES,
     WARPS,
     RowSplitPlan,
+    has_few_edges,
     is_local,
     items_per_block,
     joined_edges,
@@ -28,6 +29,7 @@ from pyg_dfgnn.dispatch.traversal import (
     max_edges_of,
 )
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.graph.adjacency import INT32_MAX
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.spec import Spec
@@ -239,6 +241,7 @@ def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: st
     if (
         direction != "forward"
         or problem.record.node_scalars != "inverse_norm"
+        or not graph.is_measured
         or graph.num_src != graph.num_dst
         or found.blocks > 1
     ):
@@ -254,13 +257,18 @@ def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: st
 
 def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
     """The pass of a direction other than "weights", which reads norms."""
+    if not graph.is_measured:
+        constants = pass_constants(problem, direction, wide=True)
+        if has_few_edges(graph.mean_degree(direction), 1, constants):  # type: ignore[attr-defined]
+            constants = pass_constants(problem, direction, wide=False)
+            constants = with_whole_heads(problem, direction, constants, "packed")
+        return RowSplitPlan(constants, INT32_MAX, 1)
     rows = graph.side(direction)
     if graph.is_static:
         # A list of long rows, or of blocks of columns, would not fit the edges to come.
         return RowSplitPlan(pass_constants(problem, direction, wide=True), rows.max_degree, 1)
     constants = pass_constants(problem, direction, wide=True)
-    # Too few edges in the average row to keep its slots busy for two steps: packing rows beats sharing their edges.
-    if rows.num_edges <= 2 * constants["UNROLL"] * constants["EDGE_SLOTS"] * rows.num_rows:
+    if has_few_edges(rows.num_edges, rows.num_rows, constants):
         constants = pass_constants(problem, direction, wide=False)
     heads = min(problem.heads, constants["HEAD_SLOTS"] * constants["LANE_HEADS"])
     blocks = _blocks(problem, direction, rows, rows.num_cols, heads) if constants["WARP_ROWS"] == 1 else 1

@@ -193,9 +193,9 @@ class AggregationConv(FusedConv):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         return super()._storage_dtype(x) if self._is_projected else x.dtype
 
-    def _edges(self, call: edges.Call, *_: Any) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
+    def _edges(self, call: edges.Call, *_: Any, measured: bool = False) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         # The messages read the edges as they are: nothing is made of their features for the loops.
-        return super()._edges(call._replace(edge_attr=None))
+        return super()._edges(call._replace(edge_attr=None), measured=measured)
 
     def _sent(self, call: edges.Call) -> Sent:
         """Return what a call without reasons sends, where nothing is normalised.

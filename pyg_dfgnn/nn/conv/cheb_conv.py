@@ -98,7 +98,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
         Raises:
             ValueError: The edges change, as those of batches in a captured step do, and have weights or self-loops.
         """
-        graph, _, _ = self._edges(call._replace(self_loops=False))
+        graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
         assert isinstance(graph, Graph)
         # Without edge weights the largest entry, which PyG takes for half of lambda_max, is 1.
         largest = 2.0 if lambda_max is None else lambda_max
@@ -114,7 +114,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
         weight = None if call.edge_attr is None else self._weight(call)
         edge_index, options = self._plain(call), (self.normalization, lambda_max)
         _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)
-        graph, _, _ = self._edges(call)
+        graph, _, _ = self._edges(call, measured=True)
         if graph is call.edge_index:
             # The weights are in PyG's order, which has the self-loops last.
             graph = Graph.resolve(graph.edge_index, graph.num_src, graph.num_dst, True, False)

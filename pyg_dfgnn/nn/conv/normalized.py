@@ -84,10 +84,13 @@ class NormalizedConv(AggregationConv):
         by_node = self._is_by_node(call.edge_attr)
         if self._takes_cache:
             return self._from_cache(call, x, by_node)
+        new = self._new_edges(call) if by_node else None
+        if new is not None:
+            return Sent(new, scale=inverse_root_degree(new), dtype=x.dtype)
         plain = self._without_self_loops(call)
         if plain is not None:
             return Sent(plain, scale=inverse_root_degree(plain, self_loops=True), dtype=x.dtype, self_loops=True)
-        graph, _, _ = self._edges(call)
+        graph, _, _ = self._edges(call, measured=True)
         if by_node:
             return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
         weight = self._normalized_weight(call, graph, x)
@@ -98,7 +101,7 @@ class NormalizedConv(AggregationConv):
         is_sum = self._is_by_node(call.edge_attr) and statistics_of(self.aggr_module) == ("sum",)
         if not call.self_loops or not is_sum or torch.compiler.is_compiling():
             return None
-        graph, _, _ = self._edges(call._replace(self_loops=False))
+        graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
     def _as_run(self, problem: Any, call: edges.Call, x: Tensor, *_: Any, **__: Any) -> tuple[Any, edges.Call]:

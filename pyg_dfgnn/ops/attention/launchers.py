@@ -40,7 +40,7 @@ def prepare(problem: AttentionProblem, direction: str, plan: Any, graph: Graph, 
         flags: Optional values that the forward pass has left.
     """
     if direction == "targets" and "dout_dlogit" in flags and plan.schedule == FAMILY.fallback:
-        return node_launch(plan, graph)
+        return node_launch(plan)
     return LAUNCHERS[plan.schedule](problem, direction, plan, graph)
 
 

@@ -109,7 +109,7 @@ class _ProjectedAttention(torch.autograd.Function):
             x = x.to(dtype)
         rows, weights = gemm.interleaved(x, layers[:count], layers[count:])
         run = prepared.forward(TRAIN, concat, False, graph)
-        out, *kept = run(rows, None, None, parameter, None, seed, *numbers)
+        out, *kept = run(graph, rows, None, None, parameter, None, seed, *numbers)
         row_stats, exact = kept if prepared.keeps_exact else (*kept, None)
         if is_wide:
             out, exact = exact, None
@@ -138,12 +138,12 @@ class _ProjectedAttention(torch.autograd.Function):
                     (exact,) = outs
                 else:
                     mode = TRAIN if is_wide else INFER
-                    exact = prepared.forward(mode, concat, False, graph)(*inputs, *numbers)[2 if is_wide else 0]
+                    exact = prepared.forward(mode, concat, False, graph)(graph, *inputs, *numbers)[2 if is_wide else 0]
             if grad_out.dtype is not rows.dtype:
                 grad_out = grad_out.to(rows.dtype)
             kept = (row_stats, exact) if prepared.keeps_exact else (row_stats,)
             run = prepared.backward(False, False, graph)
-            grads, _, _, grad_parameter, *_ = run(*inputs, *kept, exact, grad_out, *numbers)
+            grads, _, _, grad_parameter, *_ = run(graph, *inputs, *kept, exact, grad_out, *numbers)
         for other, grad in zip(_others(prepared, grads), grad_others, strict=True):
             if grad is None:
                 other.zero_()
@@ -234,7 +234,7 @@ def projected_attention(
     x = x if x.dtype is prepared.problem.dtype else x.to(prepared.problem.dtype)
     rows, _ = gemm.interleaved(x, weights, biases)
     out, *kept = prepared.forward(TRAIN if is_wide else INFER, concat, False, graph)(
-        rows, None, None, vector, None, seed, *numbers
+        graph, rows, None, None, vector, None, seed, *numbers
     )
     if is_wide:
         out = kept[1]

@@ -71,12 +71,12 @@ class RowSplitLaunch(TraversalLaunch):
         return "reads"
 
 
-def node_launch(plan: Any, graph: Graph) -> NodeLaunch:
+def node_launch(plan: Any) -> NodeLaunch:
     """Return the pass over targets where the forward pass left the derivative of the output: it reads no edge."""
     heads, channels = plan.constants["HEADS"], plan.constants["CHANNELS"]
     dtype = next(dtype for dtype, number in STORAGE.items() if number == plan.constants["STORAGE"])
     kernel = node_kernel("attention/backward_nodes.cu", "attention_backward_nodes", heads, channels, dtype)
-    return NodeLaunch(plan, graph, kernel, tuple(TARGETS.arguments.index(name) for name in _OF_NODES))
+    return NodeLaunch(plan, kernel, tuple(TARGETS.arguments.index(name) for name in _OF_NODES))
 
 
 @cache

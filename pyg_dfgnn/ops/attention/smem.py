@@ -18,4 +18,3 @@ class SmemLaunch(RowSplitLaunch):
         self.shared_bytes = self.plan.shared_bytes
         self.sweeps = [self._adjacency((side.rowptr, side.col, side.perm), node_ptr=ranges.ptr)]
         self.grid = (ranges.num_ranges, self.head_groups, 1)
-        self.blocks = self.grid[0]

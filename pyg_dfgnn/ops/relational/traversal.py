@@ -65,7 +65,7 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     )
 
     def run(buffers: dict[str, Tensor]) -> None:
-        launch((*fixed, *addresses([buffers[name] for name in names])))
+        launch(None, (*fixed, *addresses([buffers[name] for name in names])))
 
     # The rows and their graph keep the arrays; they keep this too, so it does not keep them.
     return _by_pieces(run, step, side.num_rows, dtype, rows.device) if kernel.is_outer else run

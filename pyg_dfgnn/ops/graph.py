@@ -1,0 +1,170 @@
+"""The edges of a new graph by target and by source: the host waits for nothing, and reads later what kernels found."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.errors import IdRangeError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.forms import check_edge_index
+from pyg_dfgnn.graph.graph import keep
+from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, UnmeasuredGraph
+from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.statements.spec import Spec
+
+LONG_ROW = 2048
+"""Edges of a row that one warp still takes in less time than PyG's kernels need to be launched. After a graph with a
+longer row, new graphs are measured, so that their long rows are split."""
+_REMEMBERED_GRAPHS = 256
+_THREADS = 256
+_NUM_REPORTS = 7
+_ENDS = ("target", "source")
+_STEPS = ("count", "place", "order")
+
+
+class Reports:
+    """What kernels have found in edges since the host last looked: numbers that they write to memory of the host.
+
+    Attributes:
+        values: See `kernels/graph/csr.cu`, int64 [7].
+        address: Their address, the same for the host and the device.
+    """
+
+    def __init__(self, is_cuda: bool) -> None:
+        self.values = torch.zeros(_NUM_REPORTS, dtype=torch.int64, pin_memory=is_cuda)
+        self.address = self.values.data_ptr()
+        self._graphs = 0
+        self._read: Any = (ctypes.c_int64 * _NUM_REPORTS).from_address(self.address)
+        self.argument: Any = self.address if is_cuda else self.values
+
+    def expects_long_rows(self) -> bool:
+        """Return whether one of the last graphs had a row longer than twice `LONG_ROW`."""
+        if not self._read[_NUM_REPORTS - 1]:
+            return False
+        self._graphs += 1
+        if self._graphs == _REMEMBERED_GRAPHS:
+            self._graphs = 0
+            self.values[_NUM_REPORTS - 1] = 0
+        return True
+
+    def check(self) -> None:
+        """Raise IdRangeError if an id was out of range, once."""
+        read = self._read
+        if not (read[0] or read[3]):
+            return
+        found = [(end, read[place + 1], read[place + 2]) for end, place in zip(_ENDS, (0, 3)) if read[place]]
+        self.values[:6] = 0
+        # Whose edges they were is not known; built anew, they are found again.
+        Graph.forget_unmeasured()
+        text = ", ".join(f"{end} id {given} of {size} nodes" for end, given, size in found)
+        raise IdRangeError(
+            f"'edge_index' needs ids in [0, number of nodes) (got {text}, in this call or an earlier one)"
+        )
+
+
+@cache
+def reports(device_type: str) -> Reports:
+    """Return the reports of all devices of a type."""
+    return Reports(device_type == "cuda")
+
+
+def unmeasured_graph(
+    visitor: int, edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, transposed: bool
+) -> UnmeasuredGraph | None:
+    """Return the graph of a call of a layer, None where it is to be measured or has been.
+
+    Args:
+        visitor: Number that identifies the layer.
+        edge_index: int64 or int32 [2, E].
+        num_src: As :meth:`Graph.of`.
+        num_dst: As :meth:`Graph.of`.
+        self_loops: As :meth:`Graph.of`.
+        transposed: Whether row 0 holds the targets.
+
+    Raises:
+        TypeError: `edge_index` is no int64 or int32 tensor.
+        ValueError: It has another shape.
+        IdRangeError: An id of these edges, or of those of an earlier call, is out of range.
+    """
+    if edge_index.device.type not in fused_device_types:
+        return None
+    reports(edge_index.device.type).check()
+    key = edge_index, num_src, num_dst, self_loops, transposed
+    graph = Graph.known(*key)
+    if graph is None and self_loops:
+        # What is measured of the edges tells all of them with self-loops.
+        base = Graph.known(edge_index, num_src, num_dst, False, transposed)
+        graph = base if base is not None and base.is_measured else None
+    if graph is None:
+        if edge_index.size(1) >= MEASURED_EDGES or edge_index.is_inference():
+            return None
+    elif graph.is_measured:
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(edge_index.device.index) if edge_index.is_cuda else None
+    # The default stream, whose handle is 0, cannot be captured.
+    if stream and torch.cuda.is_current_stream_capturing():
+        return None
+    if isinstance(graph, UnmeasuredGraph):
+        if not graph.is_visited(visitor):
+            return None
+        if graph.stream == stream:
+            return graph
+    fresh = UnmeasuredGraph(edge_index, key[1:], visitor, stream)
+    if not _build(fresh, edge_index):
+        return None
+    keep(fresh, (edge_index,), key[1:])
+    return fresh
+
+
+@cache
+def _kernels(is_wide: bool, loops: bool) -> tuple[Kernel, Kernel, Kernel]:
+    constants = (("WIDE_IDS", int(is_wide)), ("LOOPS", int(loops)), ("LONG_ROW", LONG_ROW))
+    count, place, order = (kernel_of(Spec("graph/csr.cu", constants), f"graph_{each}") for each in _STEPS)
+    return count, place, order
+
+
+def _build(graph: UnmeasuredGraph, edge_index: Tensor) -> bool:
+    """Fill in the arrays of a graph; False where rows may be long enough to be split.
+
+    Raises:
+        TypeError: `edge_index` is no int64 or int32 tensor.
+        ValueError: It has another shape.
+        IdRangeError: An id is out of range, on a CPU.
+    """
+    device = graph.device
+    report = reports(device.type)
+    if report.expects_long_rows():
+        return False
+    check_edge_index(edge_index)
+    edge_index = edge_index if edge_index.stride(1) == 1 else edge_index.contiguous()
+    num_edges, total, num_dst, num_src = edge_index.size(1), graph.num_edges, graph.num_dst, graph.num_src
+    counts = torch.zeros(num_dst + num_src, dtype=torch.int32, device=device)
+    ranks, arrays = torch.empty(2 * total, dtype=torch.int32, device=device), graph.make_arrays()
+    sizes = num_edges, total - num_edges, num_dst, num_src
+    if device.type == "cuda":
+        ids, step = edge_index.data_ptr(), edge_index.stride(0) * edge_index.itemsize
+        ends = (ids, ids + step) if graph.transposed else (ids + step, ids)
+    else:
+        ends = edge_index.unbind(0)[:: 1 if graph.transposed else -1]
+    count, place, order = _kernels(edge_index.dtype is torch.int64, graph.self_loops)
+    counts_at, ranks_at = addresses((counts, ranks))
+    _launch(count, total, (*ends, *sizes, counts_at, ranks_at, report.argument), device)
+    sums = torch.cumsum(counts, 0, dtype=torch.int32)
+    rowptr, col, perm, source_rowptr, source_col, source_perm = arrays
+    placed = *addresses((sums,)), ranks_at, rowptr, perm, source_rowptr, source_perm
+    _launch(place, max(total, num_dst + 1, num_src + 1), (*ends, *sizes, *placed), device)
+    ordered = rowptr, perm, col, source_rowptr, source_perm, source_col, report.argument
+    _launch(order, 32 * (num_dst + num_src), (*ends, num_edges, num_dst, num_src, *ordered), device)
+    if device.type != "cuda":
+        report.check()
+    return True
+
+
+def _launch(kernel: Kernel, threads: int, arguments: tuple[Any, ...], device: torch.device) -> None:
+    launch(kernel, (-(-threads // _THREADS), 1, 1), (_THREADS, 1, 1), arguments, device)
