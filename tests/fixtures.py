@@ -45,11 +45,12 @@ def fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def default_settings(monkeypatch):
-    """What a test sets for the process ends with the test."""
+def default_settings(request, monkeypatch):
+    """Settings end with each test. Graphs are measured at once, unless the file of the test has other `SETTINGS`."""
     module = sys.modules["pyg_dfgnn.settings"]
-    monkeypatch.setattr(module, "_global", Settings())
-    monkeypatch.setattr(module, "_base", Settings())
+    defaults = getattr(request.module, "SETTINGS", Settings(check_ids="now"))
+    monkeypatch.setattr(module, "_global", defaults)
+    monkeypatch.setattr(module, "_base", defaults)
     monkeypatch.setattr(module, "_calls", [])
     for name in ("settings", "kept", "outer"):
         monkeypatch.setattr(module._override, name, None)

@@ -9,6 +9,8 @@ import torch
 
 from pyg_dfgnn.settings import Settings, current, settings
 
+SETTINGS = Settings()
+
 
 def test_defaults():
     assert current() == Settings(schedule="auto", deterministic=None, fallback="log")

@@ -24,7 +24,7 @@ from pyg_dfgnn.errors import UnsupportedError, check_device
 from pyg_dfgnn.nn.drop_ins import rows_of
 from pyg_dfgnn.nn.fallback import say_once
 from pyg_dfgnn.nn.messages.kept import edges_stay
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import current, settings
 
 Loss = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
@@ -261,11 +261,13 @@ class CapturedStep(Step):
             capture = self._captures[key] = _Capture(ref(data, partial(_forget, ref(self), key)))
         capture.runs += 1
         if capture.recording is None:
-            if capture.runs <= self._warm_ups:
-                return self.recorder.run(lambda: work(data))
-            # The edges of a bucket are edited for each batch.
-            with edges_stay(self.buckets is None) as read:
-                capture.recording = self._record(lambda: work(data))
+            # A recording is of kernels, however seldom the edges have come before it.
+            with settings(check_ids="now"):
+                if capture.runs <= self._warm_ups:
+                    return self.recorder.run(lambda: work(data))
+                # The edges of a bucket are edited for each batch.
+                with edges_stay(self.buckets is None) as read:
+                    capture.recording = self._record(lambda: work(data))
             capture.watches = model_watches(self.model)
             capture.watches += data_watches(data, read) if self.buckets is None else []
             capture.watches += optimizer_watches(self.optimizer) if kind == "step" else []

@@ -292,6 +292,16 @@ def replace_self_loops(arrays: Arrays, num_loops: int, num_kept: int) -> tuple[A
     return Arrays(new_ptr, new_col[:spare], new_perm[:spare]), stays
 
 
+def in_input_order(arrays: Arrays) -> Tensor:
+    """Return the ends of the edges, int64 [2, E], columns first, in the order in which they came."""
+    rowptr, col, perm = arrays
+    ends = torch.empty(2, col.numel(), dtype=torch.int64, device=col.device)
+    for span in spans(col.numel()):
+        order = perm[span].long()
+        ends[0, order], ends[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
+    return ends
+
+
 def _count_kept(arrays: Arrays) -> tuple[Tensor, Tensor, Tensor]:
     """Which edges are no loops, bool [E] in the input order; how many of them come before each edge, int32 [E + 1].
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -64,6 +64,12 @@ class GraphCache(Generic[Kept]):
         entry = self.entries.get(key)
         if entry is not None and any(ref is held for held in entry.refs):
             self.entries.pop(key, None)
+
+    def forget(self, is_unwanted: Callable[[Kept], bool]) -> None:
+        """Forget some graphs."""
+        for key, entry in list(self.entries.items()):
+            if is_unwanted(entry.value):
+                self.entries.pop(key, None)
 
     def clear(self) -> None:
         """Forget all graphs."""

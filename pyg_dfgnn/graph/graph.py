@@ -19,13 +19,11 @@ from pyg_dfgnn.graph import forms
 from pyg_dfgnn.graph.adjacency import (
     Adjacency,
     count_loops,
+    in_input_order,
     longest,
-    numbers,
     outside_capture,
     pull,
     replace_self_loops,
-    rows_at,
-    spans,
     transpose,
 )
 from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
@@ -50,8 +48,7 @@ DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relati
 """What rows and columns of an adjacency may be; the last two are the distinct (source, relation) and (target, relation)
 pairs."""
 HAS_LOOPS = "has_loops"
-"""Key of :attr:`Graph.has_loops`."""
-# Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps them all.
+# Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps these.
 MAX_CACHED_GRAPHS = 1024
 
 _cache: GraphCache[Graph] = GraphCache(MAX_CACHED_GRAPHS)
@@ -143,8 +140,8 @@ class Graph(Derived):
     def _parts(self) -> tuple[Any, ...]:
         """Return what :func:`_unpickled` makes the graph of: its edges, and no more than that is derived."""
         by_source = self.on_this_stream()._derived.get(("adjacency", "sources", "targets"))
-        batch = self.graph_ptr, self.max_graph_nodes, self.facts
-        built = Built(self.csr, by_source, self._source_sorted, self._stays, *batch)
+        known = self._source_sorted, self._stays, self.graph_ptr, self.max_graph_nodes, self.facts
+        built = Built(self.csr, by_source, *known)
         return built, self._sizes, self.self_loops, self.relation
 
     def _check_fixed(self, done: str) -> None:
@@ -228,9 +225,8 @@ class Graph(Derived):
         if is_strided or not forms.is_adjacency(edge_index):
             return Graph.resolve(edge_index, *sizes)
         if flow == "target_to_source":
-            raise ValueError(
-                "'flow' needs 'source_to_target' for a sparse matrix: transpose that instead (got 'target_to_source')"
-            )
+            need = "'source_to_target' for a sparse matrix: transpose that instead"
+            raise ValueError(f"'flow' needs {need} (got 'target_to_source')")
         anchor, version = forms.adjacency_anchor(edge_index)
         key = (id(anchor), *sizes)
         graph = _cache.get(key, (anchor,), (version,))
@@ -395,8 +391,7 @@ class Graph(Derived):
     @staticmethod
     def forget_unmeasured() -> None:
         """Forget the cached graphs of which nothing was measured yet."""
-        for key in [key for key, entry in list(_cache.entries.items()) if not entry.value.is_measured]:
-            _cache.entries.pop(key, None)
+        _cache.forget(lambda graph: not graph.is_measured)
 
     # Using a graph --------------------------------------------------------------------------------------------------
 
@@ -475,11 +470,7 @@ class Graph(Derived):
             return anchors[0]
 
         def make() -> Tensor:
-            made = torch.empty(2, self.num_edges, dtype=torch.int64, device=self.device)
-            rowptr, col, perm = self.csr.arrays
-            for span in spans(self.num_edges):
-                order = perm[span].long()
-                made[0, order], made[1, order] = col[span].long(), rows_at(rowptr, numbers(span, rowptr)).long()
+            made = in_input_order(self.csr.arrays)
             self._own_version = made._version
             return outside_capture(made)
 

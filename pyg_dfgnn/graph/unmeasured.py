@@ -68,6 +68,7 @@ class UnmeasuredGraph(Graph):
     """
 
     is_measured = False
+    csr: Any
 
     def __init__(
         self, edge_index: Tensor, sizes: tuple[int, int, bool, bool], visitor: int, stream: int | None
@@ -85,7 +86,6 @@ class UnmeasuredGraph(Graph):
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None
         self.kind = _degree(self.num_edges, num_dst), _degree(self.num_edges, num_src), self_loops
         self.stream, self._visitor, self._visits = stream, visitor, 1
-        self._sides: tuple[Rows, Rows]
 
     def adjacency(self, rows: str, cols: str) -> Any:
         """Return the edges by target or by source.
@@ -115,35 +115,30 @@ class UnmeasuredGraph(Graph):
         sides = ("targets", "sources"), ("sources", "targets")
         sizes = (self.num_dst, self.num_src), (self.num_src, self.num_dst)
         csr, csc = (Rows(memory, parts[3 * k : 3 * k + 3], *sizes[k], *sides[k]) for k in range(2))
-        self._sides = csr, csc
+        self.csr, self._by_source = csr, csc
         return *csr.addresses, *csc.addresses
-
-    @property
-    def csr(self) -> Any:
-        """Rows are targets, columns are sources."""
-        return self._sides[0]
 
     @property
     def csc(self) -> Any:
         """Rows are sources, columns are targets."""
-        return self._sides[1]
+        return self._by_source
 
     def side(self, direction: str) -> Any:
         """Return the rows that a pass works on, as :meth:`Graph.side`."""
-        return self._sides[direction == "sources"]
+        return self._by_source if direction == "sources" else self.csr
 
     def mean_degree(self, direction: str) -> int:
         """Return the power of two below the mean length of a row that a pass works on."""
         return self.kind[direction == "sources"]
 
-    def is_visited(self, visitor: int) -> bool:
-        """Note a call of a layer, and return whether the graph still serves it as it is.
+    def is_visited(self, visitor: int, visits: int) -> bool:
+        """Note a call of a layer, and return whether the graph still serves it as it is: the first one so many times.
 
         It does while gradients are computed: what is computed once more there has to be what it was.
         """
         if visitor == self._visitor and torch._C._current_graph_task_id() < 0:
             self._visits += 1
-        return self._visits <= VISITS
+        return self._visits <= visits
 
 
 def _degree(num_edges: int, num_rows: int) -> int:

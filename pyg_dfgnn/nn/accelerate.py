@@ -25,7 +25,7 @@ from pyg_dfgnn.nn.drop_ins import (
 )
 from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe, standing
-from pyg_dfgnn.nn.messages.owned import OfLayers
+from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.settings import current, settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)

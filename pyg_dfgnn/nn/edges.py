@@ -141,7 +141,7 @@ def resolve(
     flow: str,
     fill_value: float | Tensor | str | None,
     edge_dim: int | None,
-    graph: Graph | EdgeSet | None = None,
+    new: Graph | None = None,
 ) -> tuple[Graph | EdgeSet, Tensor | None, Adj]:
     """Return the edges of a call without reasons in the order of the fused ops.
 
@@ -150,7 +150,7 @@ def resolve(
         flow: The flow of the conv.
         fill_value: How the features of self-loops are made, as PyG's convs define it.
         edge_dim: The width of the edge features, None or -1 for any.
-        graph: The graph of a tensor, where it is known.
+        new: The graph of a tensor whose edges are not to be measured yet.
 
     Returns:
         The graph; the edge features in the order of its `edge_index`; the adjacency that PyG returns with the weights.
@@ -194,7 +194,7 @@ def resolve(
         edge_index = edges_in_flow(graph, flow) if weights else edge_index
     elif form == "tensor":
         plain = edge_index
-        graph = graph or Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed)
+        graph = Graph.resolve(edge_index, num_src, num_dst, self_loops, transposed) if new is None else new
     else:
         # PyG's convs take any value that is true.
         graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=bool(self_loops))
@@ -215,7 +215,7 @@ def resolve(
     return graph, edge_attr, edge_index
 
 
-def _loop_features(edge_index: Tensor, edge_attr: Tensor, num_nodes: int, fill_value: Any) -> Tensor:
+def _loop_features(edge_index: Any, edge_attr: Tensor, num_nodes: int, fill_value: Any) -> Tensor:
     """Return the features that PyG's convs give to self-loops, without removing the self-loops that are there.
 
     They, and edges whose ids nobody has checked yet, are reduced into a row of their own.

@@ -14,6 +14,7 @@ from pyg_dfgnn.settings import current
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+NEW = "the edges are new and few: PyG's code takes them in less time than it takes to measure them"
 NO_DEVICE = "the tensors are not on a CUDA device"
 SCRIPTED = "torch.jit.script puts PyG's class in its place, in this model too: give it a copy to keep the drop-in"
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
@@ -54,11 +55,12 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
 
     Args:
         name: Class name of the layer.
-        reasons: Why; `NO_DEVICE` is an error only where there is a GPU.
+        reasons: Why; `NO_DEVICE` is an error only where there is a GPU, and `NEW` is none and is not told.
 
     Raises:
         UnsupportedError: The settings ask for an error.
     """
+    reasons = [reason for reason in reasons if reason != NEW]
     fallback = current().fallback
     if fallback == "error":
         fatal = [reason for reason in reasons if reason != NO_DEVICE or torch.cuda.is_available()]

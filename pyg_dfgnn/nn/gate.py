@@ -23,8 +23,8 @@ from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.gemm import keeps_weight
-from pyg_dfgnn.ops.graph import unmeasured_graph
-from pyg_dfgnn.settings import current, settings
+from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
+from pyg_dfgnn.settings import settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -519,7 +519,7 @@ class FusedConv(Scripted, MessagePassing):
         """Return the graph of edges that are too new to be measured; None where they are not, or where it cannot do."""
         if call.form != "tensor" or call.weights or torch.compiler.is_compiling():
             return None
-        if current().schedule != "auto" or current().check_ids == "now":
+        if not may_be_unmeasured():
             return None
         transposed = self.flow != "source_to_target"
         return unmeasured_graph(

@@ -18,6 +18,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
@@ -25,6 +26,9 @@ from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
 NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}
 """Statistics with kernels, by PyG's names of reductions."""
+
+_FUNCTIONS = torch.nn.Module()
+"""Stands for the functions where a layer would be."""
 
 
 def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
@@ -72,9 +76,17 @@ def reasons_against(
 
 
 def takes(
-    name: str, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str] = ("sum",)
+    name: str,
+    x: Tensor,
+    index: Tensor | None,
+    ptr: Tensor | None,
+    dim: int,
+    stats: Sequence[str] = ("sum",),
+    owner: torch.nn.Module | None = None,
 ) -> bool:
-    """Return whether the kernels take a reduction; report why not, in the name of a class or function."""
+    """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it."""
+    if is_new(_FUNCTIONS if owner is None else owner, ptr if index is None else index, name):
+        return False
     reasons = reasons_against(x, index, ptr, dim, stats)
     if reasons:
         report_fallback(name, reasons)

@@ -31,6 +31,7 @@ from pyg_dfgnn.ops.function import (
     run_traced,
     runner_of,
 )
+from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
@@ -39,6 +40,8 @@ from pyg_dfgnn.statements.op import FEATURES, Derived, Statement, Value
 Edges = Graph | EdgeSet
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _known_program = cache(Program.of)
+_COMPILED_VISITS = 16
+"""Calls of a compiled program with the same edges, after which its next one measures the graph."""
 _LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
 
 
@@ -249,9 +252,9 @@ class Op:
         self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], casts: Any = ()
     ) -> PreparedOp:
         """Return the prepared op kept with the graph, planned on first use."""
-        key = (self, problem, current(), present, casts)
+        kind = None if graph.is_measured else graph.kind  # type: ignore[attr-defined]
+        key = (self, problem, current(), present, casts, kind)
         plans: dict[Any, PreparedOp] = plans_of(graph)
-        key = key if graph.is_measured else (*key, graph.kind)  # type: ignore[attr-defined]
         prepared = plans.get(key)
         if prepared is None:
             prepared = PreparedOp(self, problem, graph, heads, channels, present, casts)
@@ -287,7 +290,10 @@ class Op:
     ) -> list[Tensor]:
         """Run a traced program on tensors, which the registered operator was given."""
         program = _known_program(name)
-        graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
+        key = anchors[0], sizes[0], sizes[1], program.loops, program.transposed
+        # Several layers of a compiled graph have one program.
+        graph: Any = unmeasured_graph(hash(name), *key, visits=_COMPILED_VISITS) if may_be_unmeasured() else None
+        graph = Graph.resolve(*key) if graph is None else graph
         results = self.program(program, graph, inputs, numbers)(graph, *inputs, *numbers)
         return [result for result in results if result is not None]
 

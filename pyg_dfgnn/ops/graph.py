@@ -14,8 +14,9 @@ from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.graph.graph import keep
-from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, UnmeasuredGraph
+from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS, UnmeasuredGraph
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
+from pyg_dfgnn.settings import current
 from pyg_dfgnn.statements.spec import Spec
 
 LONG_ROW = 2048
@@ -74,8 +75,20 @@ def reports(device_type: str) -> Reports:
     return Reports(device_type == "cuda")
 
 
+def may_be_unmeasured() -> bool:
+    """Return whether the settings leave new edges unmeasured."""
+    settings = current()
+    return settings.schedule == "auto" and settings.check_ids == "later"
+
+
 def unmeasured_graph(
-    visitor: int, edge_index: Tensor, num_src: int, num_dst: int, self_loops: bool, transposed: bool
+    visitor: int,
+    edge_index: Tensor,
+    num_src: int,
+    num_dst: int,
+    self_loops: bool,
+    transposed: bool,
+    visits: int = VISITS,
 ) -> UnmeasuredGraph | None:
     """Return the graph of a call of a layer, None where it is to be measured or has been.
 
@@ -86,6 +99,7 @@ def unmeasured_graph(
         num_dst: As :meth:`Graph.of`.
         self_loops: As :meth:`Graph.of`.
         transposed: Whether row 0 holds the targets.
+        visits: Calls of the first layer after which its next one measures the graph.
 
     Raises:
         TypeError: `edge_index` is no int64 or int32 tensor.
@@ -111,7 +125,7 @@ def unmeasured_graph(
     if stream and torch.cuda.is_current_stream_capturing():
         return None
     if isinstance(graph, UnmeasuredGraph):
-        if not graph.is_visited(visitor):
+        if not graph.is_visited(visitor, visits):
             return None
         if graph.stream == stream:
             return graph
@@ -147,11 +161,13 @@ def _build(graph: UnmeasuredGraph, edge_index: Tensor) -> bool:
     counts = torch.zeros(num_dst + num_src, dtype=torch.int32, device=device)
     ranks, arrays = torch.empty(2 * total, dtype=torch.int32, device=device), graph.make_arrays()
     sizes = num_edges, total - num_edges, num_dst, num_src
+    ends: tuple[Any, ...]
     if device.type == "cuda":
-        ids, step = edge_index.data_ptr(), edge_index.stride(0) * edge_index.itemsize
-        ends = (ids, ids + step) if graph.transposed else (ids + step, ids)
+        ids = edge_index.data_ptr()
+        ends = ids, ids + edge_index.stride(0) * edge_index.itemsize
     else:
-        ends = edge_index.unbind(0)[:: 1 if graph.transposed else -1]
+        ends = edge_index.unbind(0)
+    ends = ends if graph.transposed else ends[::-1]
     count, place, order = _kernels(edge_index.dtype is torch.int64, graph.self_loops)
     counts_at, ranks_at = addresses((counts, ranks))
     _launch(count, total, (*ends, *sizes, counts_at, ranks_at, report.argument), device)

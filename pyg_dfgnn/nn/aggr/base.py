@@ -49,7 +49,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
 
     def _takes(self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str]) -> bool:
         """Return whether the kernels take a call; report why not."""
-        return groups.takes(type(self).__name__, x, index, ptr, dim, stats)
+        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self)
 
     def reduce(
         self,

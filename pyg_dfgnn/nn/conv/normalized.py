@@ -11,7 +11,9 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
+from pyg_dfgnn.nn.fallback import NEW
 from pyg_dfgnn.nn.gate import statistics_of
+from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 
 _SCALED = {"sum", "mean"}
@@ -61,6 +63,9 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
+        # With a cache the first edges are those of all calls.
+        if self.normalize and edge_weight is not None and not self._takes_cache and is_new(self, edge_index):
+            against.append(NEW)
         if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index
             if torch.compiler.is_compiling():

@@ -24,10 +24,10 @@ from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix,
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
-from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
+from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
 

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.inspector import Inspector
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
-from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.products import run_watched
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
+from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.settings import current, quiet
 
 NOT_STRICT = "torch.export with strict=False, its default, records PyG's code: strict=True exports the program"
@@ -125,7 +122,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             report_fallback(type(self).__name__, [NOT_STRICT])
             with quiet():
                 return own(self, *args, **kwargs)
-        if _is_new(self, method, args[0] if args else kwargs["edge_index"]):
+        if is_new(self, args[0] if args else kwargs["edge_index"], method):
             return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
@@ -135,28 +132,6 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
         return call_layer(self, Call(method, own, edges, declared, kwargs, edge_index, size))
 
     return _in_front(own, kind, run)
-
-
-_visits: OfLayers[dict[tuple[str, int], list[Any]]] = OfLayers(dict)
-"""By method and edges, weakly, how often a layer was called with them."""
-_MOST_VISITS = 8
-
-
-def _is_new(layer: Any, method: str, edge_index: Any) -> bool:
-    """Note a call of a layer, and return whether its edges are too new for a program: few, and seen twice at most."""
-    if type(edge_index) is not Tensor or not edge_index.is_cuda or edge_index.numel() >= 2 * MEASURED_EDGES:
-        return False
-    if edge_index.layout is not torch.strided or current().check_ids == "now":
-        return False
-    visits, key = _visits.of(layer), (method, id(edge_index))
-    known = visits.get(key)
-    if known is None or known[0]() is not edge_index:
-        if len(visits) >= _MOST_VISITS:
-            visits.clear()
-        visits[key] = [weakref.ref(edge_index), 1]
-        return True
-    known[1] += 1
-    return bool(known[1] <= VISITS)
 
 
 def compilable(layer: Any) -> str:

@@ -25,8 +25,8 @@ from pyg_dfgnn.dispatch.gemm import MAX_LAYERS
 from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.dense.linear import KernelLinear, watch
 from pyg_dfgnn.nn.gate import hooks_of
-from pyg_dfgnn.nn.messages.owned import OfLayers
 from pyg_dfgnn.nn.messages.spec import STEPS, original
+from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.projection import parameters_of
 from pyg_dfgnn.nn.reads import codes_in
 from pyg_dfgnn.ops import gemm

@@ -1,0 +1,41 @@
+"""How often layers were called with the same edges or groups: a few new ones are PyG's, where measuring costs more."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
+from pyg_dfgnn.nn.owned import OfLayers
+from pyg_dfgnn.ops.graph import may_be_unmeasured
+
+_MOST_TENSORS = 8
+_visits: OfLayers[dict[tuple[Any, ...], list[Any]]] = OfLayers(dict)
+
+
+def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
+    """Note a call of a layer, and return whether its edges are few and the layer has seen them twice at most.
+
+    Args:
+        layer: The layer.
+        edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not new.
+        kind: Which of several calls of the layer with the same edges this is.
+    """
+    if torch.compiler.is_compiling() or type(edges) is not Tensor or not edges.is_cuda:
+        return False
+    if edges.dim() == 0 or edges.size(-1) >= MEASURED_EDGES:
+        return False
+    if edges.layout is not torch.strided or not may_be_unmeasured():
+        return False
+    visits, key = _visits.of(layer), (kind, id(edges))
+    known = visits.get(key)
+    if known is None or known[0]() is not edges:
+        if len(visits) >= _MOST_TENSORS:
+            visits.clear()
+        visits[key] = [weakref.ref(edges), 1]
+        return True
+    # What is computed once more for gradients has to be what it was.
+    if torch._C._current_graph_task_id() < 0:
+        known[1] += 1
+    return bool(known[1] <= VISITS)
