@@ -20,7 +20,6 @@ from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph, Stati
 from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.ops.eager import once_differentiable
-from pyg_dfgnn.ops.gemm import column_sums
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
@@ -103,7 +102,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.to(mask.inverse.dtype).contiguous()
         kernels = batch_norm_kernels(x)
-        mean = column_sums(wide.masked_fill(mask.is_padding, 0.0), wide.dtype) * mask.inverse
+        mean = wide.masked_fill(mask.is_padding, 0.0).sum(0) * mask.inverse
         filled = torch.where(mask.is_padding, mean, wide)
         # The variance over all rows, of which the share of the batch is over its own.
         variance = kernels.batch_norm_stats(filled, eps)[1].square_().reciprocal_().sub_(eps).clamp_(min=0.0)

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, linear
 
 from pyg_dfgnn.ops.eager import apply_of, once_differentiable
-from pyg_dfgnn.ops.gemm import gradients, linear
 
 _DOT_ELEMENTS = 1 << 30
 """Elements of one dot product, which cuBLAS counts in 32 bits."""
@@ -29,10 +28,9 @@ class _GatedResidual(Function):
         h, weight, bias, skip, x = ctx.saved_tensors
         needs_h, needs_weight, needs_bias, needs_skip, needs_x = ctx.needs_input_grad
         share = skip.sigmoid()
-        wanted = needs_h, needs_weight or needs_skip, needs_bias or needs_skip
-        grad_h, (grad_weight, grad_bias) = gradients(gelu(h), 1, (weight,), (weight, bias), (grad,), wanted)
-        if grad_h is not None:
-            grad_h = torch.ops.aten.gelu_backward(grad_h, h).mul_(share)
+        grad_h = torch.ops.aten.gelu_backward(grad @ weight, h).mul_(share) if needs_h else None
+        grad_weight = grad.t() @ gelu(h) if needs_weight or needs_skip else None
+        grad_bias = grad.sum(0) if needs_bias or needs_skip else None
         grad_skip = None
         if needs_skip:
             assert grad_weight is not None and grad_bias is not None
