@@ -19,7 +19,6 @@ from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.messages.call import call_layer
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
-from pyg_dfgnn.nn.messages.products import run_watched
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
@@ -86,7 +85,7 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         args = tuple(_plain(self, value) for value in args)
         kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
-        return run_watched(self, run_forward, forward, self, *args, **kwargs)
+        return run_forward(forward, self, *args, **kwargs)
 
     return _in_front(own, kind, run)
 
