@@ -43,6 +43,8 @@ class Settings:
             with new edges waits for the device, checks the ids and measures the graph.
         compile_messages: Whether layers that :func:`pyg_dfgnn.accelerate` has marked run compiled messages; False
             leaves them to PyG. The environment variable `PYG_DFGNN_COMPILE_MESSAGES=0` makes False the default.
+        linear: Whose products linear layers have. With `"torch"` they stay as they are. With `"kernels"`
+            :func:`pyg_dfgnn.accelerate` makes drop-ins of them, which give large products in float32 to kernels.
     """
 
     schedule: str = "auto"
@@ -50,6 +52,7 @@ class Settings:
     fallback: str = "log"
     check_ids: str = "later"
     compile_messages: bool = os.environ.get("PYG_DFGNN_COMPILE_MESSAGES", "1") != "0"
+    linear: str = "torch"
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -57,6 +60,7 @@ class Settings:
         check_choice("fallback", self.fallback, FALLBACKS)
         check_choice("check_ids", self.check_ids, ("later", "now"))
         check_choice("compile_messages", self.compile_messages, (True, False))
+        check_choice("linear", self.linear, ("torch", "kernels"))
 
 
 class _Call(NamedTuple):
@@ -119,6 +123,7 @@ class settings:
         fallback: See :class:`Settings`.
         check_ids: See :class:`Settings`.
         compile_messages: See :class:`Settings`.
+        linear: See :class:`Settings`.
 
     Raises:
         ValueError: A value is not among the choices.

@@ -65,9 +65,9 @@ struct BackwardSources : Backward {
         : Backward{in, l}, gathered(gathered), grads(grads), parameters(parameters) {}
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
-        own_value = load_fragment<NODE_STRIDE>(in.value, item.row, l);
+        own_value = load_fragment(in.value, item.row, l);
         own_key = own_value;
-        if (HAS_KEY) own_key = load_fragment<NODE_STRIDE>(in.key, item.row, l);
+        if (HAS_KEY) own_key = load_fragment(in.key, item.row, l);
         own_scalars = load_scalars(in.source_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
     }
@@ -80,7 +80,7 @@ struct BackwardSources : Backward {
             load_bwd_row_stats(bwd_row_stats, col, l, t.stats[u], t.delta[u]);
             t.load_scalars(u, gathered.target_scalars, gathered.edge, step, l);
             if (HAS_TARGET_VECTOR) t.queries[u] = load_node(gathered.target, col, l);
-            t.grads[u] = load_node<ROW_STRIDE>(grad_out, col, l);
+            t.grads[u] = load_node(grad_out, col, l);
             t.load_edge(u, gathered.edge, step, l);
 #if HAS_EDGE_ROWS
             const storage_t* edge_targets = at_lane<false, EdgeTargets>(in.edge_target, l);
@@ -156,10 +156,10 @@ struct BackwardSources : Backward {
 
     __device__ __forceinline__ void store(Sums& sums, int row, bool writes) const {
 #if HAS_NORMS
-        project(sums.score, load_fragment<NODE_STRIDE>(in.value, row, l), load_scalars(in.source_scalars, row, l));
+        project(sums.score, load_fragment(in.value, row, l), load_scalars(in.source_scalars, row, l));
 #endif
         const bool adds = TARGET_IS_VALUE && grads.target != nullptr;
-        const Fragment before = adds ? load_fragment<NODE_STRIDE>(grads.target, row, l) : zero_fragment();
+        const Fragment before = adds ? load_fragment(grads.target, row, l) : zero_fragment();
         if (!writes) return;
 #if SUMS_SCORE
 #pragma unroll
@@ -173,8 +173,8 @@ struct BackwardSources : Backward {
         }
 #endif
         if (TARGET_IS_VALUE && (HAS_KEY || !SUMS_SCORE)) add_to(sums.value, before);
-        store_fragment<NODE_STRIDE>(grads.value, row, l, sums.value);
-        if (HAS_KEY) store_fragment<NODE_STRIDE>(grads.key, row, l, sums.score);
+        store_fragment(grads.value, row, l, sums.value);
+        if (HAS_KEY) store_fragment(grads.key, row, l, sums.score);
         if (SUMS_SCALAR) store_heads(grads.scalars, row, l, sums.scalars[0]);
     }
 };

@@ -63,7 +63,7 @@ struct BackwardTargets : Backward {
         if (a.starts() && item.first && l.edge_slot == 0) {
             store_bwd_row_stats(bwd_row_stats, item.row, l, own_stats, own_delta);
         }
-        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_fragment(in.target, item.row, l);
         own_scalars = load_scalars(in.target_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);
         if (PARAMETER == 2) own_parameter_sum = zero_fragment();
@@ -209,7 +209,7 @@ struct BackwardTargets : Backward {
         Fragment& sum = sums.score;
 #if HAS_NORMS
         const HeadValues norm = load_scalars(in.target_scalars, row, l);
-        project(sum, load_fragment<NODE_STRIDE>(in.target, row, l), norm);
+        project(sum, load_fragment(in.target, row, l), norm);
 #endif
         // Read once more: a merge kernel has no registers to spare before.
         const Fragment weights = load_parameter(in, l);
@@ -220,7 +220,7 @@ struct BackwardTargets : Backward {
                 sum.x[h][c] = Score::finish_target(sum.x[h][c], {0.0f, 0.0f, weights.x[h][c]}, in);
             }
         }
-        if (writes) store_fragment<NODE_STRIDE>(static_cast<storage_t*>(grads.target), row, l, sum);
+        if (writes) store_fragment(static_cast<storage_t*>(grads.target), row, l, sum);
 #if HAS_EDGE_ROWS
 #pragma unroll
         for (int h = 0; h < LANE_HEADS; ++h) {

@@ -84,7 +84,7 @@ struct Forward {
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = zero_fragment();
-        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_fragment(in.target, item.row, l);
         edge_target = load_edge_target(in.edge_target, item.row, l);
         // Targets that are no sources have norms of their own.
         const bool shares = NORMS && in.target_scalars == in.source_scalars;

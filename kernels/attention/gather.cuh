@@ -48,9 +48,8 @@ struct EdgeTerms {
 };
 
 // Features of a node that an edge leads to, with IN_SHARED from shared memory.
-template <int STRIDE = NODE_STRIDE>
 __device__ __forceinline__ Packed load_node(const storage_t* base, int node, const Lanes& l) {
-    return load_packed<IN_SHARED, STRIDE>(at_lane<IN_SHARED>(base, l), node, l);
+    return load_packed<IN_SHARED>(at_lane<IN_SHARED>(base, l), node, l);
 }
 
 // What a row of the CSR reads of its sources.

@@ -25,7 +25,7 @@ struct Weights {
 
     __device__ __forceinline__ void begin(const Adjacency&, const Item& item) {
         own = zero_fragment();
-        if (HAS_TARGET_VECTOR) own = load_fragment<NODE_STRIDE>(in.target, item.row, l);
+        if (HAS_TARGET_VECTOR) own = load_fragment(in.target, item.row, l);
         edge_target = load_edge_target(in.edge_target, item.row, l);
         own_scalars = load_scalars(in.target_scalars, item.row, l);
         factor = logit_factor(in, own_scalars);

@@ -1,7 +1,6 @@
 // Linear layers of one input, or the gradient of that input, for many rows, on compute capability 9.0 (sm_90a):
 //   Y_l = X W_l^T + b_l           x [num_rows, FEATURES], w [CHANNELS, FEATURES], b [CHANNELS] or null of each layer
 //   grad_x = sum_l G_l W_l        with BACKWARD: `a` are the gradients, `y0` is grad_x, and there are no biases
-// With INTERLEAVED the results, or their gradients, are in one matrix [num_rows, LAYERS, CHANNELS].
 //
 // A thread block holds COLUMNS columns of the right matrix, B, in shared memory. Each of its warpgroups takes strips of 64
 // rows; a thread copies the numbers that it multiplies itself, RING sections of SECTION places ahead. A column of B has a
@@ -24,8 +23,6 @@
 #define DEPTH (BACKWARD ? CHANNELS : FEATURES)
 #define WIDTH (BACKWARD ? FEATURES : CHANNELS)
 #define GROUPS ((WIDTH + COLUMNS - 1) / COLUMNS)
-#define LEFT_STRIDE (BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : DEPTH)
-#define OUT_STRIDE (!BACKWARD && INTERLEAVED ? LAYERS * CHANNELS : WIDTH)
 #define MATRIX_SECTIONS (PLACES / SECTION)
 #define SECTIONS (MATRICES * MATRIX_SECTIONS)
 #define STEPS (SECTION / 16)
@@ -146,8 +143,8 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
         if (next_strip < strips) {
             const i64 row = next_strip * 64 + warp * 16 + lane / 4;
             const int matrix = next_section / MATRIX_SECTIONS, place = next_section % MATRIX_SECTIONS * SECTION + 4 * pos;
-            const float* const left = BACKWARD ? (INTERLEAVED ? a0 + matrix * CHANNELS : lefts[matrix]) : a0;
-            const float* const from = left + (row * LEFT_STRIDE + place);
+            const float* const left = BACKWARD ? lefts[matrix] : a0;
+            const float* const from = left + (row * DEPTH + place);
             float* const to = ring + next_slot * (2 * STEPS * THREADS * 4);
             const bool first_exists = row < num_rows, second_exists = row + 8 < num_rows;
 #pragma unroll
@@ -155,7 +152,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
                 const bool exists = PLACES == DEPTH || place + 16 * c < DEPTH;
                 const bool first = first_exists && exists, second = second_exists && exists;
                 copy16(to + 2 * c * THREADS * 4, first ? from + 16 * c : a0, first);
-                copy16(to + (2 * c + 1) * THREADS * 4, second ? from + 16 * c + 8 * LEFT_STRIDE : a0, second);
+                copy16(to + (2 * c + 1) * THREADS * 4, second ? from + 16 * c + 8 * DEPTH : a0, second);
             }
         }
         close_copies();
@@ -190,8 +187,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
     i64 turn = 0;
     if (warpgroup == 1 && turns > 0) barrier_arrive(1, THREADS);
 #endif
-    // With this pointer the compiler knows that stores of 16 bytes are aligned.
-    float* const result = OUT_STRIDE == WIDTH ? results[layer] : y0 + layer * CHANNELS;
+    float* const result = results[layer];
     int slot = 0;
 #pragma unroll 1
     for (i64 strip = first_strip; strip < strips; strip += step) {
@@ -259,7 +255,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
         }
         const i64 row = strip * 64 + warp * 16 + lane / 4;
         const int column = first_column + 4 * pos;
-        float* const line = result + (row * OUT_STRIDE + column);
+        float* const line = result + (row * WIDTH + column);
 #pragma unroll
         for (int i = 0; i < COLUMNS / 16; ++i) {
             if (column + 16 * i >= WIDTH) continue;
@@ -271,7 +267,7 @@ gemm_forward_strips(i64 num_rows, const float* a0, const float* a1, const float*
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 if (row + 8 * h >= num_rows) continue;
-                *reinterpret_cast<float4*>(line + 8 * h * OUT_STRIDE + 16 * i) =
+                *reinterpret_cast<float4*>(line + 8 * h * WIDTH + 16 * i) =
                     make_float4(x[2 * h] + added.x, x[2 * h + 1] + added.y, x[2 * h + 4] + added.z, x[2 * h + 5] + added.w);
             }
         }

@@ -1,8 +1,8 @@
 // Gradients of the parameters of linear layers of one input, for many rows, on compute capability 9.0 (sm_90a):
-// grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES] and g [num_rows, CHANNELS] of each layer, or with
-// INTERLEAVED g0 [num_rows, LAYERS, CHANNELS]. A thread block takes up to 128 features and 128 channels of one layer, and each
-// of its two warpgroups 64 of these channels. Each split of `rows_per_split` rows leaves its sums in partial [splits,
-// LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS], weights first.
+// grad_w_l = G_l^T X and grad_b_l = G_l^T 1 with x [num_rows, FEATURES] and g [num_rows, CHANNELS] of each layer. A thread
+// block takes up to 128 features and 128 channels of one layer, and each of its two warpgroups 64 of these channels. Each
+// split of `rows_per_split` rows leaves its sums in partial [splits, LAYERS * CHANNELS * FEATURES + LAYERS * CHANNELS],
+// weights first.
 //
 // The rows are the places of the sum, in sections of 32. Rows of X lie in shared memory, as two tf32 numbers each;
 // while one section is multiplied the next is written. Gradients go from memory to the registers of the warps that multiply
@@ -39,8 +39,7 @@ gemm_weight_grad(i64 num_rows, i64 rows_per_split, const float* x, const float* 
     const int layer = group / (CHANNEL_GROUPS * FEATURE_GROUPS);
     const int first_feature = group % FEATURE_GROUPS * COLUMNS;
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, pos = lane % 4;
-    constexpr int STRIDE = INTERLEAVED ? LAYERS * CHANNELS : CHANNELS;
-    const float* const grad = INTERLEAVED ? g0 + layer * CHANNELS : grads[layer];
+    const float* const grad = grads[layer];
     const i64 begin = split_index * rows_per_split;
     const i64 limit = num_rows - begin < rows_per_split ? num_rows : begin + rows_per_split;
     // Channels `channel` and the next are the rows lane / 4 and lane / 4 + 8 of the warp's 16.
@@ -60,11 +59,11 @@ gemm_weight_grad(i64 num_rows, i64 rows_per_split, const float* x, const float* 
     };
     const auto load_g = [&](Raw& raw, i64 section) {
         const i64 row = section + pos;
-        const float* const from = grad + (row * STRIDE + channel);
+        const float* const from = grad + (row * CHANNELS + channel);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             raw.g[j] = make_float2(0.0f, 0.0f);
-            if (has_channels && row + 4 * j < limit) raw.g[j] = *reinterpret_cast<const float2*>(from + 4 * j * STRIDE);
+            if (has_channels && row + 4 * j < limit) raw.g[j] = *reinterpret_cast<const float2*>(from + 4 * j * CHANNELS);
         }
     };
     // Column 2 h + e of the lane's four is at slot 8 h + e; half of the lanes write e in the other order, so that 8 lanes

@@ -7,11 +7,6 @@ typedef unsigned long long u64;
 #define FULL_MASK 0xffffffffu
 #define ROW_STRIDE (HEADS * CHANNELS)
 
-// Features of a node lie PROJECTIONS rows apart where several projections of it are side by side in memory.
-#ifndef PROJECTIONS
-#define PROJECTIONS 1
-#endif
-#define NODE_STRIDE (PROJECTIONS * ROW_STRIDE)
 #if STORAGE == 0
 #define STORAGE_BYTES 4
 typedef float storage_t;

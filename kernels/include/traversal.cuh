@@ -281,8 +281,6 @@ __device__ __forceinline__ void find_nodes(Adjacency& a) {
 }
 
 #if IN_SHARED
-static_assert(PROJECTIONS == 1, "rows are copied as they lie, one after the other");
-
 // Replaces the rows first ... last - 1 of an array [rows, ROW] by a copy in shared memory, `used` bytes from its start,
 // which then counts the copy too. It is indexed as the whole array; to be read after finish_copies().
 template <int ROW, class T>

@@ -1,5 +1,7 @@
 """Drop-ins for layers of `torch_geometric.nn`: same names, arguments, parameters, results."""
 
+from torch_geometric.nn import Linear
+
 from pyg_dfgnn.nn.accelerate import accelerate, describe_plan, report, restore
 from pyg_dfgnn.nn.aggr import (
     DegreeScalerAggregation,
@@ -46,7 +48,7 @@ from pyg_dfgnn.nn.conv import (
     TAGConv,
     TransformerConv,
 )
-from pyg_dfgnn.nn.dense import HeteroDictLinear, HeteroLinear, Linear
+from pyg_dfgnn.nn.dense import HeteroDictLinear, HeteroLinear
 from pyg_dfgnn.nn.drop_ins import DROP_INS
 from pyg_dfgnn.nn.pool import global_add_pool, global_max_pool, global_mean_pool
 

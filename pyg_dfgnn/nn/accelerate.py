@@ -13,11 +13,11 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.torch_front import Symbol
 from pyg_dfgnn.nn.drop_ins import (
-    DROP_INS,
     MARK,
     Description,
     Row,
     copied,
+    drop_ins,
     rows_of,
     set_propagate,
     shown,
@@ -47,10 +47,10 @@ Choice = type | str | Iterable[type | str] | None
 def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Model:
     """Take the layers of a model, in place, and say in one line what was changed.
 
-    PyG's convs, and linear layers of PyG and torch, become drop-ins. The messages of every other `MessagePassing` are
-    compiled: see :mod:`pyg_dfgnn.nn.messages`. Parameters, buffers, hooks and settings stay as they are. Only modules
-    of exactly these classes become drop-ins; a subclass may mean something else. Compile the model afterwards. What
-    looks for torch's own `Linear`, such as dynamic quantization, finds it after :func:`restore`.
+    PyG's convs become drop-ins. The messages of every other `MessagePassing` are compiled: see
+    :mod:`pyg_dfgnn.nn.messages`. While `settings(linear="kernels")` is in force, linear layers of PyG and torch become
+    drop-ins too, also those in convs. Parameters, buffers, hooks and settings stay as they are. Only modules of exactly
+    these classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
 
     Args:
         model: Any module, also a single conv.
@@ -81,12 +81,13 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         else:
             _left_out.drop(module)
             chosen.append(module)
-    swapped = [module for module in chosen if type(module) in DROP_INS]
-    ours = tuple(DROP_INS.values())
+    table = drop_ins()
+    swapped = [module for module in chosen if type(module) in table]
+    ours = tuple(table.values())
     inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
     for module in swapped:
         inside.update(module.modules())
-        module.__class__ = DROP_INS[type(module)]
+        module.__class__ = table[type(module)]
         set_propagate(module)
     compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside and not compilable(m)]
     new_compiled = [module for module in compiled if MARK not in module.__dict__]
@@ -130,7 +131,7 @@ def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
             row = row._replace(compiled=is_program, why="; ".join(reasons))
         elif row.state == "left" and chosen_by is not None:
             row = row._replace(why=f"left out by '{chosen_by}' of pyg_dfgnn.accelerate")
-        elif row.state == "left" and isinstance(module, MessagePassing) and type(module) not in DROP_INS:
+        elif row.state == "left" and isinstance(module, MessagePassing) and type(module) not in drop_ins():
             why = compilable(module) or "its messages are not compiled: call pyg_dfgnn.accelerate(model) first"
             row = row._replace(why=f"{row.why}; {why}")
         yield module, row
@@ -220,7 +221,7 @@ def describe_plan(
     if "" in rows:
         return _describe(*rows[""], device, *args, **kwargs)
     if not rows:
-        why = f"{type(model).__name__} has no layer that passes messages, and no linear layer"
+        why = f"{type(model).__name__} has no layer that passes messages"
         return Description(shown(model), (why,))
     return Description(shown(model), layers=dict(_layers(model, device, args, kwargs)))
 

@@ -10,24 +10,34 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.settings import current
+
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
-"""PyG's classes, and torch's linear layer, and ours in their place.
+"""PyG's classes and ours in their place.
 
 A drop-in has two methods: `_standing_reasons()` returns why every call will be PyG's own, and
 `_describe(device, *args, **kwargs)` returns the :class:`Description` of one call.
 """
+LINEAR_DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+"""The linear layers of PyG and torch and ours in their place, for those who ask for them."""
 
 
 MARK = "_pyg_dfgnn_compiled"
 """Attribute of layers whose messages are compiled: see :mod:`pyg_dfgnn.nn.messages`."""
 
 
+def drop_ins() -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
+    """Return the classes that `accelerate` replaces under the settings in force, and ours in their place."""
+    return DROP_INS | LINEAR_DROP_INS if current().linear == "kernels" else DROP_INS
+
+
 def upstream_of(kind: type) -> type:
     """Return the class, PyG's or torch's, that a drop-in stands for; any other class itself."""
     if kind not in DROP_INS:
-        for upstream, drop_in in DROP_INS.items():
-            if drop_in is kind:
-                return upstream
+        for table in (DROP_INS, LINEAR_DROP_INS):
+            for upstream, drop_in in table.items():
+                if drop_in is kind:
+                    return upstream
     return kind
 
 
@@ -143,31 +153,32 @@ class Row(NamedTuple):
 
 
 def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
-    """Yield every layer that passes messages or that is, or derives from, a class with a drop-in.
+    """Yield every layer that passes messages or that is, or derives from, a class that :func:`drop_ins` has.
 
     The layers inside a layer that has a drop-in are part of it.
     """
-    replaced, ours = tuple(DROP_INS), tuple(DROP_INS.values())
+    table = drop_ins()
+    replaced, ours = tuple(table), (*DROP_INS.values(), *LINEAR_DROP_INS.values())
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
         kind, layer = type(module), cast(Any, module)
         if module in inside:
             continue
-        if isinstance(module, ours) or kind in DROP_INS:
+        if isinstance(module, ours) or kind in table:
             inside.update(module.modules())
         if isinstance(module, ours):
             reasons = layer._standing_reasons()
             yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
         elif MARK in module.__dict__:
             yield layer, Row(name, kind.__name__, False, "", compiled=True)
-        elif isinstance(module, torch.nn.Linear) and kind not in DROP_INS:
+        elif isinstance(module, torch.nn.Linear) and kind not in table:
             # Attention of torch's has one that it never calls.
             continue
         elif isinstance(module, (MessagePassing, *replaced)):
-            if kind in DROP_INS:
+            if kind in table:
                 why = f"This is {_of(kind)}; call pyg_dfgnn.accelerate(model) first"
             elif isinstance(module, replaced):
-                base = next(base for base in kind.__mro__ if base in DROP_INS)
+                base = next(base for base in kind.__mro__ if base in table)
                 why = f"a subclass of {_of(base)} may mean something else"
             else:
                 why = f"{kind.__name__} has no drop-in"

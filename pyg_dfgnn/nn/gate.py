@@ -22,7 +22,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
-from pyg_dfgnn.ops.gemm import keeps_weight
+from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
 from pyg_dfgnn.settings import settings
 
@@ -165,15 +165,16 @@ def repetition_reasons(aggr_module: Any) -> list[str]:
 
 def is_plain_layer(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
     """Return whether the layer is of these classes, and calling it is a product with its weight and nothing else."""
-    return is_product(layer, kinds) and not _has_any_global_hook()
-
-
-def is_product(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
-    """Return whether calling the layer is its product, apart from hooks that all modules share."""
-    if type(layer) not in kinds:
+    if type(layer) not in kinds or _has_any_global_hook():
         return False
     attributes = layer.__dict__
     return keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not has_hooks(layer)
+
+
+def keeps_weight(parameters: Any) -> bool:
+    """Return whether a layer's weight and bias are parameters: pruning, norms and replicas keep them elsewhere."""
+    weight = parameters.get("weight")
+    return type(weight) in PLAIN and weight.layout is torch.strided and "bias" in parameters
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -33,7 +33,6 @@ class Shape:
         edge_channels: Channels of an edge's row that all heads share.
         present: Names of the inputs that are there.
         derive: Makes the function that computes a derived argument.
-        interleaved: How inputs lie in one buffer; None where each is a tensor.
     """
 
     statement: Statement
@@ -44,7 +43,6 @@ class Shape:
     edge_channels: int
     present: frozenset[str]
     derive: Callable[[Derived], Callable[[Tensor], Tensor]]
-    interleaved: Any = None
 
     def row(self, value: Value, groups: int = 1) -> tuple[int, ...]:
         """Return the shape of one row of a value; `groups` counts groups of heads."""
@@ -170,13 +168,9 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
     numbers = [number.name for number in statement.numbers]
     kept = list(statement.kept(flags))
     text.lines.append("")
-    layout = shape.interleaved
-    if layout is not None:
-        inputs = layout.bring(text, inputs)
     _bring_inputs(text, group, passes[0] if group == "forward" else None)
-    near = "value" if layout is None else layout.buffer
-    if group == "backward" and layout is None and "value" not in statement.saved_inputs:
-        near = f"grad_{statement.output.name}"
+    has_value = group != "backward" or "value" in statement.saved_inputs
+    near = "value" if has_value else f"grad_{statement.output.name}"
     if group == "forward":
         for value in statement.outputs:
             text.allocate(value, near)
@@ -204,8 +198,6 @@ def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
     statement, present = text.statement, text.shape.present
     shared = "shared" in text.flags
     for value in statement.inputs:
-        if value.name in text.arguments:
-            continue
         if value.name == "target" and shared:
             continue
         if value.name in present and (group != "backward" or value.name in statement.saved_inputs):
@@ -247,11 +239,8 @@ def _backward(
         elif statement.reads_output:
             text.bring(name)
         text.bring(output_grads[place])
-    layout = text.shape.interleaved
     for value in statement.scratch:
         text.allocate(value, near, passes[0])
-    if layout is not None:
-        layout.allocate_gradients(text)
     results: dict[str, str] = {}
     for gradient in statement.gradients:
         name = gradient.value.name
@@ -277,6 +266,4 @@ def _backward(
                 "groups": f"{name}.squeeze(1)" if passes[0].head_groups == 1 else f"{name}.sum(1)",
             }[gradient.reduce]
     parameters = [*inputs, *kept, *outputs, *output_grads, *numbers]
-    if layout is not None:
-        return text.function(parameters, layout.results(results, inputs))
     return text.function(parameters, [results.get(name, "None") for name in inputs])

@@ -22,6 +22,7 @@ from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.ops.function import (
     INFER,
     STATS,
+    TRAIN,
     Call,
     EdgeValue,
     Program,
@@ -85,9 +86,7 @@ class Op:
         # Found by its name in any process; a copy is the op itself.
         return runner_of, (self.statement.name,)
 
-    def shape(
-        self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str], interleaved: Any = None
-    ) -> Shape:
+    def shape(self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str]) -> Shape:
         """Return what the functions of the op on a graph are compiled for."""
         return Shape(
             self.statement,
@@ -98,7 +97,6 @@ class Op:
             getattr(problem, "edge_channels", 0),
             present,
             lambda derived: self.derive(derived, problem),  # type: ignore[misc]
-            interleaved,
         )
 
     @cached_property
@@ -125,6 +123,7 @@ class Op:
         concat: bool = False,
         shared: bool = False,
         with_edge_value: bool = False,
+        exact: bool = False,
     ) -> Any:
         """Run the op.
 
@@ -136,6 +135,8 @@ class Op:
             concat: Return the heads side by side.
             shared: Whether target and value are one tensor, which is given as the value alone.
             with_edge_value: Also return the value per edge.
+            exact: Return the output of features in 16 bits in float32, not rounded, where nothing traces and without
+                a value per edge.
 
         Returns:
             The output, or a tuple of several; with ``with_edge_value`` also the value per edge.
@@ -160,13 +161,16 @@ class Op:
         if not isinstance(known, PreparedOp):
             return self._traced(graph, tensors, numbers, known, concat, shared, with_edge_value)
         assert isinstance(graph, Graph)
+        exact = exact and known.keeps_exact and not with_edge_value
         if needs_grad(tensors):
-            result = apply_fused(Call(known, graph, numbers, concat, shared, with_edge_value), *tensors)
+            result = apply_fused(Call(known, graph, numbers, concat, shared, with_edge_value, exact), *tensors)
             if not with_edge_value:
                 return result
         else:
-            mode = STATS if with_edge_value else INFER
+            mode = TRAIN if exact else STATS if with_edge_value else INFER
             result = known.forward(mode, concat, shared, graph)(graph, *tensors, *numbers)
+            if exact:
+                return result[-1]
             if not with_edge_value:
                 return self._outputs(result)
         out, count = self._outputs(result), known.num_outputs

@@ -24,6 +24,7 @@ class Call(NamedTuple):
         concat: Whether the heads of the output are side by side.
         shared: Whether target and value are one tensor.
         returns_kept: Whether what the forward pass leaves is returned too.
+        exact: Whether the output is what the forward pass leaves in float32, and not rounded as the features are.
     """
 
     prepared: Any
@@ -32,6 +33,7 @@ class Call(NamedTuple):
     concat: bool
     shared: bool
     returns_kept: bool
+    exact: bool
 
 
 class Fused(Function):
@@ -39,13 +41,16 @@ class Fused(Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Any:
-        prepared, graph, numbers, concat, shared, returns_kept = call
+        prepared, graph, numbers, concat, shared, returns_kept, exact = call
         results = prepared.forward(TRAIN, concat, shared, graph)(graph, *tensors, *numbers)
         count = prepared.num_outputs
         outs, kept = results[:count], results[count:]
+        if exact:
+            *kept, out = kept
+            outs = (out,)
         ctx.call = call
         # Not saved: autograd would then forbid to edit it in place, as one may with PyG's, and a copy costs every call.
-        ctx.out = [(out.detach(), out._version) for out in outs] if prepared.keeps_output else None
+        ctx.out = [(out.detach(), out._version) for out in outs] if prepared.keeps_output or exact else None
         if prepared.saves is not None:
             tensors = tuple(t if is_read else None for t, is_read in zip(tensors, prepared.saves, strict=True))
         ctx.save_for_backward(*tensors, *kept)
@@ -59,17 +64,19 @@ class Fused(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        prepared, graph, numbers, concat, shared, _ = ctx.call
+        prepared, graph, numbers, concat, shared, _, exact = ctx.call
         if grads[0] is None:
             ctx.out = None
             return (None,) * len(ctx.needs_input_grad)
         saved, count = ctx.saved_tensors, prepared.num_outputs
         outs: Any = (None,) * count
-        if prepared.keeps_output:
+        if prepared.keeps_output or exact:
             outs = unedited(ctx)
             if outs is None:
                 inputs = saved[: len(ctx.needs_input_grad) - 1]
-                outs = prepared.forward(INFER, concat, shared, graph)(graph, *inputs, *numbers)
+                outs = prepared.forward(TRAIN if exact else INFER, concat, shared, graph)(graph, *inputs, *numbers)
+        if exact:
+            saved, outs, grads = (*saved, outs[-1]), (None,), (grads[0].to(prepared.problem.dtype),)
         backward = prepared.backward(shared, ctx.needs_input_grad[1 + prepared.edge_place], graph)
         return None, *backward(graph, *saved, *outs, *grads[:count], *numbers)
 

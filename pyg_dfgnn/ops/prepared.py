@@ -66,7 +66,6 @@ class PreparedOp:
         channels: int,
         present: frozenset[str],
         casts: Any,
-        interleaved: Any = None,
     ) -> None:
         self.op, self.problem, self.settings = op, problem, current()
         self.heads, self.channels, self.present, self.casts = heads, channels, present, casts
@@ -81,7 +80,7 @@ class PreparedOp:
         self.saves = None if all(kept) else kept
         self.keeps_output = op.statement.reads_output and not self.keeps_exact
         self.num_outputs = len(op.statement.outputs)
-        self.shape = op.shape(problem, graph, heads, channels, self.present, interleaved)
+        self.shape = op.shape(problem, graph, heads, channels, self.present)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._passes: dict[Any, tuple[PreparedPass, ...]] = {}
         self._optional: frozenset[str] | None = None
@@ -101,8 +100,6 @@ class PreparedOp:
             return tuple(self._pass(choice.direction, choice.plan, graph, flags) for choice in choices)
 
     def _pass(self, direction: str, plan: Any, graph: Graph, flags: frozenset[str]) -> PreparedPass:
-        if self.shape.interleaved is not None:
-            plan = self.shape.interleaved.adapt(plan)
         return self.op.prepare(self.problem, direction, plan, graph, flags)
 
     def passes(

@@ -98,13 +98,13 @@ def statement_of(
         beside=(Value("edge_out", "targets", ("H", "D")),) if edge_rows else (),
         saved=(
             Value("row_stats", "targets", ("H", 2), "float32", when="stats"),
-            Value("out_fp32", "targets", ("H", "C"), "float32", when="exact"),
-            *((Value("edge_out_fp32", "targets", ("H", "D"), "float32", when="exact"),) if edge_rows else ()),
             *(
                 (Value("dout_dlogit", "targets", ("H", "C"), "float32", when="dout_dlogit"),)
                 if score.saves_dout_dlogit
                 else ()
             ),
+            Value("out_fp32", "targets", ("H", "C"), "float32", when="exact"),
+            *((Value("edge_out_fp32", "targets", ("H", "D"), "float32", when="exact"),) if edge_rows else ()),
         ),
         forward=(FORWARD,),
         backward=(TARGETS, SOURCES),

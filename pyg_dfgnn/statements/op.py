@@ -138,7 +138,7 @@ class Statement:
         edge_pass: The pass that writes one value per edge, if the op has one; `edge_value` is that value.
         edge_value: See there.
         derived: Arguments computed from inputs.
-        exact_outputs: Names of the saved values that backward reads in place of rounded outputs, for each output.
+        exact_outputs: Names of the last saved values, that backward reads in place of rounded outputs, for each output.
         reference: The op in plain torch: `reference(edge_index, num_dst, inputs, numbers, keep)`, with inputs and
             numbers by role and the dropout factors [E, H] or None, returns the output, or a tuple of several, and
             the value per edge.

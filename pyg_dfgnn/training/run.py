@@ -250,6 +250,8 @@ def make_model(make: partial[Any], task: Task) -> Any:
     if "edge_channels" in asked and not has_features:
         need = "one that takes no edge features"
         raise ValueError(f"'model' needs {need} for {task.name} (got {type(model).__name__})")
+    if current().linear == "kernels":
+        pyg_dfgnn.accelerate(model, only=(nn.Linear, torch_geometric.nn.Linear))
     return model
 
 

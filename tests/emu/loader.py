@@ -253,7 +253,6 @@ class Kernel:
         shared_bytes: int = 0,
         order: str = "forward",
         seed: int = 0,
-        gaps: bool = False,
     ) -> None:
         """Runs a grid; arrays behind non-const pointers are changed in place.
 
@@ -265,7 +264,6 @@ class Kernel:
             order: Which threads and blocks go first: forward, reverse or random (a new order at each switch).
                 In reverse order the arrays touch a protected page in front of them, otherwise behind them.
             seed: Seed of the random order.
-            gaps: Whether arrays may have gaps; the kernel finds NaN there, and what it writes there is lost.
 
         Raises:
             EmulationError: The kernel did what is an error on a GPU, or the arguments do not fit its signature.
@@ -277,9 +275,9 @@ class Kernel:
         slots = []
         for position, (arg, kind) in enumerate(zip(args, self.signature, strict=True)):
             name = f"argument {position} of {self.entry}"
-            check_argument(name, arg, kind, gaps)
+            check_argument(name, arg, kind)
             if isinstance(arg, np.ndarray):
-                data = spanned(arg)
+                data = arg.tobytes()
                 key = (arg.ctypes.data, len(data))
                 name = f"{name} ({arg.dtype} {list(arg.shape)})"
                 if key not in regions:
@@ -309,8 +307,7 @@ class Kernel:
         for region in regions.values():
             region.check_poison()
         for key, array in written.items():
-            found = np.frombuffer(regions[key].read(), dtype=array.dtype)
-            array[...] = np.lib.stride_tricks.as_strided(found, array.shape, array.strides)
+            array[...] = np.frombuffer(regions[key].read(), dtype=array.dtype).reshape(array.shape)
 
     def describe_fault(self, state: Launch, regions: list[GuardedMemory]) -> str:
         address, access = state.fault_address or 0, "write" if state.fault_write else "read"
@@ -338,19 +335,8 @@ class Kernel:
         return f"{message}\n{re.sub('^/emulator/', '', where, flags=re.MULTILINE)}"
 
 
-def spanned(array: np.ndarray) -> bytes:
-    """The memory from the first to the last element of an array, NaN in its gaps."""
-    if array.flags.c_contiguous:
-        return array.tobytes()
-    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides))
-    memory = np.full(last + array.itemsize if array.size else 0, 0xFF, np.uint8)
-    flat = memory.view(array.dtype)
-    np.lib.stride_tricks.as_strided(flat, array.shape, array.strides)[...] = array
-    return memory.tobytes()
-
-
-def check_argument(name: str, arg: np.ndarray | float | None, kind: str, gaps: bool = False) -> None:
-    """Refuses what would be misread on the GPU: wrong kind, wrong element type, unless allowed an array with gaps."""
+def check_argument(name: str, arg: np.ndarray | float | None, kind: str) -> None:
+    """Refuses what would be misread on the GPU: wrong kind, wrong element type, an array with gaps."""
     _, _, item = kind.partition(":")
     if not item:
         if not isinstance(arg, float if kind == "double" else int) or isinstance(arg, bool):
@@ -358,7 +344,7 @@ def check_argument(name: str, arg: np.ndarray | float | None, kind: str, gaps: b
         return
     if arg is None:
         return
-    if not isinstance(arg, np.ndarray) or not (gaps or arg.flags.c_contiguous):
+    if not isinstance(arg, np.ndarray) or not arg.flags.c_contiguous:
         raise EmulationError(f"{name} needs a contiguous array (got {type(arg).__name__})")
     given = f"{'f' if arg.dtype.kind == 'f' and arg.itemsize > 2 else 'i'}{arg.itemsize}"
     if item not in ("any", given):

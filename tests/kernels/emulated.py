@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from threading import Lock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.dispatch import gemm as gemm_rule
+from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.statements.spec import Spec
 from tests.emu import Kernel, build
@@ -57,9 +62,9 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
         shared_bytes: int,
     ) -> None:
         launched.append(entry)
-        given, gaps = [*map(_argument, arguments)], dict(spec.constants).get("PROJECTIONS", 1) > 1
+        given = [*map(_argument, arguments)]
         with _one_launch:
-            _kernel(spec, entry).launch(grid, block, given, shared_bytes, order, seed, gaps)
+            _kernel(spec, entry).launch(grid, block, given, shared_bytes, order, seed)
 
     # Fills what torch.empty returns with NaN, so that an element no kernel writes is seen.
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -71,3 +76,19 @@ def emulated_device(order: str = "forward", seed: int = 0) -> Iterator[list[str]
     finally:
         fused_device_types.discard("cpu")
         torch.use_deterministic_algorithms(deterministic)
+
+
+@contextmanager
+def small_gemm() -> Iterator[None]:
+    """Lets the kernels of linear layers take few rows and every size that fits, on four multiprocessors."""
+    plans = gemm._has_kernels, gemm._forward_plan, gemm._backward_plans
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gemm, "SMALL_PRODUCT", 0)
+        patched.setattr(gemm_rule, "_FEW_ROWS", 0)
+        patched.setattr(gemm_rule, "_WIDTHS", range(4, 513, 4))
+        patched.setitem(gpu.known, torch.device("cpu"), replace(gpu.H200, multiprocessors=4))
+        for each in plans:
+            each.cache_clear()
+        yield
+    for each in plans:
+        each.cache_clear()

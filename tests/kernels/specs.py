@@ -19,14 +19,11 @@ from pyg_dfgnn.dispatch.attention.row_split import (
 )
 from pyg_dfgnn.dispatch.gemm import (
     MAX_LAYERS,
-    backward_tile,
-    forward_tile,
+    WeightGrad,
     strips_of,
-    weight_grad,
 )
 from pyg_dfgnn.dispatch.segment import SegmentProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.gemm import _column_sum_kernel
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from pyg_dfgnn.statements.spec import HOPPER, Spec
@@ -133,26 +130,6 @@ def norm_specs() -> list[Spec]:
     ]
 
 
-def projection_specs() -> list[Spec]:
-    """The row kernels of features that lie side by side with others of their node."""
-    axes = {
-        "projections": (3, 4),
-        "dtype": DTYPES,
-        "shape": ((1, 128), (8, 16), (2, 20)),
-        "mode": ("light", "joined", "ordered"),
-        "wide": (False, True),
-        "dropout": (False, True),
-    }
-    specs = []
-    for score, projections in (("dot", (3, 4)), ("gatv2", (2,))):
-        for row in covering({**axes, "score": [score], "edge": [False], "projections": projections}):
-            for stem, direction in DIRECTION_OF.items():
-                if stem != "weights":
-                    constants = in_mode(row["mode"], problem(row), direction, row["wide"])
-                    specs.append(spec_of(stem, score, {**constants, "PROJECTIONS": row["projections"]}))
-    return specs
-
-
 def small_graph() -> Graph:
     """Few rows, of which one is so long that it is taken in chunks."""
     return Graph.of(torch.stack([torch.arange(256), torch.arange(256).where(torch.arange(256) > 200, 0)]), 256)
@@ -174,7 +151,6 @@ def narrow_specs() -> list[Spec]:
     assert joined["JOINED"] and joined["HEAD_SLOTS"] == 4
     gatv2 = problem({"shape": (8, 16), "dtype": torch.float32, "edge": False, "dropout": False, "score": "gatv2"})
     cases += [("forward", "dot", joined), ("weights", "dot", joined)]
-    cases += [("forward", "dot", {**joined, "PROJECTIONS": projections}) for projections in (3, 4)]
     cases.append(("forward", "gatv2", smem.constants_of(gatv2, "forward")))
     return [spec_of(*case) for case in cases]
 
@@ -192,32 +168,14 @@ def node_specs() -> list[Spec]:
 
 
 def gemm_specs() -> list[Spec]:
-    """The GEMMs of linear layers: a covering set of tiles and layouts, and of sizes by warpgroups."""
-    layouts = {"layers": range(1, MAX_LAYERS + 1), "interleaved": (False, True)}
-
-    def fits(row: Row) -> bool:
-        """One layer has nothing to interleave with; wide layers are measured as they come in models."""
-        wide = max(row.get("width", (0,))) > 128
-        return row["layers"] > row["interleaved"] and not (wide and row["interleaved"])
-
-    specs = [_column_sum_kernel(dtype).spec for dtype in DTYPES]
-    tiles = {"forward": {forward_tile(rows, 128) for rows in (1, 1 << 20)}}
-    tiles["backward"] = {backward_tile(rows) for rows in (1, 1 << 14, 1 << 20)}
-    for name, choices in tiles.items():
-        for row in covering({"tile": sorted(choices, key=str), "split": (False, True), **layouts}, fits):
-            constants = row["tile"].constants(row["layers"], row["interleaved"], row["split"])
-            specs.append(Spec(f"gemm/{name}.cu", constants))
-    # Many rows and more; sizes that fill their places, that do not, and wide ones.
+    """The GEMMs of linear layers: sizes that fill their places, that do not, and wide ones, of many rows and more."""
     widths = ((128, 128), (68, 100), (500, 128), (160, 80), (128, 512))
-    for row in covering({"width": widths, "rows": (1 << 14, 1 << 20), **layouts}, fits):
-        sizes = row["layers"], row["rows"], *row["width"], True, torch.device("cpu")
-        plans = [("forward_strips", strips_of(backward, *sizes)) for backward in (False, True)]
-        plans.append(("weight_grad", weight_grad(*sizes)))
-        specs += [
-            Spec(f"gemm/{name}.cu", plan.constants(row["interleaved"]), HOPPER)
-            for name, plan in plans
-            if plan is not None
-        ]
+    specs = []
+    for row in covering({"width": widths, "rows": (1 << 14, 1 << 20), "layers": range(1, MAX_LAYERS + 1)}):
+        sizes, device = (row["rows"], *row["width"]), torch.device("cpu")
+        strips = [strips_of(backward, row["layers"], *sizes, device) for backward in (False, True)]
+        specs += [Spec("gemm/forward_strips.cu", plan.constants, HOPPER) for plan in strips if plan is not None]
+        specs.append(Spec("gemm/weight_grad.cu", WeightGrad(row["layers"], *row["width"]).constants, HOPPER))
     return specs
 
 
@@ -296,7 +254,7 @@ def edge_rows_specs() -> list[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    rows = attention_specs() + block_specs() + norm_specs() + projection_specs() + narrow_specs() + node_specs()
+    rows = attention_specs() + block_specs() + norm_specs() + narrow_specs() + node_specs()
     rows += edge_rows_specs() + segment_gemm_specs() + relational_specs()
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
@@ -313,7 +271,6 @@ def label(spec: Spec) -> str:
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [score.name for score in SCORES.values() if score.texts == spec.texts]
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
-    options += [f"projections{c['PROJECTIONS']}"] if "PROJECTIONS" in c else []
     options += [
         name.lower()
         for name in (

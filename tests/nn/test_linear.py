@@ -1,8 +1,9 @@
-"""The drop-ins for linear layers, PyG's and torch's: results and gradients, and what they leave to their origin."""
+"""Linear layers, PyG's and torch's: torch's products unless kernels are asked for, and what these leave to torch."""
 
 import copy
 import inspect
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from torch_geometric.nn import MLP, ClusterGCNConv, dense
 
 import pyg_dfgnn
 from pyg_dfgnn.dispatch import gpu
-from pyg_dfgnn.nn import Linear
-from pyg_dfgnn.nn.dense import TorchLinear
+from pyg_dfgnn.nn.dense.linear import Linear
+from pyg_dfgnn.nn.dense.torch_linear import Linear as TorchLinear
+from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
-from tests.kernels.emulated import emulated_device
+from tests.kernels.emulated import emulated_device, small_gemm
 
 pytestmark = needs_compiler
 
@@ -33,20 +35,20 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture
-def small_is_large(monkeypatch):
-    """Products of any size go to the kernels."""
-    monkeypatch.setattr(gemm, "SMALL_PRODUCT", 0)
-    monkeypatch.setattr(
-        gemm, "_kernel_is_faster", lambda rows, features, channels, device: not (features | channels) % 4
-    )
+FORWARD, BACKWARD = ["gemm_forward_strips"], ["gemm_forward_strips", "gemm_weight_grad"]
 
 
 @pytest.fixture
-def launched(small_is_large):
-    """CPU tensors take the fused path; the names of the kernels launched so far."""
-    with emulated_device() as names:
+def launched():
+    """Products of any size go to the kernels, CPU tensors take the fused path; names of the kernels launched so far."""
+    with small_gemm(), emulated_device() as names:
         yield names
+
+
+def accelerated(model):
+    """The model with kernels in its linear layers."""
+    with pyg_dfgnn.settings(linear="kernels"):
+        return pyg_dfgnn.accelerate(model)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -57,7 +59,7 @@ def test_values_and_gradients(rows, bias, kind, launched):
     leaves = [x, *layer.parameters()]
     out = layer(x)
     own = torch.autograd.grad(out, leaves, grad)
-    assert launched == ["gemm_forward", "gemm_backward"]
+    assert launched == FORWARD + BACKWARD
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = F.linear(*exact)
     grads = torch.autograd.grad(want, exact, grad.double())
@@ -84,8 +86,7 @@ def test_arguments_are_those_of_the_layer(kind, launched):
 
 def test_restored_and_parametrized(kind):
     """A parametrization that is taken off after `restore` leaves the layer that there was."""
-    layer = UPSTREAM[kind](8, 12)
-    pyg_dfgnn.accelerate(layer)
+    layer = accelerated(UPSTREAM[kind](8, 12))
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
     x = torch.randn(9, 8)
     expected = layer(x)
@@ -95,27 +96,15 @@ def test_restored_and_parametrized(kind):
     assert type(layer) is UPSTREAM[kind]
 
 
-@pytest.mark.parametrize("strided", [False, True])
-def test_second_derivatives(strided, kind, launched):
-    """A penalty on gradients, whatever made the product."""
-    layer, x = kind(8, 12), torch.randn(9, 8)
-    x = (x.t().contiguous().t() if strided else x).requires_grad_()
-    assert x.is_contiguous() is not strided
+def test_second_derivatives(kind, launched):
+    """A penalty on gradients."""
+    layer, x = kind(8, 12), torch.randn(9, 8, requires_grad=True)
     pairs, exact = [], copy.deepcopy(layer).double()
     for module, leaf in ((layer, x), (exact, x.detach().double().requires_grad_())):
         (grad,) = torch.autograd.grad(module(leaf).square().sum(), [leaf], create_graph=True)
         pairs.append(torch.autograd.grad(grad.square().sum(), [leaf, *module.parameters()]))
-    assert bool(launched) is not strided
+    assert launched
     assert_all_close({str(i): pair for i, pair in enumerate(zip(*pairs, strict=True))}, op="gemm")
-
-
-def test_batched_gradients(kind, launched):
-    layer, x = kind(8, 12), torch.randn(9, 8, requires_grad=True)
-    grads = torch.randn(5, 9, 12)
-    batched = torch.autograd.grad(layer(x), [x, *layer.parameters()], grads, is_grads_batched=True)
-    apart = [torch.autograd.grad(layer(x), [x, *layer.parameters()], grad) for grad in grads]
-    for together, others in zip(batched, zip(*apart, strict=True), strict=True):
-        torch.testing.assert_close(together, torch.stack(others))
 
 
 def pruned(kind):
@@ -142,7 +131,6 @@ LEFT = {
     "sparse": lambda kind: (kind(8, 12), torch.randn(9, 8).to_sparse_csr()),
     "pruned": lambda kind: (pruned(kind), torch.randn(9, 8)),
     "a bias of one": lambda kind: (with_bias(kind, torch.randn(1)), torch.randn(9, 8)),
-    "strides": lambda kind: (kind(8, 12), torch.randn(8, 9).t()),
 }
 
 
@@ -200,11 +188,10 @@ def test_script(kind, launched, caplog, forget_logged):
     torch.testing.assert_close(scripted(x), layer(x))
 
 
-@pytest.mark.parametrize("name", ["Linear", "HeteroLinear", "HeteroDictLinear"])
+@pytest.mark.parametrize("name", ["HeteroLinear", "HeteroDictLinear"])
 def test_script_where_a_drop_in_has_taken_the_name_of_pygs_class(name, monkeypatch):
     ours = getattr(pyg_dfgnn.nn, name)
     make = {
-        "Linear": lambda: (ours(8, 12), torch.randn(9, 8)),
         "HeteroLinear": lambda: (ours(8, 12, 3), torch.randn(9, 8), torch.arange(9) % 3),
         "HeteroDictLinear": lambda: (ours({"a": 8, "b": 4}, 12), {"a": torch.randn(9, 8), "b": torch.randn(2, 4)}),
     }
@@ -225,19 +212,19 @@ def test_script_of_a_subclass():
 
 
 def test_a_device_without_kernels(monkeypatch):
-    """No CuPy, or an old GPU: the layer leaves the product to torch."""
+    """No CuPy, or another GPU: the layer leaves the product to torch."""
     from pyg_dfgnn.dispatch import core
 
     device = torch.device("cuda", 0)
-    for has_cupy, capability in ((False, (9, 0)), (True, (7, 5)), (True, (9, 0))):
+    for has_cupy, capability in ((False, (9, 0)), (True, (8, 0)), (True, (9, 0))):
         core.runs_on.cache_clear()
-        gemm._kernel_is_faster.cache_clear()
+        gemm._has_kernels.cache_clear()
         monkeypatch.setattr(core, "_HAS_CUPY", has_cupy)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
-        monkeypatch.setitem(gpu.known, device, gpu.H200)
-        assert gemm._kernel_is_faster(100_000, 128, 128, device) is (has_cupy and capability >= (8, 0))
+        monkeypatch.setitem(gpu.known, device, replace(gpu.H200, capability=capability))
+        assert gemm._has_kernels(1, 100_000, 128, 128, device) is (has_cupy and capability == (9, 0))
     core.runs_on.cache_clear()
-    gemm._kernel_is_faster.cache_clear()
+    gemm._has_kernels.cache_clear()
 
 
 TRACED = {
@@ -264,65 +251,129 @@ def test_lazy_hooks_and_copies(kind, launched):
         assert type(other) is kind
         other.load_state_dict(layer.state_dict())
         assert torch.equal(other(x), layer(x))
-    assert set(launched) <= {"gemm_forward"} and len(launched) >= 4
+    assert set(launched) == {*FORWARD} and len(launched) >= 4
 
 
 class OwnConv(ClusterGCNConv):
     """A conv that has no drop-in."""
 
 
-def test_accelerate(launched):
+MODEL = {
+    "mlp": lambda: MLP([8, 12, 4], norm=None),
+    "conv": lambda: OwnConv(8, 12),
+    "torch": lambda: torch.nn.Linear(8, 4),
+}
+
+
+def test_linear_layers_are_left_alone(launched):
+    """By `accelerate`, by constructors of drop-ins, and in the table of layers."""
+    model = torch.nn.ModuleDict({name: make() for name, make in MODEL.items()} | {"gat": pyg.GATConv(8, 4)})
+    before = [type(layer) for layer in model.modules() if "Linear" in type(layer).__name__]
+    pyg_dfgnn.accelerate(model)
+    assert [type(layer) for layer in model.modules() if "Linear" in type(layer).__name__] == before
+    assert [row.name for row in pyg_dfgnn.report(model)] == ["conv", "conv.aggr_module", "gat"]
+    assert {type(pyg_dfgnn.nn.ResGatedGraphConv(8, 4).lin_key), pyg_dfgnn.nn.Linear} == {dense.Linear}
+    x, edges = torch.randn(9, 8, requires_grad=True), torch.randint(9, (2, 20))
+    (model["mlp"](x).sum() + model["torch"](x).sum() + model["gat"](x, edges).sum()).backward()
+    assert launched and not any(name.startswith("gemm") for name in launched)
+    assert "no layer that passes messages" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(8, 4), x))
+
+
+def test_accelerate_with_kernels(launched):
     """Layers of a model, those in convs too, and the messages of other convs."""
-    model = torch.nn.ModuleDict(
-        {"mlp": MLP([8, 12, 4], norm=None), "conv": OwnConv(8, 12), "torch": torch.nn.Linear(8, 4)}
-    )
+    model = torch.nn.ModuleDict({name: make() for name, make in MODEL.items()})
     x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
     with torch.no_grad():
         plain = copy.deepcopy(model)
         expected = model["mlp"](x), model["conv"](x, edges), model["torch"](x)
-        pyg_dfgnn.accelerate(model)
+        accelerated(model)
         assert [type(layer) for layer in (*model["mlp"].lins, model["conv"].lin_out)] == [Linear] * 3
         assert type(model["torch"]) is TorchLinear and type(model["conv"]) is OwnConv
         torch.testing.assert_close((model["mlp"](x), model["conv"](x, edges), model["torch"](x)), expected)
     # Messages that are sums of sources run on the kernels of aggregations.
-    assert sorted(launched) == [*["gemm_forward"] * 5, "segment_forward"]
-    assert repr(model) == repr(plain)
+    assert sorted(launched) == [*FORWARD * 5, "segment_forward"]
+    assert repr(model) == repr(plain) and model.state_dict().keys() == plain.state_dict().keys()
+    assert [row.name for row in pyg_dfgnn.report(model) if row.state == "drop-in"][:2] == ["mlp.lins.0", "mlp.lins.1"]
     for own, before in zip(pyg_dfgnn.restore(model).modules(), plain.modules(), strict=True):
         assert type(own) is type(before)
 
 
-def test_inside_a_drop_in(launched):
-    """Projections of a conv whose layers are drop-ins themselves."""
-    conv, x, edges = pyg_dfgnn.nn.TransformerConv(8, 4, 2), torch.randn(9, 8), torch.randint(9, (2, 20))
-    with torch.no_grad():
-        expected = conv(x, edges)
-        assert launched
-        before = [*launched]
+@pytest.mark.parametrize(
+    ("name", "joined"), [("TransformerConv", 4), ("GATv2Conv", 2), ("ResGatedGraphConv", 3), ("GATConv", 1)]
+)
+def test_projections_of_a_conv(name, joined, launched):
+    """With kernels those of one input and shape are one launch forward and two backward; hooks are called as ever."""
+    conv, x, edges = getattr(pyg, name)(8, 12), torch.randn(9, 8), torch.randint(9, (2, 20))
+    oracle, results = copy.deepcopy(conv).double(), []
+    accelerated(conv)
+    for module, leaf in ((conv, x.requires_grad_()), (oracle, x.detach().double().requires_grad_())):
+        out = module(leaf, edges)
+        grads = torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])
+        results.append({"out": out, **dict(zip(["x", *dict(module.named_parameters())], grads, strict=True))})
+    # Softmax does not see the key's bias: its gradient is 0.
+    assert_all_close(
+        {key: (results[0][key], results[1][key]) for key in results[0] if key != "lin_key.bias"}, op="gemm"
+    )
+    linears = [layer for layer in conv.children() if isinstance(layer, Linear)]
+    launches = 1 + len(linears) - joined
+    assert sum(each.startswith("gemm") for each in launched) == 3 * launches
+    seen = []
+    linears[0].register_forward_hook(lambda *_: seen.append("hook"))
+    launched.clear()
+    conv(x, edges)
+    assert seen == ["hook"] and launched.count(*FORWARD) == len(linears)
+
+
+def drawn(count, bias=True, out=12, kind=Linear):
+    return [kind(8, out, bias=bias) for _ in range(count)]
+
+
+def test_what_is_projected_layer_by_layer(launched):
+    """Other shapes, a bias here and there, subclasses, layers that nobody has accelerated, weights kept elsewhere."""
+
+    class Other(Linear):
+        pass
+
+    replaced, moved = drawn(2), drawn(2)
+    replaced[1].forward = lambda x: x.new_zeros(9, 12)
+    moved[1].double()
+    x = torch.randn(9, 8)
+    cases = [
+        [*drawn(1), *drawn(1, out=16)],
+        [*drawn(1), *drawn(1, bias=False)],
+        [*drawn(1, bias=False), *drawn(1)],
+        [*drawn(1), Other(8, 12)],
+        [*drawn(1), *drawn(1, kind=dense.Linear)],
+        [*drawn(1), Linear(-1, 12)],
+        [*drawn(1), pruned(Linear)],
+        drawn(5),
+        replaced,
+    ]
+    for layers in cases:
         launched.clear()
-        pyg_dfgnn.accelerate(conv)
-        assert type(conv.lin_query) is Linear and torch.equal(conv(x, edges), expected) and launched == before
+        found = project(x, *layers)
+        assert all(map(torch.equal, found, [layer(x) for layer in layers]))
+        assert launched == launched[: len(launched) // 2] * 2
+    with pytest.raises(RuntimeError, match="dtype"):
+        project(x, *moved)
 
 
-def test_layers_that_a_conv_makes_take_the_kernel_and_those_of_the_user_stay(launched):
+def test_a_bias_of_another_width_is_refused(launched):
+    layers = drawn(2)
+    layers[1].bias = torch.nn.Parameter(torch.randn(5))
+    with pytest.raises(RuntimeError, match="size"):
+        project(torch.randn(9, 8), *layers)
+
+
+def test_layers_of_the_user_stay(launched):
     own = torch.nn.Sequential(torch.nn.Linear(8, 8), dense.Linear(8, 4))
     conv, plain = pyg_dfgnn.nn.GINEConv(own, edge_dim=3), pyg.GINEConv(copy.deepcopy(own), edge_dim=3)
-    assert type(conv.lin) is Linear and [type(layer) for layer in conv.nn] == [torch.nn.Linear, dense.Linear]
+    assert [type(layer) for layer in conv.modules()][1:] == [type(layer) for layer in plain.modules()][1:]
     assert repr(conv) == repr(plain)
-    assert inspect.signature(type(conv)) == inspect.signature(type(plain))
 
     class Own(pyg_dfgnn.nn.GCNConv):
         def __init__(self, hidden, *, more=1):
             super().__init__(hidden, hidden)
 
-    class Same(pyg_dfgnn.nn.GCNConv):
-        """With the constructor of its base."""
-
     assert str(inspect.signature(Own)) == "(hidden, *, more=1)"
-    assert inspect.signature(Same) == inspect.signature(pyg.GCNConv)
-    conv, plain = pyg_dfgnn.nn.ResGatedGraphConv(8, 4), pyg.ResGatedGraphConv(8, 4)
-    conv.load_state_dict(plain.state_dict())
-    x, edges = torch.randn(9, 8), torch.randint(9, (2, 20))
-    with torch.no_grad():
-        torch.testing.assert_close(conv(x, edges), plain(x, edges))
-    assert "gemm_forward" in launched
-    assert [type(layer) for layer in pyg_dfgnn.restore(conv).modules()] == [type(layer) for layer in plain.modules()]
+    assert inspect.signature(pyg_dfgnn.nn.GCNConv) == inspect.signature(pyg.GCNConv)

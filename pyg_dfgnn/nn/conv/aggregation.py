@@ -4,9 +4,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch_geometric.nn import dense
+from torch import Tensor
 from torch_geometric.typing import SparseTensor
 
 from pyg_dfgnn.dispatch.core import explain
@@ -14,7 +12,6 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, uns
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import DROP_INS, keep_signature
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
@@ -84,18 +81,6 @@ class AggregationConv(FusedConv):
     """Whether a linear layer comes before the aggregation."""
     _channels: str | None = None
     """Attribute with the width of what is aggregated; None for that of `x`."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        keep_signature(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        given = {id(part) for m in tree_leaves((args, kwargs)) if isinstance(m, nn.Module) for part in m.modules()}
-        # The linear layers that PyG's constructor has made, as `accelerate` has them; not those of the user.
-        for module in self.modules():
-            if isinstance(module, (dense.Linear, nn.Linear)) and id(module) not in given:
-                module.__class__ = DROP_INS.get(type(module), type(module))
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message = "weight" if edge is not None and self._message == "copy" else self._message

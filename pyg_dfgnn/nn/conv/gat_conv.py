@@ -12,7 +12,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call, with_weights
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
-from pyg_dfgnn.nn.projection import is_plain_linear, project
+from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
 
@@ -74,11 +74,11 @@ class GATConv(AttentionConv, conv.GATConv):
         res, att_src, att_dst, lin = self.res, self.att_src, self.att_dst, self._modules.get("lin")
         res = None if res is None or x_dst is None else res(x_dst)
         lin_src, lin_dst = (lin, lin) if lin is not None else (self.lin_src, self.lin_dst)
-        (h_src,) = project(x_src, self.heads, lin_src)
+        h_src = lin_src(x_src).view(-1, self.heads, self.out_channels)
         shared = x_dst is x_src and lin_dst is lin_src
         alpha_src, alpha_dst = attention_terms(h_src, att_src, att_dst if shared else None)
         if not shared and x_dst is not None:
-            (h_dst,) = project(x_dst, self.heads, lin_dst)
+            h_dst = lin_dst(x_dst).view(-1, self.heads, self.out_channels)
             alpha_dst, _ = attention_terms(h_dst, att_dst)
 
         graph, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
@@ -9,8 +10,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features, with_weights
-from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.nn.projection import attend
+from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.attention.functional import gatv2_attention
 
 
@@ -73,27 +74,31 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
         x_l, x_r = (x, x) if isinstance(x, Tensor) else x
         graph, edge_attr, adjacency = self._edges(call, self.fill_value, self.edge_dim)
         layers, heads = self._modules, self.heads
-        inputs: Any
         if x_r is not x_l:
-            inputs = [(x_l, (layers["lin_l"],)), (x_r, (layers["lin_r"],))]
+            source, target = layers["lin_l"](x_l), layers["lin_r"](x_r)
+        elif self.share_weights:
+            source = target = layers["lin_l"](x_l)
         else:
-            inputs = [(x_l, (layers["lin_l"],) if self.share_weights else (layers["lin_l"], layers["lin_r"]))]
-        out, alpha, _ = attend(
-            "gatv2",
-            gatv2_attention,
+            source, target = project(x_l, layers["lin_l"], layers["lin_r"])
+        att = self.att
+        dtype = promoted_dtype(source.dtype, att.dtype, source.is_cuda)
+        out = gatv2_attention(
             graph,
-            heads,
-            inputs,
-            self.att,
-            edge=None if edge_attr is None else {"edge": self.lin_edge(edge_attr).view(-1, heads, self.out_channels)},
-            return_weights=call.weights,
+            source,
+            target,
+            att,
+            edge=None if edge_attr is None else self.lin_edge(edge_attr).view(-1, heads, self.out_channels),
             negative_slope=float(self.negative_slope),
             dropout_p=float(self.dropout) if self.training else 0.0,
+            return_weights=call.weights,
             concat=self.concat,
+            heads=heads,
+            exact=dtype is torch.float32,
         )
-        out = out if self.concat else out.mean(dim=1)
+        out, alpha = out if call.weights else (out, None)
+        out = settle(out, dtype, not self.concat)
         # After the attention, so that a call that is repeated saves tensors and draws numbers in the same order.
         res, bias = self.res, self.bias
         out = out if res is None else out + res(x_r)
         out = out if bias is None else out + bias
-        return out if alpha is None else with_weights(out, adjacency, alpha)
+        return out if alpha is None else with_weights(out, adjacency, alpha.to(dtype))

@@ -45,9 +45,9 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
             return out
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         if x_src is x_dst:
-            target, key, value = project(x_src, None, self.lin_key, self.lin_query, self.lin_value)
+            target, key, value = project(x_src, self.lin_key, self.lin_query, self.lin_value)
         else:
-            key, value = project(x_src, None, self.lin_query, self.lin_value)
+            key, value = project(x_src, self.lin_query, self.lin_value)
             target = self.lin_key(x_dst)
         out = self._aggregate(self._sent(call), value, self._message, key=key, target=target)
         if self.root_weight:

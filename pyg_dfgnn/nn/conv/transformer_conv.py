@@ -1,5 +1,6 @@
 """Drop-in for PyG's TransformerConv on the fused dot-product attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from pyg_dfgnn.dispatch.attention.family import shares_edge_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
-from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.nn.projection import attend, is_plain_linear
+from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.statements.scores import DOT
 
@@ -97,29 +98,34 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         graph, edge_attr, adjacency = self._edges(call, edge_dim=self.edge_dim)
         layers, heads, channels = self._modules, self.heads, self.out_channels
-        query, key, value = layers["lin_query"], layers["lin_key"], layers["lin_value"]
-        inputs: Any
+        skip: Sequence[Tensor] = ()
         if x_src is x_dst:
+            projections = layers["lin_query"], layers["lin_key"], layers["lin_value"]
             # The skip connection has the shape of the others unless heads are averaged.
             skips = (layers["lin_skip"],) if self.root_weight and self.concat else ()
-            inputs = [(x_src, (query, key, value, *skips))]
+            query, key, value, *skip = project(x_src, *projections, *skips)
         else:
-            inputs = [(x_dst, (query,)), (x_src, (key, value))]
-        attended, alpha, skip = attend(
-            "dot",
-            dot_attention,
+            query = layers["lin_query"](x_dst)
+            key, value = project(x_src, layers["lin_key"], layers["lin_value"])
+        attended = dot_attention(
             graph,
-            heads,
-            inputs,
-            edge=None if edge_attr is None else self._edge_terms(edge_attr),
-            return_weights=call.weights,
+            query,
+            key,
+            value,
             scale=channels**-0.5,
             dropout_p=float(self.dropout) if self.training else 0.0,
+            return_weights=call.weights,
             concat=self.concat,
+            heads=heads,
+            **({} if edge_attr is None else self._edge_terms(edge_attr)),
         )
-        out = self._add_skip(x_dst, attended if self.concat else attended.mean(dim=1), *skip)
+        attended, alpha = attended if call.weights else (attended, None)
+        dtype = promoted_dtype(query.dtype, key.dtype, query.is_cuda)
+        attended = settle(attended, dtype, not self.concat)
+        out = self._add_skip(x_dst, attended, *skip)
         if alpha is None:
             return out
+        alpha = alpha.to(dtype)
         if isinstance(adjacency, SparseTensor):
             return out, adjacency.set_value(alpha, layout="coo")
         return out, (adjacency, alpha)

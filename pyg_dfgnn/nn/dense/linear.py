@@ -1,7 +1,6 @@
-"""Drop-in for PyG's Linear, and what it shares with that for torch's: a kernel for large products."""
+"""Drop-in for PyG's Linear, and what it shares with that for torch's: kernels for large products, for those who ask."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,21 +12,9 @@ from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import strips_of
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import Scripted
+from pyg_dfgnn.nn.gate import keeps_weight
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
-
-
-class _Watch(threading.local):
-    """Whom linear layers of a thread ask for their result first.
-
-    Attributes:
-        result: (layer, x) -> the result, or None where the layer is to compute it; None where nobody is asked.
-    """
-
-    result: "Callable[[KernelLinear, Any], Tensor | None] | None" = None
-
-
-watch = _Watch()
 
 
 class KernelLinear(Scripted, torch.nn.Module):
@@ -37,26 +24,10 @@ class KernelLinear(Scripted, torch.nn.Module):
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """Return the result by a kernel; None where the layer's own code is to run."""
-        if not torch.compiler.is_compiling() and watch.result is not None:
-            result = watch.result(self, x)
-            if result is not None:
-                return result
-        if self._is_for_kernel(x):
-            weight, bias = self._parameters["weight"], self._parameters["bias"]
-            assert weight is not None
-            if weight.dtype is x.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == weight.shape[:1]):
-                return gemm.linear(x, weight, bias)
-        return None
+        return product(x, (self,))[0] if is_for_kernel(x, (self,)) else None
 
     def _channels(self) -> int:
         raise NotImplementedError
-
-    def _is_for_kernel(self, x: Any) -> bool:
-        if torch.compiler.is_compiling() or not is_plain(x) or not gemm.kernel_is_faster(x, self._channels()):
-            return False
-        if not is_eager() or torch._C._is_tracing() or x.is_neg():
-            return False
-        return gemm.keeps_weight(self._parameters) and type(self._parameters["bias"]) in (*PLAIN, type(None))
 
     def _standing_reasons(self) -> list[str]:
         """Return what is against the kernel whatever the input."""
@@ -82,13 +53,42 @@ class KernelLinear(Scripted, torch.nn.Module):
         if len(shape) != 2:
             return [*reasons, f"the input needs shape [N, F] (got {list(shape)})"]
         (rows, features), channels = shape, self._channels()
-        sizes = 1, rows, features, channels, True, device
+        sizes = 1, rows, features, channels, device
         if rows * features * channels <= gemm.SMALL_PRODUCT:
-            product = f"[{rows}, {features}] x [{features}, {channels}]"
-            reasons.append(f"{product} is so small that a kernel saves no more than its autograd costs the host")
+            sizes_text = f"[{rows}, {features}] x [{features}, {channels}]"
+            reasons.append(f"{sizes_text} is so small that a kernel saves no more than its autograd costs the host")
         elif not reasons and any(strips_of(backward, *sizes) is None for backward in (False, True)):
             reasons.append(f"no kernel is faster than torch for {features} features and {channels} channels")
         return reasons
+
+
+def is_for_kernel(x: Any, layers: Sequence[Any]) -> bool:
+    """Return whether a kernel is faster for all of these layers, and takes their parameters."""
+    if not is_eager() or torch._C._is_tracing() or not is_plain(x) or x.is_neg():
+        return False
+    if not gemm.kernel_is_faster(x, layers[0]._channels(), len(layers)):
+        return False
+    if not all(keeps_weight(layer._parameters) for layer in layers):
+        return False
+    weights, biases = zip(*((layer._parameters["weight"], layer._parameters["bias"]) for layer in layers))
+    shape = layers[0]._channels(), x.size(1)
+    has_biases = biases[0] is not None
+    return all(_fits(x, shape, weight) for weight in weights) and all(
+        _fits(x, shape[:1], bias) if has_biases else bias is None for bias in biases
+    )
+
+
+def _fits(x: Tensor, shape: tuple[int, ...], parameter: Any) -> bool:
+    """Return whether a parameter has this shape, and the dtype and device of x."""
+    if type(parameter) not in PLAIN or parameter.shape != shape:
+        return False
+    return parameter.dtype is x.dtype and parameter.device == x.device  # type: ignore[no-any-return]
+
+
+def product(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
+    """Return what each of these layers makes of x, by one launch."""
+    biases = [layer._parameters["bias"] for layer in layers]
+    return gemm.project(x, [layer._parameters["weight"] for layer in layers], [] if biases[0] is None else biases)
 
 
 class Linear(KernelLinear, dense.Linear):

@@ -431,6 +431,7 @@ def gatv2_attention(
     return_weights: bool = False,
     concat: bool = False,
     heads: int | None = None,
+    exact: bool = False,
 ) -> Any:
     r"""GATv2 attention, :math:`S_{ij} = \langle a, \mathrm{LeakyReLU}(l_i + r_j + e_{ij}) \rangle`.
 
@@ -445,6 +446,8 @@ def gatv2_attention(
         return_weights: Also return the weights.
         concat: As in :func:`dot_attention`.
         heads: As in :func:`dot_attention`.
+        exact: Return the attention of features in 16 bits in float32, as it was summed, without weights and while
+            nothing traces.
 
     Returns:
         As :func:`dot_attention`.
@@ -457,7 +460,7 @@ def gatv2_attention(
     """
     tensors = (x_dst, None, x_src, None, None, att, edge, None)
     numbers = (1.0, negative_slope, dropout_p)
-    return _gatv2(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights)
+    return _gatv2(graph, tensors, numbers, heads=heads, concat=concat, with_edge_value=return_weights, exact=exact)
 
 
 def supergat_attention(
