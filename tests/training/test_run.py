@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 import torch_geometric.typing
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
@@ -106,6 +107,22 @@ def test_a_graph_in_place_of_edges_is_not_sampled(tmp_path, monkeypatch):
 def test_backends_give_the_same_run(run):
     (_, pyg), (_, ours) = (run(backend, f"backend={backend}", "trainer.epochs=1") for backend in ("pyg", "auto"))
     assert_close(history(ours), history(pyg))
+
+
+@pytest.mark.parametrize("backend", ["pyg", "auto"])
+def test_linear_layers_have_kernels_where_they_are_asked_for(run, monkeypatch, backend):
+    kinds, forward = set(), step_module.Objective.forward
+
+    def record(self, model, batch):
+        layers = [layer for layer in model.modules() if isinstance(layer, (torch.nn.Linear, pyg.Linear))]
+        kinds.update(type(layer).__module__.partition(".")[0] for layer in layers)
+        return forward(self, model, batch)
+
+    monkeypatch.setattr(step_module.Objective, "forward", record)
+    for folder, linear, room in (("plain", "torch", "torch_geometric"), ("kernels", "kernels", "pyg_dfgnn")):
+        kinds.clear()
+        run(folder, f"backend={backend}", "trainer.epochs=1", f"++backend.settings.linear={linear}")
+        assert kinds == {room}
 
 
 def test_captured_batches_of_all_graphs(run, monkeypatch):

@@ -79,8 +79,6 @@ ACCELERATED = ("nn/conv", "nn/models", "explain")
 """Files whose modules are accelerated where none are named."""
 ROOMS = {"torch_geometric.utils": "pyg_dfgnn.utils", "torch_geometric.nn.pool": "pyg_dfgnn.nn.pool"}
 """Packages of PyG's and ours whose functions have the same names."""
-UNCOUNTED = ("Linear",)
-"""Drop-ins that take the kernel by size: no test has a product large enough."""
 DELEGATED = ("MedianAggregation", "QuantileAggregation")
 """Drop-ins that always run PyG's code, and say so."""
 
@@ -198,8 +196,6 @@ def swap(reference: bool) -> dict[str, list[int]]:
     # PyG's own modules keep PyG's functions, as they would with a user's imports, and TorchScript compiles them.
     put({pygs: calls.counted(name, ours, pygs) for name, pygs, ours in functions()}, ["torch_geometric.nn", *ROOMS])
     for upstream, drop_in in DROP_INS.items():
-        if drop_in.__name__ in UNCOUNTED:
-            continue
         classes[upstream] = drop_in
         drop_in.forward = calls.counted(drop_in.__name__, drop_in.forward)
         for base in drop_in.__mro__:
