@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 from pyg_dfgnn.ir.torch_front import Symbol
 from pyg_dfgnn.nn.drop_ins import (
@@ -39,7 +40,8 @@ def _checked(model: Any) -> torch.nn.Module:
 
 
 _left_out = OfLayers[str](str)
-"""The argument of `accelerate` by which a layer was left as it is."""
+"""Why `accelerate` has left a layer as it is."""
+_LEFT_BY = "left out by '{}' of pyg_dfgnn.accelerate"
 
 Choice = type | str | Iterable[type | str] | None
 
@@ -73,11 +75,14 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
             if isinstance(name, str) and not any(fnmatch(known, name) for known, _ in named):
                 raise ValueError(f"{argument!r} needs names of layers of the model (got {name!r}, which no layer has)")
     chosen = []
+    paired = {id(module.hetero_module) for _, module in named if isinstance(module, ToHeteroLinear)}
     for name, module in named:
         if _is_in(left_out, name, module):
-            _left_out.put(module, "skip")
+            _left_out.put(module, _LEFT_BY.format("skip"))
         elif only is not None and not _is_in(taken, name, module):
-            _left_out.put(module, "only")
+            _left_out.put(module, _LEFT_BY.format("only"))
+        elif id(module) in paired:
+            _left_out.put(module, "ToHeteroLinear gives tables and tensors the same bits, by PyG's products in both")
         else:
             _left_out.drop(module)
             chosen.append(module)
@@ -125,12 +130,12 @@ def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) 
 def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
     """Yield the layers of a model; one whose messages are not compiled says why."""
     for module, row in rows_of(model):
-        chosen_by = _left_out.peek(module)
+        left_out = _left_out.peek(module)
         if row.compiled:
             is_program, reasons = standing(module)
             row = row._replace(compiled=is_program, why="; ".join(reasons))
-        elif row.state == "left" and chosen_by is not None:
-            row = row._replace(why=f"left out by '{chosen_by}' of pyg_dfgnn.accelerate")
+        elif row.state == "left" and left_out is not None:
+            row = row._replace(why=left_out)
         elif row.state == "left" and isinstance(module, MessagePassing) and type(module) not in drop_ins():
             why = compilable(module) or "its messages are not compiled: call pyg_dfgnn.accelerate(model) first"
             row = row._replace(why=f"{row.why}; {why}")

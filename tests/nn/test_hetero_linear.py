@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch import nn
+from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
@@ -125,3 +127,15 @@ def test_describe_and_accelerate():
     assert typed.fused and typed.graph == "6 rows of 4 types" and "Ts[3, 5]" in str(typed.plan)
     joint = pyg_dfgnn.describe_plan(model[1], {name: torch.randn(2, 3) for name in names(10)})
     assert joint.fused and joint.graph == "20 rows of 10 types"
+
+
+def test_tables_and_tensors_of_to_hetero_linear_agree():
+    types = ["a", "b", "c"]
+    module = ToHeteroLinear(nn.Linear(16, 32), types)
+    pyg_dfgnn.accelerate(module)
+    tables = {name: torch.randn(size, 16) for name, size in zip(types, (5, 1, 9), strict=True)}
+    index = torch.arange(3).repeat_interleave(torch.tensor([5, 1, 9]))
+    apart, together = module(tables), module(torch.cat(list(tables.values())), index)
+    assert type(module.hetero_module) is pyg.HeteroLinear
+    assert torch.allclose(torch.cat(list(apart.values())), together)
+    assert "ToHeteroLinear" in str(pyg_dfgnn.report(module))
