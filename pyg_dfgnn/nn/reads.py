@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.ir.torch_front import Line, is_of_libraries, line_of_user
+from pyg_dfgnn.nn.stand_ins import codes_in, own_names, stand_in_reasons
 
 ORIGINAL = "_pyg_dfgnn_original"
 """Attribute of the class of a stand-in for a module: the module's own class."""
@@ -100,6 +101,9 @@ class Reads:
         self._names: set[str] = set()
         # Those that it asks for by `getattr` and `hasattr`, which may be lacking.
         self._asked: set[str] = set()
+        # All texts of the code, and whether any of it asks by name, of values perhaps.
+        self._strings: set[str] = set()
+        self._asks_by_name = False
 
     def note(self, path: tuple[str, ...], table: str, key: str, value: Any) -> None:
         """Note a read of a table of a module."""
@@ -126,6 +130,8 @@ class Reads:
     def settle(self) -> None:
         """Note what the code may have asked classes and modules for that it reaches by whatever way."""
         done: set[tuple[int, str]] = set()
+        if self._asks_by_name:
+            self.reasons += [f"code that asks by names has the name '{name}'" for name in own_names(self._strings)]
         while True:
             reached = {(id(h), name): h for h in self._holders.values() for name in self._names & vars(h).keys()}
             if not reached.keys() - done:
@@ -205,6 +211,10 @@ class Reads:
         defaults = enumerate([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
         for place, value in ((place, value) for place, value in defaults if not isinstance(value, SIMPLE)):
             self._named(_Held(value), "value", value, names, f"default {place} of {function.__qualname__}")
+        is_method = kind is not None and not of_class
+        self.reasons += stand_in_reasons(function, codes, is_method)
+        self._strings.update(text for each in codes for text in each.co_consts if isinstance(text, str))
+        self._asks_by_name |= bool(loaded & {"getattr", "hasattr"})
         builtin = loaded - function.__globals__.keys()
         for name in sorted((names & _MODES) | (builtin & _UNSEEN)):
             self.reasons.append(f"{function.__qualname__} asks for {name}")
@@ -229,7 +239,8 @@ class Reads:
         if inner is not None:
             if isinstance(entry, property):
                 self.hold(owner, name, entry)
-            self.function(inner, kind, of_class=isinstance(entry, classmethod))
+            is_static = isinstance(entry, staticmethod)
+            self.function(inner, None if is_static else kind, of_class=isinstance(entry, classmethod))
         elif isinstance(entry, types.FunctionType):
             self.hold(owner, name, entry)
             self.function(entry, kind)
@@ -266,7 +277,9 @@ class Reads:
     def _follow(self, value: Any) -> None:
         """Note the functions that plain data holds, and the classes and modules, for :meth:`settle`."""
         owner = getattr(value, "__self__", None) if isinstance(value, types.BuiltinFunctionType) else value
-        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        if isinstance(value, _TENSOR_TYPE):
+            self.reasons.append(f"{value.__name__} asks a tensor for its device")
+        elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             self.reasons.append(f"{owner.__name__} is an autograd.Function, whose backward no trace has")
         elif isinstance(value, (types.ModuleType, type)):
             if not _is_library(value):
@@ -369,6 +382,7 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 _STANDARD = frozenset({"math", "numpy", "functools", "itertools", "operator", "copy", "typing", "warnings"})
 
 
+_TENSOR_TYPE = type(torch.FloatTensor)
 _MODES = frozenset("is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_compiling is_scripting".split())
 """What a trace would answer once for all calls."""
 _UNSEEN = frozenset({"globals", "locals", "vars", "eval", "exec", "__import__"})
@@ -377,22 +391,16 @@ _RANDOM = "random uniform gauss normalvariate randint randrange choice choices s
 _ANSWERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "os": frozenset({"getenv", "getenvb", "environ", "environb", "getpid", "urandom"}),
-        "sys": frozenset({"modules", "argv", "flags", "_getframe"}),
+        "sys": frozenset({"modules", "argv", "flags", "_getframe", "getsizeof", "getrefcount"}),
         "time": frozenset({"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "process_time"}),
         "random": frozenset(_RANDOM.split()),
+        "operator": frozenset({"is_", "is_not"}),
+        "_operator": frozenset({"is_", "is_not"}),
         "secrets": frozenset({"randbelow", "randbits", "choice", "token_bytes"}),
         "numpy": frozenset({"random"}),
     }
 )
-"""Module of the standard library, or numpy -> what it answers differently from call to call."""
-
-
-def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and those of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
+"""Module of the standard library, or numpy -> what it answers differently from call to call, or of stand-ins."""
 
 
 def _imported_in(steps: Iterable[dis.Instruction], package: str | None) -> Iterator[types.ModuleType]:

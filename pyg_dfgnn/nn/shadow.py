@@ -47,7 +47,9 @@ def _recording(original: type) -> type:
             notes[0].wrote(notes[1], name, sys._getframe(1))
         kind.__setattr__(self, name, value)  # type: ignore[call-arg]
 
-    body = {
+    body: dict[str, Any] = {"__hash__": _identify, "__eq__": _equals} if kind.__hash__ is object.__hash__ else {}
+    body |= {
+        "__class__": property(lambda self: original),
         "__getattribute__": read,
         "__setattr__": write,
         "__module__": kind.__module__,
@@ -55,6 +57,19 @@ def _recording(original: type) -> type:
         ORIGINAL: original,
     }
     return type(kind.__name__, (kind,), body)
+
+
+def _identify(self: Any, frame: Any = None) -> int:
+    """Return the hash of a stand-in; code of a user looks up the layer by it, which the stand-in is not."""
+    notes = object.__getattribute__(self, "__dict__").get(_NOTES)
+    if notes is not None and not is_of_libraries((frame or sys._getframe(1)).f_code.co_filename):
+        notes[0].reasons.append("a module is looked up by what object it is")
+    return id(self)
+
+
+def _equals(self: Any, other: Any) -> bool:
+    _identify(self, sys._getframe(1))
+    return self is other
 
 
 def _note(own: dict[str, Any], notes: Any, kind: type, name: str) -> None:

@@ -84,7 +84,6 @@ def given(x, factor=MISSING, part=slice(None), of=...):
 FOLLOWED = {
     "class of the layer": lambda self, x_j: x_j * type(self).factor,
     "its class": lambda self, x_j: x_j * self.__class__.factor,
-    "a base": lambda self, x_j: x_j * type(self).__mro__[1].factor,
     "class method": lambda self, x_j: x_j * self.of_class(),
     "another class": lambda self, x_j: x_j * Scale.factor,
     "module": lambda self, x_j: x_j * MODULE.factor,
@@ -92,6 +91,7 @@ FOLLOWED = {
     "list that is a default": lambda self, x_j: x_j * default() * keyword(),
 }
 LEFT = {
+    "a base": lambda self, x_j: x_j * type(self).__mro__[1].factor,
     "environment": lambda self, x_j: x_j * float(os.environ["FACTOR"]),
     "getenv": lambda self, x_j: x_j * float(os.getenv("FACTOR")),
     "modules": lambda self, x_j: x_j * sys.modules[MODULE.__name__].factor,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
+
+import torch
 
 Asked = Callable[["Sizes"], Any]
 Note = Callable[[Any, Asked | None, bool], None]
@@ -48,6 +51,7 @@ class Count(int):
     key: Any
     sizes: Sizes
     note: Note
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
 
     @staticmethod
     def of(number: int, formula: Asked, key: Any, sizes: Sizes, note: Note) -> Count:
@@ -121,6 +125,22 @@ def _escaping(name: str) -> Callable[..., Any]:
         return function(self, *args)
 
     return method
+
+
+class Shape(tuple[int, ...]):
+    """A shape some of whose sizes are numbers of rows, which its text would give away; `torch.Size` to whoever asks."""
+
+    __class__ = property(lambda self: torch.Size)  # type: ignore[assignment]
+
+    def numel(self) -> int:
+        """Return the product of the sizes."""
+        return prod(self)
+
+    def __repr__(self) -> str:
+        for size in self:
+            if isinstance(size, Count):
+                size.escape(sys._getframe(1))
+        return repr(torch.Size(self))
 
 
 for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lshift", "rshift"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pyg_dfgnn.ir.torch_front.counts import Shape
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, Handler
 from pyg_dfgnn.ir.torch_front.symbols import Tracer
 
@@ -37,7 +38,7 @@ def _sized(name: str) -> Handler:
         if name in ("numel", "nelement"):
             return prod(map(t.count, t.symbol(x).shape))
         value = ask(t, x, *args, **kwargs)
-        return torch.Size(map(t.count, value)) if isinstance(value, torch.Size) else t.count(value)
+        return Shape(map(t.count, value)) if isinstance(value, torch.Size) else t.count(value)
 
     return read
 

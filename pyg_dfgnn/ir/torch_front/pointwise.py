@@ -128,6 +128,8 @@ def _logical(t: Tracer, func: Any, *operands: Any) -> Symbol:
 
 @names("float", "double", "half", "bfloat16", "to", "type_as", "type", "clone", "contiguous", "alias", "long", "int")
 def _converted(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
+    if func.__name__ == "type" and not args and not kwargs:
+        raise t.stop("`type` names the class of a tensor")
     args = tuple(a for a in args if not isinstance(a, (torch.device, str)) and a is not None)
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
     is_plain = not args and not kwargs and func.__name__ in ("to", "type")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_map
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
@@ -80,6 +80,8 @@ class Symbol(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __class__ = property(lambda self: torch.nn.Parameter if self._is_param else Tensor)  # type: ignore[assignment]
+    _is_param = False
 
     number: int | None
     rows: Domain | None
@@ -105,6 +107,15 @@ class Symbol(Tensor):
         symbol.ids, symbol.lift, symbol.shared = ids, lift, shared
         return symbol
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse code that asks for what only the tensor may have that the symbol stands for."""
+        _refuse_to(sys._getframe(1), f"a value is asked for '{name}', which a tensor may have or not")
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    def __hash__(self) -> int:
+        _refuse_to(sys._getframe(1), "a value is looked up by what object it is")
+        return id(self)
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of a row."""
@@ -115,6 +126,13 @@ class Symbol(Tensor):
     def row(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape without the dimension of rows."""
         return tuple(shape) if self.rows is None else (*shape[: self.lead], *shape[self.lead + 1 :])
+
+
+def _refuse_to(frame: Any, what: str) -> None:
+    """Refuse code of users that asks a symbol for what it cannot answer, in the tracer that runs."""
+    tracer = _get_current_function_mode()
+    if isinstance(tracer, Tracer) and not is_of_libraries(frame.f_code.co_filename):
+        tracer.refuse(what)
 
 
 _PACKAGE = f"{Path(__file__).parents[2]}/"

@@ -1,4 +1,6 @@
-"""Whether a forward may wait with values of edges: not if it edits what they are made of, or lets them out unread."""
+"""Whether a forward may wait with values of edges: not if it edits what they are made of, lets them out unread, or asks
+what they are.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir.torch_front import is_of_libraries
 from pyg_dfgnn.nn.messages.spec import STEPS, original
+from pyg_dfgnn.nn.reads import is_plain_name
+from pyg_dfgnn.nn.stand_ins import asks_kinds
 
 _UNREAD = frozenset(
     "sparse_coo_tensor sparse_csr_tensor SparseTensor tensor as_tensor Tensor Parameter checkpoint apply to_dlpack "
@@ -40,6 +44,8 @@ def _edits_arguments(kind: type) -> bool:
     entries = [(name, inspect.unwrap(original(entry))) for base in own for name, entry in vars(base).items()]
     functions = [(name, entry) for name, entry in entries if isinstance(entry, FunctionType)]
     methods = frozenset(name for name, _ in functions if name not in STEPS)
+    if any(asks_kinds(function) for name, function in functions if is_plain_name(name)):
+        return True
     return any(_function_edits_arguments(function, methods) for _, function in functions)
 
 

@@ -27,7 +27,7 @@ from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import FLOWS
 from pyg_dfgnn.nn.gate import transform_reasons
-from pyg_dfgnn.nn.reads import codes_in
+from pyg_dfgnn.nn.stand_ins import codes_in
 from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
 

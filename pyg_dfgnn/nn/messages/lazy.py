@@ -50,6 +50,7 @@ class EdgeValue(Tensor):
     _versions: list[tuple[Tensor, int]]
     _result: Tensor
     _is_grad_enabled: bool
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]
 
     @staticmethod
     def of(pending: Pending, shape: Sequence[int]) -> EdgeValue:
@@ -135,6 +136,10 @@ def run_forward(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: A
                 for name, held in module.__dict__.items():
                     if isinstance(held, EdgeValue):
                         module.__dict__[name] = held.value()
+                    elif type(held) in (list, dict):
+                        for key, kept in enumerate(held) if type(held) is list else held.items():
+                            if isinstance(kept, EdgeValue):
+                                held[key] = kept.value()
             for reference in made:
                 value = reference()
                 if value is not None:

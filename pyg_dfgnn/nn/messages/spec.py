@@ -164,13 +164,13 @@ def _role(value: Any, counts: tuple[int, int], node_dim: int | None) -> tuple[An
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter, EdgeValue):
             return _UNKNOWN, None
-        shape = value.shape
+        shape, is_parameter = value.shape, type(value) is torch.nn.Parameter
         if node_dim is not None:
             axis = node_dim % len(shape)
-            return axis, (axis, shape[:axis], shape[axis + 1 :], value.dtype)
+            return axis, (axis, shape[:axis], shape[axis + 1 :], value.dtype, is_parameter)
         size = shape[0] if shape else -1
         role = "E" if size == counts[0] else "D" if size == counts[1] else "1"
-        return role, (role, shape if role == "1" else shape[1:], value.dtype)
+        return role, (role, shape if role == "1" else shape[1:], value.dtype, is_parameter)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return None, (type(value), value)
     if isinstance(value, (tuple, list)):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.nn.reads import codes_in
+from pyg_dfgnn.nn.stand_ins import codes_in
 from pyg_dfgnn.ops.attention.terms import attention_terms, has_kernel
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager, is_plain
 from pyg_dfgnn.settings import current

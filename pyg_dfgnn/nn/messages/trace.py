@@ -340,11 +340,15 @@ def _arguments(tracer: Tracer, call: Call, spec: Spec, row_j: int) -> tuple[dict
             for suffix in ("_i", "_j"):
                 if domain is None or suffix == ("_j" if domain is S else "_i"):
                     sources[base + suffix] = Source(name, entry, axis=role)
-            return tracer.node_input(base, value, domain, role)
-        sources[label] = Source(name, entry)
-        if role == "1":
-            return tracer.global_input(label, value)
-        return tracer.row_input(label, value, E if role == "E" else D)
+            symbol = tracer.node_input(base, value, domain, role)
+        else:
+            sources[label] = Source(name, entry)
+            if role == "1":
+                symbol = tracer.global_input(label, value)
+            else:
+                symbol = tracer.row_input(label, value, E if role == "E" else D)
+        symbol._is_param = type(value) is torch.nn.Parameter
+        return symbol
 
     return {n: make(n, v, spec.roles.get(n), ()) for n, v in call.kwargs.items()}, sources
 
