@@ -88,6 +88,10 @@ TOLERANCES: dict[tuple[str, str, str], Tolerance] = {
     ("gemm", "float32", BACKWARD): Tolerance(5e-6, None, _FP32),
     ("gemm", "tf32", FORWARD): Tolerance(2e-3, None, _TF32),
     ("gemm", "tf32", BACKWARD): Tolerance(2e-3, None, _TF32),
+    ("gemm", "bfloat16", FORWARD): Tolerance(1e-2, None, _BF16),
+    ("gemm", "bfloat16", BACKWARD): Tolerance(1e-2, None, _BF16),
+    ("gemm", "float16", FORWARD): Tolerance(2e-3, None, _FP16),
+    ("gemm", "float16", BACKWARD): Tolerance(2e-3, None, _FP16),
     ("gemm", "float64", FORWARD): Tolerance(1e-10, None, _FP64),
     ("gemm", "float64", BACKWARD): Tolerance(1e-10, None, _FP64),
 }

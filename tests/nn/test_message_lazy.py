@@ -7,11 +7,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 import pyg_dfgnn
+from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
+from tests.nn import test_message_traps as traps
 from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins, watched
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -184,3 +187,39 @@ def test_a_layer_that_keeps_what_it_computed_is_described(inputs):
         not marked.alpha.is_leaf
         and pyg_dfgnn.describe_plan(marked.float(), inputs[0].float(), inputs[1], device="cuda").fused
     )
+
+
+class Chained(traps.Layer):
+    """Values of edges that are made of values of edges, which nothing else reads."""
+
+    def forward(self, x, edge_index):
+        first = self.edge_updater(edge_index, x=x, gate=None)
+        second = self.edge_updater(edge_index, x=x, gate=first)
+        return self.propagate(edge_index, x=x, gate=second)
+
+    def edge_update(self, x_i, x_j, gate):
+        own = (x_i * x_j).sum(-1, keepdim=True).tanh()
+        return own if gate is None else own * gate + own
+
+    def message(self, x_j, gate):
+        return x_j * gate
+
+
+class ChainedOverOthers(Chained):
+    """The first values are of other edges than those that they are used for."""
+
+    def forward(self, x, edge_index):
+        first = self.edge_updater(edge_index.flip(0), x=x, gate=None)
+        second = self.edge_updater(edge_index, x=x, gate=first)
+        return self.propagate(edge_index, x=x, gate=second)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [Chained, ChainedOverOthers])
+@pytest.mark.parametrize("on", [messages.interpreted, emulated_device])
+def test_values_that_are_made_of_others(kind, on):
+    generator = torch.Generator().manual_seed(0)
+    x, edge_index = torch.randn(7, 8, generator=generator), torch.randint(7, (2, 15), generator=generator)
+    x = x.to(torch.float64 if on is messages.interpreted else torch.float32).requires_grad_()
+    for _ in range(2):
+        assert traps.compare(traps.twins(kind), x, edge_index, on=on)

@@ -257,9 +257,8 @@ class _Runnable:
         outputs: Mapping[str, Tensor] | None = None
         waiting = {name: tensor for name, tensor in inputs.items() if isinstance(tensor, EdgeValue)}
         if waiting:
-            inputs |= {name: value.value() for name, value in waiting.items() if not self._joins(name, value)}
-            if any(value.pending for value in waiting.values()):
-                outputs = self._apply(*join(program, inputs), names, [])
+            if any(value.pending and self._joins(program, name, value) for name, value in waiting.items()):
+                outputs = self._apply(*join(program, inputs, self._joins), names, [])
             if outputs is None:
                 inputs |= {name: value.value() for name, value in waiting.items()}
         outputs = self._apply(program, inputs, names, reasons) if outputs is None else outputs
@@ -274,10 +273,10 @@ class _Runnable:
             results[name] = result.contiguous()
         return results
 
-    def _joins(self, name: str, value: EdgeValue) -> bool:
-        """Whether the program of a value of edges, which is an input, can become part of this one."""
+    def _joins(self, program: Program, name: str, value: EdgeValue) -> bool:
+        """Whether the program of a value of edges can become part of one that has it as an input."""
         pending = value.pending
-        if pending is None or not value.is_current() or self.program.values[self.program.inputs[name]].domain is not E:
+        if pending is None or not value.is_current() or program.values[program.inputs[name]].domain is not E:
             return False
         call = self.call.edge_index, self.spec.sizes, self.trace.dtype
         return pending.edges is call[0] and (pending.sizes, pending.dtype) == call[1:]

@@ -104,7 +104,7 @@ class EdgeValue(Tensor):
 
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_inference, Tensor.__len__),
 }
 """Functions of the shape and the kind of a tensor."""
 
@@ -165,20 +165,25 @@ _joined: dict[tuple[Any, ...], tuple[Program, Program, Program]] = {}
 _MOST_JOINED = 1024
 
 
-def join(program: Program, inputs: dict[str, Tensor]) -> tuple[Program, dict[str, Tensor]]:
-    """Return a program and inputs in which the programs of edge values stand in for them.
+def join(
+    program: Program, inputs: dict[str, Tensor], joins: Callable[[Program, str, EdgeValue], bool]
+) -> tuple[Program, dict[str, Tensor]]:
+    """Return a program and inputs in which the programs of edge values stand in for them, those of theirs too.
 
     Args:
-        program: A program some of whose inputs are pending.
+        program: A program some of whose inputs are edge values.
         inputs: Its inputs.
+        joins: (program, name of an input, its value) -> whether the program of the value may be joined.
     """
     while True:
-        name = next((n for n, t in inputs.items() if isinstance(t, EdgeValue) and t.pending is not None), None)
-        if name is None:
+        found = next(((name, tensor) for name, tensor in inputs.items() if isinstance(tensor, EdgeValue)), None)
+        if found is None:
             return program, inputs
-        value = inputs[name]
-        assert isinstance(value, EdgeValue) and value.pending is not None
+        name, value = found
         pending = value.pending
+        if pending is None or not joins(program, name, value):
+            inputs = {**inputs, name: value.value()}
+            continue
         others = {n: t for n, t in inputs.items() if n != name}
         names = {}
         for own, tensor in pending.inputs.items():
