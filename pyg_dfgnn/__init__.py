@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pyg_dfgnn import operator as _operator  # noqa: F401
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 
 if TYPE_CHECKING:
     from pyg_dfgnn.capture import capture_step
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from pyg_dfgnn.nn import accelerate, describe_plan, report, restore
 
 __version__ = "0.1.0"
-__all__ = ["Graph", "__version__", "accelerate", "capture_step", "describe_plan", "report", "restore", "settings"]
+__all__ = [
+    "Graph",
+    "__version__",
+    "accelerate",
+    "capture_step",
+    "describe_plan",
+    "local_settings",
+    "report",
+    "restore",
+    "settings",
+]
 
 # Resolved on first use, so that `import pyg_dfgnn` does not pay for PyTorch Geometric.
 _LAZY = {

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pyg_dfgnn.errors import check_choice
 
@@ -63,161 +61,100 @@ class Settings:
         check_choice("linear", self.linear, ("torch", "kernels"))
 
 
-class _Call(NamedTuple):
-    """A change that may still turn out to be for a block: only its thread sees it for as long as the object lives.
-
-    Attributes:
-        made: The object that the call has made.
-        changes: What it changes.
-        thread: The fields of :class:`_Override` in the thread that made the call.
-    """
-
-    made: weakref.ref[settings]
-    changes: dict[str, Any]
-    thread: dict[str, Any]
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether nobody can enter the object any more."""
-        return self.made() is None
-
-
 _lock = threading.Lock()
-# What all threads see: the base, in which calls for all have ended up, with the calls for all since then.
+# What all threads see outside of blocks.
 _global = Settings()
-_base = Settings()
-_calls: list[_Call] = []
-_is_stale = False
 
 
-class _Override(threading.local):
-    # Runs in every new thread, which starts without an override. Unlike a ContextVar, torch.compile can trace it.
+class _Blocks(threading.local):
+    # Runs in every new thread, which starts outside of any block. Unlike a ContextVar, torch.compile can trace it.
     def __init__(self) -> None:
-        # What the thread sees: the settings of its innermost block, without a block those of `kept`.
+        # The settings of the innermost block; None without.
         self.settings: Settings | None = None
-        # What all threads see with the calls of this one, while there are any that may still be for a block.
-        self.kept: Settings | None = None
         # What the blocks around it had: settings, and what was around these.
         self.outer: tuple[Settings | None, Any] | None = None
 
 
-_override = _Override()
+_blocks = _Blocks()
 
 
 def current() -> Settings:
     """Return the settings in force in this thread."""
-    return _override.settings or _global
+    return _blocks.settings or _global
 
 
-class settings:
-    """Change settings: for the whole process when called, for one thread and one block in a `with` statement.
+def settings(**changes: Any) -> None:
+    """Change settings for the whole process; a setting that is not named keeps its value.
 
-    A setting that is not named keeps its value. While somebody keeps the object and has not entered it, as a notebook
-    keeps the result of a cell, the change is for the thread that made it, and for the whole process once the object is
-    gone. A function compiled by `torch.compile` keeps the settings of the block that it was traced under; a change for
-    the whole process recompiles it.
+    Threads inside a block of :class:`local_settings` see the change after it. Functions compiled by `torch.compile` are
+    compiled anew.
 
     Args:
-        schedule: See :class:`Settings`.
-        deterministic: See :class:`Settings`.
-        fallback: See :class:`Settings`.
-        check_ids: See :class:`Settings`.
-        compile_messages: See :class:`Settings`.
-        linear: See :class:`Settings`.
+        changes: Fields of :class:`Settings`.
 
     Raises:
-        ValueError: A value is not among the choices.
+        ValueError: No such setting, or a value that is not among its choices.
 
     Example:
         >>> settings(fallback="error")
-        >>> with settings(schedule="row_split"):
+    """
+    global _global
+    _check_names(changes)
+    with _lock:
+        _global = replace(_global, **changes)
+
+
+def _check_names(changes: Mapping[str, Any]) -> None:
+    for name in changes:
+        check_choice("settings", name, [field.name for field in fields(Settings)])
+
+
+class local_settings:
+    """Change settings for one thread and one `with` block; a setting that is not named keeps its value.
+
+    A function compiled by `torch.compile` keeps the settings of the block that it was traced under.
+
+    Args:
+        changes: Fields of :class:`Settings`.
+
+    Raises:
+        ValueError: No such setting, or a value that is not among its choices.
+
+    Example:
+        >>> with local_settings(schedule="row_split"):
         ...     out = model(x, edge_index)
     """
 
     def __init__(self, **changes: Any) -> None:
-        for name in changes:
-            check_choice("settings", name, [field.name for field in fields(Settings)])
+        _check_names(changes)
         replace(_global, **changes)  # refuses wrong values
         self._changes = changes
-        with _changing():
-            _calls.append(_Call(weakref.ref(self, _note_death), changes, vars(_override)))
-            _apply()
 
     def __enter__(self) -> Settings:
-        with _changing():
-            # A call that is entered was for a block: the change for its thread is taken back.
-            entered = [call for call in _calls if call.made() is self]
-            _calls[:] = [call for call in _calls if call.made() is not self]
-            _apply(entered)
-            inside = replace(current(), **self._changes)
-            _override.outer = _override.settings, _override.outer
-            _override.settings = inside
+        inside = replace(current(), **self._changes)
+        _enter(inside)
         return inside
 
     def __exit__(self, *exc: object) -> None:
-        with _changing():
-            # Another thread may end the block, as a generator that is thrown away.
-            if _override.outer is not None:
-                before, _override.outer = _override.outer
-                _override.settings = _override.kept if _override.outer is None else before
+        # Another thread may end the block, as a generator that is thrown away.
+        if _blocks.outer is not None:
+            _leave()
 
 
 class quiet:
-    """A block whose fallbacks nobody is told of; torch.compile can trace it, as it cannot `settings`."""
+    """A block whose fallbacks nobody is told of; torch.compile can trace it, as it cannot `local_settings`."""
 
     def __enter__(self) -> None:
-        _override.outer = _override.settings, _override.outer
-        _override.settings = replace(current(), fallback="silent")
+        _enter(replace(current(), fallback="silent"))
 
     def __exit__(self, *exc: object) -> None:
-        before, _override.outer = _override.outer  # type: ignore[misc]
-        _override.settings = _override.kept if _override.outer is None else before
+        _leave()
 
 
-@contextmanager
-def _changing() -> Iterator[None]:
-    """A block that one thread at a time is in; who leaves it applies what the calls that died meanwhile have left."""
-    with _lock:
-        yield
-    _apply_stale()
+def _enter(inside: Settings) -> None:
+    _blocks.outer = _blocks.settings, _blocks.outer
+    _blocks.settings = inside
 
 
-def _note_death(_: Any) -> None:
-    """Make the change of an object that nobody can enter any more one for all."""
-    global _is_stale
-    _is_stale = True
-    _apply_stale()
-
-
-def _apply_stale() -> None:
-    # Runs whenever the garbage collector does, perhaps where this thread holds the lock: it must not wait for that.
-    global _is_stale
-    while _is_stale and _lock.acquire(blocking=False):
-        try:
-            _is_stale = False
-            _apply()
-        finally:
-            _lock.release()
-
-
-def _apply(entered: Sequence[_Call] = ()) -> None:
-    """Make `_calls` the settings of the process and of the threads that made them, also of those just entered."""
-    global _global, _base
-    threads = [call.thread for call in (*_calls, *entered)]
-    while _calls and _calls[0].is_for_all:
-        _base = replace(_base, **_calls.pop(0).changes)
-    _global = _seen_by(None)
-    for thread in threads:
-        has_own = any(call.thread is thread and not call.is_for_all for call in _calls)
-        thread["kept"] = _seen_by(thread) if has_own else None
-        if thread["outer"] is None:
-            thread["settings"] = thread["kept"]
-
-
-def _seen_by(thread: dict[str, Any] | None) -> Settings:
-    """Return the base with the calls for all and those of a thread, in the order in which they were made."""
-    seen = _base
-    for call in _calls:
-        if call.is_for_all or call.thread is thread:
-            seen = replace(seen, **call.changes)
-    return seen
+def _leave() -> None:
+    _blocks.settings, _blocks.outer = _blocks.outer  # type: ignore[misc]

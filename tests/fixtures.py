@@ -50,10 +50,8 @@ def default_settings(request, monkeypatch):
     module = sys.modules["pyg_dfgnn.settings"]
     defaults = getattr(request.module, "SETTINGS", Settings(check_ids="now"))
     monkeypatch.setattr(module, "_global", defaults)
-    monkeypatch.setattr(module, "_base", defaults)
-    monkeypatch.setattr(module, "_calls", [])
-    for name in ("settings", "kept", "outer"):
-        monkeypatch.setattr(module._override, name, None)
+    for name in ("settings", "outer"):
+        monkeypatch.setattr(module._blocks, name, None)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from pyg_dfgnn.ir import D, R, Rows, S, relational, sum_to
 from pyg_dfgnn.ops import edge_attention
 from pyg_dfgnn.ops.function import runner_of
 from pyg_dfgnn.ops.relational import RowSet, apply, rows_of
-from pyg_dfgnn.settings import current, settings
+from pyg_dfgnn.settings import current, local_settings
 from pyg_dfgnn.statements import score as statements
 from pyg_dfgnn.statements.score import Score
 from pyg_dfgnn.statements.scores import ADD, DOT, SCORES, register
@@ -78,7 +78,7 @@ HELD = {
     "graph with relations": typed,
     "EdgeSet": lambda: EdgeSet(EDGES, NUM_NODES, NUM_NODES),
     "settings": lambda: current(),
-    "settings to be entered": lambda: settings(),
+    "settings to be entered": lambda: local_settings(fallback="silent"),
     "program": lambda: added.program(x=(3,)),
     "relational function": lambda: added,
     "rows": lambda: rows_of(typed()),
@@ -179,7 +179,7 @@ def test_steps(way):
     torch.manual_seed(0)
     model, data = ours.SAGEConv(FEATURES, 4), Data(x=X, edge_index=EDGES)
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         step = capture_step(model, loss, optimizer, data)
         captured = capture_step(model, loss, optimizer, data, recorder=HostRecorder(optimizer))
         assert type(captured) is CapturedStep

@@ -17,7 +17,7 @@ from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import DROP_INS, messages
 from pyg_dfgnn.nn.messages.backend import stored_reasons
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, twins, watched
 
 PAGE = Path(__file__).parents[1] / "docs" / "message_passing_coverage.md"
@@ -43,7 +43,7 @@ SIZES = {One: 1, R: 5, S: 1000, D: 1000, U: 5000, V: 5000, E: 20000}
 def traces_of(case: Case) -> tuple[list[messages.Trace], list[str]]:
     """Return the programs of a call of a layer, and the reasons for which there are none."""
     _, marked = twins(case.make)
-    with messages.interpreted(), watched() as calls, settings(fallback="silent"):
+    with messages.interpreted(), watched() as calls, local_settings(fallback="silent"):
         case.call(marked, Inputs(ZOO["self-loops"]()))
     programs = [trace for *_, trace, _ in calls if trace is not None and trace.program is not None]
     return programs, [reason for *_, reasons in calls for reason in reasons]

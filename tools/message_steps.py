@@ -75,7 +75,7 @@ class Setup:
         """The model with the parameters that all implementations start from."""
         layer = self.case.module(self.graph.device)
         model = Model(self.case, layer, self.inputs["x"])
-        with pyg_dfgnn.settings(fallback="silent"):
+        with pyg_dfgnn.local_settings(fallback="silent"):
             return pyg_dfgnn.accelerate(model) if accelerated else model
 
     def error(self, model: Model) -> float:
@@ -161,7 +161,7 @@ def measure(setup: Setup, name: str) -> dict[str, Any]:
     device = setup.graph.device
     fallback = "error" if accelerated and device.type == "cuda" else "silent"
     try:
-        with pyg_dfgnn.settings(fallback=fallback):
+        with pyg_dfgnn.local_settings(fallback=fallback):
             model = setup.model(accelerated=accelerated)
             step_ms, n = wall_ms(make(setup, model), device)
         error = setup.error(model)

@@ -332,7 +332,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
     if timer.on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
-    with pyg_dfgnn.settings(**backend.settings):
+    with pyg_dfgnn.local_settings(**backend.settings):
         state = None if reference is None else reference.state
         model, turns = setup.start(backend, state)
         state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
@@ -360,14 +360,14 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
         reference_sum = None
         if reference is not None and task.full_graph and pace.rounds:
             other = reference.backend
-            with pyg_dfgnn.settings(**other.settings):
+            with pyg_dfgnn.local_settings(**other.settings):
                 _, others = setup.start(other, reference.state)
                 for index in range(pace.warm_up):
                     others(index)
             spans, of_reference = [], []
             for _ in range(pace.rounds):
                 spans += turns.take(TURN, timer)
-                with pyg_dfgnn.settings(**other.settings):
+                with pyg_dfgnn.local_settings(**other.settings):
                     of_reference += others.take(TURN, timer)
             reference_sum = Timing.of([span["sum"] for span in of_reference])
         timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
@@ -390,9 +390,9 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
     An update counts by what it does to the loss, its product with the average of the gradients: Adam makes steps of
     full size of gradients that are rounding alone.
     """
-    with pyg_dfgnn.settings(**reference.backend.settings):
+    with pyg_dfgnn.local_settings(**reference.backend.settings):
         other, others = setup.start(reference.backend, reference.state)
-    with pyg_dfgnn.settings(**backend.settings):
+    with pyg_dfgnn.local_settings(**backend.settings):
         model, turns = setup.start(backend, reference.state)
     losses, expected = [], []
     updates: list[float] = []
@@ -401,9 +401,9 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pyg_dfgnn.settings(**backend.settings):
+        with pyg_dfgnn.local_settings(**backend.settings):
             losses.append(float(turns(index)))
-        with pyg_dfgnn.settings(**reference.backend.settings):
+        with pyg_dfgnn.local_settings(**reference.backend.settings):
             expected.append(float(others(index)))
         averages = [others.optimizer.state.get(parameter, {}).get("exp_avg") for parameter in other.parameters()]
         for effects, stepped in ((updates, model), (wanted, other)):

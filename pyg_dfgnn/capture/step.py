@@ -24,7 +24,7 @@ from pyg_dfgnn.errors import UnsupportedError, check_device
 from pyg_dfgnn.nn.drop_ins import rows_of
 from pyg_dfgnn.nn.fallback import say_once
 from pyg_dfgnn.nn.messages.kept import edges_stay
-from pyg_dfgnn.settings import current, settings
+from pyg_dfgnn.settings import current, local_settings
 
 Loss = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
@@ -262,7 +262,7 @@ class CapturedStep(Step):
         capture.runs += 1
         if capture.recording is None:
             # A recording is of kernels, however seldom the edges have come before it.
-            with settings(check_ids="now"):
+            with local_settings(check_ids="now"):
                 if capture.runs <= self._warm_ups:
                     return self.recorder.run(lambda: work(data))
                 # The edges of a bucket are edited for each batch.

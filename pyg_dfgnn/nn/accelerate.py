@@ -27,7 +27,7 @@ from pyg_dfgnn.nn.drop_ins import (
 from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe, standing
 from pyg_dfgnn.nn.owned import OfLayers
-from pyg_dfgnn.settings import current, settings
+from pyg_dfgnn.settings import current, local_settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -258,14 +258,14 @@ def _layers(
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:
             # Calls with symbols are those of a trace of the messages around the layer.
             if name not in layers and not any(isinstance(each, Symbol) for each in (*args, *kwargs.values())):
-                with torch.set_grad_enabled(grad), settings(fallback=fallback):
+                with torch.set_grad_enabled(grad), local_settings(fallback=fallback):
                     layers[name] = _describe(*layer, device, *args, **kwargs)
 
         hook.of_description = True  # type: ignore[attr-defined]
         module.register_forward_pre_hook(hook, with_kwargs=True)
     fallback = current().fallback
     is_eager = torch.compiler.set_stance("force_eager")
-    with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"), is_eager:
+    with torch.no_grad(), torch.random.fork_rng(), local_settings(fallback="silent"), is_eager:
         model(*args, **kwargs)
     for name, (module, _) in rows.items():
         yield name, layers.get(name, Description(shown(module), ("this forward does not call the layer",)))

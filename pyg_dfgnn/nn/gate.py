@@ -24,7 +24,7 @@ from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -317,7 +317,7 @@ class FusedConv(Scripted, MessagePassing):
             return Description(shown(self), reasons, problem)
         try:
             # The plan is that of edges which have come often enough to be measured.
-            with settings(check_ids="now"):
+            with local_settings(check_ids="now"):
                 problem, call = self._as_run(problem, call, *args, **kwargs)
                 graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:

@@ -108,7 +108,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps(environment(device), indent=2) + "\n")
-    with pyg_dfgnn.settings(**backend["settings"]):
+    with pyg_dfgnn.local_settings(**backend["settings"]):
         torch.manual_seed(config["seed"])
         with group.first_alone():
             make_task = instantiate(cfg.data.task, _partial_=True)

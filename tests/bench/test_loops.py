@@ -13,7 +13,7 @@ from pyg_dfgnn.bench.loops.data import PRODUCTS, sample
 from pyg_dfgnn.bench.loops.steps import BASELINE, Batches
 from pyg_dfgnn.bench.results import Table
 from pyg_dfgnn.capture import capture_step
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.bench.quick import composed
 from tests.capture.test_step import HostRecorder
 from tests.emu import needs_compiler
@@ -23,7 +23,7 @@ from tests.kernels.emulated import emulated_device
 def bench(tmp_path, *overrides, device="cpu"):
     """Run the bench on miniature graphs; return the exit code and the rows."""
     quick = ("experiment=loops", f"device={device}", "small=true", "seconds=0", "block=1", f"folder={tmp_path}")
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         code = run.run(composed(*quick, *overrides))
     path = tmp_path / "loops.csv"
     return code, Table.read(path) if path.exists() else []

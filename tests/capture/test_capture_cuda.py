@@ -21,7 +21,7 @@ from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.reference.tolerances import relative_error
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step
 from tests.capture.test_capture_step import Pooled, by_hand, call, masked_loss, plain, rated, weighted_loss, whole
 from tests.capture.test_step import graph
@@ -159,7 +159,7 @@ def test_layers_that_make_their_edges(name):
     (by, first), (ours, second) = twins(MAKE_EDGES[name])
     pyg_dfgnn.accelerate(ours)
     step = capture_step(ours, masked_loss, second, other)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         for _ in range(STEPS):
             x = torch.randn(40, 5)
             data.x.copy_(x)
@@ -192,7 +192,7 @@ def test_batches(name, source):
     else:
         step, fed = capture_step(ours, node_loss, second, Capacity.of(resident, 6)), batches
     want, out = by_hand(by, node_loss, first, batches, plain)
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         losses = torch.stack([step(batch) for batch in fed])
     torch.testing.assert_close(losses, want, rtol=5e-3, atol=5e-4)
     assert step.output.shape == out.shape
@@ -205,7 +205,7 @@ def test_batches_with_edge_features_and_a_value_per_graph():
     (by, first), (ours, second) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2))
     want, _ = by_hand(by, weighted_loss, first, batches, call)
     step = capture_step(ours, weighted_loss, second, Capacity.of(resident, 6), forward=call)
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         losses = torch.stack([step(batch) for batch in batches])
     torch.testing.assert_close(losses, want, rtol=5e-3, atol=5e-4)
 
@@ -465,7 +465,7 @@ def test_data_on_the_host():
     with pytest.raises(ValueError, match=r"'data.x' needs device cuda:0 \(got cpu\)"):
         capture_step(model, masked_loss, optimizer, whole())
     with (
-        settings(fallback="error"),
+        local_settings(fallback="error"),
         pytest.raises(UnsupportedError, match="captured step cannot run here: the model is"),
     ):
         capture_step(model.cpu(), masked_loss, optimizer, whole())

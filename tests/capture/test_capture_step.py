@@ -19,7 +19,7 @@ from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, StaticGraph
 from pyg_dfgnn.models import GAT
 from pyg_dfgnn.nn import fallback
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.capture.test_step import HostRecorder, graph
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -108,7 +108,7 @@ def test_a_step_on_a_cpu_is_the_loop_by_hand(caplog):
 
 
 def test_silence(capsys, caplog):
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         model = gat()
         capture_step(model, masked_loss, OPTIMIZERS["adam"](model.parameters()), whole())()
     assert not caplog.messages and not capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_pools_of_batches_on_the_kernels(name, monkeypatch):
     (left, optimizer), (right, other) = twins(lambda: nn.Linear(5, 1))
     want, _ = by_hand(left, weighted_loss, optimizer, batches, pooled)
     monkeypatch.setattr("pyg_dfgnn.graph.graph.build_index", None)
-    with settings(fallback="error"), emulated_device() as launched:
+    with local_settings(fallback="error"), emulated_device() as launched:
         options = {"forward": pooled, "recorder": HostRecorder(other)}
         step = capture_step(right, weighted_loss, other, loader, **options)
         losses = torch.stack([step(batch) for batch in batches])
@@ -216,7 +216,7 @@ def test_edge_features_of_batches_on_the_kernels(conv):
     batches = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     (left, optimizer), (right, other) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2, conv=conv))
     want, _ = by_hand(left, weighted_loss, optimizer, batches, call)
-    with settings(fallback="error"), emulated_device() as launched:
+    with local_settings(fallback="error"), emulated_device() as launched:
         options = {"forward": call, "recorder": HostRecorder(other)}
         step = capture_step(right, weighted_loss, other, Capacity.of(resident, 2), **options)
         losses = torch.stack([step(batch) for batch in batches])

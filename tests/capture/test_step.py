@@ -14,7 +14,7 @@ from pyg_dfgnn.capture.buckets import IGNORED, MaskedBatchNorm, RowMask
 from pyg_dfgnn.capture.recorder import _waiting_refused
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.models import GAT, GraphTransformer
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -339,7 +339,7 @@ def test_padded_batches_on_the_kernels():
     resident = DeviceDataset([SortEdges()(graph(6 + i, i)) for i in range(6)])
     given = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     wide = Capacity.of([graph(6 + i, i) for i in range(6)], 2)
-    with settings(schedule="block_mma", fallback="error"), emulated_device() as launched:
+    with local_settings(schedule="block_mma", fallback="error"), emulated_device() as launched:
         eager, captured = pair(make, wide)
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=1) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)

@@ -11,7 +11,7 @@ from pyg_dfgnn.dispatch.core import FORWARD
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.reference.zoo import hub, sbm
-from pyg_dfgnn.settings import Settings, settings
+from pyg_dfgnn.settings import Settings, local_settings
 from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.dispatch.test_core import PROBLEM, choose, graph_of, plan
 
@@ -255,7 +255,7 @@ def test_cost_grows_with_the_area(direction, score):
 
 
 def test_the_plan_of_a_batch():
-    with settings(schedule="block_mma", fallback="error"):
+    with local_settings(schedule="block_mma", fallback="error"):
         found = plan(PROBLEM, batch())
     assert found.schedule == "block_mma" and found.deterministic
     assert [choice.reason for choice in found] == ["asked for"] * 3

@@ -18,7 +18,7 @@ from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
 from pyg_dfgnn.reference.zoo import hub, random
-from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, settings
+from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, local_settings
 from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.scores import SCORES
 
@@ -102,7 +102,7 @@ def test_no_backward_pass_without_gradients():
 
 
 def test_a_plan_reads_as_text():
-    with settings(schedule="row_split"):
+    with local_settings(schedule="row_split"):
         lines = str(plan(replace(PROBLEM, heads=2, channels=4), graph_of(random(50, 50, 100)))).splitlines()
     assert lines[0] == "schedule row_split" and lines[1].strip() == "results: the same in every run"
     directions = [line.strip() for line in lines if line.startswith("  ") and not line.startswith("   ")][1:]
@@ -115,7 +115,7 @@ def test_a_plan_reads_as_text():
 
 
 def test_the_schedule_that_was_asked_for():
-    with settings(schedule="row_split"):
+    with local_settings(schedule="row_split"):
         assert plan(PROBLEM, graph_of(hub(300)))[0].reason == "asked for"
 
 
@@ -165,7 +165,7 @@ def candidates(monkeypatch):
 
 def chosen(**changes):
     """Schedules of the three passes."""
-    with settings(**changes):
+    with local_settings(**changes):
         both = choose(PROBLEM, GRAPH, FORWARD, current()) + choose(PROBLEM, GRAPH, BACKWARD, current())
     return [choice.plan.schedule for choice in both]
 
@@ -211,7 +211,7 @@ def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
         UnsupportedError, match="schedule 'block_mma' .* cannot run here: block_mma has no sources; and never"
     ):
         chosen(schedule="block_mma", fallback="error")
-    with settings(schedule="block_mma", fallback="error"):
+    with local_settings(schedule="block_mma", fallback="error"):
         text = str(plan(PROBLEM, GRAPH))
     assert "backward over sources: row_split (block_mma cannot run)" in text
     assert "block_mma cannot run: block_mma has no sources; and never had" in text
@@ -222,7 +222,7 @@ def test_a_reason_is_logged_once_whatever_its_numbers(candidates, caplog, monkey
     candidates(Fake("row_split", 1, 1, 1), tiles)
     shares = iter(("1.5 %", "12 %", "no"))
     monkeypatch.setattr(tiles, "reasons_against", lambda *_: [f"{next(shares)} set"])
-    with settings(schedule="block_mma"):
+    with local_settings(schedule="block_mma"):
         for _ in range(3):
             choose(PROBLEM, GRAPH, FORWARD, current())
     assert len(caplog.messages) == 2 and "1.5 % set" in caplog.messages[0] and "no set" in caplog.messages[1]
@@ -251,7 +251,7 @@ def test_only_deterministic_schedules_on_request(candidates, by_torch):
     try:
         assert chosen(deterministic=None if by_torch else True) == ["row_split"] * 3
         assert chosen(deterministic=False) == ["block_mma"] * 3
-        with settings(deterministic=None if by_torch else True):
+        with local_settings(deterministic=None if by_torch else True):
             text = str(plan(PROBLEM, GRAPH))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -271,7 +271,7 @@ def test_every_schedule_has_a_name_in_the_settings():
 def test_each_schedule_by_name(name):
     """It runs, or says why not; the plan names what runs."""
     graph = graph_of(random(64, 64, 512, seed=1))
-    with settings(schedule=name):
+    with local_settings(schedule=name):
         found = plan(replace(PROBLEM, channels=32), graph)
     for choice in found:
         option = next(option for option in choice.options if option.schedule == name)
@@ -280,7 +280,7 @@ def test_each_schedule_by_name(name):
 
 
 def test_the_rule_of_the_paper():
-    with settings(schedule="paper"):
+    with local_settings(schedule="paper"):
         found = plan(PROBLEM, graph_of(hub(300)))
     assert found.schedule == "smmf" and "largest degree 30" in found[0].reason
 
@@ -384,7 +384,7 @@ def test_a_graph_that_is_no_batch_needs_no_segments():
 
 def measured(directions, **seconds):
     """Remember that candidates took so long."""
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         found = dispatch.options(family.FAMILY, PROBLEM, GRAPH, directions, current())
     store.remember(
         store.key_of(family.FAMILY, PROBLEM, GRAPH, directions, found),
@@ -394,14 +394,14 @@ def measured(directions, **seconds):
 
 def test_what_was_timed_decides(candidates):
     candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, 2), Fake("smmf", 3, 3, 3))
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
     assert choice.plan.schedule == "row_split" and not choice.final and "not timed yet" in choice.reason
     measured(FORWARD, row_split=3e-3, block_mma=2e-3, smmf=1e-3)
     measured(BACKWARD, row_split=3e-3, block_mma=1e-3, smmf=2e-3)
     assert chosen(schedule="autotune") == ["smmf", "block_mma", "block_mma"] and chosen() == ["row_split"] * 3
     store.forget()
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         (choice,) = choose(PROBLEM, GRAPH, FORWARD, current())
         assert "block_mma: 2 ms measured, 2.5e+03 ms = work" in str(plan(PROBLEM, GRAPH))
     assert choice.plan.schedule == "smmf" and choice.final and "not timed" not in choice.reason
@@ -412,5 +412,5 @@ def test_what_ran_out_of_memory_is_not_taken(candidates):
     measured(FORWARD, row_split=5e-3, block_mma=float("inf"))
     assert chosen(schedule="autotune")[0] == "row_split"
     store.forget()
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         assert not choose(PROBLEM, GRAPH, FORWARD, current())[0].final

@@ -12,7 +12,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, tolerance
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 from pyg_dfgnn.statements.attention import FORWARD
 from pyg_dfgnn.statements.op import DIRECTIONS
 from tests.emu import needs_compiler
@@ -237,7 +237,7 @@ def test_scalars_of_add_that_no_factor_holds(name, number):
     problem.inputs[name][20] = number
     results = {}
     for schedule in ("row_split", "block_mma"):
-        with settings(schedule=schedule, fallback="error"), torch.no_grad(), emulated_device() as launched:
+        with local_settings(schedule=schedule, fallback="error"), torch.no_grad(), emulated_device() as launched:
             results[schedule] = ops.add_attention(graph, **problem.inputs)
         assert (ENTRIES["forward"] in launched) == (schedule == "block_mma")
     torch.testing.assert_close(results["block_mma"], results["row_split"], rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -13,7 +13,7 @@ from pyg_dfgnn.graph.node_ranges import node_ranges
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import relative_error
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 from tests.covering import Row, covering, product
 from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -266,7 +266,7 @@ def test_ordered_rows(default_settings, monkeypatch, row):
 def test_nodes_without_edges():
     """A range whose rows are all empty, next to one that has edges."""
     graph = Graph.of(torch.tensor([[0, 1, 40], [1, 0, 40]]), 60)
-    with settings(schedule="smem", fallback="error"):
+    with local_settings(schedule="smem", fallback="error"):
         check(problem_of("dot", graph, 1, 16), graph, 0.0)
 
 

@@ -10,7 +10,7 @@ from pyg_dfgnn.dispatch.attention import paper
 from pyg_dfgnn.dispatch.attention.paper import ABLATIONS
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import most_edges
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.covering import covering, over
 from tests.emu import ORDERS, needs_compiler
 from tests.kernels.block_mma import mix
@@ -42,13 +42,13 @@ WIDE = covering(
 
 @pytest.fixture(params=list(LAUNCHES))
 def schedule(request):
-    with settings(schedule=request.param):
+    with local_settings(schedule=request.param):
         yield request.param
 
 
 def check_schedule(name, *arguments):
     """:func:`check`, and that the weights apart, nothing but the kernels of the schedule ran."""
-    with settings(schedule=name, fallback="error"):
+    with local_settings(schedule=name, fallback="error"):
         launched = check(*arguments)
     assert set(launched) - {"attention_weights", "attention_inverse_norm"} == LAUNCHES[name]
 
@@ -116,6 +116,6 @@ def test_ablations(name, score_and_dtype):
     score, dtype = score_and_dtype
     graph = build_graph(*heavy_graph())
     problem = problem_of(score, graph, 3, 40, dtype, edge=score != "cosine")
-    with settings(schedule=name, fallback="error"):
+    with local_settings(schedule=name, fallback="error"):
         launched = check(problem, graph, 0.3, "random")
     assert "attention_smmf_forward" in launched

@@ -8,7 +8,7 @@ from pyg_dfgnn.dispatch import segment, traversal
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.tolerances import relative_error
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 from pyg_dfgnn.statements.segment import MESSAGES, MOMENTS, STATS
 from tests.covering import Row, covering, over
 from tests.emu import ORDERS, needs_compiler
@@ -238,7 +238,7 @@ def test_lanes_to_spare_take_rows_or_edges_as_asked(edges, stats):
     for schedule, slots in (("feature_parallel", 1), ("neighbour_parallel", 16)):
         plan = segment.FAMILY.by_name[schedule].plan_pass(problem, "forward", graph)
         assert plan.schedule == schedule and plan.constants["EDGE_SLOTS"] == slots
-        with settings(schedule=schedule, fallback="error"), emulated_device() as launched:
+        with local_settings(schedule=schedule, fallback="error"), emulated_device() as launched:
             out = aggregate(graph, x, stats)
             (grad,) = torch.autograd.grad(out.square().sum(), x)
         assert "segment_backward_sources" in launched

@@ -9,7 +9,7 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
@@ -75,7 +75,7 @@ def test_same_launches_on_each_batch(static_of, schedule, self_loops):
             launcher.launch(launcher.kernel_of(spec, entry), grid, block, arguments, torch.device("cpu"), shared_bytes)
 
     seen = []
-    with settings(schedule=schedule, fallback="error"), emulated_device() as launched:
+    with local_settings(schedule=schedule, fallback="error"), emulated_device() as launched:
         with launcher.override(record) as before:
             for batch, source in batches:
                 assert static.takes(source)

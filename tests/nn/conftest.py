@@ -10,7 +10,7 @@ from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import TypedLayer
 from pyg_dfgnn.ops.function import ops
 from pyg_dfgnn.ops.relational.traced import KIND
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import FEATURES, NUM_NODES
 
@@ -33,7 +33,7 @@ def forget_logged(monkeypatch):
 def in_float64():
     """Numbers are in float64 unless told otherwise, and what is left to PyG is not said."""
     torch.set_default_dtype(torch.float64)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         yield
     torch.set_default_dtype(torch.float32)
 
@@ -50,7 +50,7 @@ def runs(monkeypatch):
 @pytest.fixture
 def launched():
     """Names of the kernels launched so far: CPU tensors take the fused path, and what is left to PyG is not said."""
-    with emulated_device() as names, settings(fallback="silent"):
+    with emulated_device() as names, local_settings(fallback="silent"):
         yield names
 
 

@@ -78,7 +78,7 @@ def trained(layer, x, grad=None, **kwargs):
 def assert_equals_pyg(own, pygs, x, launches, dtype=torch.float32, wanted=None, grad=None, **kwargs):
     """A call of a drop-in makes so many launches and gives what PyG's gives in float64 with arguments `wanted`."""
     x = x.to(dtype)
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = trained(own, x, grad, **kwargs)
     expected = trained(copy.deepcopy(pygs).double(), x.double(), grad, **(kwargs if wanted is None else wanted))
     assert actual["out"].dtype == dtype and actual["out"].is_contiguous()
@@ -232,7 +232,7 @@ def test_multi(case):
     pygs = aggr.MultiAggregation(copy.deepcopy(aggregations), **arguments)
     own = ours.MultiAggregation(copy.deepcopy(aggregations), **arguments)
     own.load_state_dict(pygs.state_dict())
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         swapped = pyg_dfgnn.accelerate(copy.deepcopy(pygs))
     if case == "semi":
         # PyG forgets the flag of a deviation where it fuses.
@@ -261,7 +261,7 @@ def test_repeated_names(names, mode, route):
     """PyG computes only the last of a repeated mean, variance or deviation by an index, and each by offsets."""
     pygs, own = (library.MultiAggregation(names, **MODES[mode]) for library in (aggr, ours))
     own.load_state_dict(pygs.state_dict())
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         layers = [own, pyg_dfgnn.accelerate(copy.deepcopy(pygs))]
     index = torch.tensor([0, 0, 1, 3, 3, 3])
     kwargs = {"ptr": torch.tensor([0, 2, 3, 3, 6])} if route == "ptr" else {"index": index, "dim_size": 4}
@@ -274,7 +274,7 @@ def test_repeated_names(names, mode, route):
         kwargs["dim"] = 0
     expected = pygs.double()(x.double(), **kwargs)
     for layer in layers:
-        with emulated_device(), pyg_dfgnn.settings(fallback="silent"):
+        with emulated_device(), pyg_dfgnn.local_settings(fallback="silent"):
             assert_all_close({"out": (layer(x, **kwargs), expected)}, op="segment")
             assert any("more than once" in reason for reason in reasons_of(layer, x, **kwargs))
 
@@ -371,9 +371,9 @@ def test_what_pyg_takes(case):
     layer = make("Sum")
     with emulated_device() as launched:
         assert reasons_of(layer, x, index) == [reason]
-        with pyg_dfgnn.settings(fallback="silent"):
+        with pyg_dfgnn.local_settings(fallback="silent"):
             assert torch.equal(layer(x, index), make("Sum", aggr)(x, index)) and launched == []
-        with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match="fused SumAggregation"):
+        with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError, match="fused SumAggregation"):
             layer(x, index)
 
 
@@ -386,7 +386,10 @@ def test_delegates():
     with emulated_device() as launched:
         assert torch.equal(layer(x, index, dim_size=5), make("Median", aggr)(x, index, dim_size=5)) and launched == []
         assert reasons_of(layer, x, index) == [reason]
-        with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match="fused MedianAggregation"):
+        with (
+            pyg_dfgnn.local_settings(fallback="error"),
+            pytest.raises(UnsupportedError, match="fused MedianAggregation"),
+        ):
             layer(x, index)
     (reason,) = reasons_of(ours.MultiAggregation(["median"]), x, index, device="cuda")
     assert "has no fused kernel" in reason
@@ -473,7 +476,7 @@ def test_in_a_users_layer(reduction):
     x, edge_index = torch.randn(4, 3), torch.tensor([[0, 1, 2, 3, 0], [2, 1, 1, 0, 1]])
     layer = Layer(aggr=reduction)
     expected = layer(x, edge_index)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(layer)
     inner = type(layer.aggr_module)
     assert inner is DROP_INS[inner.__bases__[-1]]
@@ -489,7 +492,7 @@ def test_convs_know_their_sum():
     """The gate takes the drop-in for the sum as it takes PyG's."""
     x, edge_index = torch.randn(4, 3), torch.tensor([[0, 1, 2, 3, 0], [2, 1, 1, 0, 1]])
     conv = torch_geometric.nn.GATConv(3, 4)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(conv)
     assert type(conv.aggr_module) is ours.SumAggregation
     with emulated_device():

@@ -33,7 +33,7 @@ def assert_equals_pyg(own, pygs, x, *args, op="segment", **kwargs):
         function = copy.deepcopy(function).to(device, dtype) if module else function
         leaves = {"x": x.to(device, dtype).requires_grad_(), **(dict(function.named_parameters()) if module else {})}
         moved = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        with pyg_dfgnn.settings(fallback="error"):
+        with pyg_dfgnn.local_settings(fallback="error"):
             out = function(leaves["x"], *moved, **kwargs)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(device, out.dtype)
         grads = torch.autograd.grad(out, list(leaves.values()), grad)

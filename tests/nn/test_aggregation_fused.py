@@ -110,7 +110,7 @@ def test_outputs_and_gradients(layer, graph, weighted):
     x = torch.randn(case.num_src, WIDTH)
     before, after = rest_of(name, x, case.num_edges)
     after = (torch.rand(case.num_edges) + 0.5,) if weighted else after
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = [call(conv, x, before, case.edge_index, after) for _ in range(2)]
     if case.num_edges or name in LOOPED or name == "ChebConv":
         assert {"segment_forward", "segment_backward_sources"} <= set(launched)
@@ -447,7 +447,7 @@ def test_repeated_aggregations(name, names):
     conv = getattr(pyg, name)(*args, **kwargs)
     x = torch.randn(NUM_NODES, FEATURES) + 3
     expected = copy.deepcopy(conv).double()(x.double(), EDGES)
-    with pyg_dfgnn.settings(fallback="silent"), emulated_device():
+    with pyg_dfgnn.local_settings(fallback="silent"), emulated_device():
         out = pyg_dfgnn.accelerate(conv)(x, EDGES)
     assert_all_close({"out": (out, expected)}, op="attention")
 

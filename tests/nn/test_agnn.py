@@ -54,7 +54,7 @@ def test_outputs_and_gradients(graph, schedule, norms_before, dtype, monkeypatch
     conv = conv.to(dtype)
     # The graph of a tensor is kept with its kernels.
     x, edge_index = torch.randn(graph.num_src, FEATURES).to(dtype), graph.edge_index.clone()
-    with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched:
+    with pyg_dfgnn.local_settings(schedule=schedule), emulated_device() as launched:
         first, _ = trained(conv, x, edge_index)
         launched.clear()
         again, (kind, behind) = trained(conv, x, edge_index)
@@ -75,7 +75,7 @@ def test_features_that_lie_apart_or_askew():
     graph = GRAPHS[0]
     wide = torch.randn(graph.num_src, 2 * FEATURES + 1)
     features = [wide[:, 1 : FEATURES + 1], wide[:, : 2 * FEATURES : 2], wide.t().contiguous().t()[:, :FEATURES]]
-    with pyg_dfgnn.settings(schedule="row_split"), emulated_device():
+    with pyg_dfgnn.local_settings(schedule="row_split"), emulated_device():
         for x in features:
             expected, _ = trained(conv, x.contiguous(), graph.edge_index)
             actual, _ = trained(conv, x, graph.edge_index)
@@ -89,7 +89,7 @@ def test_other_settings_take_other_kernels():
     graph = GRAPHS[0]
     x = torch.randn(graph.num_src, FEATURES)
     for schedule in ("row_split", "pmf", "row_split"):
-        with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched, torch.no_grad():
+        with pyg_dfgnn.local_settings(schedule=schedule), emulated_device() as launched, torch.no_grad():
             for _ in range(2):
                 launched.clear()
                 conv(x, graph.edge_index)
@@ -132,7 +132,7 @@ def test_checkpoint_of_a_first_call(graph, schedule, dtype):
     conv, oracle = build()
     conv = conv.to(dtype)
     x, edge_index = torch.randn(graph.num_src, FEATURES).to(dtype), graph.edge_index.clone()
-    with pyg_dfgnn.settings(schedule=schedule), emulated_device() as launched:
+    with pyg_dfgnn.local_settings(schedule=schedule), emulated_device() as launched:
         call = partial(checkpoint, conv, use_reentrant=False)
         actual, _ = trained(conv, x, edge_index, call)
     assert launched

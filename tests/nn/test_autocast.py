@@ -33,7 +33,7 @@ def autocast(dtype=torch.bfloat16, **options):
 @pytest.fixture(params=["row_split", None])
 def schedule(request):
     """`row_split`, and the other one that small graphs take."""
-    with pyg_dfgnn.settings(**({"schedule": request.param} if request.param else {})):
+    with pyg_dfgnn.local_settings(**({"schedule": request.param} if request.param else {})):
         yield request.param
 
 
@@ -114,7 +114,7 @@ def test_attention_of_features_in_16_bits_is_not_rounded(key, of_x):
     name, options = {"transformer": ("TransformerConv", {"root_weight": False}), "gatv2": ("GATv2Conv", {})}[key]
     conv = getattr(ours, name)(FEATURES, 16, bias=False, **options)
     graph, x = random(ROWS, ROWS, 140), torch.randn(ROWS, FEATURES).to(of_x).requires_grad_()
-    with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="row_split"):
+    with emulated_device(), autocast(), pyg_dfgnn.local_settings(schedule="row_split"):
         out = conv(x, graph.edge_index)
     # On a CPU autocast has PyG's attention of these in 16 bits throughout.
     assert key == "transformer" or not torch.equal(out.float(), out.bfloat16().float())
@@ -129,7 +129,7 @@ def test_widths_by_turns(key):
         conv = getattr(ours, name)(FEATURES, channels, **options)
         other = getattr(pyg, name)(FEATURES, channels, **options)
         other.load_state_dict(conv.state_dict())
-        with emulated_device(), autocast(), pyg_dfgnn.settings(schedule="row_split"), torch.no_grad():
+        with emulated_device(), autocast(), pyg_dfgnn.local_settings(schedule="row_split"), torch.no_grad():
             found = conv(x, graph.edge_index)
         assert relative_error(found, other(x, graph.edge_index)) < tolerance(torch.bfloat16).relative
 
@@ -158,7 +158,7 @@ def test_the_attention_in_float32_is_not_rounded_and_may_be_edited(concat):
     grads = []
     for edit in (lambda out: out.mul_(2), lambda out: out.mul(2)):
         leaf = x.clone().requires_grad_()
-        with emulated_device(), autocast(torch.bfloat16), pyg_dfgnn.settings(schedule="row_split"):
+        with emulated_device(), autocast(torch.bfloat16), pyg_dfgnn.local_settings(schedule="row_split"):
             out = conv(leaf, graph.edge_index)
             assert out.dtype is torch.float32
             assert not torch.equal(out.bfloat16().float(), out)

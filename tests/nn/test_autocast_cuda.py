@@ -76,7 +76,7 @@ def kernels_of(step):
 def test_convs(key, nodes, schedule, cast):
     conv, other = build(key)
     x, edge_index = graph_of(nodes)
-    with pyg_dfgnn.settings(schedule=schedule):
+    with pyg_dfgnn.local_settings(schedule=schedule):
         with autocast(cast):
             assert pyg_dfgnn.describe_plan(conv, x, edge_index).fused
         found = trained(conv, x, edge_index, cast)
@@ -149,7 +149,7 @@ def test_fewer_kernels_than_pygs(schedule):
 
         return step
 
-    with pyg_dfgnn.settings(schedule=schedule):
+    with pyg_dfgnn.local_settings(schedule=schedule):
         found = kernels_of(step_of(conv))
     theirs = kernels_of(step_of(other))
     assert len(found) < len(theirs), "\n".join(found)

@@ -67,7 +67,7 @@ def dtypes(name, variant, options, dtype, device):
         convs = [getattr(library, name)(*copy.deepcopy(arguments), **kwargs) for library in (ours, pyg)]
     except TypeError:
         pytest.skip("the conv has no bias of its own")
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         return [outputs_of(conv.eval(), device, dtype).dtype for conv in convs]
 
 

@@ -81,7 +81,7 @@ def test_a_second_derivative_is_refused(name, penalty, schedule, frozen, cast, d
     conv, _ = pair(name, device)
     conv.requires_grad_(not frozen)
     x, edge_index = nodes_and_edges(device)
-    with pyg_dfgnn.settings(schedule=schedule):
+    with pyg_dfgnn.local_settings(schedule=schedule):
         for by_backward in (True, False):
             leaf = x.clone().requires_grad_()
             with torch.autocast(device, dtype=torch.bfloat16, enabled=cast):
@@ -96,7 +96,7 @@ def test_what_features_were_cast_from_may_be_gone(name, device):
     conv, _ = pair(name, device)
     x, edge_index = nodes_and_edges(device)
     x.requires_grad_()
-    with pyg_dfgnn.settings(schedule="row_split"), torch.autocast(device, dtype=torch.bfloat16):
+    with pyg_dfgnn.local_settings(schedule="row_split"), torch.autocast(device, dtype=torch.bfloat16):
         loss = conv(2 * x, edge_index).float().sum()
     assert torch.autograd.grad(loss, x, retain_graph=True)[0].dtype is torch.float32
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)

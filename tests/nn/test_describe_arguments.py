@@ -7,7 +7,7 @@ import torch_geometric.nn as pyg
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.nn.drop_ins import DROP_INS
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.nn.convs import EDGES, FEATURES, NUM_NODES
 
 X, WEIGHT = torch.randn(NUM_NODES, FEATURES), torch.rand(EDGES.size(1))
@@ -83,7 +83,7 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def silent():
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         yield
 
 

@@ -9,7 +9,7 @@ import torch_geometric.nn as pyg
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import accelerate
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 
 pytestmark = [
     pytest.mark.cuda,
@@ -42,7 +42,7 @@ def results(layer, edges, device):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_runs_where_its_inputs_are(name):
     layer, edges = LAYERS[name](), ZOO["hub"]()
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         # The other device first, so that nothing is there from the current one.
         with torch.cuda.device(0):
             there = results(layer, edges, "cuda:1")

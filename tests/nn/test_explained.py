@@ -13,7 +13,7 @@ from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.nn.convs import EDGES, FEATURES, NUM_NODES
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_orders(name, order, wanted):
     for step in order:
         match step:
             case "A":
-                with settings(fallback="silent"):
+                with local_settings(fallback="silent"):
                     pyg_dfgnn.accelerate(model)
             case "R":
                 pyg_dfgnn.restore(model)
@@ -144,7 +144,7 @@ def test_attentive_fp_takes_kernels(masked, fused_on_cpu):
     torch.manual_seed(0)
     plain = pyg.AttentiveFP(FEATURES, 8, 2, edge_dim=2, num_layers=3, num_timesteps=2)
     model = copy.deepcopy(plain)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     data = X, EDGES, torch.randn(EDGES.size(1), 2), torch.arange(NUM_NODES) // 4
     if masked:
@@ -159,7 +159,7 @@ def test_a_function_of_a_user_stays():
     conv = pyg.GCNConv(FEATURES, 4)
     conv.propagate = lambda edge_index, x, **_: 2 * x
     want = conv(X, EDGES)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         for change in (pyg_dfgnn.accelerate, pyg_dfgnn.restore):
             assert torch.equal(change(conv)(X, EDGES), want)
 
@@ -168,7 +168,7 @@ def test_a_function_of_a_user_stays():
 def test_scripting_an_explained_drop_in(wanted):
     model = Model(LAYERS["SAGEConv"], ours)
     explained(model)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         scripted = torch.jit.script(model.conv)
     torch.testing.assert_close(scripted(X, EDGES).detach(), wanted["SAGEConv"][0])
     check(Model(LAYERS["SAGEConv"], pyg), wanted["SAGEConv"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.statements.segment import MESSAGES, STATS, statement_of
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -79,7 +79,7 @@ def in_a_fresh_process(code, *args):
 def errors(tmp_path_factory):
     """Name of a layer -> the largest difference between its numbers there and here."""
     folder = tmp_path_factory.mktemp("programs")
-    with emulated_device(), settings(fallback="error"), torch.no_grad():
+    with emulated_device(), local_settings(fallback="error"), torch.no_grad():
         for name, (make, args) in LAYERS.items():
             torch.manual_seed(0)
             layer = make().eval()

@@ -219,7 +219,7 @@ def test_the_question_is_asked_once_per_problem(x, monkeypatch):
 def test_cpu_is_pygs_own_forward(name, x, monkeypatch):
     mine, theirs = make(name), make(name, pyg)
     theirs.load_state_dict(mine.state_dict())
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert torch.equal(mine(x, EDGES), theirs(x, EDGES))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -230,7 +230,7 @@ def test_cpu_is_pygs_own_forward(name, x, monkeypatch):
 @pytest.mark.usefixtures("forget_logged")
 def test_that_tensors_are_on_a_cpu_is_said_once(x, caplog):
     with caplog.at_level(logging.DEBUG, logger="pyg_dfgnn"):
-        with pyg_dfgnn.settings(fallback="silent"):
+        with pyg_dfgnn.local_settings(fallback="silent"):
             make("GATConv")(x, EDGES)
         assert not caplog.records
         for name in NAMES * 2:
@@ -272,10 +272,10 @@ def test_overridden_methods_take_pygs_path(conv_type, method, x, caplog):
     conv(x, EDGES)
     assert len(caplog.records) == 1, "a reason is logged once"
     assert conv_type.__name__ in caplog.text and method in caplog.text
-    with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match=method) as error:
+    with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError, match=method) as error:
         conv(x, EDGES)
     assert len(error.value.reasons) == 1
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         conv(x, EDGES)
     assert len(caplog.records) == 1
 
@@ -337,7 +337,7 @@ def test_all_reasons_at_once(x, monkeypatch):
     description = pyg_dfgnn.describe_plan(conv, x, EDGES)
     assert not description.fused and len(description.reasons) == 3 and "tensors are on cpu" in str(description)
     assert all(reason in str(description) for reason in description.reasons)
-    with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError) as error:
+    with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError) as error:
         conv(x, EDGES)
     assert len(error.value.reasons) == 2, "the CPU is no reason to fail where there is no GPU"
 

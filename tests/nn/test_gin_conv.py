@@ -51,7 +51,7 @@ def test_outputs_and_gradients(aggr, numbers, graph, train_eps):
     if case.num_src != case.num_dst:
         x.append(torch.randn(case.num_dst, WIDTH))
     edge_attr = torch.randn(case.num_edges, numbers)
-    with pyg_dfgnn.settings(fallback="error"), emulated_device() as launched:
+    with pyg_dfgnn.local_settings(fallback="error"), emulated_device() as launched:
         actual, is_wide = call(conv, x, case.edge_index, edge_attr, torch.float32)
     assert "segment_backward_sources" in launched and is_wide is (numbers == MANY)
     expected, _ = call(other, x, case.edge_index, edge_attr, torch.float64)

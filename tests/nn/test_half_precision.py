@@ -90,10 +90,10 @@ def assert_is_as_exact_as_pyg(name, dtype, sparse, device):
     grad = torch.randn(nodes, CHANNELS).to(device, dtype).double()
     wide = [t.double() if t.is_floating_point() else t for t in call]
     expected = results(copy.deepcopy(layer).double(), wide, grad)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pygs = results(copy.deepcopy(layer), call, grad)
         own = pyg_dfgnn.accelerate(copy.deepcopy(layer))
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         actual = results(own, call, grad)
     errors, beside = (largest_errors(r, expected) for r in (actual, pygs))
     worst = worst_beside(errors, torch.finfo(dtype).eps, beside)

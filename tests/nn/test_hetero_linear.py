@@ -30,7 +30,7 @@ def draw(*shape):
 
 def assert_same(layers, *args):
     assert layers[0]._reasons(*args) == []
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         actual, expected = (results_of(layer, *args) for layer in layers)
     assert list(actual) == list(expected)
     for name, want in expected.items():
@@ -65,7 +65,7 @@ def test_few_types_take_a_product_each():
     keys = names(3)
     layers = both("HeteroDictLinear", 3, 5, keys)
     x_dict = {key: draw(4, 3) for key in keys}
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         torch.testing.assert_close(layers[0](x_dict), layers[1](x_dict), rtol=0, atol=0)
     assert reasons_of(layers[0], x_dict) == ["3 types take a product each, 10 and more are one"]
 
@@ -79,7 +79,7 @@ def test_reasons():
     ]
     for args, reason in cases:
         assert reason in reasons_of(layer, *args)
-        with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError) as error:
+        with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError) as error:
             layer(*args)
         assert reason in error.value.reasons
     wide = ours.HeteroDictLinear({key: 3 + (key == "t0") for key in names(10)}, 5)

@@ -47,7 +47,7 @@ def launched():
 
 def accelerated(model):
     """The model with kernels in its linear layers."""
-    with pyg_dfgnn.settings(linear="kernels"):
+    with pyg_dfgnn.local_settings(linear="kernels"):
         return pyg_dfgnn.accelerate(model)
 
 

@@ -126,7 +126,7 @@ def test_attention_before_the_messages(layout, way):
     contexts = {"float64": messages.interpreted, "kernels": emulated_device, "cpu": nullcontext}
     matrix = adjacency(layout, values.detach().sigmoid())
     version = matrix._version
-    with contexts[way](), pyg_dfgnn.settings(fallback="silent"):
+    with contexts[way](), pyg_dfgnn.local_settings(fallback="silent"):
         # One matrix for both: neither edits it behind the back of the other's backward.
         outs = [layer((x, x[:TARGETS]), matrix) for layer in twins(Attentive())]
         results = [[out, *torch.autograd.grad(out.square().sum(), x)] for out in outs]

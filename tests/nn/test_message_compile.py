@@ -130,10 +130,10 @@ def test_settings_hold_and_what_is_traced_beside_says_nothing(runs, monkeypatch)
     ours, case = marked(layer), CASES["GENConv"]
     monkeypatch.setattr(fallback, "logged", set())
     ours.compile(backend="aot_eager", fullgraph=True)
-    with messages.interpreted(), pyg_dfgnn.settings(fallback="error"):
+    with messages.interpreted(), pyg_dfgnn.local_settings(fallback="error"):
         outputs_and_gradients(ours, case, ZOO["self-loops"]())
     assert len(runs) == 2 and not fallback.logged
-    with messages.interpreted(), pyg_dfgnn.settings(compile_messages=False):
+    with messages.interpreted(), pyg_dfgnn.local_settings(compile_messages=False):
         outputs_and_gradients(ours, case, ZOO["self-loops"]())
     assert len(runs) == 2 and fallback.logged
 

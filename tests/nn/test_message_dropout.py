@@ -20,7 +20,7 @@ from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import call as calls
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
@@ -144,7 +144,7 @@ def test_kernels_draw_the_masks_of_the_interpreter(dtype, channels, graph):
         gradients = torch.autograd.grad(out, list(named.values()), upstream.to(out.dtype))
         return {"out": out.detach(), **{f"grad {name}": g for name, g in zip(named, gradients)}}
 
-    with emulated_device() as launched, settings(fallback="error"):
+    with emulated_device() as launched, local_settings(fallback="error"):
         actual, again = results(narrow, x, weight), results(narrow, x, weight)
     assert set(launched) <= {"relational_traversal", "relational_traversal_merge", "relational_map"} and launched
     assert all(torch.equal(actual[name], again[name]) for name in actual)
@@ -243,7 +243,7 @@ def test_calls_share_what_was_lowered():
     _, marked = twins(Attention)
     marked.float()
     x, weight = torch.randn(graph.num_src, FEATURES).float(), torch.ones(graph.num_edges).float()
-    with emulated_device(), settings(fallback="error"), watched() as seen:
+    with emulated_device(), local_settings(fallback="error"), watched() as seen:
         first = marked(x, graph.edge_index, weight)
         known = _lowered.cache_info().misses
         assert not torch.equal(first, marked(x, graph.edge_index, weight))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn import accelerate, settings
+from pyg_dfgnn import accelerate, local_settings
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.messages import call as calls
@@ -154,7 +154,7 @@ def test_edges_of_the_caller_are_not_kept(run):
 def test_what_no_kernel_runs_is_refused_without_a_graph(monkeypatch):
     layer = accelerate(Halved())
     x, edge_index = torch.randn(6, 4), torch.randint(6, (2, 9))
-    with emulated_device(), settings(fallback="silent"):
+    with emulated_device(), local_settings(fallback="silent"):
         first = layer(x, edge_index)
         monkeypatch.setattr(calls, "graph_of", lambda *_: pytest.fail("a graph was asked for"))
         assert torch.equal(layer(x, edge_index), first)

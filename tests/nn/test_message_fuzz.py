@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
-from pyg_dfgnn import accelerate, settings
+from pyg_dfgnn import accelerate, local_settings
 from pyg_dfgnn.nn import messages
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -129,7 +129,7 @@ def check(seed):
     layer = accelerate(copy.deepcopy(plain))
     messages.watchers.append(lambda _, method, outcome, reasons: ran.append(outcome.returned is not None))
     try:
-        with emulated_device(), settings(fallback="silent"):
+        with emulated_device(), local_settings(fallback="silent"):
             actual = trained(layer, inputs, edge_index)
     finally:
         messages.watchers.pop()

@@ -72,7 +72,7 @@ def x():
 
 @pytest.fixture(autouse=True)
 def quiet():
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         yield
 
 
@@ -100,7 +100,7 @@ def test_accelerate_takes_every_layer_and_restore_undoes_it(x):
 
 
 def test_accelerate_says_what_it_compiles(caplog):
-    with pyg_dfgnn.settings(fallback="log"), caplog.at_level("INFO", logger="pyg_dfgnn"):
+    with pyg_dfgnn.local_settings(fallback="log"), caplog.at_level("INFO", logger="pyg_dfgnn"):
         pyg_dfgnn.accelerate(Net())
     assert "compiled: 1 Derived, 1 Mine; left: none" in caplog.messages[0]
 
@@ -202,7 +202,7 @@ def test_explainers_see_pygs_path(x):
 
 def test_settings_turn_it_off(x):
     layer = pyg_dfgnn.accelerate(Mine())
-    with pyg_dfgnn.settings(compile_messages=False):
+    with pyg_dfgnn.local_settings(compile_messages=False):
         assert calls_of(layer, x, EDGES)[1] == []
     assert calls_of(layer, x, EDGES)[1] == [layer]
     with pytest.raises(ValueError, match="'compile_messages' needs one of True, False"):
@@ -223,7 +223,7 @@ def test_pygs_own_code_runs_on_a_cpu(x, monkeypatch):
     expected = layer(x, EDGES)
     pyg_dfgnn.accelerate(layer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pyg_dfgnn.settings(fallback="error"), watched() as calls:
+    with pyg_dfgnn.local_settings(fallback="error"), watched() as calls:
         assert layer(x, EDGES) is not None and torch.equal(layer(x, EDGES), layer(x, EDGES))
     assert torch.equal(layer.state_dict()["lin.weight"], layer.lin.weight) and expected is not None
     assert {tuple(reasons) for *_, reasons in calls} == {("the tensors are not on a CUDA device",)}

@@ -15,7 +15,7 @@ from torch_geometric.nn.conv import fa_conv, gcn_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, loop, remove_self_loops
 
-from pyg_dfgnn import accelerate, describe_plan, restore, settings
+from pyg_dfgnn import accelerate, describe_plan, local_settings, restore
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.messages import kept
@@ -114,7 +114,7 @@ class Counting(Weighted):
 def float64():
     torch.set_default_dtype(torch.float64)
     kept._kept.clear()
-    with messages.interpreted(), settings(fallback="silent"):
+    with messages.interpreted(), local_settings(fallback="silent"):
         yield
     torch.set_default_dtype(torch.float32)
 
@@ -303,7 +303,7 @@ def test_copies_keep_too_and_restored_layers_do_not(x, edge_index):
     _, edges, _ = layer(x, edge_index)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert twin(x, edge_index)[1] is edges
-    with settings(compile_messages=False):
+    with local_settings(compile_messages=False):
         assert layer(x, edge_index)[1] is not edges
     assert layer(x, edge_index)[1] is edges
     restore(layer)

@@ -11,7 +11,7 @@ from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn import test_message_traps as traps
@@ -123,7 +123,7 @@ def test_a_forward_that_kernels_refuse_at_first_leaves_nothing_behind():
     """Its values of edges go with its frames, so that none is computed that nothing reads."""
     _, marked = twins(lambda: pyg.GATConv(FEATURES, WIDTH, heads=2, edge_dim=3))
     drawn = Inputs(ZOO["self-loops"](), torch.float32)
-    with emulated_device(), settings(fallback="error"), watched() as calls:
+    with emulated_device(), local_settings(fallback="error"), watched() as calls:
         marked.float()(drawn.x, drawn.edge_index, drawn.edge_attr)
     assert [reasons for *_, reasons in calls] == [[], []]
 

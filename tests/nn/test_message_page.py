@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tools import message_coverage
 
 PAGE = (Path(__file__).parents[2] / "docs" / "message_passing.md").read_text()
@@ -19,7 +19,7 @@ def test_page_prints_what_it_shows(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "page.py").write_text("\n\n".join(code for code, _ in BLOCKS))
     monkeypatch.syspath_prepend(tmp_path)
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         import_module("mine.page")
     del sys.modules["mine.page"], sys.modules["mine"]
     assert capsys.readouterr().out == "".join(shown for _, shown in BLOCKS)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn import accelerate, settings
+from pyg_dfgnn import accelerate, local_settings
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -62,7 +62,7 @@ def test_radial_functions(centres, channels, form, learns, is_apart, is_asked):
     torch.manual_seed(1)
     layer = Radial(centres, channels, form, learns, is_apart)
     expected = results(copy.deepcopy(layer).double(), is_asked, torch.float64)
-    with emulated_device(), settings(fallback="silent"), watched() as calls:
+    with emulated_device(), local_settings(fallback="silent"), watched() as calls:
         actual = results(accelerate(layer), is_asked, torch.float32)
     assert actual.keys() == expected.keys()
     assert_all_close({name: (actual[name], expected[name]) for name in expected}, op="gemm")

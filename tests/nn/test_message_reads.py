@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn import accelerate, settings
+from pyg_dfgnn import accelerate, local_settings
 from pyg_dfgnn.nn import messages
 
 MISSING = object()
@@ -134,7 +134,7 @@ def calls_of(message, source):
     x, edge_index, ran = torch.randn(5, 4), torch.randint(5, (2, 9)), []
     messages.watchers.append(lambda _, method, outcome, reasons: ran.append((outcome.returned is not None, reasons)))
     try:
-        with messages.interpreted(), settings(fallback="silent"):
+        with messages.interpreted(), local_settings(fallback="silent"):
             for factor in (1.0, 3.0, 1.0, 5.0):
                 set_all(factor)
                 torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
@@ -162,7 +162,7 @@ def test_a_count_is_that_of_pyg(kind):
     """Tracing calls the code, and undoes what that counts."""
     global COUNT
     x, edge_index, results = torch.randn(5, 4), torch.randint(5, (2, 9)), []
-    with messages.interpreted(), settings(fallback="silent"):
+    with messages.interpreted(), local_settings(fallback="silent"):
         for layer in (kind(), accelerate(kind())):
             COUNT = OfClass.count = 0
             results.append([layer(x, edge_index) for _ in range(3)])
@@ -172,7 +172,7 @@ def test_a_count_is_that_of_pyg(kind):
 def test_a_child_that_is_appended_is_called():
     x, edge_index = torch.randn(5, 4), torch.randint(5, (2, 9))
     plain, layer = Children(), accelerate(Children())
-    with messages.interpreted(), settings(fallback="error"):
+    with messages.interpreted(), local_settings(fallback="error"):
         for _ in range(2):
             torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
             for each in (plain, layer):

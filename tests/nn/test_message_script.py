@@ -77,7 +77,7 @@ def test_modules_of_torchscript(make, name, is_called):
     state = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
     torch.manual_seed(0)
     layer = Scripted(make, name, is_called)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(layer)
         with messages.interpreted(), watched() as calls:
             got = [layer(x, edge_index) for _ in range(2)]

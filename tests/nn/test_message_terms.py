@@ -275,7 +275,7 @@ def test_what_no_kernel_takes_is_torch(launched):
     compiled.float(), plain.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compiled(features(), edges())
-    with pyg_dfgnn.settings(compile_messages=False):
+    with pyg_dfgnn.local_settings(compile_messages=False):
         assert torch.equal(compiled(features(), edges()), plain(features(), edges()))
     compiled.second = nn.Parameter(torch.randn(NODES, HEADS, CHANNELS))
     compiled(features(), edges())

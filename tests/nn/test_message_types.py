@@ -12,7 +12,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import E, One, R, Rows, interpret
 from pyg_dfgnn.ir.program import Builder
 from pyg_dfgnn.nn import messages
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import assert_results, twins, watched
 
@@ -110,7 +110,7 @@ def test_tables_are_looked_up_as_pyg_does(make):
 def test_kernels_look_tables_up(dtype):
     layer, marked = twins(Typed)
     expected = results(layer, X, EDGES, KIND)
-    with emulated_device(), settings(fallback="error"):
+    with emulated_device(), local_settings(fallback="error"):
         actual = results(marked.float(), X.float(), EDGES, KIND.to(dtype))
     assert_results(actual, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
 

@@ -24,7 +24,7 @@ from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import trace as tracing
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import (
@@ -522,7 +522,7 @@ def test_kernels_run_messages(name):
     case, graph = CASES[name], ZOO["self-loops"]()
     layer, marked = twins(case.make)
     expected = outputs_and_gradients(layer, case, graph)
-    with emulated_device(), settings(fallback="error"), watched() as calls:
+    with emulated_device(), local_settings(fallback="error"), watched() as calls:
         results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
     assert calls and not any(reasons for *_, reasons in calls)
     assert_results(results, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
@@ -544,7 +544,7 @@ def test_weights_that_much_arithmetic_makes_of_edges_are_made_once(dtype, monkey
         out = layer(leaves[0], graph.edge_index, leaves[1])
         found.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))))
 
-    with emulated_device() as launched, settings(fallback="error"):
+    with emulated_device() as launched, local_settings(fallback="error"):
         run(accelerate(copy.deepcopy(layer)))
     assert [name for name in launched if "relational" in name][:2] == ["relational_map", "relational_traversal"]
     run(layer.double())
@@ -557,7 +557,7 @@ def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
     case, graph = CASES["EdgeConv"], ZOO["self-loops"]()
     layer, marked = twins(case.make)
     expected = outputs_and_gradients(layer, case, graph)
-    with emulated_device() as launched, settings(fallback="silent"), watched() as calls:
+    with emulated_device() as launched, local_settings(fallback="silent"), watched() as calls:
         results = outputs_and_gradients(marked, case, graph)
         marked.float()
         outputs_and_gradients(marked, case, graph, torch.float32)
@@ -592,7 +592,7 @@ def test_what_kernels_refuse_names_the_line(kind):
     x, edge_index = torch.randn(5, 64, dtype=torch.float32), torch.randint(5, (2, 9))
     plain = NoKernel(kind).float()
     layer = accelerate(copy.deepcopy(plain))
-    with emulated_device(), settings(fallback="silent"), watched() as calls:
+    with emulated_device(), local_settings(fallback="silent"), watched() as calls:
         torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index))
     lines, first = inspect.getsourcelines(NoKernel)
     line = next(k for k, text in enumerate(lines) if text.endswith(f"# {kind}\n"))

@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance, worst_beside
 from pyg_dfgnn.reference.zoo import ZOO
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, outputs_and_gradients, twins, watched
 from tests.nn.test_messages import CASES
 
@@ -39,7 +39,7 @@ def test_kernels_give_what_pyg_gives_in_float64(name, ordered_sums):
         expected = named(outputs_and_gradients(layer, case, ZOO[graph]()))
         marked.to("cuda", torch.float32)
         results = []
-        with settings(fallback="error"), watched() as calls:
+        with local_settings(fallback="error"), watched() as calls:
             for _ in range(2):
                 results.append(named(outputs_and_gradients(marked, case, ZOO[graph](), torch.float32, "cuda")))
         assert calls and not any(reasons for *_, reasons in calls), [reasons for *_, reasons in calls]
@@ -63,7 +63,7 @@ def test_kernels_take_16_bits(name, dtype):
     layer.load_state_dict(rounded)
     expected = named(outputs_and_gradients(layer, case, graph))
     marked.load_state_dict(rounded)
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         actual = named(outputs_and_gradients(marked.to("cuda", dtype), case, graph, dtype, "cuda"))
     own = named(outputs_and_gradients(layer.to("cuda", dtype), case, graph, dtype, "cuda"))
     errors, pygs = largest_errors(actual, expected), largest_errors(own, expected)

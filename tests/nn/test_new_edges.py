@@ -143,7 +143,7 @@ def test_what_is_computed_once_more_in_backward_is_what_it_was():
 @needs_compiler
 def test_settings_measure_at_once():
     conv, edge_index = pyg_dfgnn.nn.SAGEConv(FEATURES, FEATURES), random_edges(30, 30, 90)
-    with emulated_device(), pyg_dfgnn.settings(check_ids="now"):
+    with emulated_device(), pyg_dfgnn.local_settings(check_ids="now"):
         conv(torch.randn(30, FEATURES), edge_index)
     assert Graph.known(edge_index, 30, 30, False, False).is_measured
 

@@ -54,7 +54,7 @@ def trained(conv, x, edge_index, edge_attr=None):
 def assert_equals_pyg(
     own, pygs, x, edge_index, edge_attr=None, launches=(1, 1), wanted_edges=None, dtype=torch.float32
 ):
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = trained(own.to(dtype), x.to(dtype), edge_index, None if edge_attr is None else edge_attr.to(dtype))
     exact = copy.deepcopy(own.state_dict())
     pygs.load_state_dict(exact)
@@ -141,7 +141,7 @@ def test_sparse_tensors():
     adjacency = torch_sparse.SparseTensor(
         row=edges[1], col=edges[0], value=edge_attr, sparse_sizes=(NUM_NODES, NUM_NODES)
     )
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         out = own(x, adjacency)
     assert launched.count("segment_forward") == 1
     assert_all_close({"out": (out, pygs.double()(x.double(), edges, edge_attr.double()))})
@@ -189,7 +189,7 @@ def test_compile(edge_dim):
     edge_attr = None if edge_dim is None else torch.randn(EDGES.size(1), edge_dim)
     torch._dynamo.reset()
     compiled = torch.compile(own, backend="aot_eager", fullgraph=True)
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = trained(compiled, x, EDGES, edge_attr)
     assert "segment_forward" in launched and "segment_backward_sources" in launched
     expected = trained(pygs.double(), x.double(), EDGES, None if edge_attr is None else edge_attr.double())
@@ -213,7 +213,7 @@ def test_what_pyg_takes(reason):
         assert reason in reasons_of(own, x, EDGES)[0]
         if reason != "edge_dim without":
             assert reason in own._standing_reasons()[0]
-            with pyg_dfgnn.settings(fallback="silent"):
+            with pyg_dfgnn.local_settings(fallback="silent"):
                 torch.testing.assert_close(own(x, EDGES), pygs(x, EDGES))
     assert "segment_forward" not in launched or reason == "aggr is"
 
@@ -224,7 +224,7 @@ def test_a_hook_inside():
     own, pygs = pair()
     x, calls = torch.randn(NUM_NODES, 6), []
     handle = own.pre_nns[0][0].register_forward_hook(lambda *_: calls.append(1))
-    with emulated_device(), pyg_dfgnn.settings(fallback="silent"):
+    with emulated_device(), pyg_dfgnn.local_settings(fallback="silent"):
         torch.testing.assert_close(own(x, EDGES), pygs(x, EDGES))
         assert calls == [1] and reasons_of(own, x, EDGES) == ["a layer is no plain linear layer"]
         handle.remove()
@@ -237,7 +237,7 @@ def test_accelerate(emulated):
     model = pyg.PNA(6, 8, num_layers=2, aggregators=["mean", "max"], scalers=SCALERS[:2], deg=DEGREES).eval()
     x = torch.randn(NUM_NODES, 6)
     expected = model(x, EDGES)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     assert all(type(conv) is ours.PNAConv for conv in model.convs)
     with emulated_device() if emulated else nullcontext([]) as launched:

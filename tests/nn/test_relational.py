@@ -299,7 +299,7 @@ def test_launches_of_rgcn(tmp_path):
     data = real(entities, "AIFB", cache=tmp_path, download=False)
     launched: list[str] = []
     with emulated_device(), launcher.override(lambda spec, entry, *_: launched.append(entry)):
-        with pyg_dfgnn.settings(fallback="error"):
+        with pyg_dfgnn.local_settings(fallback="error"):
             conv = pyg_dfgnn.nn.RGCNConv(64, 64, int(data.edge_type.max()) + 1)
             x = torch.randn(data.num_nodes, 64, requires_grad=True)
             out = conv(x, data.edge_index, data.edge_type)

@@ -83,7 +83,7 @@ def test_accelerate_and_describe(name):
     expected = model[0](*args)
     pyg_dfgnn.accelerate(model)
     assert type(model[0]) is getattr(ours, name)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         assert_equal(model[0](*args), expected)
     (row,) = pyg_dfgnn.report(model)
     assert row.drop_in and row.why == ""
@@ -217,7 +217,7 @@ def test_reasons(case):
     call = arguments(name)
     call = call if change is None else change(*call)
     (own,) = [text for text in reasons_of(conv, *call) if reason in text]
-    with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError) as error:
+    with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError) as error:
         conv(*call)
     assert own in error.value.reasons
 
@@ -331,5 +331,5 @@ def test_edges_are_asked_about_again_once_they_change(name, monkeypatch):
         assert [asked_by(x_dict, untracked), asked_by(x_dict, untracked)] == [count, count]
     edges[first].resize_(2, 0)
     assert asked_by(x_dict, edges) == count
-    with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match="no int64 or int32"):
+    with pyg_dfgnn.local_settings(fallback="error"), pytest.raises(UnsupportedError, match="no int64 or int32"):
         conv(x_dict, {**edges, first: edges[first].float()})

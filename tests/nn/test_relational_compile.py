@@ -72,7 +72,7 @@ def test_once_for_all_sizes(key, runs):
     name, args, kwargs = LAYERS[key]
     layer, oracle = both(name, *args, **kwargs)
     function = compiled(layer)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         for more in (0, 3):
             call = arguments(key, more)
             actual, expected = results_of(function, *call), results_of(oracle, *call)
@@ -116,7 +116,7 @@ def test_numbers_of_any_integer_type(key, number, runs):
     layer, oracle = both(name, *args[:at], number(args[at]), *args[at + 1 :], **{**kwargs, **heads})
     call = arguments(key)
     expected = results_of(oracle, *call)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         for function in (layer, compiled(layer)):
             actual = results_of(function, *call)
             torch.testing.assert_close(list(actual.values()), list(expected.values()), rtol=1e-9, atol=1e-9)

@@ -106,7 +106,7 @@ def test_outputs_and_gradients(key, dtype):
     """Each tensor by the norm of all of its kind; several rounded values follow each other in 16 bits."""
     layer, oracle = build(key, dtype)
     args = arguments(key)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         actual = results_of(layer, *cast(args, dtype))
     expected = results_of(oracle, *cast(cast(args, dtype), torch.float64))
     assert list(actual) == list(expected)
@@ -124,7 +124,7 @@ def test_every_run_is_the_same_and_waits_for_nothing(key, is_compiled):
         loss = torch.stack([out.square().sum() for out in outputs]).sum()
         return [*outputs, *torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)]
 
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         expected = run()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -140,7 +140,7 @@ def test_under_autocast(key, is_compiled):
     layer, oracle = build(key, torch.float32)
     function = compiled(layer) if is_compiled else layer
     args = arguments(key)
-    with torch.autocast("cuda", torch.bfloat16), pyg_dfgnn.settings(fallback="error"):
+    with torch.autocast("cuda", torch.bfloat16), pyg_dfgnn.local_settings(fallback="error"):
         outputs = named(function(*cast(args, torch.float32)))
     expected = named(oracle(*args))
     size = max(out.norm().item() for out in expected.values())
@@ -158,7 +158,7 @@ def test_compiled_calls_equal_eager_ones(key, backend):
     args = cast(arguments(key), torch.float32)
     torch._dynamo.reset()
     function = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
-    with pyg_dfgnn.settings(fallback="error"):
+    with pyg_dfgnn.local_settings(fallback="error"):
         expected = results_of(layer, *args)
         actual = {name.replace("_orig_mod.", ""): t for name, t in results_of(function, *args).items()}
     assert actual.keys() == expected.keys()

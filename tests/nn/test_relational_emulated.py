@@ -43,7 +43,7 @@ def test_outputs_and_gradients(key, is_compiled, monkeypatch):
     if is_compiled:
         torch._dynamo.reset()
         function = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = {n.replace("_orig_mod.", ""): t for n, t in results_of(function, *cast(call, torch.float32)).items()}
     assert "relational_traversal" in launched and (key == "embeddings" or "segment_gemm" in launched)
     expected = results_of(oracle.double(), *cast(cast(call, torch.float32), torch.float64))
@@ -65,7 +65,7 @@ def test_gradients_of_film_choose_the_branch_of_float64(dtype):
         parameter.data.mul_(0.6)
     oracle.load_state_dict(layer.state_dict())
     call = cast((x, edge_index, edge_type), dtype)
-    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+    with emulated_device(), pyg_dfgnn.local_settings(fallback="error"):
         actual = results_of(layer, *call)
     expected = results_of(oracle.double(), *cast(call, torch.float64))
     assert actual["out"].dtype is dtype
@@ -97,7 +97,7 @@ def test_options_of_attention_on_few_edges(
     edge_index, edge_type = torch.randint(17, (2, 5)), torch.randint(13, (5,))
     call = torch.randn(17, in_channels), edge_index, edge_type
     call += () if edge_dim is None else (torch.randn(5, edge_dim),)
-    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+    with emulated_device(), pyg_dfgnn.local_settings(fallback="error"):
         actual = results_of(convs[0], *call)
     expected = results_of(convs[1].double(), *cast(call, torch.float64))
     assert_near(actual, expected, torch.float32)
@@ -109,6 +109,6 @@ def test_attention_over_one_feature(heads):
     options = {"heads": heads, "attention_mechanism": "within-relation", "num_bases": 5}
     layer, oracle = both("RGATConv", 1, 54, 2, dtype=torch.float32, std=0.2, **options)
     call = torch.randn(17, 1), torch.randint(17, (2, 5)), torch.randint(2, (5,))
-    with emulated_device(), pyg_dfgnn.settings(fallback="error"):
+    with emulated_device(), pyg_dfgnn.local_settings(fallback="error"):
         actual = results_of(layer, *call)
     assert_near(actual, results_of(oracle.double(), *cast(call, torch.float64)), torch.float32)

@@ -157,7 +157,7 @@ def test_describe_plan_of_other_modules(x):
     assert "no drop-in" in str(pyg_dfgnn.describe_plan(pyg.LEConv(3, 4), x, EDGES))
     for layer in (torch.nn.Linear(3, 4), torch.nn.ReLU()):
         assert "no layer that passes messages" in str(pyg_dfgnn.describe_plan(layer, x))
-    with pyg_dfgnn.settings(linear="kernels"):
+    with pyg_dfgnn.local_settings(linear="kernels"):
         assert "This is torch's Linear" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
@@ -202,7 +202,7 @@ def test_describe_plan_for_a_gpu_that_is_not_there(device, x, monkeypatch):
 def test_describe_plan_of_a_linear_layer(rows, features, channels):
     """It says what the layer does."""
     layer, x = pyg.Linear(features, channels), torch.empty(rows, features)
-    with pyg_dfgnn.settings(linear="kernels"):
+    with pyg_dfgnn.local_settings(linear="kernels"):
         assert "call pyg_dfgnn.accelerate(model)" in str(pyg_dfgnn.describe_plan(layer, x))
         pyg_dfgnn.accelerate(layer)
     assert str(torch.device("cpu")) in str(pyg_dfgnn.describe_plan(layer, x))
@@ -219,7 +219,7 @@ def test_report():
     assert not any(row.drop_in for row in before) and all(
         "call pyg_dfgnn.accelerate(model)" in row.why for row in before
     )
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     rows = {row.name: row for row in pyg_dfgnn.report(model)}
     parts = ["first", "mean", "eg", "eg.aggr_module", "wide", "idle", "special", "special.aggr_module"]
@@ -252,10 +252,10 @@ def test_layers_that_do_not_print(x):
             layer = model[-1] if isinstance(model, torch.nn.Sequential) else model
             description = pyg_dfgnn.describe_plan(layer, x, EDGES, device="cuda")
             assert str(description).startswith(type(layer).__name__)
-            with pyg_dfgnn.settings(fallback="silent"):
+            with pyg_dfgnn.local_settings(fallback="silent"):
                 pyg_dfgnn.accelerate(model)
     model = pyg.Sequential("x, edge_index", [(Silent(), "x, edge_index -> x")])
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         assert str(pyg_dfgnn.describe_plan(pyg_dfgnn.accelerate(model), x, EDGES)).startswith("module_0: Silent: ")
 
 
@@ -300,7 +300,7 @@ def test_layers_that_every_call_refuses(caplog):
         assert [name for name, row in rows.items() if row.state == "left"] == ["asks", "late"]
         assert rows["asks"].why == "Asking.message asks for is_grad_enabled"
         assert rows["late"].why == "update reads 'x_i' of each edge"
-        with pyg_dfgnn.settings(fallback="silent"):
+        with pyg_dfgnn.local_settings(fallback="silent"):
             for name, layer in model.items():
                 layer(stacked(features) if name == "dna" else features, EDGES)
         rows = rows_by_name(model)
@@ -318,7 +318,7 @@ class Late(pyg.SimpleConv):
 
 def test_compiled_layers_on_a_cpu(x):
     model = torch.nn.ModuleDict({"plain": Plain(), "lin": pyg.Linear(3, 3)})
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
         for _ in range(2):
             rows = rows_by_name(model)
@@ -330,7 +330,7 @@ def test_layers_that_are_left_out(x):
     model = torch.nn.ModuleDict(
         {"gat": pyg.GATConv(3, 3), "plain": Plain(), "other": Plain(), "special": Special(3, 3)}
     )
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model, skip=["gat", "plain", "special"])
         whys = {name: row.why for name, row in rows_by_name(model).items() if row.state == "left"}
         assert whys == dict.fromkeys(["gat", "plain", "special"], "left out by 'skip' of pyg_dfgnn.accelerate")

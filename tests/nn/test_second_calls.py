@@ -27,7 +27,7 @@ LAYER = {"GATv2Conv": "lin_l", "TransformerConv": "lin_key"}
 @pytest.fixture(autouse=True)
 def rows():
     """Small graphs would take another schedule."""
-    with pyg_dfgnn.settings(schedule="row_split"):
+    with pyg_dfgnn.local_settings(schedule="row_split"):
         yield
 
 
@@ -408,7 +408,7 @@ def test_contexts(name, context, x, edge_index):
 def test_settings(name, x, edge_index):
     conv, oracle = build(name)
     first_call(conv, x, edge_index)
-    with pyg_dfgnn.settings(schedule="smmf", fallback="error"), emulated_device() as launched:
+    with pyg_dfgnn.local_settings(schedule="smmf", fallback="error"), emulated_device() as launched:
         if name == "GATv2Conv":
             with pytest.raises(UnsupportedError, match="smmf"):
                 conv(x, edge_index)

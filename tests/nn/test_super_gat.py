@@ -54,7 +54,7 @@ def test_kernels(kind, default_settings):
     x, results = torch.randn(NUM_NODES, 3), []
     for conv, dtype in ((own.eval(), torch.float32), (pygs.eval().double(), torch.float64)):
         leaf = x.to(dtype).requires_grad_()
-        with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+        with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
             out = conv(leaf, EDGES)
             grads = torch.autograd.grad(out.square().sum(), [leaf, *conv.parameters()])
         assert ("attention_backward_sources" in launched) == (conv is own)

@@ -19,7 +19,7 @@ from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.reference.problems import draw_grad_out, draw_inputs
 from pyg_dfgnn.reference.tolerances import assert_all_close, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, random
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.statements.attention import inputs_of
 
 SCORES = ("dot", "cosine", "add", "gatv2")
@@ -176,7 +176,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 def assert_like_rows(problem: "Problem", actual: dict[str, Tensor]) -> None:
     """Every result as `row_split` has it, up to the rounding of both; dropout as under the seed 3."""
-    with settings(schedule="row_split"):
+    with local_settings(schedule="row_split"):
         expected = problem.run(seed=3)
     bound = 2 * tolerance(problem.dtype).relative
     largest = max(tensor.norm() for name, tensor in expected.items() if name != "out")

@@ -18,7 +18,7 @@ from pyg_dfgnn.ops import prepared
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList, random, zoo
 from pyg_dfgnn.runtime.launcher import override
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.covering import over
 from tests.ops.problems import (
     DENSE,
@@ -346,7 +346,7 @@ def test_settings_and_devices_are_asked_again(fused):
     problem = problem_of("dot")
     problem.call()
     launched = len(fused)
-    with settings(schedule="row_split"):
+    with local_settings(schedule="row_split"):
         problem.call()
     assert len(fused) == launched + 1
     fused_device_types.discard("cpu")
@@ -356,13 +356,13 @@ def test_settings_and_devices_are_asked_again(fused):
 
 def test_equal_settings_of_another_block_are_known(fused, monkeypatch):
     problem = problem_of("dot")
-    with settings(schedule="pmf"):
+    with local_settings(schedule="pmf"):
         problem.call()
     monkeypatch.setattr(op_core, "check_graph", None)
-    with settings(schedule="pmf"):
+    with local_settings(schedule="pmf"):
         problem.call()
     assert fused[-1] == "attention_pmf_forward"
-    with settings(schedule="row_split"), pytest.raises(TypeError, match="not callable"):
+    with local_settings(schedule="row_split"), pytest.raises(TypeError, match="not callable"):
         problem.call()
 
 

@@ -10,7 +10,7 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList, sbm
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 from tests.kernels.block_mma import products
 from tests.ops.problems import Problem, assert_like_rows, pairs
 from tests.ops.test_attention_cuda import DEVICE, SLEEP_CYCLES, assert_equal, capture, compiled
@@ -75,10 +75,10 @@ def compiled_kernels(compile_once):
     """What the grid needs, found by running it."""
     with compile_once():
         for schedule, score, (setup, case) in product(("block_mma", "row_split"), SCORES, GRID):
-            with settings(schedule=schedule):
+            with local_settings(schedule=schedule):
                 problem_of(score, case, *setup).run()
         for score, size, case in product(SCORES, SIZES, CASES):
-            with settings(schedule="block_mma"), products("tf32"):
+            with local_settings(schedule="block_mma"), products("tf32"):
                 problem_of(score, case, *size).run()
 
 
@@ -140,7 +140,7 @@ def test_tf32(score, size, case):
 def test_deterministic_mode(score):
     problem = problem_of(score)
     expected = problem.run()
-    with settings(deterministic=True):
+    with local_settings(deterministic=True):
         for _ in range(3):
             assert_equal(problem.run(), expected)
 

@@ -8,7 +8,7 @@ import torch
 
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.covering import over
 from tests.ops.problems import SCORES, SPARSE, Recorder, assert_equal, pairs, problem_of
 
@@ -92,7 +92,7 @@ def test_an_editable_output(score, dtype, concat, intercepted, path):
 def test_an_editable_output_of_other_schedules(schedule, fused):
     case = EdgeList("distinct", SPARSE.edge_index.unique(dim=1), SPARSE.num_src, SPARSE.num_dst)
     problem = problem_of("dot", case, channels=16)
-    with settings(schedule=schedule, fallback="error"):
+    with local_settings(schedule=schedule, fallback="error"):
         expected = problem.run(lambda **inputs: torch.relu(problem.call(**inputs)))
         assert_equal(problem.run(lambda **inputs: torch.relu_(problem.call(**inputs))), expected)
 

@@ -11,7 +11,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.ops.problems import DENSE, assert_like_rows
 from tests.ops.test_attention_cuda import CASES, SETUPS, assert_equal, assert_matches, problem_of, setup_of
 
@@ -38,13 +38,13 @@ def compiled_kernels(compile_once):
     """What the grid needs, found by running it."""
     with compile_once():
         for schedule, score, setup, case in product((*SCHEDULES, "row_split"), SCORES, SETUPS, [*CASES, DENSE]):
-            with settings(schedule=schedule):
+            with local_settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
 
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request):
-    with settings(schedule=request.param, fallback="error"):
+    with local_settings(schedule=request.param, fallback="error"):
         yield request.param
 
 
@@ -79,7 +79,7 @@ def test_super_nodes(schedule, score, heads):
 
 def test_shared_memory_of_several_graphs():
     """A graph that needs less shared memory takes none away from one that needs more."""
-    with settings(schedule="smmf", fallback="error"):
+    with local_settings(schedule="smmf", fallback="error"):
         large, small = (problem_of("dot", case, heads=1, channels=32) for case in (SUPER_NODES, CASES[-1]))
         medium = EdgeList(
             "medium", torch.stack([torch.arange(13_000) % 50, torch.zeros(13_000, dtype=torch.long)]), 50, 9
@@ -94,9 +94,12 @@ def test_a_hub_beyond_shared_memory():
     """A block with more scores than shared memory holds is refused by name, and the paper's rule takes `pmf`."""
     edges = torch.stack([torch.arange(80_000) % 50, torch.zeros(80_000, dtype=torch.long)])
     problem = problem_of("dot", EdgeList("hub", edges, 50, 9), heads=1, channels=8)
-    with settings(schedule="smmf", fallback="error"), pytest.raises(UnsupportedError, match="bytes of shared memory"):
+    with (
+        local_settings(schedule="smmf", fallback="error"),
+        pytest.raises(UnsupportedError, match="bytes of shared memory"),
+    ):
         problem.run()
-    with settings(schedule="paper"):
+    with local_settings(schedule="paper"):
         actual = problem.run()
     assert_like_rows(problem, actual)
 
@@ -104,7 +107,7 @@ def test_a_hub_beyond_shared_memory():
 @pytest.mark.parametrize("name", list(ABLATIONS))
 def test_ablations(name, score):
     problem = problem_of(score, DENSE, heads=8, channels=16)
-    with settings(schedule=name, fallback="error"):
+    with local_settings(schedule=name, fallback="error"):
         assert_matches(problem, problem.run())
 
 

@@ -9,7 +9,7 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.attention.row_split import plan_pass
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, sbm, skewed
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.ops.problems import SCORES
 from tests.ops.test_attention_block_mma_cuda import superpixels
 from tests.ops.test_attention_cuda import DEVICE, assert_equal, assert_matches, capture, setup_of
@@ -39,7 +39,7 @@ def compiled_kernels(compile_once):
     """What the grid needs, found by running it."""
     with compile_once():
         for score, setup, (schedule, case) in product(SCORES, SETUPS, GRID):
-            with settings(schedule=schedule):
+            with local_settings(schedule=schedule):
                 setup_of(score, case, *setup).run()
 
 
@@ -47,7 +47,7 @@ def compiled_kernels(compile_once):
 def test_against_float64(score, schedule, case):
     for setup in SETUPS:
         problem = setup_of(score, case, *setup)
-        with settings(schedule=schedule, fallback="error"):
+        with local_settings(schedule=schedule, fallback="error"):
             actual = problem.run(seed=3)
             out = problem.call(seed=3)
             also_out, actual["weights"] = problem.call(seed=3, return_weights=True)
@@ -69,7 +69,7 @@ def test_packed_rows_come_in_order(case):
 def test_capture(schedule, case):
     problem = setup_of("dot", case, 1, 128, torch.float32, False)
     results = {}
-    with settings(schedule=schedule, fallback="error"):
+    with local_settings(schedule=schedule, fallback="error"):
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in problem.inputs.items()}
         captured = capture(problem, leaves, results)
         captured.replay()

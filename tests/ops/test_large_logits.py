@@ -5,7 +5,7 @@ import torch
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax as pygs_softmax
 
-from pyg_dfgnn import Graph, accelerate, settings, utils
+from pyg_dfgnn import Graph, accelerate, local_settings, settings, utils
 from pyg_dfgnn.ops import add_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close, largest_errors, tolerance, worst_beside
 from tests.emu import needs_compiler
@@ -92,7 +92,7 @@ def test_attention(schedule, base):
 @needs_compiler
 @pytest.mark.parametrize("joins", ["sum", "product"])
 def test_messages(joins):
-    with settings(fallback="silent"), emulated_device() as launched:
+    with local_settings(fallback="silent"), emulated_device() as launched:
         assert_exact(of_messages(joins), "cpu", 1000.0, joins)
     assert launched
 
@@ -121,5 +121,5 @@ def test_attention_on_a_gpu(schedule, base):
 @pytest.mark.cuda
 @pytest.mark.parametrize("joins", ["sum", "product"])
 def test_messages_on_a_gpu(joins):
-    with settings(fallback="silent"):
+    with local_settings(fallback="silent"):
         assert_exact(of_messages(joins), "cuda", 1000.0, joins)

@@ -13,7 +13,7 @@ from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, r
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from tests.kernels.emulated import build_together, emulated_device
 
 
@@ -108,7 +108,7 @@ def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
         assert "concat" in reason
         assert apply(joined, rows, inputs)["out"].shape == (6, 1)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        with settings(fallback="error"), pytest.raises(UnsupportedError, match="concat"):
+        with local_settings(fallback="error"), pytest.raises(UnsupportedError, match="concat"):
             apply(joined, rows, inputs)
 
 

@@ -7,7 +7,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import hub, random, star
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings, settings
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
 
 pytestmark = pytest.mark.cuda
@@ -62,7 +62,7 @@ def test_cusparse(schedule, dtype):
     inputs = inputs_of("copy", case, 64, dtype)
     # The default algorithm adds up parts of a row in the dtype of the features.
     is_taken = schedule == "cusparse_alg3" or dtype is torch.float32
-    with settings(schedule=schedule, fallback="error" if is_taken else "silent"):
+    with local_settings(schedule=schedule, fallback="error" if is_taken else "silent"):
         for _ in range(2):
             graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
             actual = run(graph, inputs)
@@ -78,7 +78,7 @@ def test_lanes_to_spare_take_rows_or_edges_as_asked(schedule, channels):
         graph = Graph.of(case.edge_index.cuda(), case.num_src, case.num_dst)
         inputs = inputs_of("copy", case, channels, torch.float32)
         stats = ("mean", "max", "std")
-        with settings(schedule=schedule, fallback="error"):
+        with local_settings(schedule=schedule, fallback="error"):
             actual = run(graph, inputs, stats=stats)
         expected = run(graph, {"x": inputs["x"].double()}, stats=stats)
         assert_all_close({name: (actual[name], expected[name]) for name in actual}, torch.float32, "segment")
@@ -93,7 +93,7 @@ def test_capture_and_replay_on_other_features():
         out = aggregate(graph, x, STATS)
         return out.detach(), *torch.autograd.grad(out.sum(), x)
 
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):

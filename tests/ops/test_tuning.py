@@ -12,7 +12,7 @@ from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.core import PreparedOp
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.settings import current, settings
+from pyg_dfgnn.settings import current, local_settings
 from tests.covering import over
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -53,14 +53,14 @@ def timer(monkeypatch):
 def test_values_and_gradients_stay(score, full, timer):
     problem = problem_of(score, DENSE, full=full)
     expected = problem.run(seed=3)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         actual = problem.run(seed=3)
     assert timer.count >= 3
     assert_all_close(pairs(actual, expected))
 
 
 def test_timed_once(timer):
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         first = problem_of("dot", DENSE)
         first.run()
         count = timer.count
@@ -79,7 +79,7 @@ def test_the_random_numbers_of_the_user_stay(timer):
     problem = problem_of("gatv2", DENSE, full=True)
     state = torch.get_rng_state()
     graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         asked = AttentionProblem("dot", 2, 4, torch.float32, torch.device("cpu"), False, True)
         op, shape = op_and_shape(asked, graph)
         tuning.tune(op, asked, graph, shape, dispatch.FORWARD, current())
@@ -90,7 +90,7 @@ def test_nothing_is_kept_where_no_timing_is_possible(emulated):
     """As while launches are recorded or captured: the estimate decides, and the next call asks again."""
     assert launcher.is_overridden() and not tuning.can_time(torch.device("cpu"))
     problem = problem_of("add", DENSE)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         problem.run()
         graph = Graph.of(problem.edge_index, DENSE.num_src, DENSE.num_dst)
         assert not [kept for kept in graph.derived("plans", dict).values() if isinstance(kept, PreparedOp)]
@@ -104,7 +104,7 @@ def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
 
     timer.seconds = fail
     problem = problem_of("dot", DENSE)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         problem.run()
     assert "schedule 'row_split' is left out of a choice by autotune: too much" in caplog.text
 
@@ -119,7 +119,7 @@ def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, capl
 
     monkeypatch.setattr(tuning, "example", example)
     problem = problem_of("dot", DENSE)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         problem.run()
         problem.run()
     assert len(inputs) == 2 and not timer.count and not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from pyg_dfgnn.ops import tuning
 from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import random
-from pyg_dfgnn.settings import Settings, current, settings
+from pyg_dfgnn.settings import Settings, current, local_settings
 from tests.ops.problems import op_and_shape, pairs, problem_of
 
 pytestmark = pytest.mark.cuda
@@ -37,7 +37,7 @@ def asked_of(score, heads=2, channels=4):
 
 def test_the_fastest_is_taken_and_right(score, own_folder):
     problem = problem_of(score, CASE, device=DEVICE)
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         actual = problem.run()
     assert len(list(own_folder.iterdir())) == 2
     assert_all_close(pairs(actual, problem.expected()))
@@ -68,17 +68,17 @@ def test_no_timing_while_a_graph_is_captured(own_folder):
     inputs = [problem.inputs[name] for name in ("query", "key", "value")]
     expected = dot_attention(graph, *inputs)
     # Facts of the graph and kernels are ready, as after any warm-up.
-    with settings(schedule="auto"):
+    with local_settings(schedule="auto"):
         dot_attention(graph, *inputs)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
-    with settings(schedule="autotune"), torch.cuda.graph(captured):
+    with local_settings(schedule="autotune"), torch.cuda.graph(captured):
         out = dot_attention(graph, *inputs)
     assert not list(own_folder.iterdir())
     captured.replay()
     assert_all_close({"out": (out, expected)}, torch.float32)
     # Outside of a capture the same call is timed.
-    with settings(schedule="autotune"):
+    with local_settings(schedule="autotune"):
         dot_attention(graph, *inputs)
     assert len(list(own_folder.iterdir())) == 1
 
@@ -87,7 +87,7 @@ def test_on_a_side_stream():
     problem = problem_of("add", CASE, device=DEVICE)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), settings(schedule="autotune"):
+    with torch.cuda.stream(stream), local_settings(schedule="autotune"):
         actual = problem.run()
     torch.cuda.current_stream().wait_stream(stream)
     assert_all_close(pairs(actual, problem.expected()))

@@ -12,7 +12,7 @@ from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
 from pyg_dfgnn.training.step import make_step
 from tests.capture.test_step import SCHEDULES, assert_same_evaluation, graph, train
@@ -31,7 +31,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def fused_only():
-    with settings(fallback="error"):
+    with local_settings(fallback="error"):
         yield
 
 
@@ -74,7 +74,7 @@ def test_padded_batches(name, schedule):
     resident = DeviceDataset(graphs(), CUDA)
     parts = torch.randperm(40, generator=torch.Generator().manual_seed(3)).split(8)
     given = [resident.batch(part) for part in parts]
-    with settings(schedule=schedule, fallback="log"):
+    with local_settings(schedule=schedule, fallback="log"):
         eager, captured = pair(name, 0.0, Capacity.of(graphs(), 8))
         want, found = (train(step, given, SCHEDULES["cosine"], epochs=4) for step in (eager, captured))
     torch.testing.assert_close(found, want, rtol=5e-3, atol=5e-4)

@@ -247,7 +247,7 @@ def accelerate_modules() -> dict[str, list[Any]]:
         )
         if not is_known and not transformed:
             known.update((id(module), weakref.ref(module)) for module in self.modules())
-            with pyg_dfgnn.settings(fallback="silent"):
+            with pyg_dfgnn.local_settings(fallback="silent"):
                 pyg_dfgnn.accelerate(self)
         return call(self, *args, **kwargs)
 

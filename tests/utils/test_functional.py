@@ -42,7 +42,7 @@ def trained(function, src, *args, **kwargs):
 
 def assert_equals_pyg(name, src, launches, *args, wanted=None, **kwargs):
     """A call makes so many launches forward and backward and gives what PyG's function gives in float64."""
-    with emulated_device() as launched, pyg_dfgnn.settings(fallback="error"):
+    with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
         actual = trained(getattr(utils, name), src, *args, **kwargs)
     expected = trained(getattr(pyg, name), src.double(), *args, **kwargs) if wanted is None else wanted
     assert actual["out"].dtype == src.dtype and actual["out"].is_contiguous()
@@ -153,9 +153,12 @@ def test_segment(reduce):
 def test_any_is_pygs():
     src, index = torch.randn(4, 3), torch.tensor([1, 1, 0, 3])
     with emulated_device() as launched:
-        with pyg_dfgnn.settings(fallback="silent"):
+        with pyg_dfgnn.local_settings(fallback="silent"):
             assert torch.equal(utils.scatter(src, index, reduce="any"), pyg.scatter(src, index, reduce="any"))
-        with pyg_dfgnn.settings(fallback="error"), pytest.raises(UnsupportedError, match="'any' has no fused kernel"):
+        with (
+            pyg_dfgnn.local_settings(fallback="error"),
+            pytest.raises(UnsupportedError, match="'any' has no fused kernel"),
+        ):
             utils.scatter(src, index, reduce="any")
     assert launched == []
 
@@ -204,7 +207,7 @@ def test_on_a_cpu_and_while_compiling(name):
     src = torch.randn(9, 4)
     where = PTR if name == "segment" else GROUPS["unsorted"]
     expected = getattr(pyg, name)(src, where)
-    with pyg_dfgnn.settings(fallback="silent"):
+    with pyg_dfgnn.local_settings(fallback="silent"):
         assert torch.equal(getattr(utils, name)(src, where), expected)
         compiled = torch.compile(getattr(utils, name), backend="eager", fullgraph=name == "segment")
         with emulated_device() as launched:

@@ -36,7 +36,7 @@ from pyg_dfgnn.nn import accelerate
 from pyg_dfgnn.reference.oracle import Errors, Inputs
 from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 
 HEADS, EDGE = 8, 8
 SEED = 0
@@ -323,14 +323,14 @@ class Compiled(Fused):
         fallback = "error" if graph.device.type == "cuda" else "silent"
 
         def forward() -> Tensor:
-            with settings(fallback=fallback):
+            with local_settings(fallback=fallback):
                 return case.call(module, graph.edge_index, inputs)
 
         return forward
 
     def layer(self, case: MessageCase, x: Tensor) -> nn.Module:
         """The layer on the device and in the dtype of the features."""
-        with settings(fallback="silent"):
+        with local_settings(fallback="silent"):
             return accelerate(case.module(x.device, x.dtype))
 
 

@@ -21,7 +21,7 @@ from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.reads import Reads
-from pyg_dfgnn.settings import settings
+from pyg_dfgnn.settings import local_settings
 
 UNCALLED = "its first call tells whether its messages become a program"
 """Said of a layer of which nothing is known before."""
@@ -78,7 +78,12 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
 
     watchers.append(watch)
     try:
-        with torch.no_grad(), torch.random.fork_rng(), settings(fallback="silent"), running(Backend(note, run, None)):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(),
+            local_settings(fallback="silent"),
+            running(Backend(note, run, None)),
+        ):
             layer(*args, **kwargs)
     finally:
         watchers.remove(watch)
