@@ -30,6 +30,7 @@ from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.settings import current
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
 """Number of a program, device, and which inputs need gradients -> the program, which so stays alive, and reasons."""
@@ -46,10 +47,12 @@ class Outcome(NamedTuple):
     Attributes:
         trace: Its trace; None if there was no attempt at one.
         returned: What the program has returned, in a tuple; None if PyG's function is to run.
+        is_settled: Whether further calls of the kind will end in PyG's function too.
     """
 
     trace: Trace | None = None
     returned: tuple[Any] | None = None
+    is_settled: bool = False
 
 
 watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
@@ -58,6 +61,31 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
+
+
+_settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
+"""The kinds of calls of a layer of which no program is made."""
+
+
+def kind_of(layer: Any, method: str, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what calls have in common that end alike: PyG's function is right for all others too."""
+    facts = [(name, type(value), getattr(value, "dtype", None)) for name, value in kwargs.items()]
+    return method, layer.training, torch.is_grad_enabled(), *facts
+
+
+def is_settled(layer: Any, method: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether PyG's function takes a call without a further question."""
+    kinds = _settled.peek(layer)
+    if not kinds or watchers or current().fallback == "error":
+        return False
+    return kind_of(layer, method, kwargs) in kinds and not any(map(_may_wait, kwargs.values()))
+
+
+def is_pygs(layer: Any) -> bool:
+    """Return whether PyG's functions took the last calls of a layer, and will take the next."""
+    if not _settled.peek(layer) or watchers:
+        return False
+    return all(reasons for reasons, _ in last.of(layer).values())
 
 
 def state_reasons(layer: Any) -> list[str]:
@@ -117,6 +145,8 @@ def call_layer(layer: Any, call: Call) -> Any:
     last.of(layer)[call.method] = tuple(reasons), outcome.trace is None or outcome.trace.program is not None
     if outcome.returned is not None:
         return outcome.returned[0]
+    if outcome.is_settled:
+        _settled.of(layer).add(kind_of(layer, call.method, call.kwargs))
     if reasons:
         report_fallback(type(layer).__name__, reasons)
     return _run_own(layer, given) if own is None else own[0]
@@ -156,7 +186,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     trace = bound.trace
     if trace.program is None:
         reasons += trace.reasons
-        return Outcome(trace)
+        return Outcome(trace, is_settled=True)
     outcome = Outcome(trace)
     device = call.edge_index.device
     devices = backend().devices
@@ -177,7 +207,7 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     now = [name for name, _ in trace.program.outputs if name not in waiting]
     results = run.results(now, reasons) if now else {}
     if reasons:
-        return outcome
+        return outcome._replace(is_settled=run.is_refused)
     for name in waiting:
         results[name] = run.left(name)
     for path, name, output in trace.written:
@@ -202,6 +232,7 @@ class _Runnable:
         self.is_forward = layer.flow == "source_to_target"
         self.device = call.edge_index.device
         self.graph: Graph | None = None
+        self.is_refused = False
 
     @property
     def program(self) -> Program:
@@ -290,6 +321,7 @@ class _Runnable:
         kind = id(program), self.device.type, tuple(names), needs
         if backend() is KERNELS and kind in _refused:
             reasons += _refused[kind][1]
+            self.is_refused = True
             return None
         rows = self.rows()
         if rows is None:
@@ -305,6 +337,7 @@ class _Runnable:
             if len(_refused) < _MOST_REFUSED:
                 _refused[kind] = program, tuple(against)
             reasons += against
+            self.is_refused = True
             return None
         # Not before: what PyG's code draws where kernels refuse is what it draws without us.
         self.draw()

@@ -16,7 +16,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.fallback import report_fallback
-from pyg_dfgnn.nn.messages.call import call_layer
+from pyg_dfgnn.nn.messages.call import call_layer, is_pygs, is_settled
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
@@ -83,6 +83,8 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
+        if is_pygs(self) and not any(isinstance(value, Graph) for value in (*args, *kwargs.values())):
+            return own(self, *args, **kwargs)
         args = tuple(_plain(self, value) for value in args)
         kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
         return run_forward(forward, self, *args, **kwargs)
@@ -125,6 +127,8 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
+        if is_settled(self, method, kwargs):
+            return own(self, edges, **kwargs, **declared)
         edge_index, size = edges, declared.get("size")
         if isinstance(edges, EdgeIndex):
             edge_index, size = edges.as_tensor(), edges.sparse_size()
