@@ -171,14 +171,14 @@ def aggregate(
         raise ValueError(f"'self_loops' needs as many sources as targets (got {sizes})")
     if target_scale is not None and not set(names).isdisjoint(MOMENTS):
         raise ValueError("'target_scale' needs None for variances and standard deviations (got a tensor)")
-    scales = {
-        "source_scale": source_scale,
-        "target_scale": target_scale,
-        "inverse_degree": None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph),
-    }
-    vectors = {"value": x, "edge": edge, "key": key, "target": target, "lin_weight": lin_weight, "lin_bias": lin_bias}
-    op = getattr(_ops, _name_of(message, distinct, self_loops))
-    out = _run(op, max_channels(distinct), graph, vectors, scales)
+    of_degree = None if set(names).isdisjoint(AVERAGES) else inverse_degree(graph)
+    op, most = getattr(_ops, _name_of(message, distinct, self_loops)), max_channels(distinct)
+    # In the order of the statement.
+    inputs = target, key, x, edge, source_scale, target_scale, of_degree, lin_weight, lin_bias
+    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
+        out = _in_pieces(op, -(-x.size(1) // most), graph, inputs)
+    else:
+        out = op(graph, inputs, (), heads=1)
     if isinstance(stats, str):
         return out
     if len(distinct) == 1:
@@ -252,27 +252,18 @@ def _refuse_operands(message: str, **operands: Tensor | None) -> None:
             )
 
 
-def _run(
-    op: Op, most: int, graph: Edges, vectors: Mapping[str, Tensor | None], scales: Mapping[str, Tensor | None]
-) -> Tensor:
-    """Return what kernels compute, [N_dst, F] or [N_dst, S, F], wide features in pieces."""
-    x = vectors["value"]
-    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
-        pieces = -(-x.size(1) // most)
-        cut = {
-            name: [tensor] * pieces if tensor is None or _is_of_edges(op, name) else tensor.tensor_split(pieces, dim=-1)
-            for name, tensor in vectors.items()
-        }
-        columns = [{name: parts[place] for name, parts in cut.items()} for place in range(pieces)]
-        return torch.cat([_run(op, most, graph, column, scales) for column in columns], dim=-1)
-    by_name = {**vectors, **scales}
-    out: Tensor = op(graph, tuple(by_name[name] for name in op.statement.input_names), (), heads=1)
-    return out
+def _in_pieces(op: Op, pieces: int, graph: Edges, inputs: Sequence[Tensor | None]) -> Tensor:
+    """Return what kernels compute of so many pieces of wide features, side by side."""
+    columns = [
+        tensor.tensor_split(pieces, dim=-1) if tensor is not None and _has_channels(op, name) else [tensor] * pieces
+        for name, tensor in zip(op.statement.input_names, inputs, strict=True)
+    ]
+    return torch.cat([op(graph, column, (), heads=1) for column in zip(*columns, strict=True)], dim=-1)
 
 
-def _is_of_edges(op: Op, name: str) -> bool:
-    """Return whether an input has other columns than the features."""
-    return "C" not in op.statement.values[name].shape
+def _has_channels(op: Op, name: str) -> bool:
+    """Return whether the last dimension of an input is that of the features."""
+    return op.statement.values[name].shape[-1:] == ("C",)
 
 
 def inverse_degree(graph: Edges) -> Tensor:
