@@ -10,7 +10,12 @@ python train.py ... resume=outputs/...           resume a stopped run, given its
 torchrun --nproc_per_node=2 train.py             one process per GPU
 """
 
-from pyg_dfgnn.training.__main__ import command
+import os
+
+# Read while torch is loaded: see pyg_dfgnn.threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from pyg_dfgnn.training.__main__ import command  # noqa: E402
 
 if __name__ == "__main__":
     command()

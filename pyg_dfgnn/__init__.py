@@ -3,11 +3,18 @@
 Swap the import (``from pyg_dfgnn.nn import GATConv``) or call ``pyg_dfgnn.accelerate(model)``.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyg_dfgnn import operator as _operator  # noqa: F401
-from pyg_dfgnn.settings import local_settings, settings
+from pyg_dfgnn.threads import let_threads_sleep
+
+if sys.argv[:1] == ["-m"]:
+    # Python looks for a command of this package, before torch is loaded.
+    let_threads_sleep()
+
+from pyg_dfgnn import operator as _operator  # noqa: E402, F401
+from pyg_dfgnn.settings import local_settings, settings  # noqa: E402
 
 if TYPE_CHECKING:
     from pyg_dfgnn.capture import capture_step
