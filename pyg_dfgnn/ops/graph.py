@@ -136,10 +136,14 @@ def unmeasured_graph(
     return fresh
 
 
+def spec_of(is_wide: bool, loops: bool) -> Spec:
+    """Return the module for ids of int64 or int32, with or without self-loops replaced."""
+    return Spec("graph/csr.cu", (("WIDE_IDS", int(is_wide)), ("LOOPS", int(loops)), ("LONG_ROW", LONG_ROW)))
+
+
 @cache
 def _kernels(is_wide: bool, loops: bool) -> tuple[Kernel, Kernel, Kernel]:
-    constants = (("WIDE_IDS", int(is_wide)), ("LOOPS", int(loops)), ("LONG_ROW", LONG_ROW))
-    count, place, order = (kernel_of(Spec("graph/csr.cu", constants), f"graph_{each}") for each in _STEPS)
+    count, place, order = (kernel_of(spec_of(is_wide, loops), f"graph_{each}") for each in _STEPS)
     return count, place, order
 
 

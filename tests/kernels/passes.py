@@ -15,7 +15,7 @@ from tests.ops.problems import op_and_shape
 def values_of(problem: AttentionProblem, graph: Graph) -> dict[str, Tensor | float | None]:
     """Random inputs of a problem by role, and the inverse norms that some scores read."""
     op, shape = op_and_shape(problem, graph)
-    tensors, numbers = example(shape, problem)
+    tensors, numbers = example(shape, problem, graph)
     values = dict(zip(op.statement.input_names, tensors, strict=True))
     values |= {number.name: value for number, value in zip(op.statement.numbers, numbers, strict=True)}
     for derived in op.statement.derived:
@@ -28,7 +28,7 @@ def launch(stated: Pass, schedule: str, problem: AttentionProblem, graph: Graph,
     op = op_by_role(problem.record)
     plan = FAMILY.by_name[schedule].plan_pass(problem, stated.direction, graph)
     run = op.prepare(problem, stated.direction, plan, graph, frozenset())
-    run(tuple(values.get(name) for name in stated.arguments))
+    run(graph, tuple(values.get(name) for name in stated.arguments))
     return plan.constants
 
 
