@@ -48,7 +48,11 @@ class GraphCache(Generic[Kept]):
             return
         entry = Anchored(graph, anchors, versions, partial(self._drop, key))
         with self._lock:
-            self.entries.pop(key, None)
+            before = self.entries.pop(key, None)
+            is_other = before is not None and before.value is not graph and before.is_of(anchors, versions)
+            if before is not None and is_other and before.value.pinned:
+                # A captured CUDA graph points into it for as long as the anchors live.
+                graph._derived["captured",] = before.value
             self.entries[key] = entry
             if len(self.entries) <= self.max_graphs:
                 return

@@ -116,14 +116,15 @@ def unmeasured_graph(
         base = Graph.known(edge_index, num_src, num_dst, False, transposed)
         graph = base if base is not None and base.is_measured else None
     if graph is None:
-        if edge_index.size(1) >= MEASURED_EDGES or edge_index.is_inference():
+        if max(edge_index.size(1), num_src, num_dst) >= MEASURED_EDGES or edge_index.is_inference():
             return None
     elif graph.is_measured:
         return None
     stream = torch._C._cuda_getCurrentRawStream(edge_index.device.index) if edge_index.is_cuda else None
     # The default stream, whose handle is 0, cannot be captured.
     if stream and torch.cuda.is_current_stream_capturing():
-        return None
+        # Its arrays stay where they are for as long as the edges live.
+        return graph.pin() if isinstance(graph, UnmeasuredGraph) else None
     if isinstance(graph, UnmeasuredGraph):
         if not graph.is_visited(visitor, visits):
             return None

@@ -243,3 +243,33 @@ def test_compiled_layers_on_edges_that_are_new_in_each_step(name):
         expected.sum().backward()
         assert "graph_count" in launched
         assert_all_close({"out": (out.detach(), expected.detach()), "grad_x": (x_given.grad, x_wide.grad)})
+
+
+@pytest.mark.cuda
+def test_one_call_is_enough_before_a_capture():
+    conv, edge_index = pyg_dfgnn.nn.GCNConv(FEATURES, FEATURES).cuda(), random_edges(50, 50, 400).cuda()
+    x, graph, stream = torch.randn(50, FEATURES, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            conv(x, edge_index)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            out = conv(x, edge_index)
+        for _ in range(4):
+            # The graph is measured meanwhile.
+            expected = conv(x, edge_index)
+        x.mul_(2)
+        graph.replay()
+        torch.testing.assert_close(out, 2 * (expected - conv.bias) + conv.bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_compiled_messages_and_aggregations_are_pygs_on_new_edges():
+    layers = [pyg.GENConv(FEATURES, FEATURES), pyg.LEConv(FEATURES, FEATURES)]
+    for reference in layers:
+        layer, reference = pyg_dfgnn.accelerate(copy.deepcopy(reference)).cuda(), reference.double()
+        for x, edge_index, _ in batches(None):
+            for _ in range(4):
+                out = layer(x.cuda(), edge_index.cuda())
+                assert_all_close({"out": (out.detach().cpu(), reference(x.double(), edge_index).detach())})

@@ -85,3 +85,4 @@ def test_large_graphs_are_measured_at_once():
     edge_index = torch.zeros(2, MEASURED_EDGES, dtype=torch.int64)
     with emulated_device():
         assert unmeasured_graph(LAYER, edge_index, 3, 3, False, False) is None
+        assert unmeasured_graph(LAYER, edge_index[:, :1].clone(), 3, MEASURED_EDGES, False, False) is None
