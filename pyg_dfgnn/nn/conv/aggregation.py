@@ -88,7 +88,7 @@ class AggregationConv(FusedConv):
         channels = len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
         if self._channels is not None:
             channels = getattr(self, self._channels)
-        return message, statistics_of(self.aggr_module), channels, False, 0
+        return message, statistics_of(self._modules["aggr_module"]), channels, False, 0
 
     def _plan(self, problem: SegmentProblem, graph: Graph) -> Any:
         if not set(problem.stats).isdisjoint(AVERAGES):
@@ -180,7 +180,7 @@ class AggregationConv(FusedConv):
 
     def _edges(self, call: edges.Call, *_: Any, measured: bool = False) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         # The messages read the edges as they are: nothing is made of their features for the loops.
-        return super()._edges(call._replace(edge_attr=None), measured=measured)
+        return super()._edges(call if call.edge_attr is None else call._replace(edge_attr=None), measured=measured)
 
     def _sent(self, call: edges.Call) -> Sent:
         """Return what a call without reasons sends, where nothing is normalised.
