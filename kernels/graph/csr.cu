@@ -24,6 +24,7 @@ __device__ __forceinline__ bool is_out_of_range(i64 id, i64 size, volatile i64* 
     if (id >= 0 && id < size) return false;
     report[1] = id;
     report[2] = size;
+    __threadfence_system();
     report[0] = 1;
     return true;
 }

@@ -53,6 +53,7 @@ class GraphCache(Generic[Kept]):
             if before is not None and is_other and before.value.pinned:
                 # A captured CUDA graph points into it for as long as the anchors live.
                 graph._derived["captured",] = before.value
+                graph.pin()
             self.entries[key] = entry
             if len(self.entries) <= self.max_graphs:
                 return

@@ -391,7 +391,7 @@ class Graph(Derived):
     @staticmethod
     def forget_unmeasured() -> None:
         """Forget the cached graphs of which nothing was measured yet."""
-        _cache.forget(lambda graph: not graph.is_measured)
+        _cache.forget(lambda graph: not graph.is_measured and not graph.pinned)
 
     # Using a graph --------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def graph_of(
     sizes = num_src, num_dst, False, transposed, *([] if types is None else [types[1]])
     key = *tensors, *sizes
     graph = Graph.known(*key)
-    if graph is not None:
+    if graph is not None and graph.is_measured:
         return graph
     if edge_index.is_cuda and torch.cuda.is_current_stream_capturing():
         return None

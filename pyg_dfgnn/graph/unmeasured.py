@@ -65,6 +65,8 @@ class UnmeasuredGraph(Graph):
             whether self-loops were replaced.
         stream: Raw handle of its stream; None on a CPU.
         transposed: Whether row 0 of the edges holds the targets.
+        visitor: Number of the first layer that it was given to.
+        visits: Calls of that layer.
     """
 
     is_measured = False
@@ -85,7 +87,7 @@ class UnmeasuredGraph(Graph):
         self._anchors, self._versions, self._sizes = (TensorWeakRef(edge_index),), (edge_index._version,), sizes
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None
         self.kind = _degree(self.num_edges, num_dst), _degree(self.num_edges, num_src), self_loops
-        self.stream, self._visitor, self._visits = stream, visitor, 1
+        self.stream, self.visitor, self.visits = stream, visitor, 1
 
     def adjacency(self, rows: str, cols: str) -> Any:
         """Return the edges by target or by source.
@@ -130,15 +132,6 @@ class UnmeasuredGraph(Graph):
     def mean_degree(self, direction: str) -> int:
         """Return the power of two below the mean length of a row that a pass works on."""
         return self.kind[direction == "sources"]
-
-    def is_visited(self, visitor: int, visits: int) -> bool:
-        """Note a call of a layer, and return whether the graph still serves it as it is: the first one so many times.
-
-        It does while gradients are computed: what is computed once more there has to be what it was.
-        """
-        if visitor == self._visitor and torch._C._current_graph_task_id() < 0:
-            self._visits += 1
-        return self._visits <= visits
 
 
 def _degree(num_edges: int, num_rows: int) -> int:

@@ -221,6 +221,6 @@ def _loop_features(edge_index: Any, edge_attr: Tensor, num_nodes: int, fill_valu
     They, and edges whose ids nobody has checked yet, are reduced into a row of their own.
     """
     row, col = edge_index
-    col = torch.where(row == col, num_nodes, col).clamp_(0, num_nodes)
+    col = torch.where((row == col) | (col < 0), num_nodes, col).clamp_(max=num_nodes)
     # Of the ends only the second is read.
     return compute_loop_attr((row, col.long()), edge_attr, num_nodes + 1, False, fill_value)  # type: ignore[arg-type]

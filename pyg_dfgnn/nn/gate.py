@@ -23,7 +23,7 @@ from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.eager import PLAIN
-from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
+from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
 from pyg_dfgnn.settings import local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -304,7 +304,8 @@ class FusedConv(Scripted, MessagePassing):
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         """Return what a forward call with these arguments would run; see :func:`pyg_dfgnn.describe_plan`."""
-        call = self._call(*args, **kwargs)
+        with local_settings(check_ids="now"):
+            call = self._call(*args, **kwargs)
         if not call.problem:
             return Description(shown(self), tuple(call.reasons))
         problem = self._problem_type(*call.problem)
@@ -523,6 +524,5 @@ class FusedConv(Scripted, MessagePassing):
         if not may_be_unmeasured():
             return None
         transposed = self.flow != "source_to_target"
-        return unmeasured_graph(
-            id(self), call.edge_index, call.num_src, call.num_dst, bool(call.self_loops), transposed
-        )
+        key = call.edge_index, call.num_src, call.num_dst, bool(call.self_loops), transposed
+        return unmeasured_graph(id(self), *key, counts=not may_run_again(self.training))

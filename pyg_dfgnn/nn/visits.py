@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
 from pyg_dfgnn.nn.owned import OfLayers
-from pyg_dfgnn.ops.graph import may_be_unmeasured
+from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again
 
 _MOST_TENSORS = 8
 _visits: OfLayers[dict[tuple[Any, ...], list[Any]]] = OfLayers(dict)
@@ -35,7 +35,6 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
             visits.clear()
         visits[key] = [weakref.ref(edges), 1]
         return True
-    # What is computed once more for gradients has to be what it was.
-    if torch._C._current_graph_task_id() < 0:
+    if not may_run_again(layer.training):
         known[1] += 1
     return bool(known[1] <= VISITS)

@@ -32,7 +32,7 @@ from pyg_dfgnn.ops.function import (
     run_traced,
     runner_of,
 )
-from pyg_dfgnn.ops.graph import may_be_unmeasured, unmeasured_graph
+from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
@@ -295,8 +295,12 @@ class Op:
         """Run a traced program on tensors, which the registered operator was given."""
         program = _known_program(name)
         key = anchors[0], sizes[0], sizes[1], program.loops, program.transposed
+        drops = any(each.name == "dropout" and number > 0 for each, number in zip(self.statement.numbers, numbers))
+        # Dropout goes by the numbers of edges, which are others where self-loops were replaced on a measured graph.
+        is_free = may_be_unmeasured() and not (program.loops and drops)
         # Several layers of a compiled graph have one program.
-        graph: Any = unmeasured_graph(hash(name), *key, visits=_COMPILED_VISITS) if may_be_unmeasured() else None
+        asked = hash(name), *key, _COMPILED_VISITS, not may_run_again(False)
+        graph: Any = unmeasured_graph(*asked) if is_free else None
         graph = Graph.resolve(*key) if graph is None else graph
         results = self.program(program, graph, inputs, numbers)(graph, *inputs, *numbers)
         return [result for result in results if result is not None]

@@ -81,6 +81,16 @@ def may_be_unmeasured() -> bool:
     return settings.schedule == "auto" and settings.check_ids == "later"
 
 
+def may_run_again(training: bool) -> bool:
+    """Return whether what runs now is run once more for gradients, or already is: it has to be what it was then.
+
+    Checkpoints of activations hook what is saved, or run a model in training without gradients first.
+    """
+    if torch._C._current_graph_task_id() >= 0 or (training and not torch.is_grad_enabled()):
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def unmeasured_graph(
     visitor: int,
     edge_index: Tensor,
@@ -89,6 +99,7 @@ def unmeasured_graph(
     self_loops: bool,
     transposed: bool,
     visits: int = VISITS,
+    counts: bool = True,
 ) -> UnmeasuredGraph | None:
     """Return the graph of a call of a layer, None where it is to be measured or has been.
 
@@ -100,6 +111,7 @@ def unmeasured_graph(
         self_loops: As :meth:`Graph.of`.
         transposed: Whether row 0 holds the targets.
         visits: Calls of the first layer after which its next one measures the graph.
+        counts: Whether this call is one of them.
 
     Raises:
         TypeError: `edge_index` is no int64 or int32 tensor.
@@ -124,13 +136,16 @@ def unmeasured_graph(
     # The default stream, whose handle is 0, cannot be captured.
     if stream and torch.cuda.is_current_stream_capturing():
         # Its arrays stay where they are for as long as the edges live.
-        return graph.pin() if isinstance(graph, UnmeasuredGraph) else None
+        return graph.pin() if isinstance(graph, UnmeasuredGraph) and graph.visits <= visits else None
+    fresh = UnmeasuredGraph(edge_index, key[1:], visitor, stream)
     if isinstance(graph, UnmeasuredGraph):
-        if not graph.is_visited(visitor, visits):
+        if counts and visitor == graph.visitor:
+            graph.visits += 1
+        if graph.visits > visits:
             return None
         if graph.stream == stream:
             return graph
-    fresh = UnmeasuredGraph(edge_index, key[1:], visitor, stream)
+        fresh.visitor, fresh.visits = graph.visitor, graph.visits
     if not _build(fresh, edge_index):
         return None
     keep(fresh, (edge_index,), key[1:])

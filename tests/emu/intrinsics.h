@@ -68,6 +68,7 @@ static inline void emu_wait_copies(unsigned pending) { emu::wait_copies(pending)
 template <class T> static inline T __ldg(const T* address) { return *address; }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
+static inline void __threadfence_system() {}
 template <class T> static inline T emu_exchange(T* address, T value) {
     const T before = *address;
     *address = value;

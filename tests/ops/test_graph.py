@@ -5,6 +5,7 @@ import torch
 
 from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.made import graph_of
 from pyg_dfgnn.ops.graph import MEASURED_EDGES, reports, unmeasured_graph
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -86,3 +87,23 @@ def test_large_graphs_are_measured_at_once():
     with emulated_device():
         assert unmeasured_graph(LAYER, edge_index, 3, 3, False, False) is None
         assert unmeasured_graph(LAYER, edge_index[:, :1].clone(), 3, MEASURED_EDGES, False, False) is None
+
+
+@needs_compiler
+def test_programs_get_a_measured_graph():
+    edge_index = random_edges(9, 9, 30)
+    with emulated_device():
+        unmeasured_graph(LAYER, edge_index, 9, 9, False, False)
+    assert graph_of({}, edge_index, 9, 9, False).is_measured
+
+
+@needs_compiler
+def test_a_graph_that_a_capture_has_taken_outlives_errors_and_its_successor():
+    edge_index, other = random_edges(9, 9, 30), random_edges(9, 9, 30)
+    with emulated_device():
+        taken = unmeasured_graph(LAYER, edge_index, 9, 9, False, False).pin()
+        unmeasured_graph(LAYER, other, 9, 9, False, False)
+    Graph.forget_unmeasured()
+    assert Graph.known(edge_index, 9, 9, False, False) is taken and Graph.known(other, 9, 9, False, False) is None
+    measured = Graph.resolve(edge_index, 9, 9, False, False)
+    assert measured.is_measured and measured.pinned and any(value is taken for value in measured._derived.values())

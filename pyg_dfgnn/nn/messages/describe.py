@@ -81,7 +81,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         with (
             torch.no_grad(),
             torch.random.fork_rng(),
-            local_settings(fallback="silent"),
+            local_settings(fallback="silent", check_ids="now"),
             running(Backend(note, run, None)),
         ):
             layer(*args, **kwargs)
