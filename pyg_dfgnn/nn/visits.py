@@ -28,12 +28,14 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
         return False
     if edges.layout is not torch.strided or not may_be_unmeasured():
         return False
-    visits, key = _visits.of(layer), (kind, id(edges))
+    # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
+    base = edges if edges._base is None else edges._base
+    visits, key = _visits.of(layer), (kind, id(base), edges.storage_offset(), edges.size(-1))
     known = visits.get(key)
-    if known is None or known[0]() is not edges:
+    if known is None or known[0]() is not base:
         if len(visits) >= _MOST_TENSORS:
             visits.clear()
-        visits[key] = [weakref.ref(edges), 1]
+        visits[key] = [weakref.ref(base), 1]
         return True
     if not may_run_again(layer.training):
         known[1] += 1
