@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
 from pyg_dfgnn.capture.buckets import IGNORED
 from pyg_dfgnn.datasets.task import METRICS
@@ -145,7 +146,30 @@ class Score:
         return float((2 * right / seen.clamp(min=1)).sum() / (seen > 0).sum().clamp(min=1))
 
 
-class ErrorScore:
+class _MeanScore:
+    """Loss and metric that are means of numbers over batches, kept on the device until they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        # The sums of the losses, of what the metric is the mean of, and of weights.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def gather(self, group: Group) -> Self:
+        """Add the batches of the other processes and return this score."""
+        self.sums = group.sum(self.sums)
+        return self
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per value or answer."""
+        return float(self.sums[0] / self.sums[2])
+
+    @property
+    def metric(self) -> float:
+        """Mean of the metric."""
+        return float(self.sums[1] / self.sums[2])
+
+
+class ErrorScore(_MeanScore):
     """Loss and mean absolute error of values over batches, kept on the device until they are read.
 
     Args:
@@ -154,9 +178,8 @@ class ErrorScore:
     """
 
     def __init__(self, scale: float, device: torch.device) -> None:
+        super().__init__(device)
         self.scale = scale
-        # The sums of losses, of absolute errors, and of weights.
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, out: Tensor, y: Tensor) -> None:
         """Add one batch: its mean loss, predictions `[N, 1]`, and values and weights `[N, 2]`."""
@@ -164,23 +187,13 @@ class ErrorScore:
         error = absolute_error(out.detach(), y, counts=torch.ones_like(count))
         self.sums += torch.stack([loss.detach() * count, error, count])
 
-    def gather(self, group: Group) -> ErrorScore:
-        """Add the batches of the other processes and return this score."""
-        self.sums = group.sum(self.sums)
-        return self
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per value."""
-        return float(self.sums[0] / self.sums[2])
-
     @property
     def metric(self) -> float:
         """Mean absolute error in the unit of the values."""
-        return float(self.sums[1] / self.sums[2]) * self.scale
+        return super().metric * self.scale
 
 
-class RankScore:
+class RankScore(_MeanScore):
     """Loss and mean reciprocal rank over batches, kept on the device until they are read.
 
     The rank of an answer is 1 plus the number of nodes with a higher score plus half of the others with an equal score.
@@ -191,10 +204,6 @@ class RankScore:
     Source: Bordes et al., Translating Embeddings for Modeling Multi-relational Data, NeurIPS 2013, section 4.2.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # The sums of losses, of reciprocal ranks, and the number of answers.
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
-
     def add(self, loss: Tensor, scores: Tensor, y: Tensor) -> None:
         """Add one batch: its mean loss, scores `[Q, N]` and answers `[Q]`."""
         wanted = scores.detach().gather(1, y[:, None])
@@ -204,21 +213,6 @@ class RankScore:
         self.sums += torch.stack(
             [loss.detach().double() * len(y), rank.double().reciprocal().sum(), rank.new_tensor(len(y))]
         )
-
-    def gather(self, group: Group) -> RankScore:
-        """Add the batches of the other processes and return this score."""
-        self.sums = group.sum(self.sums)
-        return self
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per answer."""
-        return float(self.sums[0] / self.sums[2])
-
-    @property
-    def metric(self) -> float:
-        """Between 0 and 1."""
-        return float(self.sums[1] / self.sums[2])
 
 
 def roc_auc(score: Tensor, y: Tensor) -> float:
