@@ -45,7 +45,7 @@ class Reports:
         self.argument: Any = self.address if is_cuda else self.values
 
     def expects_long_rows(self) -> bool:
-        """Return whether one of the last graphs had a row longer than twice `LONG_ROW`."""
+        """Return whether one of the last graphs had a row of more than `LONG_ROW` edges."""
         if not self._read[_NUM_REPORTS - 1]:
             return False
         self._graphs += 1
