@@ -43,6 +43,7 @@ _STATISTICS = {
 }
 _LOOKED_UP = ("MeanAggregation", "VarAggregation", "StdAggregation")
 """Aggregations whose sums PyG's `FusedAggregation` looks up by name to divide them."""
+NO_MATRIX = "x is not a matrix [N, F] per node set"
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
 _module_hooks = itemgetter(*MODULE_HOOKS)
@@ -391,12 +392,11 @@ class FusedConv(Scripted, MessagePassing):
         compiling = torch.compiler.is_compiling()
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
         form = "tensor" if is_plain else edges.form_of(edge_index)
-        against = [*reasons, *module_reasons(self, compiling)]
         first, second = nodes
         x = first if first is not None else second
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
-            against.append("x is not a matrix [N, F] per node set")
-            return edges.Call(against, (), edge_index, form)
+            return edges.Call([*reasons, NO_MATRIX], (), edge_index, form)
+        against = [*reasons, *module_reasons(self, compiling)]
         assert x is not None
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")

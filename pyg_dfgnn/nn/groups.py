@@ -18,7 +18,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
-from pyg_dfgnn.nn.visits import is_new
+from pyg_dfgnn.nn.visits import is_few, is_new
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
@@ -26,6 +26,7 @@ from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
 NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}
 """Statistics with kernels, by PyG's names of reductions."""
+_SUMS = ("sum", "add")
 
 _FUNCTIONS = torch.nn.Module()
 """Stands for the functions where a layer would be."""
@@ -85,7 +86,10 @@ def takes(
     owner: torch.nn.Module | None = None,
 ) -> bool:
     """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it."""
-    if is_new(_FUNCTIONS if owner is None else owner, ptr if index is None else index, name):
+    groups = ptr if index is None else index
+    if is_new(_FUNCTIONS if owner is None else owner, groups, name):
+        return False
+    if len(stats) == 1 and stats[0] in _SUMS and isinstance(x, Tensor) and is_few(groups, x.numel()):
         return False
     reasons = reasons_against(x, index, ptr, dim, stats)
     if reasons:

@@ -1,4 +1,4 @@
-"""How often layers were called with the same edges or groups: a few new ones are PyG's, where measuring costs more."""
+"""Which edges and groups are PyG's: a few new ones, where measuring costs more, and sums of a few numbers."""
 
 import weakref
 from typing import Any
@@ -7,36 +7,57 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
-from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again
 
-_MOST_TENSORS = 8
-_visits: OfLayers[dict[tuple[Any, ...], list[Any]]] = OfLayers(dict)
+_MOST_TENSORS = 64
+_MEASURED_NUMBERS = 100_000_000
+"""Numbers that PyG writes per edge, times the edges, from which its kernels take longer than the host."""
+_FEW_NUMBERS = 1 << 20
+_visits: dict[tuple[int, int], list[Any]] = {}
+"""Number of a tensor of edges and length of its rows -> the tensor, its first visitor, and the calls of that one."""
 
 
-def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
-    """Note a call of a layer, and return whether its edges are few and the layer has seen them twice at most.
+def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1) -> bool:
+    """Note a call of a layer, and return whether its edges are few and their first layer has seen them twice at most.
 
     Args:
         layer: The layer.
         edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not new.
         kind: Which of several calls of the layer with the same edges this is.
+        numbers: How many numbers PyG's code would write per edge.
     """
-    if torch.compiler.is_compiling() or type(edges) is not Tensor or not edges.is_cuda:
+    if not _may_be_left(edges):
         return False
-    if edges.dim() == 0 or edges.size(-1) >= MEASURED_EDGES:
-        return False
-    if edges.layout is not torch.strided or not may_be_unmeasured():
+    count = edges.size(-1)
+    if count >= MEASURED_EDGES or count * numbers >= _MEASURED_NUMBERS:
         return False
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
-    base = edges if edges._base is None else edges._base
-    visits, key = _visits.of(layer), (kind, id(base), edges.storage_offset(), edges.size(-1))
-    known = visits.get(key)
+    base = edges._base
+    base = edges if base is None else base
+    key, visitor = (id(base), count), (id(layer), kind)
+    known = _visits.get(key)
     if known is None or known[0]() is not base:
-        if len(visits) >= _MOST_TENSORS:
-            visits.clear()
-        visits[key] = [weakref.ref(base), 1]
+        if len(_visits) >= _MOST_TENSORS:
+            _visits.clear()
+        _visits[key] = [weakref.ref(base), visitor, 1]
         return True
-    if not may_run_again(layer.training):
-        known[1] += 1
-    return bool(known[1] <= VISITS)
+    if known[1] == visitor and not may_run_again(layer.training):
+        known[2] += 1
+    return bool(known[2] <= VISITS)
+
+
+def is_few(edges: Any, numbers: int) -> bool:
+    """Return whether two launches of PyG's take less time than what the host does for one of ours.
+
+    Args:
+        edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not few.
+        numbers: How many numbers are summed.
+    """
+    return numbers < _FEW_NUMBERS and _may_be_left(edges)
+
+
+def _may_be_left(edges: Any) -> bool:
+    """Return whether edges, an index or offsets are a tensor on a GPU, of which PyG's code may take a few."""
+    if type(edges) is not Tensor or torch.compiler.is_compiling() or not edges.is_cuda or edges.dim() == 0:
+        return False
+    return edges.layout is torch.strided and may_be_unmeasured()

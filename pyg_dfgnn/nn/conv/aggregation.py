@@ -12,7 +12,10 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, uns
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.fallback import FEW, NEW
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
+from pyg_dfgnn.nn.visits import is_few, is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
@@ -55,6 +58,12 @@ def _problem(
     return SegmentProblem(message, distinct, -(-channels // launches), dtype, device, *scales, edge_channels)
 
 
+def _width(x: Any) -> int:
+    """Return the features of the rows that send."""
+    x = x[0] if isinstance(x, (tuple, list)) else x
+    return x.size(-1) if isinstance(x, Tensor) and x.dim() > 0 else 1
+
+
 def is_matrix(form: str) -> bool:
     """Return whether edges of a form are a sparse adjacency, whose values may weigh messages."""
     return form in ("torch.sparse", "SparseTensor")
@@ -81,6 +90,10 @@ class AggregationConv(FusedConv):
     """Whether a linear layer comes before the aggregation."""
     _channels: str | None = None
     """Attribute with the width of what is aggregated; None for that of `x`."""
+    _takes_new = False
+    """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
+    _writes = 1
+    """Tensors with a row of that width per edge that PyG's code makes."""
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message = "weight" if edge is not None and self._message == "copy" else self._message
@@ -123,6 +136,11 @@ class AggregationConv(FusedConv):
         Returns:
             The call, with its reasons; `edge_attr` holds what the messages read of the edges.
         """
+        if not self._takes_new:
+            if self._is_new(x, edge_index):
+                return edges.Call([NEW], (), edge_index, "tensor")
+            if edge is None and self._is_few(x, edge_index):
+                return edges.Call([FEW], (), edge_index, "tensor")
         against = list(reasons)
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x) if isinstance(x, (tuple, list)) else (None, None)
         source = nodes[0]
@@ -152,6 +170,22 @@ class AggregationConv(FusedConv):
             question, nodes, edge_index, size=size, self_loops=self_loops, one_way=not by_role, reasons=against
         )
         return call if edge is None else call._replace(edge_attr=edge)
+
+    def _is_new(self, x: Any, edge_index: Any) -> bool:
+        """Return whether the edges of a call are new, and so few that PyG's code takes them in less time."""
+        return is_new(self, edge_index, numbers=self._writes * _width(x))
+
+    def _is_few(self, x: Any, edge_index: Any) -> bool:
+        """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
+        is_sum = self._message == "copy" and statistics_of(self._modules["aggr_module"]) == ("sum",)
+        return is_sum and isinstance(edge_index, Tensor) and is_few(edge_index, edge_index.size(-1) * _width(x))
+
+    def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+        found = super()._describe(device, *args, **kwargs)
+        has_edges = any(isinstance(value, Tensor) for value in (*args[2:], *kwargs.values()))
+        if len(args) < 2 or has_edges or self._takes_new or not found.fused or not self._is_few(*args[:2]):
+            return found
+        return Description(found.layer, (FEW,), found.problem)
 
     def _as_sent(self, problem: SegmentProblem, call: edges.Call, sent: Sent) -> tuple[SegmentProblem, edges.Call]:
         """Return the problem and the call of a description where this travels along the edges."""

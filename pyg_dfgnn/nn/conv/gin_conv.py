@@ -54,6 +54,7 @@ class GINEConv(AggregationConv, conv.GINEConv):
     propagate_type = {"x": OptPairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GINEConv)
     _message = "relu_add"
+    _writes = 3
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message, names, channels, *_ = super()._question(x, edge)

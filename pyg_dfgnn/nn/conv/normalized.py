@@ -12,7 +12,7 @@ from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.fallback import NEW
-from pyg_dfgnn.nn.gate import statistics_of
+from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
 from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 
@@ -33,6 +33,7 @@ class NormalizedConv(AggregationConv):
     _drops = False
     """Whether weights of edges are dropped in this call."""
     _cached_edge_index: tuple[Tensor, Tensor] | None
+    _takes_new = True
     _keeps_edges = False
     """Whether `cached` is about the normalised edges."""
 
@@ -57,6 +58,8 @@ class NormalizedConv(AggregationConv):
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         against, loops = list(reasons), self.normalize and self.add_self_loops
         form = edges.form_of(edge_index)
+        if isinstance(x, Tensor) and x.dim() != 2:
+            return edges.Call([*against, NO_MATRIX], (), edge_index, form)
         if not isinstance(x, Tensor):
             against.append("x is no tensor")
             x = None
