@@ -36,9 +36,11 @@ def check(rows, features, channels, dtype, device="cpu"):
     results = run(gated_residual, leaves)
     assert all(result.dtype == dtype for result in results.values())
     exact = run(one_by_one, {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()})
+    # Both take cuBLAS, whose sums over many rows are less exact than those of the kernels that the table is for.
+    torchs = largest_errors(run(one_by_one, leaves), exact)
     for name, error in largest_errors(results, exact).items():
         row = tolerance(dtype, direction_of(name), "gemm" if dtype == torch.float64 else "relational")
-        assert error <= (row.largest or row.relative), name
+        assert error <= max(row.largest or row.relative, 2 * torchs[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -7,6 +7,8 @@ so do the functions that `pyg_dfgnn.utils` and `pyg_dfgnn.nn.pool` have under a 
 many calls of each were fused. It exits with 1 if a test that passes with PyG's does not pass with ours, or, with
 --reference or on a GPU, if something was never fused.
 
+Tests call a layer once or twice on edges of their own, which are PyG's by default: the runs measure all edges at once.
+
 With --accelerate PyG's classes stay, and each module that a test constructs goes through `pyg_dfgnn.accelerate` when it
 is first called. The script prints how many calls of each class whose messages are compiled ran as programs, and why
 others did not; with --reference the interpreter runs them.
@@ -274,6 +276,9 @@ def worker(options: argparse.Namespace) -> None:
     import pytest
     import torch_geometric.nn  # noqa: F401
 
+    import pyg_dfgnn
+
+    pyg_dfgnn.settings(check_ids="now")
     calls: dict[str, list[Any]] = {}
     running = contextlib.nullcontext()
     if options.worker == "ours" and options.accelerate:

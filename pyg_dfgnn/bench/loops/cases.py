@@ -47,7 +47,7 @@ class Case:
 
 
 def _mlp(inputs: int, width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width))
+    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
 
 
 def _pna(inputs: int, outputs: int, counts: Tensor, **options: Any) -> nn.Module:

@@ -1,4 +1,7 @@
-"""Layers as users write them, which the loops train; eight of them are a loop by themselves."""
+"""Layers as users write them, which the loops train; eight of them are a loop by themselves.
+
+The models have no kinks where a layer can do without: by a kink, rounding decides about a whole gradient.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class GatedGCN(MessagePassing):
         values = {"bx": self.b(x), "dx": self.d(x), "ex": self.e(x), "ce": self.c(edge_attr), "ax": self.a(x)}
         out = self.propagate(edge_index, **values)
         edge, self.edge = self.edge, None
-        return F.relu(out), F.relu(edge)  # type: ignore[arg-type]
+        return F.silu(out), F.silu(edge)  # type: ignore[arg-type]
 
     def message(self, dx_i: Tensor, ex_j: Tensor, ce: Tensor) -> Tensor:
         self.edge = dx_i + ex_j + ce
@@ -168,12 +171,12 @@ class GraphLevel(nn.Module):
                 out = conv(x, edge_index, edge_attr=edge)
             else:
                 out = conv(x, edge_index)
-            x = x + F.relu(norm(out))
+            x = x + F.silu(norm(out))
         return self.head(global_mean_pool(x, batch, graphs)).squeeze(-1)  # type: ignore[no-any-return]
 
 
 class NodeLevel(nn.Module):
-    """Two convs with a ReLU between them, called with `x`, `edge_index` and what else the conv takes."""
+    """Two convs with a SiLU between them, called with `x`, `edge_index` and what else the conv takes."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -183,7 +186,7 @@ class NodeLevel(nn.Module):
         out = self.first(x, edge_index, *edge)
         if isinstance(out, tuple):
             return self.second(*out[:1], edge_index, *out[1:])[0]  # type: ignore[no-any-return]
-        return self.second(F.relu(out), edge_index, *edge)  # type: ignore[no-any-return]
+        return self.second(F.silu(out), edge_index, *edge)  # type: ignore[no-any-return]
 
 
 class Blocks(nn.Module):
@@ -196,7 +199,7 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor, edges: list[Tensor], rows: list[int]) -> Tensor:
         for i, (conv, edge_index, count) in enumerate(zip(self.convs, edges, rows)):
             x = conv((x, x[:count]), edge_index)
-            x = F.relu(x) if i + 1 < len(rows) else x
+            x = F.silu(x) if i + 1 < len(rows) else x
         return x
 
 
@@ -209,9 +212,9 @@ class Hetero(nn.Module):
         self.convs, self.head = nn.ModuleList(convs), nn.Linear(width, 349)
 
     def forward(self, x: dict[str, Tensor], edges: dict[Any, Tensor], seeds: int) -> Tensor:
-        x = {kind: F.relu(self.encode[kind](value)) for kind, value in x.items()}
+        x = {kind: F.silu(self.encode[kind](value)) for kind, value in x.items()}
         for conv in self.convs:
-            x = {kind: F.relu(value) for kind, value in conv(x, edges).items()}
+            x = {kind: F.silu(value) for kind, value in conv(x, edges).items()}
         return self.head(x["paper"][:seeds])  # type: ignore[no-any-return]
 
 
@@ -224,7 +227,7 @@ class Typed(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor, seeds: int) -> Tensor:
         first, second = self.convs
-        return second(F.relu(first(x, edge_index, edge_type)), edge_index, edge_type)[:seeds]  # type: ignore[no-any-return]
+        return second(F.silu(first(x, edge_index, edge_type)), edge_index, edge_type)[:seeds]  # type: ignore[no-any-return]
 
 
 def nearest(x: Tensor, clouds: int, k: int) -> Tensor:
@@ -247,7 +250,7 @@ class Clouds(nn.Module):
         x = position
         for conv in self.convs:
             if self.takes_positions:
-                x = F.relu(conv(x, position, nearest(position, clouds, self.k)))
+                x = F.silu(conv(x, position, nearest(position, clouds, self.k)))
             else:
                 x = conv(x, nearest(x, clouds, self.k))
         return self.head(x.view(clouds, -1, x.size(-1)).amax(dim=1))  # type: ignore[no-any-return]
