@@ -197,6 +197,22 @@ def _small(small: bool) -> Iterator[Case]:
         yield Case("small", name, "cora", source, make, _call, _classes, fresh=(), capture="whole")
 
 
+LARGE = {"arxiv": (169_343, 1_166_243, 128, 1.0), "reddit": (50_000, 20_000_000, 64, 1.5)}
+"""Nodes, edges and width of large graphs, and the power that skews their degrees."""
+
+
+def _large(small: bool) -> Iterator[Case]:
+    for size, (nodes, edges, width, power) in LARGE.items():
+        nodes, edges, width = (30, 90, 8) if small else (nodes, edges, width)
+        source = partial(data.graphs, nodes, edges, width, 1, 1, 0, power)
+        for name in ("gcn", "sage", "gat"):
+
+            def make(batch: Any, conv: Any = TWO_LAYERS[name], width: int = width) -> nn.Module:
+                return layers.NodeLevel(conv(width, width, batch), conv(width, 7, batch))
+
+            yield Case("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
+
+
 def _call_weighted(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_weight)  # type: ignore[no-any-return]
 
@@ -309,6 +325,7 @@ LOOPS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "superpixels": _superpixels,
     "sampled": _sampled,
     "small": _small,
+    "large": _large,
     "temporal": _temporal,
     "dynamic": _dynamic,
     "relations": _relations,

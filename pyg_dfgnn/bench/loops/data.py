@@ -273,16 +273,18 @@ def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
 
 
 @cache
-def graphs(nodes: int, edges: int, width: int, pool: int, relations: int = 1) -> Source:
-    """Random graphs with features, edge features, types, classes and numbers to learn."""
+def graphs(
+    nodes: int, edges: int, width: int, pool: int, relations: int = 1, edge_width: int = 8, power: float = 1.0
+) -> Source:
+    """Random graphs with features, edge features, types, classes and numbers to learn; the power skews degrees."""
     batches = []
     for seed in range(pool):
         generator = rng(seed)
         batches.append(
             Data(
                 x=torch.randn(nodes, width, generator=generator),
-                edge_index=torch.randint(nodes, (2, edges), generator=generator),
-                edge_attr=torch.randn(edges, 8, generator=generator),
+                edge_index=(torch.rand(2, edges, generator=generator, dtype=torch.float64) ** power * nodes).long(),
+                edge_attr=torch.randn(edges, edge_width, generator=generator),
                 edge_type=torch.randint(relations, (edges,), generator=generator),
                 y=torch.randint(7, (nodes,), generator=generator),
                 target=torch.randn(nodes, width, generator=generator),
