@@ -18,7 +18,7 @@ from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.nn.fallback import NEW, NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
@@ -62,6 +62,9 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
 
+NEW_EDGES = (NEW,), True
+"""What is kept in :data:`last` of calls whose edges are new."""
+
 
 _settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
 """The kinds of calls of a layer of which no program is made."""
@@ -86,6 +89,12 @@ def is_pygs(layer: Any) -> bool:
     if not _settled.peek(layer) or watchers:
         return False
     return all(reasons for reasons, _ in last.of(layer).values())
+
+
+def is_new_to(layer: Any) -> bool:
+    """Return whether the last calls of a layer were with edges that are new to it."""
+    known = last.peek(layer)
+    return bool(known) and all(outcome is NEW_EDGES for outcome in known.values())  # type: ignore[union-attr]
 
 
 def state_reasons(layer: Any) -> list[str]:

@@ -16,7 +16,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.fallback import report_fallback
-from pyg_dfgnn.nn.messages.call import call_layer, is_pygs, is_settled
+from pyg_dfgnn.nn.messages.call import NEW_EDGES, call_layer, is_new_to, is_pygs, is_settled, last
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
@@ -83,7 +83,8 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        if is_pygs(self) and not any(isinstance(value, Graph) for value in (*args, *kwargs.values())):
+        is_left = is_pygs(self) or (forward is own and is_new_to(self))
+        if is_left and not any(isinstance(value, Graph) for value in (*args, *kwargs.values())):
             return own(self, *args, **kwargs)
         args = tuple(_plain(self, value) for value in args)
         kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
@@ -124,6 +125,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             with quiet():
                 return own(self, *args, **kwargs)
         if is_new(self, args[0] if args else kwargs["edge_index"], method):
+            last.of(self)[method] = NEW_EDGES
             return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
