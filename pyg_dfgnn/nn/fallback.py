@@ -14,8 +14,7 @@ from pyg_dfgnn.settings import current
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FEW = "the sum of few numbers: PyG's two launches take less time than what the host does for one of a fused kernel"
-NEW = "the edges are new and few: PyG's code takes them in less time than it takes to measure them"
+SMALL = "the edges are few, and new or read by few operators: PyG's code takes them in less time"
 NO_DEVICE = "the tensors are not on a CUDA device"
 SCRIPTED = "torch.jit.script puts PyG's class in its place, in this model too: give it a copy to keep the drop-in"
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
@@ -56,12 +55,12 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
 
     Args:
         name: Class name of the layer.
-        reasons: Why; `NO_DEVICE` is an error only where there is a GPU, and `FEW` and `NEW` are none and are not told.
+        reasons: Why; `NO_DEVICE` is an error only where there is a GPU, and `SMALL` is none and is not told.
 
     Raises:
         UnsupportedError: The settings ask for an error.
     """
-    reasons = [reason for reason in reasons if reason not in (FEW, NEW)]
+    reasons = [reason for reason in reasons if reason is not SMALL]
     if not reasons:
         return
     fallback = current().fallback

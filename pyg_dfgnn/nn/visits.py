@@ -14,7 +14,8 @@ _MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes per edge, times the edges, from which its kernels take longer than the host."""
 _FEW_NUMBERS = 1 << 20
 _visits: dict[tuple[int, int], list[Any]] = {}
-"""Number of a tensor of edges and length of its rows -> the tensor, its first visitor, and the calls of that one."""
+"""Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls of that one, and the
+visitors that leave it to PyG for good."""
 
 
 def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1) -> bool:
@@ -26,7 +27,7 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1)
         kind: Which of several calls of the layer with the same edges this is.
         numbers: How many numbers PyG's code would write per edge.
     """
-    if not _may_be_left(edges):
+    if not may_be_left(edges):
         return False
     count = edges.size(-1)
     if count >= MEASURED_EDGES or count * numbers >= _MEASURED_NUMBERS:
@@ -39,11 +40,24 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1)
     if known is None or known[0]() is not base:
         if len(_visits) >= _MOST_TENSORS:
             _visits.clear()
-        _visits[key] = [weakref.ref(base), visitor, 1]
+        _visits[key] = [weakref.ref(base), visitor, 1, set()]
         return True
     if known[1] == visitor and not may_run_again(layer.training):
         known[2] += 1
-    return bool(known[2] <= VISITS)
+    return known[2] <= VISITS or visitor in known[3]
+
+
+def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
+    """Let these edges be new to calls of a layer for good, and return whether they may be.
+
+    The arguments are those of :func:`is_new`.
+    """
+    if not may_be_left(edges):
+        return False
+    known = _visits.get((id(edges if edges._base is None else edges._base), edges.size(-1)))
+    if known is not None:
+        known[3].add((id(layer), kind))
+    return True
 
 
 def is_few(edges: Any, numbers: int) -> bool:
@@ -53,10 +67,10 @@ def is_few(edges: Any, numbers: int) -> bool:
         edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not few.
         numbers: How many numbers are summed.
     """
-    return numbers < _FEW_NUMBERS and _may_be_left(edges)
+    return numbers < _FEW_NUMBERS and may_be_left(edges)
 
 
-def _may_be_left(edges: Any) -> bool:
+def may_be_left(edges: Any) -> bool:
     """Return whether edges, an index or offsets are a tensor on a GPU, of which PyG's code may take a few."""
     if type(edges) is not Tensor or torch.compiler.is_compiling() or not edges.is_cuda or edges.dim() == 0:
         return False

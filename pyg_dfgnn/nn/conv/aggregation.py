@@ -13,7 +13,7 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description
-from pyg_dfgnn.nn.fallback import FEW, NEW
+from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
 from pyg_dfgnn.nn.visits import is_few, is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
@@ -136,11 +136,8 @@ class AggregationConv(FusedConv):
         Returns:
             The call, with its reasons; `edge_attr` holds what the messages read of the edges.
         """
-        if not self._takes_new:
-            if self._is_new(x, edge_index):
-                return edges.Call([NEW], (), edge_index, "tensor")
-            if edge is None and self._is_few(x, edge_index):
-                return edges.Call([FEW], (), edge_index, "tensor")
+        if not self._takes_new and (self._is_new(x, edge_index) or (edge is None and self._is_few(x, edge_index))):
+            return edges.Call([SMALL], (), edge_index, "tensor")
         against = list(reasons)
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x) if isinstance(x, (tuple, list)) else (None, None)
         source = nodes[0]
@@ -185,7 +182,7 @@ class AggregationConv(FusedConv):
         has_edges = any(isinstance(value, Tensor) for value in (*args[2:], *kwargs.values()))
         if len(args) < 2 or has_edges or self._takes_new or not found.fused or not self._is_few(*args[:2]):
             return found
-        return Description(found.layer, (FEW,), found.problem)
+        return Description(found.layer, (SMALL,), found.problem)
 
     def _as_sent(self, problem: SegmentProblem, call: edges.Call, sent: Sent) -> tuple[SegmentProblem, edges.Call]:
         """Return the problem and the call of a description where this travels along the edges."""

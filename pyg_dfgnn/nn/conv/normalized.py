@@ -11,7 +11,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
-from pyg_dfgnn.nn.fallback import NEW
+from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
 from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
@@ -68,7 +68,7 @@ class NormalizedConv(AggregationConv):
             against.append("self-loops added to the values of a sparse adjacency")
         # With a cache the first edges are those of all calls.
         if self.normalize and edge_weight is not None and not self._takes_cache and is_new(self, edge_index):
-            against.append(NEW)
+            against.append(SMALL)
         if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index
             if torch.compiler.is_compiling():

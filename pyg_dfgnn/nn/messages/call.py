@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.fallback import NEW, NO_DEVICE, report_fallback
+from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend
@@ -28,6 +29,7 @@ from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
 from pyg_dfgnn.nn.owned import OfLayers
+from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
 from pyg_dfgnn.settings import current
@@ -62,8 +64,28 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
 
-NEW_EDGES = (NEW,), True
+NEW_EDGES = (SMALL,), True
 """What is kept in :data:`last` of calls whose edges are new."""
+
+
+_FEW_LAUNCHES = 6
+_FEW_NUMBERS = 1 << 22
+_LAUNCHES = {"input": 0, "const": 0, "view": 0, "expand": 0, "slice": 0, "permute": 0, "detach": 0, "softmax": 8}
+"""Launches of PyG's code for an operator on edges; of others 1."""
+_weights: dict[int, tuple[Program, int, int]] = {}
+"""Number of a program -> the program, which so stays alive, PyG's launches on edges, and its widest row of an edge."""
+
+
+def is_small(program: Program, num_edges: int) -> bool:
+    """Return whether PyG's few launches for a program take less time than what the host does for kernels of it."""
+    known = _weights.get(id(program))
+    if known is None:
+        if len(_weights) >= _MOST_REFUSED:
+            _weights.clear()
+        of_edges = [value for value in program.values if value.domain is E]
+        launches = sum(_LAUNCHES.get(value.op, 1) for value in of_edges)
+        known = _weights[id(program)] = program, launches, max((prod(v.shape) for v in of_edges), default=1)
+    return known[1] <= _FEW_LAUNCHES and num_edges * known[2] < _FEW_NUMBERS
 
 
 _settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
@@ -197,6 +219,9 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
         reasons += trace.reasons
         return Outcome(trace, is_settled=True)
     outcome = Outcome(trace)
+    if is_small(trace.program, call.edge_index.size(1)) and leave(layer, call.edge_index, call.method):
+        reasons.append(SMALL)
+        return outcome
     device = call.edge_index.device
     devices = backend().devices
     if devices is not None and device.type not in devices:

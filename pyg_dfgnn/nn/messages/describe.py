@@ -11,16 +11,18 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
+from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description, copied, shown
-from pyg_dfgnn.nn.fallback import NO_DEVICE
+from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL
 from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
-from pyg_dfgnn.nn.messages.call import Outcome, last, late_reasons, state_reasons, watchers
+from pyg_dfgnn.nn.messages.call import Outcome, is_small, last, late_reasons, state_reasons, watchers
 from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.reads import Reads
+from pyg_dfgnn.ops.graph import may_be_unmeasured
 from pyg_dfgnn.settings import local_settings
 
 UNCALLED = "its first call tells whether its messages become a program"
@@ -92,6 +94,9 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         plan, against = _plan(layer, program, rows, dtype, names, rows.device if device is None else device, has_grad)
         reasons += against
         plans.append(plan)
+    small = [rows.device.type == "cuda" and is_small(program, rows.sizes[E]) for program, rows, _ in runs.values()]
+    if small and all(small) and may_be_unmeasured():
+        reasons.append(SMALL)
     if functions := names_of(original(type(layer).forward)):
         plans.append(f"what {', '.join(functions)} returns is kept while the arguments live unchanged")
     return Description(shown(layer), tuple(dict.fromkeys(reasons)), None, "\n".join(dict.fromkeys(plans)) or None)
