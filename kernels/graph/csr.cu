@@ -5,6 +5,9 @@
 // first num_loops nodes gets a self-loop, numbered behind the edges. Edges find their places in any order and are sorted
 // by number within each row at last, so that results are the same in every run.
 //
+// With PADDED the sizes are those of room for a batch, whose own numbers of edges and of nodes are read from `batch`: ids
+// are to be below these, and what is behind them has no edges.
+//
 // Reports lie in memory of the host: of targets, then of sources, whether an id was out of range, one that was, and the
 // number of nodes; then whether a row had more than LONG_ROW edges. Whichever thread writes last is right.
 typedef long long i64;
@@ -20,6 +23,14 @@ typedef int id_t;
 #define WARPS 8
 #define LONG_ROW_REPORT 6
 
+#if PADDED
+#define BATCH_ARGUMENT , const i64* batch
+#define OWN_SIZE(place, room) batch[place]
+#else
+#define BATCH_ARGUMENT
+#define OWN_SIZE(place, room) (room)
+#endif
+
 __device__ __forceinline__ bool is_out_of_range(i64 id, i64 size, volatile i64* report) {
     if (id >= 0 && id < size) return false;
     report[1] = id;
@@ -32,14 +43,19 @@ __device__ __forceinline__ bool is_out_of_range(i64 id, i64 size, volatile i64* 
 // Counts the edges of each target, then of each source. `ranks` gets how many a count had before, or -1 for an edge that
 // is left out: of each edge at its target, then of each at its source.
 extern "C" __global__ void graph_count(const id_t* target, const id_t* source, i64 num_edges, i64 num_loops,
-                                       i64 num_dst, i64 num_src, int* counts, int* ranks, i64* report) {
+                                       i64 num_dst, i64 num_src, int* counts, int* ranks, i64* report BATCH_ARGUMENT) {
     const i64 i = THREAD, total = num_edges + num_loops;
     if (i >= total) return;
     i64 t = i - num_edges, s = t;
+    if (i < num_edges ? i >= OWN_SIZE(0, num_edges) : t >= OWN_SIZE(1, num_loops)) {
+        ranks[i] = -1;
+        return;
+    }
     if (i < num_edges) {
         t = target[i];
         s = source[i];
-        const bool bad_target = is_out_of_range(t, num_dst, report), bad_source = is_out_of_range(s, num_src, report + 3);
+        const bool bad_target = is_out_of_range(t, OWN_SIZE(1, num_dst), report);
+        const bool bad_source = is_out_of_range(s, OWN_SIZE(1, num_src), report + 3);
         if (bad_target || bad_source || (LOOPS && t == s)) {
             ranks[i] = -1;
             return;

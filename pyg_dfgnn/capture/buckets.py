@@ -16,10 +16,13 @@ from torch_geometric.nn import norm as graph_norms
 
 from pyg_dfgnn.distributed.norm import batch_norm_kernels
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, StaticGraph, StaticGroups
+from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, RefilledGraph, StaticGraph, StaticGroups
 from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
+from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.nn.gate import FusedConv
+from pyg_dfgnn.nn.visits import refilled
 from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.graph import refill, reports
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
@@ -204,7 +207,7 @@ class Bucket:
 
     Args:
         batch: The first batch, whose attributes the bucket has.
-        graph: The graph of the first batch, if the convs are ours.
+        graph: The graph of the first batch, if its graphs went through `SortEdges` and the convs are ours.
         capacity: Sizes of the batches.
         level: Level of the bucket in `capacity`.
 
@@ -229,15 +232,24 @@ class Bucket:
         self.mask = RowMask(self.num_nodes, like)
         self.groups = StaticGroups(self.batch.batch, self.num_graphs)
         self.static: StaticGraph | None = None
+        self.batch_sizes = self.batch.edge_index.new_zeros(2, dtype=torch.int64)
+        self.graphs: list[RefilledGraph] = []
+        edge_index = self.batch.edge_index
         if graph is not None:
-            self.static = StaticGraph(graph, self.batch.edge_index, self.num_nodes, self.num_graphs)
+            self.static = StaticGraph(graph, edge_index, self.num_nodes, self.num_graphs)
+        elif edge_index.dtype in INDEX_DTYPES:
+            sizes = self.batch_sizes, self.num_nodes
+            kinds = [(loops, transposed) for loops in (False, True) for transposed in (False, True)]
+            self.graphs = [RefilledGraph(edge_index, *sizes, *kind, refill) for kind in kinds]
 
     def __repr__(self) -> str:
         return f"Bucket({self.num_graphs} graphs, {self.num_nodes} nodes, {self.num_edges} edges)"
 
     def takes(self, graph: Graph | None, level: int) -> bool:
         """Return whether the bucket has this level and takes a batch with this graph."""
-        return level == self.level and (self.static is None or graph is None or self.static.takes(graph))
+        if level != self.level or (self.static is None) != (graph is None):
+            return False
+        return self.static is None or graph is None or self.static.takes(graph)
 
     def put(self, batch: Data, graph: Graph | None) -> None:
         """Copy a batch that the bucket :meth:`takes` into the tensors, and fill the rest with padding.
@@ -265,9 +277,25 @@ class Bucket:
             self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
         self.filled = counts
         self.mask.set(counts["node"])
+        for place, count in enumerate((edges, counts["node"])):
+            self.batch_sizes[place].fill_(count)
         if self.static is not None:
             assert graph is not None
             self.static.put(graph)
+
+    def register(self) -> None:
+        """Let layers find what belongs to the tensors as they are now."""
+        self.groups.register(self.batch.batch)
+        if self.static is not None:
+            self.static.register()
+        for graph in self.graphs:
+            graph.register()
+
+    def refill(self) -> None:
+        """Launch what each step, also a replayed one, makes of a batch before its layers."""
+        self.groups.refill(self.batch.batch)
+        for graph in self.graphs:
+            graph.refill()
 
     def rows(self, output: Any, batch: Data) -> Any:
         """Return the rows of an output on the bucket that belong to a batch."""
@@ -310,29 +338,34 @@ class Buckets:
     def move(self, batch: Data) -> Data:
         """Return a batch on the model's device, with its graph if its edges are sorted.
 
-        What the host knows of a batch that was moved before is read from the device, for which the host waits.
+        What the host knows of a sorted batch that was moved before is read from the device, for which the host waits.
         """
         is_sorted = self.has_kernels and FACTS in batch
         if batch.edge_index.device.type == "cpu":
             return move_batch(batch, self.device, is_sorted)
-        known = Graph.known(batch.edge_index, batch.num_nodes, batch.num_nodes, False, False) if is_sorted else None
-        if is_sorted and (known is None or known.facts is None):
+        if is_sorted and self._known(batch) is None:
             _build(batch, BatchFacts.of(batch))
         return batch
+
+    def _known(self, batch: Data) -> Graph | None:
+        """Return the graph of a batch of sorted graphs that was made with facts, for convs of ours."""
+        graph = Graph.known(batch.edge_index, batch.num_nodes, batch.num_nodes, False, False)
+        return graph if graph is not None and graph.facts is not None and self.has_kernels else None
 
     def place(self, batch: Data) -> Bucket:
         """Put a batch on the device into a bucket.
 
         Raises:
             TypeError: An attribute is missing or of another dtype than in the first batch, or it is no Batch.
-            ValueError: The batch has too many graphs or tensors of other shapes, or the model's convs are ours and the
-                graphs did not go through `SortEdges`.
+            ValueError: The batch has too many graphs or tensors of other shapes.
+            IdRangeError: An id of an earlier batch is out of range.
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"'data' needs a Batch of graphs (got {type(batch).__name__})")
         check_device("data.edge_index", batch.edge_index, self.device)
         check_range("num_graphs", batch.num_graphs, 1, self.capacity.num_graphs)
-        graph = Graph.of_batch(batch) if self.has_kernels else None
+        reports(self.device.type).check()
+        graph = self._known(batch)
         level = self.capacity.level(batch)
         bucket = next((bucket for bucket in self.buckets if bucket.takes(graph, level)), None)
         if bucket is None:
@@ -344,13 +377,12 @@ class Buckets:
     @contextmanager
     def active(self, bucket: Bucket) -> Iterator[Data]:
         """A block in which the model leaves out the padding of a bucket; yields the padded batch."""
-        bucket.groups.put(bucket.batch.batch)
-        if bucket.static is not None:
-            bucket.static.register()
+        bucket.register()
         for module in self.norms:
             module.mask = bucket.mask
         try:
-            yield bucket.batch
+            with refilled():
+                yield bucket.batch
         finally:
             for module in self.norms:
                 module.mask = None

@@ -208,8 +208,13 @@ class CapturedStep(Step):
         batch = self.buckets.move(data)
         bucket = self.buckets.place(batch)
         self._unchecked = None if bucket.is_checked else (bucket, batch)
+
+        def take(wide: Data) -> tuple[Tensor, Any]:
+            bucket.refill()
+            return self.take(wide)
+
         with self.buckets.active(bucket) as wide:
-            loss, output = self._run("step", wide, self.take)
+            loss, output = self._run("step", wide, take)
         self.output = bucket.rows(output, batch)
         return loss.clone()
 
@@ -344,8 +349,7 @@ def capture_step(
         optimizer: With the option `capturable`, as Adam, AdamW and RMSprop have, or with `fused=True`, as SGD takes.
         data: Either a `Data` or `HeteroData` on the model's device, which each step takes: its edges stay as they are,
             other tensors may be refilled in place. Or a `DataLoader` of small graphs, or the :class:`Capacity` of
-            batches that are made otherwise: each step takes a batch, which is padded. Drop-ins then need graphs that
-            went through :class:`~pyg_dfgnn.graph.SortEdges`.
+            batches that are made otherwise: each step takes a batch, which is padded.
         forward: Called with the model and the data; None: `model(data.x, data.edge_index)`. `torch.autocast` belongs
             in it.
         group: Processes that share each batch; None: this one alone.

@@ -211,7 +211,7 @@ def _plan_pass(
         return RowSplitPlan(constants_of(problem, direction, wide=False), INT32_MAX, 1)
     rows = graph.side(direction)
     constants = constants_of(problem, direction, wide=kind is not FeatureParallelPlan)
-    if not graph.is_measured:
+    if graph.is_bare:
         few = has_few_edges(graph.mean_degree(direction), 1, constants)  # type: ignore[attr-defined]
         return kind(constants_of(problem, direction, wide=False) if few else constants, INT32_MAX, 1)
     if graph.is_static:

@@ -7,6 +7,7 @@ from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.edge_set import EdgeSet
 from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import Graph
+from pyg_dfgnn.graph.refilled import RefilledGraph
 from pyg_dfgnn.graph.relations import compact_rows
 from pyg_dfgnn.graph.static import StaticGraph, StaticGroups
 
@@ -17,6 +18,7 @@ __all__ = [
     "DeviceDataset",
     "EdgeSet",
     "Graph",
+    "RefilledGraph",
     "SortEdges",
     "StaticGraph",
     "StaticGroups",

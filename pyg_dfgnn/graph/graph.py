@@ -80,10 +80,10 @@ class Graph(Derived):
         facts: What the host knows of a batch that it trusts; None elsewhere.
         is_static: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
         is_measured: Whether the host knows more of the edges than their number.
+        is_bare: Whether the sizes are all that is known: self-loops are numbered behind all edges, left out or not.
     """
 
-    is_static = False
-    is_measured = True
+    is_static, is_measured, is_bare = False, True, False
 
     def __init__(
         self,

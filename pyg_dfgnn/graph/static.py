@@ -211,10 +211,13 @@ class StaticGroups(Graph):
         """The edges as they are now, int64 [2, N]: row 0 the rows, row 1 their groups."""
         return torch.stack([self.csc.perm.long(), self.csc.col.long()])
 
-    def put(self, index: Tensor) -> None:
-        """Take the groups that the index now holds, and let reductions find the graph until its next edit."""
+    def refill(self, index: Tensor) -> None:
+        """Take the groups that the index now holds."""
         self.csr.rowptr.copy_(offsets(index, self.num_dst))
         self.csc.col.copy_(index)
+
+    def register(self, index: Tensor) -> None:
+        """Let reductions find the graph by the index as it is now; an edit of that ends it."""
         self._versions = (index._version,)
         keep(self, (index,), self._sizes)
 

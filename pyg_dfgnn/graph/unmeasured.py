@@ -70,6 +70,7 @@ class UnmeasuredGraph(Graph):
     """
 
     is_measured = False
+    is_bare = True
     csr: Any
 
     def __init__(
@@ -86,7 +87,7 @@ class UnmeasuredGraph(Graph):
         self.graph_ptr = self.max_graph_nodes = self.facts = None
         self._anchors, self._versions, self._sizes = (TensorWeakRef(edge_index),), (edge_index._version,), sizes
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None
-        self.kind = _degree(self.num_edges, num_dst), _degree(self.num_edges, num_src), self_loops
+        self.kind = power_below(self.num_edges, num_dst), power_below(self.num_edges, num_src), self_loops
         self.stream, self.visitor, self.visits = stream, visitor, 1
 
     def adjacency(self, rows: str, cols: str) -> Any:
@@ -134,5 +135,6 @@ class UnmeasuredGraph(Graph):
         return self.kind[direction == "sources"]
 
 
-def _degree(num_edges: int, num_rows: int) -> int:
+def power_below(num_edges: int, num_rows: int) -> int:
+    """Return the power of two below the mean length of so many rows."""
     return (1 << (num_edges // max(num_rows, 1)).bit_length()) >> 1

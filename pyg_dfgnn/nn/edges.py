@@ -199,7 +199,7 @@ def resolve(
         # PyG's convs take any value that is true.
         graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=bool(self_loops))
         plain = edge_index.as_tensor() if form == "EdgeIndex" else None
-    if self_loops and edge_attr is not None and not graph.is_measured:
+    if self_loops and edge_attr is not None and graph.is_bare:
         edge_attr = torch.cat(
             [edge_attr, _loop_features(plain, edge_attr, max(num_src, num_dst), fill_value)[:num_loops]]
         )

@@ -15,10 +15,10 @@ from pyg_dfgnn.dispatch.core import explain, fused_device_types
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
-from pyg_dfgnn.graph.groups import graph_of_index
+from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
-from pyg_dfgnn.nn.visits import is_few, is_new
+from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_not_wait
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
@@ -84,12 +84,16 @@ def takes(
     dim: int,
     stats: Sequence[str] = ("sum",),
     owner: torch.nn.Module | None = None,
+    dim_size: int | None = None,
 ) -> bool:
     """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it."""
     groups = ptr if index is None else index
-    if is_new(_FUNCTIONS if owner is None else owner, groups, name):
-        return False
-    if len(stats) == 1 and stats[0] in _SUMS and isinstance(x, Tensor) and is_few(groups, x.numel()):
+    if not is_refilled():
+        if is_new(_FUNCTIONS if owner is None else owner, groups, name):
+            return False
+        if len(stats) == 1 and stats[0] in _SUMS and isinstance(x, Tensor) and is_few(groups, x.numel()):
+            return False
+    if may_not_wait(groups) and known_graph(index, ptr, dim_size) is None:
         return False
     reasons = reasons_against(x, index, ptr, dim, stats)
     if reasons:
@@ -175,7 +179,7 @@ def scatter(
     src: Tensor, index: Tensor, dim: int, dim_size: int | None, reduction: str, name: str = "scatter"
 ) -> Tensor:
     """Return what PyG's `scatter` does, in the name of the function that the user has called."""
-    if reduction in ("var", "std") or not takes(name, src, index, None, dim, (reduction,)):
+    if reduction in ("var", "std") or not takes(name, src, index, None, dim, (reduction,), dim_size=dim_size):
         return pygs_scatter(src, index, dim, dim_size, reduction)
     return reduce(src, index, None, dim_size, dim, (reduction,))[0]
 

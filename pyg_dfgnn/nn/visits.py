@@ -1,6 +1,9 @@
 """Which edges and groups are PyG's: a few new ones, where measuring costs more, and sums of a few numbers."""
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +21,41 @@ _visits: dict[tuple[int, int], list[Any]] = {}
 visitors that leave it to PyG for good."""
 
 
+class _Step(threading.local):
+    """The step of this thread, and whether its batches are copied to the same tensors one after another."""
+
+    is_refilled = False
+
+
+_step = _Step()
+
+
+@contextmanager
+def refilled() -> Iterator[None]:
+    """Say that what is called in the block comes again with other edges in the same tensors: all of them are new."""
+    before, _step.is_refilled = _step.is_refilled, True
+    try:
+        yield
+    finally:
+        _step.is_refilled = before
+
+
+def is_refilled() -> bool:
+    """Return whether what is called now comes again with other edges in the same tensors."""
+    return _step.is_refilled
+
+
+def may_not_wait(edges: Any) -> bool:
+    """Return whether what is not known of edges or groups is not to be found out: in a capture, or in what comes before
+    it of a step that is refilled.
+    """
+    if _step.is_refilled:
+        return True
+    if type(edges) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return edges.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1) -> bool:
     """Note a call of a layer, and return whether its edges are few and their first layer has seen them twice at most.
 
@@ -27,6 +65,8 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1)
         kind: Which of several calls of the layer with the same edges this is.
         numbers: How many numbers PyG's code would write per edge.
     """
+    if _step.is_refilled:
+        return type(edges) is Tensor and not torch.compiler.is_compiling()
     if not may_be_left(edges):
         return False
     count = edges.size(-1)

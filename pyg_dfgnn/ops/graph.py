@@ -14,6 +14,7 @@ from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import check_edge_index
 from pyg_dfgnn.graph.graph import keep
+from pyg_dfgnn.graph.refilled import RefilledGraph
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS, UnmeasuredGraph
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
 from pyg_dfgnn.settings import current
@@ -152,14 +153,20 @@ def unmeasured_graph(
     return fresh
 
 
-def spec_of(is_wide: bool, loops: bool) -> Spec:
-    """Return the module for ids of int64 or int32, with or without self-loops replaced."""
-    return Spec("graph/csr.cu", (("WIDE_IDS", int(is_wide)), ("LOOPS", int(loops)), ("LONG_ROW", LONG_ROW)))
+def refill(graph: RefilledGraph) -> None:
+    """Fill in the arrays of a graph from the edges that its tensor now holds; the next step hears of a bad id."""
+    _fill(graph, graph.room, graph.arrays, graph.batch_sizes)
+
+
+def spec_of(is_wide: bool, loops: bool, padded: bool = False) -> Spec:
+    """Return the module for ids of int64 or int32, with or without self-loops replaced, or room for batches."""
+    flags = ("WIDE_IDS", int(is_wide)), ("LOOPS", int(loops)), ("PADDED", int(padded))
+    return Spec("graph/csr.cu", (*flags, ("LONG_ROW", LONG_ROW)))
 
 
 @cache
-def _kernels(is_wide: bool, loops: bool) -> tuple[Kernel, Kernel, Kernel]:
-    count, place, order = (kernel_of(spec_of(is_wide, loops), f"graph_{each}") for each in _STEPS)
+def _kernels(is_wide: bool, loops: bool, padded: bool) -> tuple[Kernel, Kernel, Kernel]:
+    count, place, order = (kernel_of(spec_of(is_wide, loops, padded), f"graph_{each}") for each in _STEPS)
     return count, place, order
 
 
@@ -171,15 +178,26 @@ def _build(graph: UnmeasuredGraph, edge_index: Tensor) -> bool:
         ValueError: It has another shape.
         IdRangeError: An id is out of range, on a CPU.
     """
-    device = graph.device
-    report = reports(device.type)
+    report = reports(graph.device.type)
     if report.expects_long_rows():
         return False
     check_edge_index(edge_index)
+    _fill(graph, edge_index, graph.make_arrays())
+    if graph.device.type != "cuda":
+        report.check()
+    return True
+
+
+def _fill(
+    graph: UnmeasuredGraph | RefilledGraph, edge_index: Tensor, arrays: tuple[Any, ...], batch: Tensor | None = None
+) -> None:
+    """Launch the kernels that write the arrays of a graph, of a padded batch whose own sizes are `batch`."""
+    device = graph.device
+    report = reports(device.type)
     edge_index = edge_index if edge_index.stride(1) == 1 else edge_index.contiguous()
     num_edges, total, num_dst, num_src = edge_index.size(1), graph.num_edges, graph.num_dst, graph.num_src
     counts = torch.zeros(num_dst + num_src, dtype=torch.int32, device=device)
-    ranks, arrays = torch.empty(2 * total, dtype=torch.int32, device=device), graph.make_arrays()
+    ranks = torch.empty(2 * total, dtype=torch.int32, device=device)
     sizes = num_edges, total - num_edges, num_dst, num_src
     ends: tuple[Any, ...]
     if device.type == "cuda":
@@ -188,18 +206,16 @@ def _build(graph: UnmeasuredGraph, edge_index: Tensor) -> bool:
     else:
         ends = edge_index.unbind(0)
     ends = ends if graph.transposed else ends[::-1]
-    count, place, order = _kernels(edge_index.dtype is torch.int64, graph.self_loops)
+    count, place, order = _kernels(edge_index.dtype is torch.int64, graph.self_loops, batch is not None)
+    own_sizes = () if batch is None else addresses((batch,))
     counts_at, ranks_at = addresses((counts, ranks))
-    _launch(count, total, (*ends, *sizes, counts_at, ranks_at, report.argument), device)
+    _launch(count, total, (*ends, *sizes, counts_at, ranks_at, report.argument, *own_sizes), device)
     sums = torch.cumsum(counts, 0, dtype=torch.int32)
     rowptr, col, perm, source_rowptr, source_col, source_perm = arrays
     placed = *addresses((sums,)), ranks_at, rowptr, perm, source_rowptr, source_perm
     _launch(place, max(total, num_dst + 1, num_src + 1), (*ends, *sizes, *placed), device)
     ordered = rowptr, perm, col, source_rowptr, source_perm, source_col, report.argument
     _launch(order, 32 * (num_dst + num_src), (*ends, num_edges, num_dst, num_src, *ordered), device)
-    if device.type != "cuda":
-        report.check()
-    return True
 
 
 def _launch(kernel: Kernel, threads: int, arguments: tuple[Any, ...], device: torch.device) -> None:

@@ -91,8 +91,7 @@ def test_a_captured_step_takes_new_batches_on_the_kernels(tmp_path, monkeypatch)
     with emulated_device() as launched:
         chosen = ("loops=[molecules]", "models=[gin]", "sizes=[sol-b8-h16]", "block=3")
         _, rows = bench(tmp_path, *chosen, "implementations=[ours,ours_captured]")
-    assert [row["status"] for row in rows] == ["ok", "ok"] and launched
-    assert "batches on the host" in rows[1]["note"]
+    assert [row["status"] for row in rows] == ["ok", "ok"] and "graph_count" in launched
 
 
 @pytest.mark.parametrize(("option", "value"), [("loops", "cora"), ("implementations", "theirs")])

@@ -17,13 +17,15 @@ from torch_geometric.loader import DataLoader
 import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
 from pyg_dfgnn.capture.buckets import MaskedBatchNorm, RowMask
-from pyg_dfgnn.errors import StaleError, UnsupportedError
+from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, SortEdges
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step
+from tests.capture import test_new_batches as new_batches
 from tests.capture.test_capture_step import Pooled, by_hand, call, masked_loss, plain, rated, weighted_loss, whole
+from tests.capture.test_new_batches import KERNELS
 from tests.capture.test_step import graph
 
 pytestmark = pytest.mark.cuda
@@ -170,6 +172,96 @@ def test_layers_that_make_their_edges(name):
         other.edge_index[0, 0] = 1
         with pytest.raises(StaleError, match="edges that were captured"):
             step()
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["", "moved before"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_batches_whose_edges_nobody_has_sorted(name, moved):
+    loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
+    batches = [batch for _ in range(5) for batch in loader]
+    (by, first), (ours, second) = twins(lambda: new_batches.Model(KERNELS[name]))
+    want = new_batches.by_hand(by, first, [batch.clone().to(CUDA) for batch in batches])
+    pyg_dfgnn.accelerate(ours)
+    step = capture_step(ours, new_batches.loss, second, loader, forward=call)
+    with local_settings(fallback="error"):
+        losses = torch.stack([step(batch.to(CUDA) if moved else batch) for batch in batches])
+    torch.testing.assert_close(losses, want, rtol=5e-3, atol=5e-4)
+    assert "replays" in repr(step)
+
+
+@pytest.mark.parametrize("pool", ["add", "max"])
+def test_pools_of_batches_whose_edges_nobody_has_sorted(pool, monkeypatch):
+    loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
+    batches = [batch for _ in range(5) for batch in loader]
+    (by, first), (ours, second) = twins(lambda: new_batches.Model(KERNELS["gin"], pool))
+    want = new_batches.by_hand(by, first, [batch.clone().to(CUDA) for batch in batches])
+    name = f"global_{pool}_pool"
+    monkeypatch.setattr(torch_geometric.nn, name, getattr(pyg_dfgnn.nn, name))
+    step = capture_step(pyg_dfgnn.accelerate(ours), new_batches.loss, second, loader, forward=call)
+    losses = torch.stack([step(batch) for batch in batches])
+    torch.testing.assert_close(losses, want, rtol=5e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("name", new_batches.PYGS)
+def test_layers_of_batches_that_pygs_code_takes(name):
+    loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
+    batches = [batch for _ in range(5) for batch in loader]
+    (by, first), (ours, second) = twins(lambda: new_batches.Model(new_batches.PYGS[name]))
+    want = new_batches.by_hand(by, first, [batch.clone().to(CUDA) for batch in batches])
+    step = capture_step(pyg_dfgnn.accelerate(ours), new_batches.loss, second, loader, forward=call)
+    losses = torch.stack([step(batch) for batch in batches])
+    torch.testing.assert_close(losses, want, rtol=5e-3, atol=5e-4)
+    assert "replays" in repr(step)
+
+
+def test_an_id_out_of_range_is_told_by_the_next_step():
+    """The last id lies in the room for padding."""
+    loader = DataLoader(new_batches.members(24), batch_size=6)
+    ((model, optimizer),) = twins(lambda: new_batches.Model(KERNELS["gin"]), 1)
+    step = capture_step(pyg_dfgnn.accelerate(model), new_batches.loss, optimizer, loader, forward=call)
+    for _ in range(2):
+        for batch in loader:
+            step(batch)
+    bad = next(iter(loader))
+    for end, number in ((0, bad.num_nodes), (1, -1), (1, bad.num_nodes)):
+        bad.edge_index[end, 4] = number
+        assert step(bad).isfinite()
+        torch.cuda.synchronize()
+        with pytest.raises(IdRangeError, match=f"{('source', 'target')[end]} id {number} of {bad.num_nodes} nodes"):
+            step(next(iter(loader)))
+        bad = next(iter(loader))
+    assert step(bad).isfinite()
+
+
+def test_a_step_on_new_batches_does_not_wait():
+    """Replays copy, launch and read what the GPU has told before, no more."""
+    batches = [batch.to(CUDA) for batch in DataLoader(new_batches.members(24), batch_size=6)]
+    ((model, optimizer),) = twins(lambda: new_batches.Model(KERNELS["gat"]), 1)
+    step = capture_step(
+        pyg_dfgnn.accelerate(model), new_batches.loss, optimizer, Capacity.of(new_batches.members(24), 6), forward=call
+    )
+    for batch in batches * 2:
+        step(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_groups_that_are_not_known_while_a_stream_is_captured():
+    """Nothing waits for them: PyG's code takes the reduction, and a later call without a capture the kernels."""
+    x, index = torch.randn(50, 8, device=CUDA), torch.randint(7, (50,), device=CUDA)
+    sums = pyg_dfgnn.nn.aggr.SumAggregation()
+    for _ in range(4):
+        sums(x, index, dim_size=7)
+    index.add_(1).remainder_(7)
+    stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, stream=stream):
+        out = sums(x, index, dim_size=7)
+    recorded.replay()
+    torch.testing.assert_close(out, sums(x, index, dim_size=7), **NEAR)
 
 
 def node_loss(out, data):

@@ -247,14 +247,6 @@ def test_capacity():
         Capacity.of([small], 0)
 
 
-def test_convs_of_ours_need_sorted_graphs():
-    import pyg_dfgnn.nn
-
-    model, given = GAT(5, 3, pyg_dfgnn.nn), batches()
-    with pytest.raises(ValueError, match="'batch' needs facts: graphs that went through SortEdges"):
-        Buckets(model, capacity(given)).place(given[0])
-
-
 def test_a_batch_whose_graph_is_known_without_facts():
     """As of a batch that came to the device, and to a layer, before it came to the step."""
     import pyg_dfgnn.nn

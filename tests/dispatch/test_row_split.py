@@ -233,7 +233,7 @@ class FakeGraph:
     """What the cost model reads of a square graph."""
 
     is_static = False
-    is_measured = True
+    is_measured, is_bare = True, False
     facts = None
 
     def __init__(self, num_nodes, num_edges, max_degree, max_graph_nodes=None):

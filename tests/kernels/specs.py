@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -257,7 +258,7 @@ def edge_rows_specs() -> list[Spec]:
 def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + narrow_specs() + node_specs()
     rows += edge_rows_specs() + segment_gemm_specs() + relational_specs()
-    rows += [spec_of_edges(is_wide, loops) for is_wide in (False, True) for loops in (False, True)]
+    rows += [spec_of_edges(*flags) for flags in product((False, True), repeat=3)]
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 

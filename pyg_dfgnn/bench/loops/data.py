@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
-
-from pyg_dfgnn.graph import SortEdges
 
 POOL = 10
 """Different batches of a loop; each step takes a fresh copy of one."""
@@ -41,12 +39,6 @@ class Source:
     batches: list[Any]
     groups: list[list[Data]]
     origin: str = "generated"
-
-    @cached_property
-    def sorted_batches(self) -> list[Batch]:
-        """The batches of graphs that went through `SortEdges`."""
-        sort = SortEdges()
-        return [Batch.from_data_list([sort(graph.clone()) for graph in group]) for group in self.groups]
 
 
 def rng(seed: int) -> torch.Generator:

@@ -62,8 +62,7 @@ class Batches:
 
     Args:
         case: What is new.
-        batches: One per step, then again from the first; on the device of the steps, or on the host.
-        pinned: Whether copies are in pinned memory of the host.
+        batches: One per step, then again from the first; on the device of the steps.
     """
 
     @staticmethod
@@ -71,8 +70,8 @@ class Batches:
         """The batches of the case, moved to a device."""
         return Batches(case, [batch.clone().to(device) for batch in case.source().batches])
 
-    def __init__(self, case: Case, batches: list[Any], pinned: bool = False) -> None:
-        self.fresh, self.batches, self.pinned = case.fresh, batches, pinned
+    def __init__(self, case: Case, batches: list[Any]) -> None:
+        self.fresh, self.batches = case.fresh, batches
 
     def take(self, first: int, count: int) -> list[Any]:
         """Batches of the steps from `first` on."""
@@ -80,7 +79,7 @@ class Batches:
 
     def _copy(self, batch: Any) -> Any:
         if self.fresh is None:
-            return batch.clone().pin_memory() if self.pinned else batch.clone()
+            return batch.clone()
         if self.fresh == ():
             return batch
         batch = copy.copy(batch)
@@ -128,7 +127,7 @@ class Steps:
         return loss.detach()
 
     def _capture(self) -> None:
-        case, device = self.case, next(self.model.parameters()).device
+        case = self.case
         if not case.trains:
             raise UnsupportedError(["a step without an optimizer"], what="capture_step")
         if not case.capture:
@@ -146,19 +145,7 @@ class Steps:
             self.call = refilled
             return
         groups = case.source().groups
-        graphs = [graph for group in groups for graph in group]
-        capacity = Capacity.of(graphs, len(groups[0]))
-        initial = copy.deepcopy(self.model)
-        self.call = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, capacity, **options)
-        try:
-            self.call(self.batches.take(0, 1)[0])
-        except ValueError as error:
-            if "SortEdges" not in str(error):
-                raise
-            self.batches = Batches(case, case.source().sorted_batches, pinned=device.type == "cuda")
-            self.note += ", graphs sorted before, batches on the host"
-        self.model = initial
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        capacity = Capacity.of([graph for group in groups for graph in group], len(groups[0]))
         self.call = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, capacity, **options)
 
     def take(self, batches: list[Any]) -> Tensor:

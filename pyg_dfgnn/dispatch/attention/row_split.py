@@ -257,7 +257,7 @@ def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: st
 
 def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
     """The pass of a direction other than "weights", which reads norms."""
-    if not graph.is_measured:
+    if graph.is_bare:
         constants = pass_constants(problem, direction, wide=True)
         if has_few_edges(graph.mean_degree(direction), 1, constants):  # type: ignore[attr-defined]
             constants = pass_constants(problem, direction, wide=False)

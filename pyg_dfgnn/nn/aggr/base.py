@@ -47,9 +47,17 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
         return groups.describe(self, device, self._standing_reasons(), self._stats or ("sum",), *args, **kwargs)
 
-    def _takes(self, x: Tensor, index: Tensor | None, ptr: Tensor | None, dim: int, stats: Sequence[str]) -> bool:
+    def _takes(
+        self,
+        x: Tensor,
+        index: Tensor | None,
+        ptr: Tensor | None,
+        dim_size: int | None,
+        dim: int,
+        stats: Sequence[str],
+    ) -> bool:
         """Return whether the kernels take a call; report why not."""
-        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self)
+        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self, dim_size)
 
     def reduce(
         self,
@@ -63,6 +71,6 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         """PyG's `Aggregation.reduce` in one fused gather."""
         if ptr is not None and self._deterministic:
             index = None
-        if not self._takes(x, index, ptr, dim, (reduce,)):
+        if not self._takes(x, index, ptr, dim_size, dim, (reduce,)):
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         return groups.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]

@@ -52,7 +52,7 @@ class _Deviation(FusedAggregation):
     ) -> Tensor:
         """PyG's forward; see that of the class of this name in `torch_geometric.nn.aggr`."""
         variance: Any = getattr(self, "var_aggr", self)
-        if variance.semi_grad or not self._takes(x, index, ptr, dim, self._stats):
+        if variance.semi_grad or not self._takes(x, index, ptr, dim_size, dim, self._stats):
             return super().forward(x, index, ptr, dim_size, dim)
         return groups.reduce(x, index, ptr, dim_size, dim, self._stats)[0]
 
@@ -81,7 +81,7 @@ class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.SoftmaxAggregation.forward`."""
-        if not self._takes(x, index, ptr, dim, ("sum",)):
+        if not self._takes(x, index, ptr, dim_size, dim, ("sum",)):
             return super().forward(x, index, ptr, dim_size, dim)
         t: Any = self.t
         if self.channels != 1:

@@ -45,7 +45,7 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
             report_fallback(type(self).__name__, repetitions)
             return super().forward(x, index, ptr, dim_size, dim)
         stats = () if torch.compiler.is_compiling() else self._stats
-        if not self._takes(x, index, ptr, dim, stats) or not stats:
+        if not self._takes(x, index, ptr, dim_size, dim, stats) or not stats:
             return super().forward(x, index, ptr, dim_size, dim)
         fused = iter(groups.reduce(x, index, ptr, dim_size, dim, stats))
         return self.combine(

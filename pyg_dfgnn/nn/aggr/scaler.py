@@ -60,7 +60,7 @@ class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.DegreeScalerAggregation.forward`."""
         self.assert_index_present(index)
-        if not self._takes(x, index, ptr, dim, ()):
+        if not self._takes(x, index, ptr, dim_size, dim, ()):
             return super().forward(x, index, ptr, dim_size, dim)
         out = self.aggr(x, index, ptr, dim_size, dim)
         size = [1] * out.dim()

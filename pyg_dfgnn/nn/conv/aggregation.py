@@ -15,7 +15,7 @@ from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
-from pyg_dfgnn.nn.visits import is_few, is_new
+from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
@@ -170,7 +170,7 @@ class AggregationConv(FusedConv):
 
     def _is_new(self, x: Any, edge_index: Any) -> bool:
         """Return whether the edges of a call are new, and so few that PyG's code takes them in less time."""
-        return is_new(self, edge_index, numbers=self._writes * _width(x))
+        return not is_refilled() and is_new(self, edge_index, numbers=self._writes * _width(x))
 
     def _is_few(self, x: Any, edge_index: Any) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
