@@ -68,7 +68,7 @@ NEW_EDGES = (SMALL,), True
 """What is kept in :data:`last` of calls whose edges are new."""
 
 
-_FEW_LAUNCHES = 6
+_FEW_LAUNCHES = 4
 _FEW_NUMBERS = 1 << 22
 _LAUNCHES = {"input": 0, "const": 0, "view": 0, "expand": 0, "slice": 0, "permute": 0, "detach": 0, "softmax": 8}
 """Launches of PyG's code for an operator on edges; of others 1."""
