@@ -1,6 +1,8 @@
 """The gate in front of every fused forward: whether it takes a call, or every reason why PyG's own forward does."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -24,7 +26,7 @@ from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
-from pyg_dfgnn.settings import local_settings
+from pyg_dfgnn.settings import current, local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -81,6 +83,33 @@ def settle(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tensor:
     if out.dtype is not dtype:
         out = out.to(torch.promote_types(out.dtype, dtype))
     return out.mean(dim=1) if mean_of_heads else out
+
+
+class _Description(threading.local):
+    """Whether this thread describes calls, which wants every reason."""
+
+    is_made = False
+
+
+_description = _Description()
+
+
+@contextmanager
+def described() -> Iterator[None]:
+    """Ask for every reason against the fused forward in the block, and measure edges at once."""
+    before, _description.is_made = _description.is_made, True
+    try:
+        with local_settings(check_ids="now"):
+            yield
+    finally:
+        _description.is_made = before
+
+
+def lacks_kernels(x: Tensor) -> bool:
+    """Return whether a call is PyG's because of the device of its features, whatever else may be against it."""
+    if x.device.type in fused_device_types or _description.is_made:
+        return False
+    return current().fallback != "error"
 
 
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph.
@@ -305,7 +334,7 @@ class FusedConv(Scripted, MessagePassing):
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         """Return what a forward call with these arguments would run; see :func:`pyg_dfgnn.describe_plan`."""
-        with local_settings(check_ids="now"):
+        with described():
             call = self._call(*args, **kwargs)
         if not call.problem:
             return Description(shown(self), tuple(call.reasons))
@@ -319,7 +348,7 @@ class FusedConv(Scripted, MessagePassing):
             return Description(shown(self), reasons, problem)
         try:
             # The plan is that of edges which have come often enough to be measured.
-            with local_settings(check_ids="now"):
+            with described():
                 problem, call = self._as_run(problem, call, *args, **kwargs)
                 graph, plan = self._planned(problem, call, *args, **kwargs)
         except UnsupportedError as error:
@@ -396,8 +425,10 @@ class FusedConv(Scripted, MessagePassing):
         x = first if first is not None else second
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
             return edges.Call([*reasons, NO_MATRIX], (), edge_index, form)
-        against = [*reasons, *module_reasons(self, compiling)]
         assert x is not None
+        if is_plain and not compiling and lacks_kernels(x):
+            return edges.Call([NO_DEVICE], (), edge_index, form)
+        against = [*reasons, *module_reasons(self, compiling)]
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")
         if form not in edges.FORMS:
