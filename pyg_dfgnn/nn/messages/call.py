@@ -316,23 +316,24 @@ class _Runnable:
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
     ) -> Mapping[str, Tensor] | None:
         """Return outputs of a program, None with the reasons why no kernels give them."""
-        has_grad = torch.is_grad_enabled()
-        needs = tuple([has_grad and tensor.requires_grad for tensor in inputs.values()])
-        kind = id(program), self.device.type, tuple(names), needs
-        if backend() is KERNELS and kind in _refused:
-            reasons += _refused[kind][1]
-            self.is_refused = True
-            return None
+        kind: tuple[Any, ...] = ()
+        if backend() is KERNELS and _refused:
+            kind = self._kind(program, inputs, names)
+            if kind in _refused:
+                reasons += _refused[kind][1]
+                self.is_refused = True
+                return None
         rows = self.rows()
         if rows is None:
             reasons.append(
                 "edge_index is another tensor than before, whose edges the host may not wait for in a capture"
             )
             return None
-        against = backend().reasons(program, rows, inputs, names)
-        if against:
-            wrt = [name for name, needed in zip(inputs, needs) if needed]
-            against = with_lines(self.layer, program, rows.sizes, wrt, names, against)
+        run = backend().find(program, rows, inputs, names)
+        if not callable(run):
+            kind = kind or self._kind(program, inputs, names)
+            wrt = [name for name, needed in zip(inputs, kind[-1]) if needed]
+            against = with_lines(self.layer, program, rows.sizes, wrt, names, run)
             # The next call needs no graph to be told.
             if len(_refused) < _MOST_REFUSED:
                 _refused[kind] = program, tuple(against)
@@ -344,10 +345,16 @@ class _Runnable:
         if SEED in program.inputs:
             inputs = {**inputs, SEED: self.inputs[SEED]}
         if self.spec.autocast is None:
-            return backend().apply(program, rows, inputs, names)
+            return run(rows, inputs)
         # The program has one dtype; what autocast makes of the results is part of the trace.
         with torch.autocast(self.device.type, enabled=False):
-            return backend().apply(program, rows, inputs, names)
+            return run(rows, inputs)
+
+    def _kind(self, program: Program, inputs: Mapping[str, Tensor], names: Sequence[str]) -> tuple[Any, ...]:
+        """Return what calls have in common that are refused alike, last which inputs need gradients."""
+        has_grad = torch.is_grad_enabled()
+        needs = tuple([has_grad and tensor.requires_grad for tensor in inputs.values()])
+        return id(program), self.device.type, tuple(names), needs
 
     def rows(self) -> Rows | None:
         """Return the rows of the call's edges; None if only a look at them could tell which these are."""
