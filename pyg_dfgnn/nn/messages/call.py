@@ -25,8 +25,8 @@ from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.refusals import with_lines
-from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
-from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
+from pyg_dfgnn.nn.messages.spec import Call, Spec, facts_of, signature_of, spec_of
+from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, keep, known_of, trace_of
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
@@ -110,17 +110,14 @@ def layer_reasons(layer: Any, call: Call) -> list[str]:
     reasons = [*transform_reasons(), *state_reasons(layer)]
     if torch.nn.modules.module._has_any_global_hook():
         reasons.append("hooks on all modules are registered")
-    edge_index = call.edge_index
-    if isinstance(call.edges, EdgeIndex):
-        if layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
-            reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
-    elif is_sparse_matrix(edge_index):
-        reasons += adjacency_reasons(layer, call)
+    edges, edge_index = call.edges, call.edge_index
+    if is_sparse_matrix(edges):
+        return [*reasons, *adjacency_reasons(layer, call)]
+    if isinstance(edges, EdgeIndex) and layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
+        reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
     elif type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
         reasons.append(f"edge_index is a {type(edge_index).__name__}")
-    if reasons or is_sparse_matrix(edge_index):
-        return reasons
-    if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
+    elif edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
         reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
     return reasons
 
@@ -131,9 +128,10 @@ def call_layer(layer: Any, call: Call) -> Any:
     reasons, given = layer_reasons(layer, call), call
     if not reasons and is_sparse_matrix(call.edges):
         call = with_edges(layer, call)
-    reasons += late_reasons(layer, call.method)
     outcome, own = Outcome(), None
-    if not reasons and call.edge_index.size(1) > 0:
+    if reasons or call.edge_index.size(1) == 0:
+        reasons += late_reasons(layer, call.method)
+    else:
         outcome = _attempt(layer, call, reasons)
         if reasons and reasons[-1].endswith(NO_SHAPE):
             # PyG's function gives lazy parameters their shapes; its result is that of layers that are no programs.
@@ -179,15 +177,22 @@ def _read(layer: Any, call: Call) -> Call:
 
 def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     """Run a call as a program; with reasons, added to the list, it returns nothing."""
-    spec = spec_of(layer, call, reasons)
-    if spec is None:
-        return Outcome()
-    bound = trace_of(layer, call, spec)
+    facts = facts_of(layer, call)
+    known = known_of(layer, facts)
+    if known is None:
+        reasons += late_reasons(layer, call.method)
+        spec = None if reasons else spec_of(layer, call, reasons)
+        if spec is None:
+            return Outcome()
+        bound = trace_of(layer, call, spec)
+        if bound.trace.program is None:
+            reasons += bound.trace.reasons
+            return Outcome(bound.trace, is_settled=True)
+        known = spec, bound
+        keep(layer, facts, known)
+    spec, bound = known
     trace = bound.trace
-    if trace.program is None:
-        reasons += trace.reasons
-        return Outcome(trace, is_settled=True)
-    outcome = Outcome(trace)
+    assert trace.program is not None
     device = call.edge_index.device
     devices = backend().devices
     if devices is not None and device.type not in devices:
@@ -201,13 +206,13 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     if trace.types is not None and (types := argument_of(call.kwargs, trace.types[0])).device != device:
         reasons.append(f"'{trace.types[0].name}' is on {types.device} and edge_index on {device}")
     if reasons:
-        return outcome
+        return Outcome(trace)
     run = _Runnable(layer, call, spec, trace, inputs)
     waiting = run.waiting()
     now = [name for name, _ in trace.program.outputs if name not in waiting]
     results = run.results(now, reasons) if now else {}
     if reasons:
-        return outcome._replace(is_settled=run.is_refused)
+        return Outcome(trace, is_settled=run.is_refused)
     for name in waiting:
         results[name] = run.left(name)
     for path, name, output in trace.written:
@@ -316,13 +321,10 @@ class _Runnable:
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
     ) -> Mapping[str, Tensor] | None:
         """Return outputs of a program, None with the reasons why no kernels give them."""
-        kind: tuple[Any, ...] = ()
-        if backend() is KERNELS and _refused:
-            kind = self._kind(program, inputs, names)
-            if kind in _refused:
-                reasons += _refused[kind][1]
-                self.is_refused = True
-                return None
+        if _refused and backend() is KERNELS and (kind := self._kind(program, inputs, names)) in _refused:
+            reasons += _refused[kind][1]
+            self.is_refused = True
+            return None
         rows = self.rows()
         if rows is None:
             reasons.append(
@@ -331,7 +333,7 @@ class _Runnable:
             return None
         run = backend().find(program, rows, inputs, names)
         if not callable(run):
-            kind = kind or self._kind(program, inputs, names)
+            kind = self._kind(program, inputs, names)
             wrt = [name for name, needed in zip(inputs, kind[-1]) if needed]
             against = with_lines(self.layer, program, rows.sizes, wrt, names, run)
             # The next call needs no graph to be told.

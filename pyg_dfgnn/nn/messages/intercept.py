@@ -115,11 +115,12 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and torch.compiler.is_dynamo_compiling():
             return call_traced(self, own, method, args, kwargs)
         if not current().compile_messages or len(args) > 1:
             return own(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling:
             report_fallback(type(self).__name__, [NOT_STRICT])
             with quiet():
                 return own(self, *args, **kwargs)
