@@ -19,6 +19,8 @@ from pyg_dfgnn.ops.compile import Text
 from pyg_dfgnn.ops.eager import aligned
 from pyg_dfgnn.ops.relational import products, traversal
 
+_RESHAPED = torch.ops.aten._unsafe_view.default
+
 
 class Functions:
     """The functions of the passes of a program on a graph; they do not keep the rows.
@@ -64,7 +66,8 @@ class Functions:
         if saved:
             text.lines += [f"{_tuple([self.variables[name] for name in saved])} = saved", "saved.clear()"]
         for name in saved:
-            text.given(name)
+            text.address(self.variables[name])
+            text.shared.add(name)
         text.steps(())
         places = iter(range(len(results)))
         return text.function(
@@ -107,11 +110,6 @@ class _Pass(Text):
         self.shared.add(name)
         return self.functions.variables[name]
 
-    def given(self, name: str) -> None:
-        """Take a buffer that the forward pass has left."""
-        self.address(self.functions.variables[name])
-        self.shared.add(name)
-
     def steps(self, kept: Sequence[str]) -> None:
         """Write the steps; buffers that none reads later are let go, but for results and those that are kept."""
         functions = self.functions
@@ -149,7 +147,7 @@ class _Pass(Text):
         if not is_reshaped:
             return variable
         # No view, which autograd would not let a user edit in place.
-        return f"torch.ops.aten._unsafe_view({variable}, {self.named(f'result_{place}', shape)})"
+        return f"{self.named('reshaped', _RESHAPED)}({variable}, {self.named(f'result_{place}', shape)})"
 
     def _result_shape(self, place: int) -> tuple[int, ...]:
         name, row = self.results[place]
