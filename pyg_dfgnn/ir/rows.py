@@ -26,6 +26,8 @@ _ADJACENT = {
     (V, E): ("target_relations", "sources"),
 }
 """Domains of the rows and of what is joined -> the adjacency of the graph that lists it as its edges."""
+_PLAIN = "rows", (), 0
+"""Key of the lists of a graph without types of nodes."""
 
 
 class RowLists(Derived):
@@ -98,16 +100,19 @@ class Rows:
     ) -> None:
         check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
         types: dict[Domain, tuple[str, Tensor]] = {}
+        lists = None
         if source_type is not None or target_type is not None or num_types != 0:
             num_types = as_integer("num_types", num_types)
             for domain, name, type_of in ((Ts, "source_type", source_type), (Td, "target_type", target_type)):
                 if type_of is not None:
                     check_tensor(name, type_of)
                     types[domain] = name, type_of
-        lists = None
-        key = "rows", tuple(types), num_types
-        if kept:
+        elif kept:
+            # The streams of the graph are its own.
+            lists = graph.peek(_PLAIN)
+        if kept and lists is None:
             anchors = [type_of for _, type_of in types.values()]
+            key = "rows", tuple(types), num_types
             lists = graph.derived(key, lambda: RowLists(graph, types, num_types), anchors)
         self.lists = lists or RowLists(graph, types, num_types)
         self.graph, self.sizes, self.device, self.derived = graph, self.lists.sizes, graph.device, self.lists.derived

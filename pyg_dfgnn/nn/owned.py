@@ -31,6 +31,10 @@ class OfLayers(Generic[T]):
         """Forget what is kept for a layer."""
         self._kept.pop(id(layer), None)
 
+    def clear(self) -> None:
+        """Forget all layers."""
+        self._kept.clear()
+
     def of(self, layer: torch.nn.Module) -> T:
         """Return what is kept for a layer."""
         known = self._kept.get(id(layer))

@@ -61,30 +61,29 @@ def count_of(graph: Graph, domain: str) -> int:
 
 
 class Text:
-    """The text of one function, and the objects that it names."""
+    """The text of one function, and the objects that it names.
 
-    def __init__(self, shape: Shape, flags: frozenset[str]) -> None:
-        self.shape, self.flags, self.statement = shape, flags, shape.statement
-        self.is_cuda = shape.device_type == "cuda"
+    Args:
+        name: What the function is called in tracebacks.
+        is_cuda: Whether launches take addresses; those of an emulator take tensors.
+    """
+
+    def __init__(self, name: str, is_cuda: bool) -> None:
+        self.name, self.is_cuda = name, is_cuda
         self.lines: list[str] = []
         # `__name__` tells which module allocates.
         self.names: dict[str, Any] = {"torch": torch, "__name__": __name__}
-        self.arguments: dict[str, str] = {number.name: f"float({number.name})" for number in self.statement.numbers}
+        self.arguments: dict[str, str] = {}
 
     def bring(self, name: str, checked: bool = True) -> None:
         """Make a tensor contiguous and aligned to 16 bytes, and its address an argument of launches."""
+        test, copy = f"not {name}.is_contiguous()", f"{name} = {name}.clone(memory_format=torch.contiguous_format)"
         if not self.is_cuda:
-            self.lines.append(f"if not {name}.is_contiguous() or {name}.data_ptr() & 15:")
-            self.lines.append(f"    {name} = {name}.clone(memory_format=torch.contiguous_format)")
-            self.arguments[name] = name
-            return
-        address = f"{name}_at"
-        self.lines.append(f"{address} = {name}.data_ptr()")
-        if checked:
-            self.lines.append(f"if {address} & 15 or not {name}.is_contiguous():")
-            self.lines.append(f"    {name} = {name}.clone(memory_format=torch.contiguous_format)")
-            self.lines.append(f"    {address} = {name}.data_ptr()")
-        self.arguments[name] = address
+            self.lines += [f"if {test} or {name}.data_ptr() & 15:", f"    {copy}"]
+        self.address(name)
+        if self.is_cuda and checked:
+            address = self.arguments[name]
+            self.lines += [f"if {address} & 15 or {test}:", f"    {copy}", f"    {address} = {name}.data_ptr()"]
 
     def named(self, name: str, value: Any) -> str:
         """Name an object, which stays out of the text."""
@@ -94,6 +93,10 @@ class Text:
     def fresh(self, name: str, expression: str) -> None:
         """Allocate a tensor, and make its address an argument of launches."""
         self.lines.append(f"{name} = {expression}")
+        self.address(name)
+
+    def address(self, name: str) -> None:
+        """Make the address of a tensor an argument of launches."""
         if self.is_cuda:
             self.lines.append(f"{name}_at = {name}.data_ptr()")
         self.arguments[name] = f"{name}_at" if self.is_cuda else name
@@ -101,6 +104,24 @@ class Text:
     def alias(self, name: str, other: str) -> None:
         """Give a value the tensor of another one."""
         self.arguments[name] = self.arguments[other]
+
+    def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+        """Compile the function."""
+        body = "\n    ".join([*self.lines, f"return ({''.join(f'{result}, ' for result in results)})"])
+        text = f"def run({', '.join(parameters)}):\n    {body}\n"
+        exec(_code(text, self.name), self.names)  # noqa: S102
+        # Its globals are these names, and nothing of them refers to it.
+        run: Callable[..., Any] = self.names.pop("run")
+        return run
+
+
+class _Passes(Text):
+    """The text of the function of a group of passes."""
+
+    def __init__(self, shape: Shape, flags: frozenset[str]) -> None:
+        super().__init__(shape.statement.name, shape.device_type == "cuda")
+        self.shape, self.flags, self.statement = shape, flags, shape.statement
+        self.arguments |= {number.name: f"float({number.name})" for number in self.statement.numbers}
 
     def allocate(self, value: Value, near: str, run: Any = None) -> None:
         """Allocate a value that a pass writes.
@@ -137,14 +158,6 @@ class Text:
         self.lines.append(f"handed_{place} = {run_name}(graph, ({arguments},){more})")
         return f"handed_{place}"
 
-    def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
-        """Compile the function."""
-        body = "\n    ".join([*self.lines, f"return ({', '.join(results)},)"])
-        text = f"def run({', '.join(('graph', *parameters))}):\n    {body}\n"
-        exec(_code(text, self.statement.name), self.names)  # noqa: S102
-        run: Callable[..., Any] = self.names["run"]
-        return run
-
 
 @cache
 def _code(text: str, name: str) -> CodeType:
@@ -163,7 +176,7 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
         flags: Flags of the variant.
         passes: The prepared passes.
     """
-    text = Text(shape, flags)
+    text = _Passes(shape, flags)
     statement, inputs = text.statement, list(text.statement.input_names)
     numbers = [number.name for number in statement.numbers]
     kept = list(statement.kept(flags))
@@ -179,7 +192,7 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
                 text.allocate(value, near)
         for place, (stated, run) in enumerate(zip(statement.forward, passes, strict=True)):
             text.launch(place, stated, run)
-        return text.function([*inputs, *numbers], [*(value.name for value in statement.outputs), *kept])
+        return text.function(["graph", *inputs, *numbers], [*(value.name for value in statement.outputs), *kept])
     for name in kept:
         text.bring(name)
     for derived in statement.derived:
@@ -189,11 +202,11 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
         assert statement.edge_value is not None and statement.edge_pass is not None
         text.allocate(statement.edge_value, near)
         text.launch(0, statement.edge_pass, passes[0])
-        return text.function([*inputs, *kept, *numbers], [statement.edge_value.name])
+        return text.function(["graph", *inputs, *kept, *numbers], [statement.edge_value.name])
     return _backward(text, passes, inputs, kept, numbers, near)
 
 
-def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
+def _bring_inputs(text: _Passes, group: str, forward: Any | None) -> None:
     """Bring the inputs that are there, and before a forward pass compute the arguments that derive from them."""
     statement, present = text.statement, text.shape.present
     shared = "shared" in text.flags
@@ -227,7 +240,7 @@ def _bring_inputs(text: Text, group: str, forward: Any | None) -> None:
 
 
 def _backward(
-    text: Text, passes: Sequence[Any], inputs: list[str], kept: list[str], numbers: list[str], near: str
+    text: _Passes, passes: Sequence[Any], inputs: list[str], kept: list[str], numbers: list[str], near: str
 ) -> Callable[..., Any]:
     statement, flags, present = text.statement, text.flags, text.shape.present
     outputs = [value.name for value in statement.outputs]
@@ -265,5 +278,5 @@ def _backward(
                 "rows": f"{name}.sum(0)",
                 "groups": f"{name}.squeeze(1)" if passes[0].head_groups == 1 else f"{name}.sum(1)",
             }[gradient.reduce]
-    parameters = [*inputs, *kept, *outputs, *output_grads, *numbers]
+    parameters = ["graph", *inputs, *kept, *outputs, *output_grads, *numbers]
     return text.function(parameters, [results.get(name, "None") for name in inputs])

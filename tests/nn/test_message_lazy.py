@@ -71,12 +71,12 @@ def recorded(layer, *args, **kwargs):
     """The result of a call and the (name, outputs, inputs) of the programs that ran."""
     runs = []
 
-    def run(program, rows, inputs, names):
+    def find(program, rows, inputs, names):
         runs.append((program.name, tuple(names), set(inputs)))
         assert not any(isinstance(tensor, EdgeValue) for tensor in inputs.values())
-        return INTERPRETER.apply(program, rows, inputs, names)
+        return INTERPRETER.find(program, rows, inputs, names)
 
-    with running(Backend(INTERPRETER.reasons, run, None)):
+    with running(Backend(find, None)):
         return layer(*args, **kwargs), runs
 
 

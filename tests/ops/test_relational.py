@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, relational, sum_to, to
+from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, max_to, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.runtime import launcher
@@ -33,6 +33,13 @@ def joined(x: S, xd: D):
 def gated(x: S, weight: R):
     """A map per relation between two that are nonlinear: backward reads what each of them has left."""
     return {"out": sum_to(D, leaky_relu(leaky_relu(x @ weight, 0.2) @ weight, 0.2))}
+
+
+@relational
+def largest(x: S):
+    """Backward reads an output, which is given twice."""
+    most = max_to(D, x)
+    return {"most": most, "again": most, "square": most * most}
 
 
 def takes_a_name(x: S):
@@ -90,6 +97,21 @@ def test_gradients_of_some_inputs_and_outputs(graph):
     wide = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
     (expected,) = torch.autograd.grad(apply(mapped, rows, wide)["out"].sum(), [wide["x"]])
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_may_be_edited_in_place(graph):
+    gradients = []
+    for is_edited in (False, True):
+        x = torch.arange(48.0).sin().view(6, 8).requires_grad_()
+        with emulated_device():
+            out = apply(largest, rows_of(graph), {"x": x})
+            loss = sum((place + 1) * tensor.sum() for place, tensor in enumerate(out.values()))
+            assert torch.equal(out["most"], out["again"])
+            if is_edited:
+                out["most"].detach().zero_()
+                assert out["again"].any()
+            gradients += torch.autograd.grad(loss, [x])
+    assert torch.equal(*gradients)
 
 
 def test_second_derivatives_are_refused(graph):

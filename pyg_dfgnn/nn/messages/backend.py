@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +16,22 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.messages.refusals import stored_reasons
 from pyg_dfgnn.ops.families import Match, match
-from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for
+from pyg_dfgnn.ops.relational import Prepared, prepared_for
+
+Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Runs a program: (rows, inputs) -> outputs."""
 
 
 class Backend(NamedTuple):
     """What runs programs.
 
     Attributes:
-        reasons: (program, rows, inputs, names of outputs) -> why it cannot run one.
-        apply: (program, rows, inputs, names of outputs) -> outputs.
+        find: (program, rows, inputs, names of outputs) -> what runs it on such inputs, or why nothing can. The seed may
+            be missing among the inputs.
         devices: Types of devices that it runs on; None for any.
     """
 
-    reasons: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Sequence[str]]
-    apply: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
+    find: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Run | Sequence[str]]
     devices: Collection[str] | None
 
 
@@ -58,26 +61,19 @@ def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
     return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
 
 
-def _reasons_of_kernels(
+def _kernels_for(
     program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
-) -> Sequence[str]:
-    if match_of(program, dtype_of(inputs), rows.device, outputs) is not None:
-        return ()
-    prepared = prepared_for(program, rows, inputs, outputs)
-    return stored_reasons(prepared.lowered.edge_rows) if isinstance(prepared, Prepared) else prepared
-
-
-def _run_kernels(
-    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
-) -> Mapping[str, Tensor]:
+) -> Run | Sequence[str]:
     family = match_of(program, dtype_of(inputs), rows.device, outputs)
-    if family is None:
-        return apply(program, rows, inputs, outputs)
-    return {outputs[0]: family.run(rows.graph, inputs)}
+    if family is not None:
+        return lambda rows, inputs: {outputs[0]: family.run(rows.graph, inputs)}
+    prepared = prepared_for(program, rows, inputs, outputs)
+    edge_rows = prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
+    return stored_reasons(edge_rows) if edge_rows else prepared
 
 
-KERNELS = Backend(_reasons_of_kernels, _run_kernels, fused_device_types)
-INTERPRETER = Backend(lambda *_: (), lambda program, rows, inputs, _: interpret(program, rows, inputs), None)
+KERNELS = Backend(_kernels_for, fused_device_types)
+INTERPRETER = Backend(lambda program, *_: partial(interpret, program), None)
 _current = KERNELS
 
 

@@ -26,8 +26,8 @@ from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.refusals import with_lines
-from pyg_dfgnn.nn.messages.spec import Call, Spec, signature_of, spec_of
-from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, trace_of
+from pyg_dfgnn.nn.messages.spec import Call, Spec, facts_of, signature_of, spec_of
+from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, keep, known_of, trace_of
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
@@ -84,6 +84,8 @@ def is_small(program: Program, num_edges: int) -> bool:
             _weights.clear()
         of_edges = [value for value in program.values if value.domain is E]
         launches = sum(_LAUNCHES.get(value.op, 1) for value in of_edges)
+        # Rows of edges that the layer returns are written by a program of their own.
+        launches -= _FEW_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
         known = _weights[id(program)] = program, launches, max((prod(v.shape) for v in of_edges), default=1)
     return known[1] <= _FEW_LAUNCHES and num_edges * known[2] < _FEW_NUMBERS
 
@@ -92,18 +94,19 @@ _settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
 """The kinds of calls of a layer of which no program is made."""
 
 
-def kind_of(layer: Any, method: str, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def kind_of(layer: Any, method: str, kwargs: Mapping[str, Any], edges: Any) -> tuple[Any, ...]:
     """Return what calls have in common that end alike: PyG's function is right for all others too."""
     facts = [(name, type(value), getattr(value, "dtype", None)) for name, value in kwargs.items()]
-    return method, layer.training, torch.is_grad_enabled(), *facts
+    device = edges.device.type if isinstance(edges, Tensor) else None
+    return method, device, layer.training, torch.is_grad_enabled(), *facts
 
 
-def is_settled(layer: Any, method: str, kwargs: Mapping[str, Any]) -> bool:
+def is_settled(layer: Any, method: str, kwargs: Mapping[str, Any], edges: Any) -> bool:
     """Return whether PyG's function takes a call without a further question."""
     kinds = _settled.peek(layer)
     if not kinds or watchers or current().fallback == "error":
         return False
-    return kind_of(layer, method, kwargs) in kinds and not any(map(_may_wait, kwargs.values()))
+    return kind_of(layer, method, kwargs, edges) in kinds and not any(map(_may_wait, kwargs.values()))
 
 
 def is_pygs(layer: Any) -> bool:
@@ -141,17 +144,14 @@ def layer_reasons(layer: Any, call: Call) -> list[str]:
     reasons = [*transform_reasons(), *state_reasons(layer)]
     if torch.nn.modules.module._has_any_global_hook():
         reasons.append("hooks on all modules are registered")
-    edge_index = call.edge_index
-    if isinstance(call.edges, EdgeIndex):
-        if layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
-            reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
-    elif is_sparse_matrix(edge_index):
-        reasons += adjacency_reasons(layer, call)
+    edges, edge_index = call.edges, call.edge_index
+    if is_sparse_matrix(edges):
+        return [*reasons, *adjacency_reasons(layer, call)]
+    if isinstance(edges, EdgeIndex) and layer.fuse and layer.SUPPORTS_FUSED_EDGE_INDEX:
+        reasons.append("edge_index is an EdgeIndex that message_and_aggregate takes")
     elif type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
         reasons.append(f"edge_index is a {type(edge_index).__name__}")
-    if reasons or is_sparse_matrix(edge_index):
-        return reasons
-    if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
+    elif edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.dtype not in (torch.int64, torch.int32):
         reasons.append("edge_index is no int64 or int32 tensor of shape [2, E]")
     return reasons
 
@@ -162,9 +162,10 @@ def call_layer(layer: Any, call: Call) -> Any:
     reasons, given = layer_reasons(layer, call), call
     if not reasons and is_sparse_matrix(call.edges):
         call = with_edges(layer, call)
-    reasons += late_reasons(layer, call.method)
     outcome, own = Outcome(), None
-    if not reasons and call.edge_index.size(1) > 0:
+    if reasons or call.edge_index.size(1) == 0:
+        reasons += late_reasons(layer, call.method)
+    else:
         outcome = _attempt(layer, call, reasons)
         if reasons and reasons[-1].endswith(NO_SHAPE):
             # PyG's function gives lazy parameters their shapes; its result is that of layers that are no programs.
@@ -177,7 +178,7 @@ def call_layer(layer: Any, call: Call) -> Any:
     if outcome.returned is not None:
         return outcome.returned[0]
     if outcome.is_settled:
-        _settled.of(layer).add(kind_of(layer, call.method, call.kwargs))
+        _settled.of(layer).add(kind_of(layer, call.method, call.kwargs, given.edges))
     if reasons:
         report_fallback(type(layer).__name__, reasons)
     return _run_own(layer, given) if own is None else own[0]
@@ -210,21 +211,29 @@ def _read(layer: Any, call: Call) -> Call:
 
 def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     """Run a call as a program; with reasons, added to the list, it returns nothing."""
-    spec = spec_of(layer, call, reasons)
-    if spec is None:
-        return Outcome()
-    bound = trace_of(layer, call, spec)
+    facts = facts_of(layer, call)
+    known = known_of(layer, facts)
+    if known is None:
+        reasons += late_reasons(layer, call.method)
+        spec = None if reasons else spec_of(layer, call, reasons)
+        if spec is None:
+            return Outcome()
+        bound = trace_of(layer, call, spec)
+        if bound.trace.program is None:
+            reasons += bound.trace.reasons
+            return Outcome(bound.trace, is_settled=True)
+        known = spec, bound
+        keep(layer, facts, known)
+    spec, bound = known
     trace = bound.trace
-    if trace.program is None:
-        reasons += trace.reasons
-        return Outcome(trace, is_settled=True)
-    outcome = Outcome(trace)
+    assert trace.program is not None
     if is_small(trace.program, call.edge_index.size(1)) and leave(layer, call.edge_index, call.method):
         reasons.append(SMALL)
-        return outcome
+        return Outcome(trace)
     device = call.edge_index.device
     devices = backend().devices
-    if devices is not None and device.type not in devices:
+    has_kernels = devices is None or device.type in devices
+    if not has_kernels:
         reasons.append(NO_DEVICE)
     inputs: dict[str, Tensor] = {}
     for name, source, table, key in bound.inputs:
@@ -235,13 +244,13 @@ def _attempt(layer: Any, call: Call, reasons: list[str]) -> Outcome:
     if trace.types is not None and (types := argument_of(call.kwargs, trace.types[0])).device != device:
         reasons.append(f"'{trace.types[0].name}' is on {types.device} and edge_index on {device}")
     if reasons:
-        return outcome
+        return Outcome(trace, is_settled=not has_kernels)
     run = _Runnable(layer, call, spec, trace, inputs)
     waiting = run.waiting()
     now = [name for name, _ in trace.program.outputs if name not in waiting]
     results = run.results(now, reasons) if now else {}
     if reasons:
-        return outcome._replace(is_settled=run.is_refused)
+        return Outcome(trace, is_settled=run.is_refused)
     for name in waiting:
         results[name] = run.left(name)
     for path, name, output in trace.written:
@@ -350,10 +359,7 @@ class _Runnable:
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
     ) -> Mapping[str, Tensor] | None:
         """Return outputs of a program, None with the reasons why no kernels give them."""
-        has_grad = torch.is_grad_enabled()
-        needs = tuple([has_grad and tensor.requires_grad for tensor in inputs.values()])
-        kind = id(program), self.device.type, tuple(names), needs
-        if backend() is KERNELS and kind in _refused:
+        if _refused and backend() is KERNELS and (kind := self._kind(program, inputs, names)) in _refused:
             reasons += _refused[kind][1]
             self.is_refused = True
             return None
@@ -363,10 +369,11 @@ class _Runnable:
                 "edge_index is another tensor than before, whose edges the host may not wait for in a capture"
             )
             return None
-        against = backend().reasons(program, rows, inputs, names)
-        if against:
-            wrt = [name for name, needed in zip(inputs, needs) if needed]
-            against = with_lines(self.layer, program, rows.sizes, wrt, names, against)
+        run = backend().find(program, rows, inputs, names)
+        if not callable(run):
+            kind = self._kind(program, inputs, names)
+            wrt = [name for name, needed in zip(inputs, kind[-1]) if needed]
+            against = with_lines(self.layer, program, rows.sizes, wrt, names, run)
             # The next call needs no graph to be told.
             if len(_refused) < _MOST_REFUSED:
                 _refused[kind] = program, tuple(against)
@@ -378,10 +385,16 @@ class _Runnable:
         if SEED in program.inputs:
             inputs = {**inputs, SEED: self.inputs[SEED]}
         if self.spec.autocast is None:
-            return backend().apply(program, rows, inputs, names)
+            return run(rows, inputs)
         # The program has one dtype; what autocast makes of the results is part of the trace.
         with torch.autocast(self.device.type, enabled=False):
-            return backend().apply(program, rows, inputs, names)
+            return run(rows, inputs)
+
+    def _kind(self, program: Program, inputs: Mapping[str, Tensor], names: Sequence[str]) -> tuple[Any, ...]:
+        """Return what calls have in common that are refused alike, last which inputs need gradients."""
+        has_grad = torch.is_grad_enabled()
+        needs = tuple([has_grad and tensor.requires_grad for tensor in inputs.values()])
+        return id(program), self.device.type, tuple(names), needs
 
     def rows(self) -> Rows | None:
         """Return the rows of the call's edges; None if only a look at them could tell which these are."""

@@ -70,13 +70,10 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
             is_called = True
             refused.extend(reasons)
 
-    def note(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Sequence[str]:
+    def find(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Any:
         runs[id(program), tuple(names)] = program, rows, dtype_of(inputs)
-        return KERNELS.reasons(program, rows, inputs, names) if rows.device.type in fused_device_types else ()
-
-    def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Mapping[str, Tensor]:
         backend = KERNELS if rows.device.type in fused_device_types else INTERPRETER
-        return backend.apply(program, rows, inputs, names)
+        return backend.find(program, rows, inputs, names)
 
     watchers.append(watch)
     try:
@@ -84,7 +81,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
             torch.no_grad(),
             torch.random.fork_rng(),
             local_settings(fallback="silent", check_ids="now"),
-            running(Backend(note, run, None)),
+            running(Backend(find, None)),
         ):
             layer(*args, **kwargs)
     finally:

@@ -116,11 +116,12 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and torch.compiler.is_dynamo_compiling():
             return call_traced(self, own, method, args, kwargs)
         if not current().compile_messages or len(args) > 1:
             return own(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling:
             report_fallback(type(self).__name__, [NOT_STRICT])
             with quiet():
                 return own(self, *args, **kwargs)
@@ -129,7 +130,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             return own(self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
-        if is_settled(self, method, kwargs):
+        if is_settled(self, method, kwargs, edges):
             return own(self, edges, **kwargs, **declared)
         edge_index, size = edges, declared.get("size")
         if isinstance(edges, EdgeIndex):

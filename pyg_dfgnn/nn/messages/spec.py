@@ -102,6 +102,41 @@ def signature_of(layer: Any, method: str) -> Signature:
     return known
 
 
+_TENSORS = frozenset({Tensor, torch.nn.Parameter, EdgeValue})
+_NUMBERS = frozenset({type(None), bool, int, float, str, torch.dtype})
+_INTEGERS = frozenset({type(None), int})
+
+
+def facts_of(layer: Any, call: Call) -> tuple[Any, ...] | None:
+    """Return what the kind of a call and the numbers of its rows follow from; None for arguments that are rare."""
+    edge_index, size = call.edge_index, call.size
+    device = edge_index.device
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    facts: list[Any] = [call.method, layer.flow, layer.node_dim, edge_index.shape, device, autocast]
+    if size is not None:
+        if not _INTEGERS.issuperset(map(type, size)):
+            return None
+        facts += size
+    for name, value in call.kwargs.items():
+        kind = type(value)
+        if kind in _TENSORS:
+            facts += name, kind, value.shape, value.dtype
+        elif kind in _NUMBERS:
+            facts += name, kind, value
+        elif kind is tuple or kind is list:
+            facts += name, kind, len(value)
+            for part in value:
+                if type(part) in _TENSORS:
+                    facts += type(part), part.shape, part.dtype
+                elif part is None:
+                    facts.append(None)
+                else:
+                    return None
+        else:
+            return None
+    return tuple(facts)
+
+
 def spec_of(layer: Any, call: Call, reasons: list[str]) -> Spec | None:
     """Return the kind of a call; None, having added to `reasons`, if its arguments are not understood."""
     signature, kwargs = signature_of(layer, call.method), call.kwargs
@@ -162,7 +197,7 @@ _UNKNOWN = object()
 def _role(value: Any, counts: tuple[int, int], node_dim: int | None) -> tuple[Any, Any]:
     """Return what the rows of an argument are, "E", "D", "1" or the dimension of nodes, and what its key is."""
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, torch.nn.Parameter, EdgeValue):
+        if type(value) not in _TENSORS:
             return _UNKNOWN, None
         shape, is_parameter = value.shape, type(value) is torch.nn.Parameter
         if node_dim is not None:

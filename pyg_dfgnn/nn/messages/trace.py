@@ -22,6 +22,7 @@ from pyg_dfgnn.ir.torch_front import FUNCTIONS, Guard, Line, Refusal, Sizes, Sym
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.gate import HOOKS
 from pyg_dfgnn.nn.messages.spec import Call, Spec, original
+from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.reads import Check, Reads
 from pyg_dfgnn.nn.shadow import Shadow, bind, getter, holds
 
@@ -128,10 +129,30 @@ def _bound(trace: Trace, layer: Any) -> Bound | None:
 _of_layer: weakref.WeakKeyDictionary[Any, dict[Any, list[Bound]]] = weakref.WeakKeyDictionary()
 _of_class: weakref.WeakKeyDictionary[type, dict[Any, list[Trace]]] = weakref.WeakKeyDictionary()
 _tracing = threading.RLock()
+_of_facts: OfLayers[dict[tuple[Any, ...], tuple[Spec, Bound]]] = OfLayers(dict)
+"""Facts of calls of a layer that became programs -> kind and trace of such calls."""
+_MOST_FACTS = 64
+
+
+def known_of(layer: Any, facts: tuple[Any, ...] | None) -> tuple[Spec, Bound] | None:
+    """Return the kind and the trace of an earlier call with such facts, if the trace still holds."""
+    calls = _of_facts.peek(layer)
+    known = None if calls is None or facts is None else calls.get(facts)
+    return known if known is not None and known[1].holds() else None
+
+
+def keep(layer: Any, facts: tuple[Any, ...] | None, known: tuple[Spec, Bound]) -> None:
+    """Keep the kind and the trace of calls with such facts."""
+    if facts is not None:
+        calls = _of_facts.of(layer)
+        if len(calls) >= _MOST_FACTS:
+            calls.clear()
+        calls[facts] = known
 
 
 def clear() -> None:
     """Forget all traces."""
+    _of_facts.clear()
     _of_layer.clear()
     _of_class.clear()
 

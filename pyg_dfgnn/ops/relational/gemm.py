@@ -196,21 +196,32 @@ class SegmentLinear(_Product):
             check_shape("bias", bias, [types, heads, columns], f"[types={types}, heads={heads}, {columns}]")
             bias = self._checked("bias", bias)
         out = x.new_empty((self.num_rows, heads, columns), dtype=self.result)
-        self.run(x, weight, bias, out)
+        self.run(weight_heads, x, weight, bias, out)
         return out
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write the results of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
-        if self.reasons:
-            x, weight = x.to(self.result), weight.to(self.result)
-            bias = None if bias is None else bias.to(self.result)
-            y = reference.segment_linear(x, weight, self.heads, self.type_ptr, self.gather, bias, self.transposed)
-            if self.scatter is None:
-                out.copy_(y)
-            else:
-                out.index_copy_(0, self.scatter.long(), y)
+    def run(self, weight_heads: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the results of tensors with the numbers of those that :meth:`__call__` takes, contiguous from 16 bytes
+        on, of any shape.
+
+        Args:
+            weight_heads: Heads of the weight: 1 for all heads.
+            x: The rows.
+            weight: The weights.
+            bias: The bias, None without.
+            out: What is written.
+        """
+        if not self.reasons:
+            self._launch(self.prepared(), (weight_heads,), (self.gather, self.scatter, x, weight, bias, out))
             return
-        self._launch(self.prepared(), (weight.shape[1],), (self.gather, self.scatter, x, weight, bias, out))
+        heads, columns = self.heads, self.columns
+        x = x.view(-1, self.row_heads, self.places).to(self.result)
+        weight = weight.view(-1, weight_heads, self.features, self.channels).to(self.result)
+        bias = None if bias is None else bias.view(-1, heads, columns).to(self.result)
+        y = reference.segment_linear(x, weight, heads, self.type_ptr, self.gather, bias, self.transposed)
+        if self.scatter is None:
+            out.view(-1, heads, columns).copy_(y)
+        else:
+            out.view(-1, heads, columns).index_copy_(0, self.scatter.long(), y)
 
 
 class SegmentOuter(_Product):
@@ -273,10 +284,13 @@ class SegmentOuter(_Product):
         return out
 
     def run(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Write the sums of tensors that are as :meth:`__call__` checks them, contiguous from 16 bytes on."""
+        """Write the sums of tensors with the numbers of those that :meth:`__call__` takes, contiguous from 16 bytes on,
+        of any shape.
+        """
         if self.reasons:
             lists = self.type_ptr, self.gather_x, self.gather_grad
-            out.copy_(reference.segment_outer(x, grad, self.heads, *lists))
+            x, grad = x.view(-1, self.x_heads, self.features), grad.view(-1, self.grad_heads, self.channels)
+            out.copy_(reference.segment_outer(x, grad, self.heads, *lists).view_as(out))
             return
         prepared, items, partial = self.prepared(), self.items, None
         size = self.heads * self.features * self.channels

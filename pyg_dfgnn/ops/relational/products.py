@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,21 @@ from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 _PAIRS = {U: "source_relations", V: "target_relations"}
 
 
-def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
+class Product(NamedTuple):
+    """A product that is ready to run.
+
+    Attributes:
+        run: Called with what it reads, and what it writes.
+        reads: Names of the buffers that it reads, in the dtype of features; None for one that is not there.
+        result: Dtype of what it writes.
+    """
+
+    run: Callable[..., None]
+    reads: tuple[str | None, ...]
+    result: torch.dtype
+
+
+def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) -> Product:
     """Return the launch of a linear map or of a sum of outer products.
 
     Args:
@@ -33,16 +49,16 @@ def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) 
     (output,) = step.writes
     values = step.program.values
     root = values[step.program.outputs[0][1]]
-    bias: Callable[[dict[str, Tensor]], Tensor] | None = None
+    bias: str | None = None
     if root.op == ADD:
         product, other = sorted(root.args, key=lambda arg: values[arg].op != "linear")
-        bias, root = _operand(step.program, other, dtype), values[product]
+        bias, root = _operand(step.program, other), values[product]
     left, right = root.args
     is_outer = root.op == "outer"
     heads = prod(root.shape[: -2 if is_outer else -1])
     over, domain = (step.over, step.domain) if is_outer else (root.domain, values[right].domain)
     typed, order = _typed(rows, over, domain)
-    x, y = _operand(step.program, left, dtype), _operand(step.program, right, dtype)
+    x, y = _operand(step.program, left), _operand(step.program, right)
     gather = [_gather(rows, over, values[arg].domain, order) for arg in root.args]
     # Rows that have no size for heads are the same for all.
     x_heads, y_heads = (_heads(step.program, arg, heads, 1 if is_outer or arg == left else 2) for arg in root.args)
@@ -59,14 +75,7 @@ def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) 
             gather_x=gather[0],
             gather_grad=gather[1],
         )
-        shape = rows.sizes[domain], *root.shape
-
-        def run_outer(buffers: dict[str, Tensor]) -> None:
-            first, second = x(buffers).view(-1, x_heads, features), y(buffers).view(-1, y_heads, channels)
-            out = buffers[output] = first.new_empty(shape)
-            outer.run(first, second, out.view(-1, heads, features, channels))
-
-        return run_outer
+        return Product(outer.run, (x, y), dtype)
     transposed = values[right].op == "permute"
     places, columns = values[left].shape[-1], root.shape[-1]
     features, channels = (columns, places) if transposed else (places, columns)
@@ -83,23 +92,15 @@ def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) 
         scatter=order,
         is_exact=output in exact,
     )
-    shape = rows.sizes[over], *root.shape
-
-    def run_linear(buffers: dict[str, Tensor]) -> None:
-        weight = y(buffers).view(-1, y_heads, features, channels)
-        added = None if bias is None else bias(buffers).view(-1, heads, columns)
-        out = buffers[output] = weight.new_empty(shape, dtype=linear.result)
-        linear.run(x(buffers).view(-1, x_heads, places), weight, added, out.view(-1, heads, columns))
-
-    return run_linear
+    return Product(partial(linear.run, y_heads), (x, y, bias), linear.result)
 
 
-def _operand(program: Program, i: int, dtype: torch.dtype) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Return what gives the buffer that a value has the numbers of."""
+def _operand(program: Program, i: int) -> str:
+    """Return the buffer that a value has the numbers of."""
     while program.values[i].op in ("view", "gather", "permute"):
         i = program.values[i].args[0]
-    name = program.values[i].attrs[0]
-    return lambda buffers: buffers[name].to(dtype)
+    name: str = program.values[i].attrs[0]
+    return name
 
 
 def _heads(program: Program, i: int, heads: int, sizes: int) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +14,21 @@ from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import One, Program, Rows, interpret
-from pyg_dfgnn.ir.interpreter import check_inputs, run_values
+from pyg_dfgnn.ir.interpreter import check_inputs
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.ir.steps import Lowered, Step
+from pyg_dfgnn.ir.program import SEED
+from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, once_differentiable, unpack_saved
-from pyg_dfgnn.ops.relational import products, traversal
-from pyg_dfgnn.ops.relational.traversal import Run
+from pyg_dfgnn.ops.eager import apply_of, is_eager, once_differentiable, unpack_saved
+from pyg_dfgnn.ops.relational.compile import Functions
 from pyg_dfgnn.runtime.launcher import compiled_together
 from pyg_dfgnn.settings import current
 
 _logger = logging.getLogger("pyg_dfgnn")
 _logged: set[str] = set()
 ALL_PASSES = Passes()
-_Todo = tuple[Run | Step, list[str]]
-"""The launch of a step, or the step for torch, and the buffers that none reads after it."""
 
 
 class Prepared:
@@ -50,7 +47,11 @@ class Prepared:
 
     Attributes:
         lowered: The steps.
+        inputs: Names of the inputs.
         outputs: Names of the outputs.
+        forward: (rows, inputs in their order) to the outputs and what the backward pass reads.
+        backward: (rows, list of what it reads, which it empties so that each can be let go, gradients of the outputs)
+            to the gradient of each input, None for one that is not asked for.
         non_differentiable: Places of the outputs that have no gradient in what is asked for.
 
     Raises:
@@ -66,141 +67,59 @@ class Prepared:
         passes: Passes = ALL_PASSES,
         alone: bool = False,
     ) -> None:
-        self.program, self.dtype, self.wrt = program, dtype, wrt
-        self.outputs, self.gradients = [name for name, _ in program.outputs], ["d_" + name for name in wrt]
+        self.program, self.inputs, self.wrt = program, list(program.inputs), wrt
+        self.outputs = [name for name, _ in program.outputs]
+        gradients = ["d_" + name for name in self.outputs]
+        wanted = ["d_" + name if name in wrt else None for name in self.inputs]
         differentiable = program.differentiable_inputs.values()
         self.non_differentiable = [i for i, names in enumerate(differentiable) if names.isdisjoint(wrt)]
         whole = passes.run(program, rows.sizes, wrt)
         if alone:
-            self.outputs, self.gradients = self.gradients, []
+            self.inputs += gradients
+            self.outputs, wanted = ["d_" + name for name in wrt], []
             whole = selected(whole, self.outputs)
         self.lowered: Lowered = lower(whole, self.outputs)
-        self._like = torch.empty(0, dtype=dtype, device=rows.device)
-        values = {name: program.values[i] for name, i in program.inputs.items()}
-        self._expected = {
-            name: (
-                torch.Size((*(() if value.domain is One else (rows.sizes[value.domain],)), *value.shape)),
-                torch.int64 if value.is_seed else dtype,
-            )
-            for name, value in values.items()
-        }
-        self._static: dict[str, Tensor] = {}
-        for step in self.lowered.static:
-            self._static |= run_values(step.program, rows, {}, self._like.float())
-        results = {name: self.lowered.outputs[name][0] for name in (*self.outputs, *self.gradients)}
-        kept = {*self.lowered.saved, *(results[name] for name in self.outputs)}
+        functions = Functions(self.lowered, rows, dtype)
         with compiled_together(rows.device):
-            self._forward = self._prepared(self.lowered.forward, rows, kept)
-            self._backward = self._prepared(self.lowered.backward, rows, {results[name] for name in self.gradients})
+            self.forward = functions.forward(self.inputs, self.outputs)
+            self.backward = functions.backward(gradients, wanted)
 
-    def takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether inputs are as :func:`~pyg_dfgnn.ir.interpreter.check_inputs` wants them."""
-        if inputs.keys() != self._expected.keys():
-            return False
-        device = self._like.device
-        for name, (shape, dtype) in self._expected.items():
-            tensor = inputs[name]
-            if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device:
-                return False
-        return True
+    def __call__(self, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs, with gradients, of inputs that are as those that it was found for.
 
-    def _prepared(self, steps: Sequence[Step], rows: Rows, kept: set[str]) -> list[_Todo]:
-        """Return the launches of steps, having kept some buffers."""
-        runs, later = list[_Todo](), kept | self._static.keys()
-        exact = {buffer.name for buffer in self.lowered.buffers.values() if buffer.is_exact}
-        compares = self.lowered.compares
-        for step in reversed(steps):
-            done = {*step.reads, *step.writes} - later
-            later |= done
-            run: Run | Step = step
-            if step.kind in ("traversal", "map"):
-                written = [self.lowered.buffers[name] for name in step.writes]
-                if step.sums_outer:
-                    # They are made of those of pieces.
-                    written = [buffer for buffer in written if buffer.domain is not step.domain]
-                shapes = {b.name: (rows.sizes[b.domain], *b.shape) for b in written}
-                empty = {n: partial(_empty, self._like, shape, n in exact) for n, shape in shapes.items()}
-                run = partial(_launch, traversal.prepare(step, exact, compares, rows, self.dtype), empty)
-            elif step.kind in ("linear", "outer"):
-                run = products.prepare(step, exact, rows, self.dtype)
-            runs.append((run, sorted(done)))
-        return runs[::-1]
-
-    def _go(
-        self,
-        steps: Sequence[tuple[Run | Step, list[str]]],
-        rows: Rows,
-        buffers: dict[str, Tensor],
-        names: Sequence[str],
-    ) -> list[Tensor]:
-        for run, done in steps:
-            if isinstance(run, Step):
-                exact = {name for name in run.writes if self.lowered.buffers[name].is_exact}
-                operands = {name: buffers[name].to(self.dtype) for name in run.reads}
-                written = run_values(run.program, rows, operands, self._like, exact)
-                buffers |= {name: aligned(tensor) for name, tensor in written.items()}
-            else:
-                run(buffers)
-            for name in done:
-                del buffers[name]
-        results = []
-        for name in names:
-            buffer, shape = self.lowered.outputs[name]
-            tensor = buffers[buffer].to(self.dtype)
-            lead = () if self.lowered.buffers[buffer].domain is One else tensor.shape[:1]
-            # No view, which autograd would not let a user edit in place.
-            results.append(torch.ops.aten._unsafe_view(tensor.contiguous(), (*lead, *shape)))
-        return results
-
-    def _read(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers of inputs, as kernels read them: rows on every domain, aligned."""
-        read = {name: tensor for name, tensor in inputs.items() if name in self.lowered.buffers}
-        shared = {name for name in read if self.lowered.buffers[name].domain is One}
-        return {n: aligned(t[None] if n in shared else t) for n, t in read.items()} | self._static
-
-    def forward(self, rows: Rows, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs, and what the backward pass reads."""
-        buffers = self._read(inputs)
-        outputs = self._go(self._forward, rows, buffers, self.outputs)
-        return outputs, [buffers[name] for name in self.lowered.saved]
-
-    def backward(self, rows: Rows, saved: list[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the inputs `wrt`; `saved` is emptied, so that what was read can be let go."""
-        buffers = self._read({"d_" + name: g for name, g in zip(self.outputs, gradients, strict=True)})
-        buffers |= dict(zip(self.lowered.saved, saved, strict=True))
-        saved.clear()
-        return self._go(self._backward, rows, buffers, self.gradients)
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], is_exact: bool) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32 if is_exact else like.dtype)
-
-
-def _launch(run: Run, empty: Mapping[str, Callable[[], Tensor]], buffers: dict[str, Tensor]) -> None:
-    """Run a step that writes to new buffers."""
-    buffers |= {name: make() for name, make in empty.items()}
-    run(buffers)
+        Args:
+            rows: The rows.
+            inputs: As for :func:`apply`.
+        """
+        rows.graph.on_this_stream()
+        rows.lists.on_this_stream()
+        # To autograd no result depends on the others.
+        tensors = [
+            inputs[name].detach() if inputs[name].requires_grad and name not in self.wrt else inputs[name]
+            for name in self.inputs
+        ]
+        results = _run(self, rows, *tensors) if self.wrt else self.forward(rows, *tensors)[0]
+        return dict(zip(self.outputs, results))
 
 
 class _Run(Function):
-    """A prepared program: (prepared, rows, names of inputs, inputs) to the outputs."""
+    """A prepared program: (prepared, rows, inputs) to the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, rows: Rows, names: tuple[str, ...], *tensors: Tensor) -> Any:
-        outputs, saved = prepared.forward(rows, dict(zip(names, tensors)))
+    def forward(ctx: Any, prepared: Prepared, rows: Rows, *tensors: Tensor) -> Any:
+        outputs, saved = prepared.forward(rows, *tensors)
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*(outputs[place] for place in prepared.non_differentiable))
+        if prepared.non_differentiable:
+            ctx.mark_non_differentiable(*(outputs[place] for place in prepared.non_differentiable))
         # With the graph of the rows, which has what the kernels read.
-        ctx.call = prepared, rows, names
-        return tuple(outputs)
+        ctx.call = prepared, rows
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        prepared, rows, names = ctx.call
-        gradients = prepared.backward(rows, unpack_saved(ctx, grads), grads)
-        by_name = dict(zip(prepared.wrt, gradients, strict=True))
-        return None, None, None, *(by_name.get(name) for name in names)
+        prepared, rows = ctx.call
+        return None, None, *prepared.backward(rows, unpack_saved(ctx, grads), *grads)
 
 
 _run = apply_of(_Run)
@@ -230,46 +149,98 @@ def selected(program: Program, outputs: Sequence[str]) -> Program:
     return Program(program.name, program.values, tuple((name, names[name]) for name in outputs))
 
 
-def _selected(
-    program: Program | Relational, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None
-) -> Program:
-    """Return the program of these shapes that gives some of its outputs; the same object for the same question."""
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+def _selected(program: Program | Relational, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None) -> Program:
+    """Return the program of these shapes that gives some of its outputs."""
     if isinstance(program, Relational):
-        shapes = tuple((n, tuple(inputs[n].shape[d is not One :])) for n, d in program.domains.items() if n in inputs)
-    key = "traced", id(program), shapes, None if outputs is None else tuple(outputs)
-
-    def build() -> tuple[Any, Program]:
-        if isinstance(program, Relational) and not program.takes(inputs.keys()):
+        if not program.takes(inputs.keys()):
             raise ValueError(f"'inputs' needs {', '.join(program.domains)} (got {', '.join(inputs) or 'none'})")
-        whole = program.program(**{n: shape for n, shape in shapes}) if isinstance(program, Relational) else program
-        names = dict(whole.outputs)
-        if outputs is not None:
-            if unknown := [name for name in outputs if name not in names]:
-                raise ValueError(f"'outputs' needs {', '.join(names)} (got {', '.join(unknown)})")
-            whole = selected(whole, outputs)
-        # With what the key is the number of, which so stays alive.
-        return program, whole
-
-    return rows.derived(key, build)[1]
+        domains = program.domains
+        program = program.program(**{n: tuple(x.shape[domains[n] is not One :]) for n, x in inputs.items()})
+    if outputs is None:
+        return program
+    names = dict(program.outputs)
+    if unknown := [name for name in outputs if name not in names]:
+        raise ValueError(f"'outputs' needs {', '.join(names)} (got {', '.join(unknown)})")
+    return selected(program, outputs)
 
 
-def _prepared(
+def _prepare(
     program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes, alone: bool = False
 ) -> Prepared | tuple[str, ...]:
-    """Return what runs a program, or every reason why no kernels do; kept with the rows."""
+    """Return what runs a program, or every reason why no kernels do."""
+    reasons = storage_reasons(dtype, rows.device)
+    reasons += ["the edges of a static graph change"] if rows.graph.is_static else []
+    if reasons:
+        return tuple(reasons)
+    try:
+        return Prepared(program, rows, dtype, wrt, passes, alone)
+    except Refusal as refusal:
+        return (str(refusal),)
 
-    def build() -> Any:
-        reasons = storage_reasons(dtype, rows.device)
-        reasons += ["the edges of a static graph change"] if rows.graph.is_static else []
-        if reasons:
-            return tuple(reasons)
-        try:
-            return Prepared(program, rows, dtype, wrt, passes, alone)
-        except Refusal as refusal:
-            return (str(refusal),)
 
-    return rows.derived(("prepared", id(program), dtype, wrt, passes, alone), build)
+class _Found:
+    """What runs calls of a program with inputs of the same facts, which have been checked.
+
+    Attributes:
+        given: The program as it was given, whose number is a key and which so stays alive.
+        program: The program of these shapes that gives the outputs that are wanted.
+        prepared: What runs it, or every reason why no kernels do.
+    """
+
+    def __init__(self, given: Any, program: Program, prepared: Prepared | tuple[str, ...]) -> None:
+        self.given, self.program, self.prepared = given, program, prepared
+
+
+def _found(
+    program: Program | Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] | None,
+    passes: Passes,
+) -> _Found:
+    """Return what runs a call, kept with the rows by all that the answer depends on."""
+    if type(rows) is not Rows:
+        check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
+    if outputs is not None:
+        check_type("outputs", outputs, (tuple, list), "a list of names")
+        outputs = tuple(outputs)
+    has_grad = torch.is_grad_enabled()
+    facts: list[Any] = [id(program), outputs, None if passes is ALL_PASSES else passes]
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            check_tensor(name, tensor)
+        facts += name, tensor.shape, tensor.dtype, tensor.device, has_grad and tensor.requires_grad
+    if not is_eager():
+        check_type("program", program, (Program, Relational), "a Program or a function under @relational")
+        return _Found(program, _selected(program, inputs, outputs), ("operators are traced or transformed",))
+    key = tuple(facts)
+    known: _Found | None = rows.lists.peek(key)
+    return (
+        rows.derived(key, lambda: _find(program, rows, inputs, outputs, passes, has_grad)) if known is None else known
+    )
+
+
+def _find(
+    program: Program | Relational,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] | None,
+    passes: Passes,
+    has_grad: bool,
+) -> _Found:
+    check_type("program", program, (Program, Relational), "a Program or a function under @relational")
+    whole = _selected(program, inputs, outputs)
+    wrt: tuple[str, ...] = ()
+    if has_grad:
+        names = frozenset[str]().union(*whole.differentiable_inputs.values())
+        wrt = tuple(n for n, t in inputs.items() if t.requires_grad and n in names)
+    dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
+    prepared = _prepare(whole, rows, dtype, wrt, passes)
+    if isinstance(prepared, Prepared):
+        # A seed is drawn when it is known that kernels run.
+        seed = {SEED: torch.zeros(1, dtype=torch.int64, device=rows.device)} if SEED in whole.inputs else {}
+        check_inputs(whole, rows, {**seed, **inputs})
+    return _Found(program, whole, prepared)
 
 
 def prepared_for(
@@ -279,33 +250,13 @@ def prepared_for(
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
 ) -> Prepared | tuple[str, ...]:
-    """Return what would run a program on these inputs, or every reason why no kernels do."""
-    return _found(program, rows, inputs, outputs, passes)[1]
+    """Return what would run a program on these inputs, whose seed may be missing, or all reasons why no kernels do.
 
-
-def _found(
-    program: Program | Relational,
-    rows: Rows,
-    inputs: Mapping[str, Tensor],
-    outputs: Sequence[str] | None,
-    passes: Passes,
-) -> tuple[Program, Prepared | tuple[str, ...]]:
-    check_type("program", program, (Program, Relational), "a Program or a function under @relational")
-    check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
-    for name, tensor in inputs.items():
-        if not isinstance(tensor, Tensor):
-            check_tensor(name, tensor)
-    if outputs is not None:
-        check_type("outputs", outputs, (tuple, list), "a list of names")
-    whole = _selected(program, rows, inputs, outputs)
-    wrt: tuple[str, ...] = ()
-    if torch.is_grad_enabled():
-        names = frozenset[str]().union(*whole.differentiable_inputs.values())
-        wrt = tuple(n for n, t in inputs.items() if t.requires_grad and n in names)
-    dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
-    if not is_eager():
-        return whole, ("operators are traced or transformed",)
-    return whole, _prepared(whole, rows, dtype, wrt, passes)
+    Raises:
+        TypeError: As for :func:`apply`.
+        ValueError: As for :func:`apply`.
+    """
+    return _found(program, rows, inputs, outputs, passes).prepared
 
 
 def apply(
@@ -334,20 +285,15 @@ def apply(
             lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
-    whole, prepared = _found(program, rows, inputs, outputs, passes)
+    found = _found(program, rows, inputs, outputs, passes)
+    prepared = found.prepared
     if not isinstance(prepared, Prepared):
-        _report(whole.name, prepared, rows.device)
-        return interpret(whole, rows, inputs)
-    if not prepared.takes(inputs):
-        check_inputs(whole, rows, inputs)
-    rows.graph.on_this_stream()
-    if prepared.wrt:
-        # To autograd no result depends on the others.
-        tensors = [t if n in prepared.wrt or not t.requires_grad else t.detach() for n, t in inputs.items()]
-        results = _run(prepared, rows, tuple(inputs), *tensors)
-    else:
-        results = prepared.forward(rows, {name: tensor.detach() for name, tensor in inputs.items()})[0]
-    return dict(zip(prepared.outputs, results, strict=True))
+        _report(found.program.name, prepared, rows.device)
+        return interpret(found.program, rows, inputs)
+    if len(inputs) < len(prepared.inputs):
+        # The seed is missing.
+        check_inputs(found.program, rows, inputs)
+    return prepared(rows, inputs)
 
 
 def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], wrt: tuple[str, ...] | None) -> list[Tensor]:
@@ -360,12 +306,15 @@ def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], wrt: tuple[s
         wrt: Inputs whose gradients are wanted, which are computed from `inputs` alone; None for the outputs.
     """
     dtype = next((tensor.dtype for tensor in inputs.values()), torch.float32)
-    prepared = _prepared(program, rows, dtype, wrt or (), ALL_PASSES, alone=wrt is not None)
+    alone = wrt is not None
+    key = "program", id(program), dtype, wrt
+    # With the program, whose number the key has.
+    _, prepared = rows.derived(key, lambda: (program, _prepare(program, rows, dtype, wrt or (), ALL_PASSES, alone)))
     if wrt is None:
         check_inputs(program, rows, inputs)
     if isinstance(prepared, Prepared):
         rows.graph.on_this_stream()
-        return prepared.forward(rows, inputs)[0]
+        return list(prepared.forward(rows, *(inputs[name] for name in prepared.inputs))[0])
     _report(program.name, prepared, rows.device)
     if wrt is not None:
         program = selected(ALL_PASSES.run(program, rows.sizes, wrt), ["d_" + name for name in wrt])

@@ -1,9 +1,9 @@
 """The generated kernels of a program, prepared for a graph: traversals and maps."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, piece_of, plan_step, spec_of
 from pyg_dfgnn.ir import D, E, Rows
@@ -13,8 +13,22 @@ from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
 
-Run = Callable[[dict[str, Tensor]], None]
-"""Runs a step on buffers by name, of which it writes some."""
+
+class Launch(NamedTuple):
+    """A traversal or a map that is ready to run.
+
+    Attributes:
+        run: Called with None and the arguments: `fixed`, then the buffers, as kernels take them.
+        fixed: Arguments that hold for the graph.
+        names: Names of the buffers, in the order of the arguments.
+        pieces: Name of a buffer -> shape of the float32 sums that the launch leaves for pieces of the edges in place of
+            it: what is to be written is their sum.
+    """
+
+    run: Callable[[Any, Sequence[Any]], None]
+    fixed: tuple[Any, ...]
+    names: tuple[str, ...]
+    pieces: Mapping[str, tuple[int, ...]]
 
 
 def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
@@ -24,7 +38,7 @@ def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch
     return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, compares, dtype, device)
 
 
-def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Run:
+def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Launch:
     """Return the launch of a traversal or a map.
 
     Args:
@@ -45,12 +59,12 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     of_rows = [rows.at_rows(step.domain, domain) for domain in kernel.row_indices]
     if step.kind == "map":
         launch_map = NodeKernel(spec_of(problem, plan_step(problem, None).constants), "relational_map")
-        num_rows, device, lists = rows.sizes[step.domain], rows.device, addresses(of_rows)
+        num_rows, device = rows.sizes[step.domain], rows.device
 
-        def run_map(buffers: dict[str, Tensor]) -> None:
-            launch_map.launch(num_rows, device, (*lists, *addresses([buffers[name] for name in names])))
+        def run_map(_: Any, arguments: Sequence[Any]) -> None:
+            launch_map.launch(num_rows, device, arguments)
 
-        return run_map
+        return Launch(run_map, addresses(of_rows), names, {})
     # Sums of outer products range over pieces of the edges, by target.
     domain = D if kernel.is_outer else step.domain
     side = rows.pieces(piece_of(rows.sizes[E])) if kernel.is_outer else rows.adjacency(domain, step.over)
@@ -64,21 +78,7 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
         plan, "forward", rows.lists, spec, "relational_traversal", elements, count, places, side=side
     )
 
-    def run(buffers: dict[str, Tensor]) -> None:
-        launch(None, (*fixed, *addresses([buffers[name] for name in names])))
-
+    outputs = {name: step.program.values[i] for name, i in step.program.outputs} if kernel.is_outer else {}
+    pieces = {n: (side.num_rows, *value.shape) for n, value in outputs.items() if value.domain is step.domain}
     # The rows and their graph keep the arrays; they keep this too, so it does not keep them.
-    return _by_pieces(run, step, side.num_rows, dtype, rows.device) if kernel.is_outer else run
-
-
-def _by_pieces(run: Run, step: Step, pieces: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Return what adds up the sums that a launch leaves for pieces of the edges."""
-    outputs = {name: step.program.values[i] for name, i in step.program.outputs}
-    shapes = {name: (pieces, *value.shape) for name, value in outputs.items() if value.domain is step.domain}
-
-    def run_pieces(buffers: dict[str, Tensor]) -> None:
-        sums = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
-        run(buffers | sums)
-        buffers |= {name: of_pieces.sum(0, keepdim=True).to(dtype) for name, of_pieces in sums.items()}
-
-    return run_pieces
+    return Launch(launch, fixed, names, pieces)
