@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,80 +11,113 @@ from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again
+from pyg_dfgnn.settings import current
 
 _MOST_TENSORS = 64
-_MEASURED_NUMBERS = 100_000_000
-"""Numbers that PyG writes per edge, times the edges, from which its kernels take longer than the host."""
 _FEW_NUMBERS = 1 << 20
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls of that one, and the
 visitors that leave it to PyG for good."""
+_last: tuple[Callable[[], Any], Any, Any] = lambda: _last, None, None
+"""The last tensor that was new, its first visitor, and the settings then."""
 
 
 class _Step(threading.local):
-    """The step of this thread, and whether its batches are copied to the same tensors one after another."""
+    """The step of this thread.
+
+    Attributes:
+        is_refilled: Whether its batches are copied to the same tensors one after another.
+        is_left: Whether PyG's code runs for a layer whose edges are few.
+    """
 
     is_refilled = False
+    is_left = False
 
 
-_step = _Step()
+step = _Step()
 
 
 @contextmanager
 def refilled() -> Iterator[None]:
     """Say that what is called in the block comes again with other edges in the same tensors: all of them are new."""
-    before, _step.is_refilled = _step.is_refilled, True
+    before, step.is_refilled = step.is_refilled, True
     try:
         yield
     finally:
-        _step.is_refilled = before
+        step.is_refilled = before
 
 
 def is_refilled() -> bool:
     """Return whether what is called now comes again with other edges in the same tensors."""
-    return _step.is_refilled
+    return step.is_refilled
+
+
+def run_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function of PyG's makes of few edges; aggregations in it ask no further."""
+    step.is_left = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        step.is_left = False
+
+
+def is_left() -> bool:
+    """Return whether PyG's code runs for a layer whose edges are few."""
+    return step.is_left
 
 
 def may_not_wait(edges: Any) -> bool:
     """Return whether what is not known of edges or groups is not to be found out: in a capture, or in what comes before
     it of a step that is refilled.
     """
-    if _step.is_refilled:
+    if step.is_refilled:
         return True
     if type(edges) is not Tensor or torch.compiler.is_compiling():
         return False
     return edges.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", numbers: int = 1) -> bool:
+def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
     """Note a call of a layer, and return whether its edges are few and their first layer has seen them twice at most.
 
     Args:
         layer: The layer.
         edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not new.
         kind: Which of several calls of the layer with the same edges this is.
-        numbers: How many numbers PyG's code would write per edge.
     """
-    if _step.is_refilled:
-        return type(edges) is Tensor and not torch.compiler.is_compiling()
+    global _last
+    if type(edges) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if step.is_refilled:
+        return True
+    visitor, settings = (id(layer), kind), current()
+    tensor, first, under = _last
+    # The layers of a model ask about one tensor in turn.
+    if tensor() is edges and first != visitor and under is settings:
+        return True
     if not may_be_left(edges):
         return False
     count = edges.size(-1)
-    if count >= MEASURED_EDGES or count * numbers >= _MEASURED_NUMBERS:
+    if count >= MEASURED_EDGES:
         return False
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
     base = edges._base
     base = edges if base is None else base
-    key, visitor = (id(base), count), (id(layer), kind)
+    key = id(base), count
     known = _visits.get(key)
     if known is None or known[0]() is not base:
         if len(_visits) >= _MOST_TENSORS:
             _visits.clear()
-        _visits[key] = [weakref.ref(base), visitor, 1, set()]
+        reference = weakref.ref(edges)
+        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, set()]
+        _last = reference, visitor, settings
         return True
     if known[1] == visitor and not may_run_again(layer.training):
         known[2] += 1
-    return known[2] <= VISITS or visitor in known[3]
+    if known[2] > VISITS:
+        return visitor in known[3]
+    _last = weakref.ref(edges), known[1], settings
+    return True
 
 
 def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:

@@ -11,14 +11,16 @@ from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, unsupported_reasons
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn import edges, visits
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
-from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
+_MEASURED_NUMBERS = 100_000_000
+"""Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
+_FEW_EDGES = _MEASURED_NUMBERS // 1024
 Question = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
 
@@ -60,8 +62,8 @@ def _problem(
 
 def _width(x: Any) -> int:
     """Return the features of the rows that send."""
-    x = x[0] if isinstance(x, (tuple, list)) else x
-    return x.size(-1) if isinstance(x, Tensor) and x.dim() > 0 else 1
+    x = x if isinstance(x, Tensor) else x[0] if isinstance(x, (tuple, list)) else None
+    return x.size(-1) if x is not None and x.dim() > 0 else 1
 
 
 def is_matrix(form: str) -> bool:
@@ -136,8 +138,6 @@ class AggregationConv(FusedConv):
         Returns:
             The call, with its reasons; `edge_attr` holds what the messages read of the edges.
         """
-        if not self._takes_new and (self._is_new(x, edge_index) or (edge is None and self._is_few(x, edge_index))):
-            return edges.Call([SMALL], (), edge_index, "tensor")
         against = list(reasons)
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x) if isinstance(x, (tuple, list)) else (None, None)
         source = nodes[0]
@@ -168,14 +168,22 @@ class AggregationConv(FusedConv):
         )
         return call if edge is None else call._replace(edge_attr=edge)
 
-    def _is_new(self, x: Any, edge_index: Any) -> bool:
-        """Return whether the edges of a call are new, and so few that PyG's code takes them in less time."""
-        return not is_refilled() and is_new(self, edge_index, numbers=self._writes * _width(x))
+    def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
+        """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
+        if type(edge_index) is not Tensor or visits.step.is_refilled:
+            return False
+        if not visits.is_new(self, edge_index):
+            return edge is None and self._is_few(x, edge_index)
+        count = edge_index.size(-1) * self._writes
+        return count < _FEW_EDGES or count * _width(x) < _MEASURED_NUMBERS
 
     def _is_few(self, x: Any, edge_index: Any) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
-        is_sum = self._message == "copy" and statistics_of(self._modules["aggr_module"]) == ("sum",)
-        return is_sum and isinstance(edge_index, Tensor) and is_few(edge_index, edge_index.size(-1) * _width(x))
+        if self._message != "copy" or not isinstance(edge_index, Tensor):
+            return False
+        if not visits.is_few(edge_index, edge_index.size(-1) * _width(x)):
+            return False
+        return statistics_of(self._modules["aggr_module"]) == ("sum",)
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         found = super()._describe(device, *args, **kwargs)

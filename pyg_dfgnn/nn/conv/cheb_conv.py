@@ -11,6 +11,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
+from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.segment import inverse_root_degree
 
 
@@ -61,6 +62,9 @@ class ChebConv(AggregationConv, conv.ChebConv):
         lambda_max: Any = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ChebConv.forward`."""
+        if self._is_left(x, edge_index, edge_weight):
+            left: Tensor = run_left(super().forward, x, edge_index, edge_weight, batch, lambda_max)
+            return left
         call = self._call(x, edge_index, edge_weight, batch, lambda_max)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_weight, batch, lambda_max)

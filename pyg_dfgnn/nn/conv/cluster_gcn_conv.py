@@ -11,6 +11,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, is_matrix
 from pyg_dfgnn.nn.edges import Call, form_of
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
+from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
 
 
@@ -49,6 +50,9 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
 
     def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ClusterGCNConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index)
+            return left
         call = self._call(x, edge_index)
         if call.reasons:
             out: Tensor = self._fall_back(call, x)

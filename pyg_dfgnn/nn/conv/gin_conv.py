@@ -13,6 +13,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.nn.visits import run_left
 
 
 class GINConv(AggregationConv, conv.GINConv):
@@ -31,6 +32,9 @@ class GINConv(AggregationConv, conv.GINConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index, size=size)
+            return left
         call = self._call(x, edge_index, size)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, size=size)
@@ -93,6 +97,9 @@ class GINEConv(AggregationConv, conv.GINEConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINEConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index, edge_attr, size=size)
+            return left
         call = self._call(x, edge_index, edge_attr, size)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_attr, size=size)

@@ -8,6 +8,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of
+from pyg_dfgnn.nn.visits import run_left
 
 
 class GraphConv(AggregationConv, conv.GraphConv):
@@ -38,6 +39,9 @@ class GraphConv(AggregationConv, conv.GraphConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GraphConv.forward`."""
+        if self._is_left(x, edge_index, edge_weight):
+            left: Tensor = run_left(super().forward, x, edge_index, edge_weight, size=size)
+            return left
         call = self._call(x, edge_index, edge_weight, size)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_weight, size=size)

@@ -13,9 +13,9 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn.aggr.scaler import factors_of
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features
-from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.groups import degree
 from pyg_dfgnn.ops.segment import aggregate
 
@@ -61,8 +61,6 @@ class PNAConv(AggregationConv, conv.PNAConv):
         return [] if all(map(is_plain_linear, layers)) else ["a layer is no plain linear layer"]
 
     def _call(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Call:
-        if self._is_new(x, edge_index):
-            return Call([SMALL], (), edge_index, "tensor")
         reasons, values = self._layer_reasons(), adjacency_features(edge_index)
         if values is None and isinstance(edge_index, SparseTensor) and edge_index.has_value():
             reasons.append("a SparseTensor with one value per edge")
@@ -73,6 +71,9 @@ class PNAConv(AggregationConv, conv.PNAConv):
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.PNAConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index, edge_attr)
+            return left
         call = self._call(x, edge_index, edge_attr)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_attr)

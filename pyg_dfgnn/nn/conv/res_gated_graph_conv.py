@@ -9,6 +9,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import project
+from pyg_dfgnn.nn.visits import run_left
 
 
 class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
@@ -40,6 +41,9 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
 
     def forward(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ResGatedGraphConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index, edge_attr)
+            return left
         call = self._call(x, edge_index, edge_attr)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, edge_attr)

@@ -10,6 +10,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of
+from pyg_dfgnn.nn.visits import run_left
 
 
 class SAGEConv(AggregationConv, conv.SAGEConv):
@@ -28,6 +29,9 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.SAGEConv.forward`."""
+        if self._is_left(x, edge_index):
+            left: Tensor = run_left(super().forward, x, edge_index, size=size)
+            return left
         call = self._call(x, edge_index, size)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, size=size)

@@ -119,7 +119,12 @@ def is_pygs(layer: Any) -> bool:
 def is_new_to(layer: Any) -> bool:
     """Return whether the last calls of a layer were with edges that are new to it."""
     known = last.peek(layer)
-    return bool(known) and all(outcome is NEW_EDGES for outcome in known.values())  # type: ignore[union-attr]
+    if not known:
+        return False
+    for outcome in known.values():
+        if outcome is not NEW_EDGES:
+            return False
+    return True
 
 
 def state_reasons(layer: Any) -> list[str]:

@@ -22,7 +22,7 @@ from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
-from pyg_dfgnn.nn.visits import is_new
+from pyg_dfgnn.nn.visits import is_new, run_left
 from pyg_dfgnn.settings import current, quiet
 
 NOT_STRICT = "torch.export with strict=False, its default, records PyG's code: strict=True exports the program"
@@ -83,9 +83,12 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        is_left = is_pygs(self) or (forward is own and is_new_to(self))
-        if is_left and not any(isinstance(value, Graph) for value in (*args, *kwargs.values())):
-            return own(self, *args, **kwargs)
+        if (forward is own and is_new_to(self)) or is_pygs(self):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Graph):
+                    break
+            else:
+                return own(self, *args, **kwargs)
         args = tuple(_plain(self, value) for value in args)
         kwargs = {name: _plain(self, value) for name, value in kwargs.items()}
         return run_forward(forward, self, *args, **kwargs)
@@ -127,7 +130,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
                 return own(self, *args, **kwargs)
         if is_new(self, args[0] if args else kwargs["edge_index"], method):
             last.of(self)[method] = NEW_EDGES
-            return own(self, *args, **kwargs)
+            return run_left(own, self, *args, **kwargs)
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
         if is_settled(self, method, kwargs, edges):
