@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ class Recording:
             capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with capture, _waiting_refused():
                 self.results = work()
+        except BaseException:
+            _end_allocations(stream.device, self.graph)
+            raise
         finally:
             # PyTorch leaves the stream of a capture that failed in place.
             torch.cuda.set_stream(current)
@@ -40,6 +43,13 @@ class Recording:
         """Launch the work again."""
         self.graph.replay()
         return self.results
+
+
+def _end_allocations(device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
+    """Let PyTorch's allocator free memory again after a capture that CUDA has ended, which it takes to be under way."""
+    # Where the capture came to its end there is nothing to end.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, graph.pool())
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch_geometric.nn import conv as pyg
 import pyg_dfgnn
 from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.nn.conv import aggregation
+from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error
 from pyg_dfgnn.settings import Settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -85,10 +86,11 @@ def batches(edge_dim):
         yield torch.randn(nodes, FEATURES, generator=generator), edge_index, edge_attr
 
 
-def compare(name, device, around):
+def compare(name, device, around, is_left=False):
     make, edge_dim = CONVS[name]
     torch.manual_seed(0)
     reference = make()
+    pygs = copy.deepcopy(reference).to(device)
     conv = pyg_dfgnn.accelerate(copy.deepcopy(reference)).to(device)
     reference = reference.double()
     for x, edge_index, edge_attr in batches(edge_dim):
@@ -103,6 +105,13 @@ def compare(name, device, around):
             # A bias that a softmax cancels.
             assert actual.pop(each).norm() < 1e-4
             expected.pop(each)
+        if is_left:
+            pygs.zero_grad()
+            alike = trained(pygs, *given)
+            for each, want in expected.items():
+                allowed = max(5e-6, 2 * relative_error(alike[each].cpu(), want))
+                assert relative_error(actual[each].cpu(), want) <= allowed, each
+            continue
         assert_all_close({each: (actual[each].cpu(), expected[each]) for each in expected})
 
 
@@ -113,9 +122,13 @@ def test_convs_on_edges_that_are_new_in_each_step(name):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("is_left", [False, True], ids=["many edges", "few edges"])
 @pytest.mark.parametrize("name", CONVS)
-def test_convs_on_edges_that_are_new_in_each_step_on_a_gpu(name):
-    compare(name, "cuda", torch.enable_grad)
+def test_convs_on_edges_that_are_new_in_each_step_on_a_gpu(name, is_left, monkeypatch):
+    if not is_left:
+        for limit in ("_FEW_EDGES", "_MEASURED_NUMBERS"):
+            monkeypatch.setattr(aggregation, limit, 0)
+    compare(name, "cuda", torch.enable_grad, is_left)
 
 
 @needs_compiler
@@ -218,7 +231,7 @@ def test_bad_ids_are_reported_by_the_next_step_and_the_gpu_stays_usable():
 
 @pytest.mark.cuda
 def test_other_streams_have_graphs_of_their_own():
-    conv, edge_index = pyg_dfgnn.nn.SAGEConv(FEATURES, FEATURES).cuda(), random_edges(50, 50, 400).cuda()
+    conv, edge_index = pyg_dfgnn.nn.GATConv(FEATURES, FEATURES).cuda(), random_edges(50, 50, 400).cuda()
     x = torch.randn(50, FEATURES, device="cuda")
     expected, stream = conv(x, edge_index), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
