@@ -54,6 +54,8 @@ def is_refilled() -> bool:
 
 def run_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what a function of PyG's makes of few edges; aggregations in it ask no further."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
     step.is_left = True
     try:
         return function(*args, **kwargs)
@@ -145,6 +147,11 @@ def is_few(edges: Any, numbers: int) -> bool:
 
 def may_be_left(edges: Any) -> bool:
     """Return whether edges, an index or offsets are a tensor on a GPU, of which PyG's code may take a few."""
-    if type(edges) is not Tensor or torch.compiler.is_compiling() or not edges.is_cuda or edges.dim() == 0:
+    if type(edges) is not Tensor or torch.compiler.is_compiling() or edges.dim() == 0:
         return False
-    return edges.layout is torch.strided and may_be_unmeasured()
+    return may_be_few(edges)
+
+
+def may_be_few(edges: Tensor) -> bool:
+    """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges."""
+    return edges.is_cuda and edges.layout is torch.strided and may_be_unmeasured()

@@ -172,7 +172,11 @@ class AggregationConv(FusedConv):
         """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
         if type(edge_index) is not Tensor or visits.step.is_refilled:
             return False
-        if not visits.is_new(self, edge_index):
+        if torch.compiler.is_compiling():
+            # What is new is not known then, and torch.compile fuses what PyG launches.
+            if not visits.may_be_few(edge_index):
+                return False
+        elif not visits.is_new(self, edge_index):
             return edge is None and self._is_few(x, edge_index)
         count = edge_index.size(-1) * self._writes
         return count < _FEW_EDGES or count * _width(x) < _MEASURED_NUMBERS
