@@ -60,10 +60,11 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
     Raises:
         UnsupportedError: The settings ask for an error.
     """
-    reasons = [reason for reason in reasons if reason is not SMALL]
-    if not reasons:
-        return
     fallback = current().fallback
+    # What torch.compile traces must not depend on what has been logged.
+    if fallback == "log" and len(reasons) == 1 and not torch.compiler.is_compiling() and (name, reasons[0]) in logged:
+        return
+    reasons = [reason for reason in reasons if reason is not SMALL]
     if fallback == "error":
         fatal = [reason for reason in reasons if reason != NO_DEVICE or torch.cuda.is_available()]
         if fatal:

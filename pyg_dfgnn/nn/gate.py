@@ -24,6 +24,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
+from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
 from pyg_dfgnn.settings import current, local_settings
@@ -46,6 +47,8 @@ _STATISTICS = {
 _LOOKED_UP = ("MeanAggregation", "VarAggregation", "StdAggregation")
 """Aggregations whose sums PyG's `FusedAggregation` looks up by name to divide them."""
 NO_MATRIX = "x is not a matrix [N, F] per node set"
+_FEW_IDS = 1 << 16
+"""Numbers in `edge_index` below which aggregations in PyG's forward are PyG's too."""
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _methods = attrgetter(*METHODS)
 _module_hooks = itemgetter(*MODULE_HOOKS)
@@ -518,6 +521,8 @@ class FusedConv(Scripted, MessagePassing):
         """
         report_fallback(type(self).__name__, call.reasons)
         edge_index = call.edge_index
+        if call.form == "tensor" and edge_index.numel() < _FEW_IDS:
+            return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "Graph":
             if "size" in kwargs and not isinstance(x, Tensor):
                 # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.

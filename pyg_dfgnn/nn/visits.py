@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
-from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again
+from pyg_dfgnn.ops.graph import leaves_new, may_run_again
 from pyg_dfgnn.settings import current
 
 _MOST_TENSORS = 64
@@ -63,11 +63,6 @@ def run_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step.is_left = False
 
 
-def is_left() -> bool:
-    """Return whether PyG's code runs for a layer whose edges are few."""
-    return step.is_left
-
-
 def may_not_wait(edges: Any) -> bool:
     """Return whether what is not known of edges or groups is not to be found out: in a capture, or in what comes before
     it of a step that is refilled.
@@ -97,7 +92,7 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
     # The layers of a model ask about one tensor in turn.
     if tensor() is edges and first != visitor and under is settings:
         return True
-    if not may_be_left(edges):
+    if not edges.is_cuda or edges.layout is not torch.strided or edges.dim() == 0 or not leaves_new(settings):
         return False
     count = edges.size(-1)
     if count >= MEASURED_EDGES:
@@ -109,17 +104,25 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
     known = _visits.get(key)
     if known is None or known[0]() is not base:
         if len(_visits) >= _MOST_TENSORS:
-            _visits.clear()
+            _make_room()
         reference = weakref.ref(edges)
-        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, set()]
+        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, None]
         _last = reference, visitor, settings
         return True
     if known[1] == visitor and not may_run_again(layer.training):
         known[2] += 1
     if known[2] > VISITS:
-        return visitor in known[3]
+        return known[3] is not None and visitor in known[3]
     _last = weakref.ref(edges), known[1], settings
     return True
+
+
+def _make_room() -> None:
+    """Forget tensors that are gone; all, where none is."""
+    for key in [key for key, known in list(_visits.items()) if known[0]() is None]:
+        _visits.pop(key, None)
+    if len(_visits) >= _MOST_TENSORS:
+        _visits.clear()
 
 
 def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
@@ -131,7 +134,7 @@ def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
         return False
     known = _visits.get((id(edges if edges._base is None else edges._base), edges.size(-1)))
     if known is not None:
-        known[3].add((id(layer), kind))
+        known[3] = {*(known[3] or ()), (id(layer), kind)}
     return True
 
 
@@ -154,4 +157,4 @@ def may_be_left(edges: Any) -> bool:
 
 def may_be_few(edges: Tensor) -> bool:
     """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges."""
-    return edges.is_cuda and edges.layout is torch.strided and may_be_unmeasured()
+    return edges.is_cuda and edges.layout is torch.strided and leaves_new(current())

@@ -10,7 +10,7 @@ from torch_geometric.nn import aggr
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.fallback import Scripted
-from pyg_dfgnn.nn.visits import is_left
+from pyg_dfgnn.nn.visits import step
 
 
 class FusedAggregation(Scripted, aggr.Aggregation):
@@ -70,7 +70,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         reduce: str = "sum",
     ) -> Tensor:
         """PyG's `Aggregation.reduce` in one fused gather."""
-        if is_left():
+        if step.is_left:
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         if ptr is not None and self._deterministic:
             index = None

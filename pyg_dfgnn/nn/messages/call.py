@@ -64,10 +64,6 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
 
-NEW_EDGES = (SMALL,), True
-"""What is kept in :data:`last` of calls whose edges are new."""
-
-
 _FEW_LAUNCHES = 4
 _FEW_NUMBERS = 1 << 22
 _LAUNCHES = {"input": 0, "const": 0, "view": 0, "expand": 0, "slice": 0, "permute": 0, "detach": 0, "softmax": 8}
@@ -114,17 +110,6 @@ def is_pygs(layer: Any) -> bool:
     if not _settled.peek(layer) or watchers:
         return False
     return all(reasons for reasons, _ in last.of(layer).values())
-
-
-def is_new_to(layer: Any) -> bool:
-    """Return whether the last calls of a layer were with edges that are new to it."""
-    known = last.peek(layer)
-    if not known:
-        return False
-    for outcome in known.values():
-        if outcome is not NEW_EDGES:
-            return False
-    return True
 
 
 def state_reasons(layer: Any) -> list[str]:

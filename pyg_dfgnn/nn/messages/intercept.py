@@ -16,13 +16,13 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.fallback import report_fallback
-from pyg_dfgnn.nn.messages.call import NEW_EDGES, call_layer, is_new_to, is_pygs, is_settled, last
+from pyg_dfgnn.nn.messages.call import call_layer, is_pygs, is_settled
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
-from pyg_dfgnn.nn.visits import is_new, run_left
+from pyg_dfgnn.nn.visits import is_new, step
 from pyg_dfgnn.settings import current, quiet
 
 NOT_STRICT = "torch.export with strict=False, its default, records PyG's code: strict=True exports the program"
@@ -33,10 +33,13 @@ class Mark:
 
     Args:
         kind: Class of the layer.
+
+    Attributes:
+        is_left: Whether the last messages were left to PyG's code, since the edges were few.
     """
 
     def __init__(self, kind: type) -> None:
-        self.kind = kind
+        self.kind, self.is_left = kind, False
         intercept(kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,9 +84,10 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     forward = keeping(with_terms(own), kind)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(MARK) is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
+        mark = self.__dict__.get(MARK)
+        if mark is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
-        if (forward is own and is_new_to(self)) or is_pygs(self):
+        if (forward is own and mark.is_left) or is_pygs(self):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Graph):
                     break
@@ -117,7 +121,8 @@ def _generate(kind: type) -> None:
 
 def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(MARK) is None or torch.jit.is_scripting():
+        mark = self.__dict__.get(MARK)
+        if mark is None or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
         is_compiling = torch.compiler.is_compiling()
         if is_compiling and torch.compiler.is_dynamo_compiling():
@@ -128,9 +133,13 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             report_fallback(type(self).__name__, [NOT_STRICT])
             with quiet():
                 return own(self, *args, **kwargs)
-        if is_new(self, args[0] if args else kwargs["edge_index"], method):
-            last.of(self)[method] = NEW_EDGES
-            return run_left(own, self, *args, **kwargs)
+        mark.is_left = is_new(self, args[0] if args else kwargs["edge_index"], method)
+        if mark.is_left:
+            step.is_left = True
+            try:
+                return own(self, *args, **kwargs)
+            finally:
+                step.is_left = False
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
         if is_settled(self, method, kwargs, edges):
