@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 from typing import Any
 
 from pyg_dfgnn.bench import table2_report, tables
@@ -31,6 +31,7 @@ BACKENDS = {
     "pyg_compile": "PyG under torch.compile",
 }
 """Backends of a training step that the figure of the README shows."""
+MOLECULES = {"pyg": "PyG", "auto": "pyg_dfgnn", "auto_graph": "pyg_dfgnn, captured"}
 DATA_SETS = {
     "pattern": "PATTERN",
     "cluster": "CLUSTER",
@@ -118,6 +119,21 @@ def steps() -> str:
         f"{span('auto')} times as fast as with PyG on these data sets, and {span('auto_graph')} times with steps in\n"
         f"a CUDA graph. PyG under `torch.compile` is {span('pyg_compile')} times as fast."
     )
+
+
+def molecules() -> str:
+    """Mean absolute error of test molecules by backend, over the seeds."""
+    errors: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for row in Table.read(ROOT / "results" / "molecules.csv"):
+        setting = row["data"], row["unit"], row["overrides"]
+        errors.setdefault(setting, {}).setdefault(row["backend"], []).append(float(row["test_error"]))
+    body = []
+    for (data, unit, overrides), by_backend in errors.items():
+        command = f"`data={data}{' ' if overrides else ''}{overrides}`"
+        cells = [f"{mean(values):.3g} ({min(values):.3g} to {max(values):.3g})" for values in by_backend.values()]
+        seeds = len(next(iter(by_backend.values())))
+        body.append([command, unit, seeds, *(dict(zip(by_backend, cells, strict=True))[name] for name in MOLECULES)])
+    return markdown(["run", "unit", "seeds", *MOLECULES.values()], body)
 
 
 def implementations() -> str:
@@ -322,7 +338,7 @@ def _table2(model: str) -> Callable[[], str]:
 
 
 PUBLISHED: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (layers, host, steps, implementations, builds, peers, means, check)},
+    **{make.__name__: make for make in (layers, host, steps, molecules, implementations, builds, peers, means, check)},
     **{make.__name__: make for make in (segment, segment_peers, lanes, reorder)},
     **{make.__name__: make for make in (relational, messages, restated, message_steps, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
