@@ -142,15 +142,17 @@ def unmeasured_graph(
     if stream and torch.cuda.is_current_stream_capturing():
         # Its arrays stay where they are for as long as the edges live.
         return graph.pin() if isinstance(graph, UnmeasuredGraph) and graph.visits <= visits else None
-    fresh = UnmeasuredGraph(edge_index, key[1:], visitor, stream)
-    if isinstance(graph, UnmeasuredGraph):
-        if counts and visitor == graph.visitor:
-            graph.visits += 1
-        if graph.visits > visits:
+    before = graph if isinstance(graph, UnmeasuredGraph) else None
+    if before is not None:
+        if counts and visitor == before.visitor:
+            before.visits += 1
+        if before.visits > visits:
             return None
-        if graph.stream == stream:
-            return graph
-        fresh.visitor, fresh.visits = graph.visitor, graph.visits
+        if before.stream == stream:
+            return before
+    fresh = UnmeasuredGraph(edge_index, key[1:], visitor, stream)
+    if before is not None:
+        fresh.visitor, fresh.visits = before.visitor, before.visits
     if not _build(fresh, edge_index):
         return None
     keep(fresh, (edge_index,), key[1:])
