@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import FLOWS
 from pyg_dfgnn.nn.gate import transform_reasons
 from pyg_dfgnn.nn.stand_ins import codes_in
+from pyg_dfgnn.ops.graph import may_be_unmeasured
 from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
 
@@ -41,6 +43,10 @@ _NORM = signature(gcn_norm)
 _Made = tuple[list[Any], list[tuple[Tensor, int]]]
 """What a function has returned, with the place of an argument for it, and the tensors with their versions."""
 _kept: GraphCache[Derived] = GraphCache(MOST_KEPT)
+
+
+_once: dict[tuple[Any, ...], weakref.ref[Tensor]] = {}
+"""Calls that came once, by their edges."""
 
 
 class _Capture(threading.local):
@@ -130,6 +136,7 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
             facts += type(value), value
         else:
             return function(*args, **kwargs)
+    own = function
     if function is gcn_norm:
         function = partial(_norm, kind)
     if not tensors or not _may_keep(tensors):
@@ -150,6 +157,8 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 
     # Made without gradients and inference mode; other streams wait for it, as for what graphs keep.
     made = _kept.get(key, tensors, versions)
+    if made is None and may_be_unmeasured() and not _came_before(key, tensors[0]):
+        return own(*args, **kwargs)
     parts, seen = made.derived(_MADE, make) if made is not None else ([], [])
     if made is None or any(part._version != version or part.requires_grad for part, version in seen):
         if is_captured:
@@ -160,6 +169,17 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     if _capture.read is not None:
         _capture.read += [*tensors, *(part for part, _ in seen)]
     return tuple(given[part] if type(part) is int else part for part in parts)
+
+
+def _came_before(key: tuple[Any, ...], edges: Tensor) -> bool:
+    """Note a call, and return whether it is not the first with these edges: of edges that come once nothing is kept."""
+    known = _once.pop(key, None)
+    if known is not None and known() is edges:
+        return True
+    if len(_once) >= MOST_KEPT:
+        _once.clear()
+    _once[key] = weakref.ref(edges)
+    return False
 
 
 def _norm(kind: type, /, *args: Any, **kwargs: Any) -> Any:
