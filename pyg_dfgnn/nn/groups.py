@@ -18,7 +18,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
-from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_not_wait
+from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_not_wait, step
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
@@ -87,6 +87,8 @@ def takes(
     dim_size: int | None = None,
 ) -> bool:
     """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it."""
+    if step.is_left:
+        return False
     groups = ptr if index is None else index
     if not is_refilled():
         if is_new(_FUNCTIONS if owner is None else owner, groups, name):

@@ -10,6 +10,7 @@ from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
+from pyg_dfgnn.nn.visits import step
 
 
 def statistic_of(module: nn.Module) -> str | None:
@@ -40,6 +41,8 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.MultiAggregation.forward`."""
+        if step.is_left:
+            return super().forward(x, index, ptr, dim_size, dim)
         repetitions = repetition_reasons(self)
         if repetitions:
             report_fallback(type(self).__name__, repetitions)
