@@ -16,10 +16,11 @@ from pyg_dfgnn.settings import current
 _MOST_TENSORS = 64
 _FEW_NUMBERS = 1 << 20
 _visits: dict[tuple[int, int], list[Any]] = {}
-"""Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls of that one, and the
-visitors that leave it to PyG for good."""
-_last: tuple[Callable[[], Any], Any, Any] = lambda: _last, None, None
-"""The last tensor that was new, its first visitor, and the settings then."""
+"""Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
+one, and the visitors that leave the tensor to PyG for good, with their layers."""
+_NONE: tuple[Callable[[], Any], Any, Callable[[], Any], Any] = (lambda: _NONE, None, lambda: None, None)
+_last = _NONE
+"""The last tensor that was new, its first visitor, the layer of that one, and the settings then."""
 
 
 class _Step(threading.local):
@@ -56,11 +57,11 @@ def run_left(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return what a function of PyG's makes of few edges; aggregations in it ask no further."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    step.is_left = True
+    before, step.is_left = step.is_left, True
     try:
         return function(*args, **kwargs)
     finally:
-        step.is_left = False
+        step.is_left = before
 
 
 def may_not_wait(edges: Any) -> bool:
@@ -88,11 +89,11 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
     if step.is_refilled:
         return True
     visitor, settings = (id(layer), kind), current()
-    tensor, first, under = _last
+    tensor, first, owner, under = _last
     # The layers of a model ask about one tensor in turn.
-    if tensor() is edges and first != visitor and under is settings:
+    if tensor() is edges and first != visitor and under is settings and owner() is not None:
         return True
-    if not edges.is_cuda or edges.layout is not torch.strided or edges.dim() == 0 or not leaves_new(settings):
+    if edges.dim() == 0 or not may_be_few(edges):
         return False
     count = edges.size(-1)
     if count >= MEASURED_EDGES:
@@ -105,15 +106,21 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
     if known is None or known[0]() is not base:
         if len(_visits) >= _MOST_TENSORS:
             _make_room()
-        reference = weakref.ref(edges)
-        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, None]
-        _last = reference, visitor, settings
+        reference, owner = weakref.ref(edges), weakref.ref(layer)
+        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, {}]
+        _last = reference, visitor, owner, settings
         return True
+    if known[3]() is None:
+        # The first layer will not come again, and this one stands in for it.
+        known[1], known[3] = visitor, weakref.ref(layer)
     if known[1] == visitor and not may_run_again(layer.training):
         known[2] += 1
     if known[2] > VISITS:
-        return known[3] is not None and visitor in known[3]
-    _last = weakref.ref(edges), known[1], settings
+        if first == known[1]:
+            _last = _NONE
+        left = known[4].get(visitor)
+        return left is not None and left() is layer
+    _last = weakref.ref(edges), known[1], known[3], settings
     return True
 
 
@@ -134,7 +141,7 @@ def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
         return False
     known = _visits.get((id(edges if edges._base is None else edges._base), edges.size(-1)))
     if known is not None:
-        known[3] = {*(known[3] or ()), (id(layer), kind)}
+        known[4][id(layer), kind] = weakref.ref(layer)
     return True
 
 

@@ -135,11 +135,11 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
                 return own(self, *args, **kwargs)
         mark.is_left = is_new(self, args[0] if args else kwargs["edge_index"], method)
         if mark.is_left:
-            step.is_left = True
+            before, step.is_left = step.is_left, True
             try:
                 return own(self, *args, **kwargs)
             finally:
-                step.is_left = False
+                step.is_left = before
         edges = args[0] if args else kwargs.pop("edge_index")
         declared = {"size": kwargs.pop("size")} if "size" in kwargs else {}
         if is_settled(self, method, kwargs, edges):

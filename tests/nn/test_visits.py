@@ -1,0 +1,91 @@
+"""Which edges are left to PyG: what counts as new, for which layers and for how long."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import pyg_dfgnn
+from pyg_dfgnn.nn import visits
+from pyg_dfgnn.nn.visits import is_new, leave
+from pyg_dfgnn.settings import Settings
+from tests.new_edges import random_edges
+
+FEATURES = 8
+SETTINGS = Settings()
+
+
+@pytest.fixture(autouse=True)
+def on_any_device(monkeypatch):
+    """Take edges on a CPU for those on a GPU."""
+    monkeypatch.setattr(visits, "may_be_few", lambda _: visits.leaves_new(visits.current()))
+    yield
+    visits._visits.clear()
+    visits._last = visits._NONE
+
+
+def edges():
+    return random_edges(30, 30, 90)
+
+
+def asked(layers, edge_index, times):
+    return [[is_new(layer, edge_index) for layer in layers] for _ in range(times)]
+
+
+def test_all_layers_know_the_edges_once_the_first_one_has_come_the_third_time():
+    layers = [nn.Identity() for _ in range(3)]
+    assert asked(layers, edges(), 4) == [[True] * 3] * 2 + [[False] * 3] * 2
+
+
+def test_layers_ask_by_the_tensor_and_by_its_rows():
+    layers, edge_index = [nn.Identity() for _ in range(2)], edges()
+    answers = [[is_new(layers[0], edge_index[1]), is_new(layers[1], edge_index)] for _ in range(4)]
+    assert answers == [[True] * 2] * 2 + [[False] * 2] * 2
+
+
+def test_another_layer_stands_in_for_a_first_one_that_is_gone():
+    edge_index, first = edges(), nn.Identity()
+    assert is_new(first, edge_index)
+    del first
+    gc.collect()
+    second, third = nn.Identity(), nn.Identity()
+    assert asked([second, third], edge_index, 3)[-1] == [False, False]
+
+
+def test_edges_that_a_layer_leaves_for_good_are_not_new_to_the_next_one_at_its_address(monkeypatch):
+    edge_index, first, other = edges(), nn.Identity(), nn.Identity()
+    assert asked([first], edge_index, 3)[-1] == [False]
+    number = id(other)
+    assert leave(other, edge_index) and is_new(other, edge_index)
+    del other
+    gc.collect()
+    monkeypatch.setattr(visits, "id", lambda each: number if isinstance(each, nn.Module) else id(each), raising=False)
+    assert not is_new(nn.Identity(), edge_index)
+
+
+def test_settings_end_what_is_new():
+    layers, edge_index = [nn.Identity() for _ in range(2)], edges()
+    assert asked(layers, edge_index, 1) == [[True, True]]
+    with pyg_dfgnn.local_settings(check_ids="now"):
+        assert asked(layers, edge_index, 1) == [[False, False]]
+    assert asked(layers, edge_index, 1) == [[True, True]]
+
+
+def test_a_layer_within_a_layer_that_is_left_ends_nothing():
+    inner = pyg_dfgnn.nn.GINConv(nn.Linear(FEATURES, FEATURES))
+    edge_index = edges()
+
+    class Network(nn.Module):
+        def forward(self, x):
+            self.seen = visits.step.is_left
+            out = inner(x, edge_index)
+            self.after = visits.step.is_left
+            return out
+
+    outer = pyg_dfgnn.nn.GINConv(Network())
+    outer(torch.randn(30, FEATURES), edge_index)
+    assert outer.nn.seen and outer.nn.after and not visits.step.is_left
+    with pytest.raises(RuntimeError):
+        outer(torch.randn(30, FEATURES + 1), edge_index)
+    assert not visits.step.is_left
