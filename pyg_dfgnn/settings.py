@@ -30,8 +30,8 @@ class Settings:
             `"autotune"` the fastest one in a timing of all candidates that is made once per kind of graph and kept on
             disk, so that later runs choose alike; `"paper"` follows the rule of DF-GNN. Any other name asks for the
             schedule of that name. Two schedules round differently.
-        deterministic: True refuses schedules whose results may differ between runs, False allows them, None follows
-            `torch.are_deterministic_algorithms_enabled()`.
+        deterministic: True refuses schedules whose results may differ between runs, and leaves no few edges to PyG,
+            False allows them, None follows `torch.are_deterministic_algorithms_enabled()`.
         fallback: What happens where no fused kernel can run, or where the schedule that was asked for cannot and
             `"row_split"` takes its place: `"log"` reports each reason once, `"error"` raises `UnsupportedError`,
             `"silent"` reports nothing. With `"error"`, tensors on a CPU raise an error only where there is a GPU.

@@ -164,4 +164,10 @@ def may_be_left(edges: Any) -> bool:
 
 def may_be_few(edges: Tensor) -> bool:
     """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges."""
-    return edges.is_cuda and edges.layout is torch.strided and leaves_new(current())
+    return edges.is_cuda and edges.layout is torch.strided and leaves_few()
+
+
+def leaves_few() -> bool:
+    """Return whether the settings let PyG's code take few edges, whose results may differ between runs."""
+    settings = current()
+    return leaves_new(settings) and not settings.deterministic

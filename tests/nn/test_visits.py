@@ -19,7 +19,7 @@ SETTINGS = Settings()
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch):
     """Take edges on a CPU for those on a GPU."""
-    monkeypatch.setattr(visits, "may_be_few", lambda _: visits.leaves_new(visits.current()))
+    monkeypatch.setattr(visits, "may_be_few", lambda _: visits.leaves_few())
     yield
     visits._visits.clear()
     visits._last = visits._NONE
@@ -64,10 +64,11 @@ def test_edges_that_a_layer_leaves_for_good_are_not_new_to_the_next_one_at_its_a
     assert not is_new(nn.Identity(), edge_index)
 
 
-def test_settings_end_what_is_new():
+@pytest.mark.parametrize("ends", [{"check_ids": "now"}, {"deterministic": True}, {"schedule": "autotune"}], ids=str)
+def test_settings_end_what_is_new(ends):
     layers, edge_index = [nn.Identity() for _ in range(2)], edges()
     assert asked(layers, edge_index, 1) == [[True, True]]
-    with pyg_dfgnn.local_settings(check_ids="now"):
+    with pyg_dfgnn.local_settings(**ends):
         assert asked(layers, edge_index, 1) == [[False, False]]
     assert asked(layers, edge_index, 1) == [[True, True]]
 

@@ -22,7 +22,7 @@ from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.reads import Reads
-from pyg_dfgnn.ops.graph import may_be_unmeasured
+from pyg_dfgnn.nn.visits import leaves_few
 from pyg_dfgnn.settings import local_settings
 
 UNCALLED = "its first call tells whether its messages become a program"
@@ -92,7 +92,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         reasons += against
         plans.append(plan)
     small = [rows.device.type == "cuda" and is_small(program, rows.sizes[E]) for program, rows, _ in runs.values()]
-    if small and all(small) and may_be_unmeasured():
+    if small and all(small) and leaves_few():
         reasons.append(SMALL)
     if functions := names_of(original(type(layer).forward)):
         plans.append(f"what {', '.join(functions)} returns is kept while the arguments live unchanged")
