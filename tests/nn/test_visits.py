@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
 from pyg_dfgnn.nn import visits
@@ -90,3 +91,14 @@ def test_a_layer_within_a_layer_that_is_left_ends_nothing():
     with pytest.raises(RuntimeError):
         outer(torch.randn(30, FEATURES + 1), edge_index)
     assert not visits.step.is_left
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_few"),
+    [(pyg.SAGEConv, False), (pyg.GraphConv, True), (pyg.ClusterGCNConv, False), (pyg.ChebConv, False)],
+)
+def test_small_sums_are_left_unless_pygs_code_makes_their_edges(kind, is_few):
+    options = {"K": 2} if kind is pyg.ChebConv else {}
+    conv = pyg_dfgnn.accelerate(kind(FEATURES, FEATURES, **options))
+    x, edge_index = torch.randn(30, FEATURES), edges()
+    assert [conv._is_left(x, edge_index) for _ in range(4)] == [True, True, is_few, is_few]

@@ -96,6 +96,8 @@ class AggregationConv(FusedConv):
     """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
     _writes = 1
     """Tensors with a row of that width per edge that PyG's code makes."""
+    _makes_edges = False
+    """Whether PyG's code makes the edges of its sum in each call, for which it waits for the device."""
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message = "weight" if edge is not None and self._message == "copy" else self._message
@@ -183,7 +185,7 @@ class AggregationConv(FusedConv):
 
     def _is_few(self, x: Any, edge_index: Any) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
-        if self._message != "copy" or not isinstance(edge_index, Tensor):
+        if self._message != "copy" or self._makes_edges or not isinstance(edge_index, Tensor):
             return False
         if not visits.is_few(edge_index, edge_index.size(-1) * _width(x)):
             return False

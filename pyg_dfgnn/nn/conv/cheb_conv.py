@@ -28,6 +28,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
 
     propagate_type = {"x": Tensor, "norm": Tensor}
     _upstream_methods = methods_of(conv.ChebConv)
+    _makes_edges = True
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message, names, channels, *_ = super()._question(x, edge)

@@ -27,6 +27,7 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
 
     propagate_type = {"x": Tensor, "edge_weight": Tensor}
     _upstream_methods = methods_of(conv.ClusterGCNConv)
+    _makes_edges = True
 
     def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
         message, _, channels, scaled, edge_channels = super()._question(x, edge)
