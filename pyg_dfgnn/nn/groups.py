@@ -17,7 +17,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
-from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_not_wait, step
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
@@ -85,15 +85,19 @@ def takes(
     stats: Sequence[str] = ("sum",),
     owner: torch.nn.Module | None = None,
     dim_size: int | None = None,
+    is_whole: bool = True,
 ) -> bool:
-    """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it."""
+    """Return whether the kernels take a reduction of a layer, or a function; report why not, in the name of it.
+
+    The statistics are to be all that is computed, unless `is_whole` is False.
+    """
     if step.is_left:
         return False
     groups = ptr if index is None else index
     if not is_refilled():
         if is_new(_FUNCTIONS if owner is None else owner, groups, name):
             return False
-        if len(stats) == 1 and stats[0] in _SUMS and isinstance(x, Tensor) and is_few(groups, x.numel()):
+        if is_whole and isinstance(x, Tensor) and _is_small(x, groups, stats):
             return False
     if may_not_wait(groups) and known_graph(index, ptr, dim_size) is None:
         return False
@@ -101,6 +105,11 @@ def takes(
     if reasons:
         report_fallback(name, reasons)
     return not reasons
+
+
+def _is_small(x: Tensor, groups: Tensor | None, stats: Sequence[str]) -> bool:
+    """Return whether PyG's code takes a reduction in less time, however often its groups come."""
+    return len(stats) == 1 and stats[0] in _SUMS and is_few(groups, x.numel())
 
 
 def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> Graph:
@@ -191,6 +200,7 @@ def describe(
     device: torch.device | None,
     reasons: Sequence[str],
     stats: Sequence[str],
+    is_whole: bool,
     x: Tensor,
     index: Tensor | None = None,
     ptr: Tensor | None = None,
@@ -204,6 +214,7 @@ def describe(
         device: Where it would run, None for where `x` is.
         reasons: What the layer itself has against the fused kernels.
         stats: Statistics that the kernels would compute, by PyG's names of reductions.
+        is_whole: Whether these are all that is computed.
         x: Values; the further arguments are those of the call.
         index: Group of each position.
         ptr: Offsets of the groups.
@@ -220,6 +231,8 @@ def describe(
     against = [*(reason for reason in against if reason != NO_DEVICE), *FAMILY.unsupported(problem)]
     if against:
         return Description(shown(layer), tuple(dict.fromkeys(against)), problem)
+    if is_whole and _is_small(x, ptr if index is None else index, stats):
+        return Description(shown(layer), (SMALL,), problem)
     graph = graph_of(index, ptr, dim_size)
     plan = explain(FAMILY, problem, graph, torch.is_grad_enabled())
     return Description(shown(layer), (), problem, plan, f"{graph.num_edges} rows in {graph.num_dst} groups")

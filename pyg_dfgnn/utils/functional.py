@@ -80,6 +80,6 @@ def softmax(
         IndexError: A group is outside of [0, num_nodes); on a CPU a RuntimeError of PyTorch.
     """
     index = None if ptr is not None and ptr.dim() == 1 else index
-    if not groups.takes("softmax", src, index, ptr, dim, ("sum",), dim_size=num_nodes):
+    if not groups.takes("softmax", src, index, ptr, dim, ("sum",), dim_size=num_nodes, is_whole=False):
         return pygs_softmax(src, index, ptr, num_nodes, dim)
     return groups.softmax(src, index, ptr, num_nodes, dim)

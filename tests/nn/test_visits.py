@@ -11,6 +11,8 @@ import pyg_dfgnn
 from pyg_dfgnn.nn import visits
 from pyg_dfgnn.nn.visits import is_new, leave
 from pyg_dfgnn.settings import Settings
+from tests.emu import needs_compiler
+from tests.kernels.emulated import emulated_device
 from tests.new_edges import random_edges
 
 FEATURES = 8
@@ -102,3 +104,23 @@ def test_small_sums_are_left_unless_pygs_code_makes_their_edges(kind, is_few):
     conv = pyg_dfgnn.accelerate(kind(FEATURES, FEATURES, **options))
     x, edge_index = torch.randn(30, FEATURES), edges()
     assert [conv._is_left(x, edge_index) for _ in range(4)] == [True, True, is_few, is_few]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "is_small"), [("SumAggregation", True), ("SoftmaxAggregation", False)])
+def test_small_sums_of_groups_are_left_and_softmaxes_are_not(name, is_small):
+    layer, x, index = getattr(pyg_dfgnn.nn.aggr, name)(), torch.randn(40, FEATURES), torch.randint(5, (40,))
+    with emulated_device() as launched:
+        outs = [layer(x, index, dim_size=5) for _ in range(4)]
+        assert bool(launched) is not is_small
+        torch.testing.assert_close(outs[-1], outs[0])
+        assert pyg_dfgnn.describe_plan(layer, x, index).fused is not is_small
+
+
+@needs_compiler
+def test_the_function_softmax_takes_small_groups_that_are_known():
+    x, index = torch.randn(40, FEATURES), torch.randint(5, (40,))
+    with emulated_device() as launched:
+        outs = [pyg_dfgnn.utils.softmax(x, index, num_nodes=5) for _ in range(4)]
+        assert launched
+    torch.testing.assert_close(outs[-1], outs[0])

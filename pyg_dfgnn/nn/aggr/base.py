@@ -18,6 +18,8 @@ class FusedAggregation(Scripted, aggr.Aggregation):
 
     _stats: tuple[str, ...] = ("sum",)
     """Reductions of one gather of the aggregation, by PyG's names; none where each of several makes its own."""
+    _is_whole = True
+    """Whether these are all that PyG's code computes."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -46,7 +48,9 @@ class FusedAggregation(Scripted, aggr.Aggregation):
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
-        return groups.describe(self, device, self._standing_reasons(), self._stats or ("sum",), *args, **kwargs)
+        stats = self._stats or ("sum",)
+        is_whole = self._is_whole and bool(self._stats)
+        return groups.describe(self, device, self._standing_reasons(), stats, is_whole, *args, **kwargs)
 
     def _takes(
         self,
@@ -58,7 +62,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         stats: Sequence[str],
     ) -> bool:
         """Return whether the kernels take a call; report why not."""
-        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self, dim_size)
+        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self, dim_size, self._is_whole)
 
     def reduce(
         self,

@@ -72,6 +72,8 @@ class StdAggregation(_Deviation, aggr.StdAggregation):
 class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
     """PyG's `SoftmaxAggregation` in three gathers: `sum_j softmax_j(t x_j) x_j`."""
 
+    _is_whole = False
+
     def forward(
         self,
         x: Tensor,
